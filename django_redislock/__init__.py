@@ -1,0 +1,30 @@
+"""One distributed lock in Redis for Django and Celery."""
+
+from .exceptions import (
+    AcquireTimeout,
+    AlreadyAcquired,
+    LockBackendError,
+    LockError,
+    LockLost,
+    LossRecord,
+    NotAcquired,
+    StaleFence,
+    TaskAlreadyRunning,
+)
+from .facade import lock, locked
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AcquireTimeout",
+    "AlreadyAcquired",
+    "LockBackendError",
+    "LockError",
+    "LockLost",
+    "LossRecord",
+    "NotAcquired",
+    "StaleFence",
+    "TaskAlreadyRunning",
+    "lock",
+    "locked",
+]

@@ -1,0 +1,69 @@
+"""From the settings to a redis-py client."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from django.core.cache import caches
+from django.core.cache.backends.base import InvalidCacheBackendError
+from django.core.exceptions import ImproperlyConfigured
+from redis import Redis
+
+from . import conf
+
+
+def get_client(using: str | None = None) -> Redis:
+    """Return the client of the cache alias `using`, or of the one that the settings name.
+
+    Opens no connection. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
+    """
+    settings = conf.get()
+    if using is None and settings.url is not None:
+        return _client_of_url(settings.url)
+    alias = using or settings.cache_alias
+    try:
+        cache = caches[alias]
+    except InvalidCacheBackendError as error:
+        raise ImproperlyConfigured(
+            f"django-redislock: {error} Name a Redis cache in {conf.NAME}['CACHE_ALIAS'], or give {conf.NAME}['URL']."
+        ) from error
+    client = client_of_cache(cache)
+    if client is None:
+        raise ImproperlyConfigured(
+            f"django-redislock: the cache {alias!r} ({type(cache).__module__}.{type(cache).__qualname__}) is not a Redis cache. "
+            f"Name one in {conf.NAME}['CACHE_ALIAS'], or give {conf.NAME}['URL']."
+        )
+    return client
+
+
+def client_of_cache(cache: Any) -> Redis | None:
+    """Return the client to the primary of a Redis cache (django-redis or Django's own), or None for another cache."""
+    client: Any = None
+    if hasattr(getattr(cache, "client", None), "get_client"):  # django-redis
+        client = cache.client.get_client(write=True)
+    elif hasattr(getattr(cache, "_cache", None), "get_client"):  # Django's own
+        client = cache._cache.get_client(write=True)
+    return client if isinstance(client, Redis) else None
+
+
+def connection_names() -> list[str]:
+    """Return the cache aliases whose servers may hold locks: that of the settings first, then the caches of this package."""
+    from django.conf import settings as django_settings
+
+    settings = conf.get()
+    first = [URL] if settings.url is not None else [settings.cache_alias]
+    ours = [alias for alias, cache in django_settings.CACHES.items() if cache["BACKEND"].startswith("django_redislock.")]
+    return first + [alias for alias in ours if alias not in first]
+
+
+URL = "url"
+"""The name of the connection that ``DJANGO_REDISLOCK["URL"]`` gives."""
+
+
+@lru_cache(maxsize=8)
+def _client_of_url(url: str) -> Redis:
+    try:
+        return Redis.from_url(url)
+    except ValueError as error:
+        raise ImproperlyConfigured(f"{conf.NAME}['URL'] is not a Redis URL: {error}") from error

@@ -1,0 +1,34 @@
+"""What happens to locks, told once: as a log record, and to whoever listens (Django's signals do)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("django_redislock")
+
+Listener = Callable[[str, dict[str, Any]], None]
+listeners: list[Listener] = []
+
+LEVELS = {
+    "acquired": logging.DEBUG,
+    "released": logging.DEBUG,
+    "conflict": logging.INFO,
+    "not_renewed": logging.WARNING,
+    "force_released": logging.WARNING,
+    "backend_error": logging.WARNING,
+    "lost": logging.ERROR,
+}
+
+
+def emit(event: str, message: str, *args: object, level: int | None = None, **data: Any) -> None:
+    """Log one event of a lock's life and tell the listeners; `data` must contain the lock's `name`."""
+    level = LEVELS[event] if level is None else level
+    if log.isEnabledFor(level):
+        log.log(level, message, *args)
+    for listener in listeners:
+        try:
+            listener(event, data)
+        except Exception:  # a listener's fault must not break the lock it listens to
+            log.exception("A listener failed on the event %s of lock %r.", event, data.get("name"))

@@ -1,0 +1,120 @@
+"""Names, times and keys: what is accepted, and where it lives in Redis.
+
+All keys of one lock begin with the hash tag ``{prefix:bucket}``, so that they share a Cluster slot with each other and with
+the bucket's index of held locks and its fence counter. The bucket is a hash of the name.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from datetime import timedelta
+from typing import NamedTuple
+
+BUCKETS = 64
+MAX_NAME = 1000
+MAX_SECONDS = 10 * 366 * 86400.0
+
+Seconds = float | timedelta
+
+
+class LockKeys(NamedTuple):
+    """The keys of one lock."""
+
+    lock: bytes
+    held: bytes
+    fence: bytes
+    queue: bytes
+    receipt: bytes
+    """Prefix of the receipts; the id follows."""
+
+
+def lock_keys(prefix: str, name: str) -> LockKeys:
+    """Return the keys of the lock `name`."""
+    raw = name.encode()
+    tag = b"{%s:%d}" % (prefix.encode(), zlib.crc32(raw) % BUCKETS)
+    return LockKeys(tag + b":lock:" + raw, tag + b":held", tag + b":fence", tag + b":queue:" + raw, tag + b":released:")
+
+
+def held_keys(prefix: str) -> list[bytes]:
+    """Return the keys of all indexes of held locks."""
+    return [b"{%s:%d}:held" % (prefix.encode(), bucket) for bucket in range(BUCKETS)]
+
+
+def check_name(name: object, argument: str = "name") -> str:
+    """Return the name of a lock.
+
+    Raises TypeError for anything but str, ValueError when it is empty, longer than 1,000 characters or not valid Unicode.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{argument} must be a str, not {type(name).__name__}")
+    if not 1 <= len(name) <= MAX_NAME:
+        raise ValueError(f"{argument} must have 1 to {MAX_NAME} characters, not {len(name)}")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{argument} must be valid Unicode: {error}") from None
+    return name
+
+
+def check_prefix(prefix: object) -> str:
+    """Return the key prefix; it may not contain braces, which would break the Cluster hash tag."""
+    prefix = check_name(prefix, "prefix")
+    if "{" in prefix or "}" in prefix:
+        raise ValueError(f"prefix must not contain braces: {prefix!r}")
+    return prefix
+
+
+def check_id(id: object) -> str:
+    """Return an owner id: 1 to 200 printable ASCII characters without spaces."""
+    if not isinstance(id, str):
+        raise TypeError(f"id must be a str, not {type(id).__name__}")
+    if not (1 <= len(id) <= 200 and id.isascii() and id.isprintable() and " " not in id):
+        raise ValueError(f"id must be 1 to 200 printable ASCII characters without spaces: {id!r}")
+    return id
+
+
+def check_expire(expire: object, argument: str = "expire") -> float:
+    """Return a life in seconds: at least 1 ms, at most ten years."""
+    seconds = _seconds(expire, argument)
+    if not 0.001 <= seconds <= MAX_SECONDS:
+        raise ValueError(f"{argument} must be between 0.001 and {MAX_SECONDS:.0f} seconds, not {expire!r}")
+    return seconds
+
+
+def check_timeout(timeout: object) -> float | None:
+    """Return how long to wait in seconds; None waits for ever, 0 tries once."""
+    if timeout is None:
+        return None
+    seconds = _seconds(timeout, "timeout")
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise ValueError(f"timeout must be None or between 0 and {MAX_SECONDS:.0f} seconds, not {timeout!r}")
+    return seconds
+
+
+def check_wait(blocking: object, timeout: object) -> float | None:
+    """Return how long to wait; raises ValueError for a timeout on a call that does not block, as `threading.Lock` does."""
+    if blocking:
+        return check_timeout(timeout)
+    if timeout is not None:
+        raise ValueError("timeout cannot be given with blocking=False")
+    return 0.0
+
+
+def milliseconds(seconds: float) -> bytes:
+    """Return a checked life as Redis wants it: bytes, because hiredis 3.5 can crash while it formats an int."""
+    return b"%d" % round(seconds * 1000)
+
+
+def _seconds(value: object, argument: str) -> float:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{argument} must be a number of seconds or a timedelta, not {type(value).__name__}")
+    try:
+        seconds = float(value)
+    except OverflowError:
+        raise ValueError(f"{argument} is too large: {value!r}") from None
+    if math.isnan(seconds):
+        raise ValueError(f"{argument} must not be nan")
+    return seconds

@@ -1,0 +1,107 @@
+"""One acquisition of a lock: its id, its fence, its deadline, and whether it is still believed to be held."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from ..exceptions import LossRecord
+from . import events
+from .keys import LockKeys
+
+if TYPE_CHECKING:
+    from .server import Server
+
+GONE = "it expired, was force-released, or the server lost its data"
+
+
+class Lease:
+    """One acquisition, from the first attempt to the release.
+
+    It is held until `deadline` on the monotonic clock, counted from when the last successful command was *sent*, so that
+    the local belief always ends before the key does in Redis.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        name: str,
+        keys: LockKeys,
+        id: str,
+        expire: float,
+        owner: threading.Thread | asyncio.Task[Any],
+        max_hold: float | None,
+        holder: weakref.ref[Any],
+    ) -> None:
+        self.server = server
+        self.name = name
+        self.keys = keys
+        self.id = id
+        self.expire = expire
+        self.max_hold = max_hold
+        self.owner = owner
+        self.holder = holder
+        self.pid = os.getpid()
+        self.fence = 0
+        self.acquired = 0.0
+        self.deadline = 0.0
+        self.next_renewal = 0.0
+        self.failures = 0
+        self._loss: LossRecord | None = None
+        self._losing = threading.Lock()
+
+    def begin(self, fence: int, sent: float) -> None:
+        """Note that the lock was acquired by a command sent at `sent`."""
+        self.fence = fence
+        self.acquired = sent
+        self.renewed(sent)
+
+    def renewed(self, sent: float) -> None:
+        """Note that the lock got a new life by a command sent at `sent`."""
+        self.failures = 0
+        self.deadline = sent + self.expire
+        self.next_renewal = sent + self.expire / 3
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the acquisition belongs to the process that this one was forked from."""
+        return self.pid != os.getpid()
+
+    @property
+    def owner_ended(self) -> bool:
+        """Whether the thread or task that acquired the lock ended without releasing it."""
+        return not self.owner.is_alive() if isinstance(self.owner, threading.Thread) else self.owner.done()
+
+    @property
+    def loss(self) -> LossRecord | None:
+        """Why and when the lock was lost, or None while it is held; local and free."""
+        if self._loss is None and time.monotonic() >= self.deadline:
+            self.lose(f"its life of {self.expire:g} s ended without a renewal")
+        return self._loss
+
+    def lose(self, reason: str) -> None:
+        """Note that the lock was lost, and report it once."""
+        with self._losing:
+            if self._loss is not None:
+                return
+            self._loss = LossRecord(self.name, self.id, self.fence, reason, time.time())
+        events.emit(
+            "lost",
+            "Lock %r (fence %d) was lost: %s.",
+            self.name,
+            self.fence,
+            reason,
+            name=self.name,
+            fence=self.fence,
+            record=self._loss,
+        )
+        holder = self.holder()
+        if holder is not None and holder.on_lost is not None:
+            try:
+                holder.on_lost(holder)
+            except Exception:
+                events.log.exception("on_lost of lock %r failed.", self.name)

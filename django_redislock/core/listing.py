@@ -1,0 +1,37 @@
+"""The locks held now: listed, and reset all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from redis import Redis
+
+from . import protocol
+from .keys import check_prefix, lock_keys
+from .lock import Lock
+from .owner import LockInfo
+from .server import Server, server_of
+
+BATCH = 500
+
+
+def held_locks(client: Redis | Server, prefix: str = "redislock") -> Iterator[LockInfo]:
+    """Yield what is known of each lock held now under the key prefix.
+
+    Costs in proportion to the locks held, however many other keys there are. Raises LockBackendError when Redis cannot answer.
+    """
+    server = server_of(client)
+    names = sorted(server.run(protocol.names(check_prefix(prefix))))
+    for start in range(0, len(names), BATCH):
+        batch = names[start : start + BATCH]
+        for info in server.run(protocol.read(batch, [lock_keys(prefix, name) for name in batch])):
+            if info is not None:
+                yield info
+
+
+def reset_all(client: Redis | Server, prefix: str = "redislock") -> int:
+    """Force-release every lock held now under the key prefix, and return how many there were.
+
+    Touches nothing but this package's own keys. Their holders are not stopped: they are told of the loss.
+    """
+    return sum(Lock(client, info.name, prefix=prefix).reset(info.fence) for info in list(held_locks(client, prefix)))

@@ -1,0 +1,35 @@
+-- Acquire the lock; when it is taken, join its queue or leave it.
+-- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue
+-- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw one)
+-- Returns {1, fence} when acquired, or {0, ms until another try makes sense (negative: unknown), ticket}.
+local id, life_ms = ARGV[1], tonumber(ARGV[2])
+local now = now_us()
+local value = redis.call('GET', KEYS[1])
+
+if not value and redis.call('EXISTS', KEYS[4]) == 1 then
+  value = hand_over(KEYS[1], KEYS[4], id)
+end
+
+if value and not is_of(value, id) then
+  local entry = ARGV[5] .. '\n' .. id
+  local ticket = ARGV[7] ~= '' and ARGV[7] or whole(now)
+  if ARGV[6] == '1' then
+    redis.call('ZADD', KEYS[4], 'NX', ticket, entry)
+    redis.call('PEXPIRE', KEYS[4], QUEUE_LIFE_MS)
+  elseif ARGV[7] ~= '' then
+    redis.call('ZREM', KEYS[4], entry)
+  end
+  return {0, redis.call('PTTL', KEYS[1]), ticket}
+end
+
+local fence = value and fence_of(value) or '0'
+if fence ~= '0' then  -- acquired before, and that reply was lost
+  redis.call('PEXPIRE', KEYS[1], life_ms)
+else
+  -- Larger than every earlier one, even when the server lost its data: then the clock has moved on.
+  fence = whole(math.max((tonumber(redis.call('GET', KEYS[3])) or 0) + 1, now))
+  redis.call('SET', KEYS[3], fence, 'PX', FENCE_LIFE_MS)
+  redis.call('SET', KEYS[1], id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. ARGV[4], 'PX', life_ms)
+end
+index(KEYS[2], ARGV[3], now, life_ms)
+return {1, fence}

@@ -1,0 +1,56 @@
+-- What several scripts share; put in front of each of them when they are loaded.
+--
+-- The value of a lock key is  id \n fence \n acquired (ms) \n record  and its expiry is the lock's life.
+-- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id.
+-- A queue is a sorted set of  channel \n id  by the ticket (server clock, us) that each waiter drew.
+
+local RESERVED_MS = 500       -- a signalled waiter claims within this, or the next one is served
+local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
+local RECEIPT_LIFE_MS = 30000 -- outlives every retry of one release
+local FENCE_LIFE_MS = 86400000 -- the clock may step back by less than this and fences still grow
+local INDEX_SLACK_MS = 3600000
+
+local function now_us()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end
+
+local function whole(number)  -- Lua would write large numbers with an exponent
+  return string.format('%.0f', number)
+end
+
+local function is_of(value, id)
+  return string.sub(value, 1, #id + 1) == id .. '\n'
+end
+
+local function fence_of(value)
+  return string.match(value, '^[^\n]*\n(%d+)\n')
+end
+
+local function index(held, name, now, life_ms)
+  local now_ms = math.floor(now / 1000)
+  redis.call('ZADD', held, now_ms + life_ms, name)
+  redis.call('ZREMRANGEBYSCORE', held, '-inf', '(' .. now_ms)
+  if redis.call('PTTL', held) < life_ms then
+    redis.call('PEXPIRE', held, life_ms + INDEX_SLACK_MS)
+  end
+end
+
+-- Reserve a free lock for the first waiter that still listens, and return what the lock key then holds (false: nothing).
+-- A waiter whose connection is gone is passed over. `own` is the caller's id: it need not be told.
+local function hand_over(lock, queue, own)
+  while true do
+    local first = redis.call('ZPOPMIN', queue)[1]
+    if not first then
+      redis.call('DEL', lock)
+      return false
+    end
+    local channel, id = string.match(first, '^(.-)\n(.*)$')
+    local told = id == own or redis.pcall('PUBLISH', channel, id)
+    if told ~= 0 then
+      local value = id .. '\n0\n0\n'
+      redis.call('SET', lock, value, 'PX', RESERVED_MS)
+      return value
+    end
+  end
+end

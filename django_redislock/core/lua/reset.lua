@@ -1,0 +1,15 @@
+-- Take the lock from whoever holds it and hand it to the first waiter.
+-- KEYS  1 lock, 2 index of held locks, 3 queue
+-- ARGV  1 name, 2 fence of the acquisition to end ('': any)
+-- Returns 1 when freed, 0 when nobody held it, -1 when another acquisition holds it.
+local value = redis.call('GET', KEYS[1])
+local fence = value and fence_of(value) or '0'
+if fence == '0' then
+  return 0
+end
+if ARGV[2] ~= '' and ARGV[2] ~= fence then
+  return -1
+end
+redis.call('ZREM', KEYS[2], ARGV[1])
+hand_over(KEYS[1], KEYS[3], '')
+return 1

@@ -1,0 +1,90 @@
+"""Who holds a lock: the record that a holder leaves in Redis, and what is read back from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class LockInfo:
+    """One lock as Redis knows it; times are the server's."""
+
+    name: str
+    kind: str
+    """"lock", "cache" or "celery"."""
+    id: str
+    """The right to extend and release: do not show it to people."""
+    fence: int
+    host: str
+    pid: int
+    thread: str
+    label: str
+    acquired_at: datetime
+    age: float
+    """Seconds since it was acquired."""
+    expire: float
+    """Its life in seconds, without renewal."""
+    auto_renewal: bool
+    ttl: float
+    """Seconds left, unless it is renewed."""
+    waiting: int
+    """How many wait for it."""
+
+    @property
+    def holder(self) -> str:
+        """The holder in one line: its label, if it has one, and where it runs."""
+        place = f"{self.host} pid {self.pid} {self.thread}".strip()
+        return f"{self.label} on {place}" if self.label else place
+
+
+def new_id() -> str:
+    """Return a random owner id."""
+    return secrets.token_hex(16)
+
+
+@lru_cache(maxsize=1024)
+def _static(pid: int, thread: str, kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
+    fields = {"host": _HOST, "pid": pid, "thread": thread, "kind": kind, "label": label}
+    return json.dumps(fields | {"expire": expire, "auto_renewal": auto_renewal}, separators=(",", ":")).encode()
+
+
+_HOST = socket.gethostname()
+
+
+def record(kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
+    """Return what this thread writes of itself into a lock that it takes."""
+    return _static(os.getpid(), threading.current_thread().name, kind, label, expire, auto_renewal)
+
+
+def parse(name: str, value: bytes | None, ttl_ms: int, waiting: int, now_ms: int) -> LockInfo | None:
+    """Return what the value of a lock key says, or None when nobody holds the lock."""
+    if value is None:
+        return None
+    id, fence, acquired, raw = value.split(b"\n", 3)
+    if fence == b"0":
+        return None
+    fields = json.loads(raw or b"{}")
+    acquired_ms = int(acquired)
+    return LockInfo(
+        name=name,
+        kind=fields.get("kind", "lock"),
+        id=id.decode(),
+        fence=int(fence),
+        host=fields.get("host", ""),
+        pid=fields.get("pid", 0),
+        thread=fields.get("thread", ""),
+        label=fields.get("label", ""),
+        acquired_at=datetime.fromtimestamp(acquired_ms / 1000, timezone.utc),
+        age=max(0.0, (now_ms - acquired_ms) / 1000),
+        expire=fields.get("expire", 0.0),
+        auto_renewal=fields.get("auto_renewal", False),
+        ttl=max(0.0, ttl_ms / 1000),
+        waiting=waiting,
+    )

@@ -1,0 +1,211 @@
+"""The algorithm of the lock, written once and without I/O.
+
+Each function is a generator: it yields what it wants done (`Call` a script, `Join` the waiting room, `Await` a wake-up,
+`Pause`, `Leave`) and is sent the result, or has the error thrown into it. A driver, synchronous or asyncio, does the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from redis.exceptions import AuthenticationError, ConnectionError, RedisError, TimeoutError
+
+from ..exceptions import LockBackendError
+from . import events, scripts
+from .keys import LockKeys, held_keys, milliseconds
+from .lease import Lease
+from .owner import LockInfo, parse
+
+RETRY_FOR = 5.0
+"""Seconds for which an unreachable server is tried again, when the caller's own deadline is not nearer."""
+MAX_SLEEP = 30.0
+"""Seconds after which a waiter looks again in any case; a queue lives four times as long."""
+
+
+class Call(NamedTuple):
+    """Run a script; the result is its reply."""
+
+    script: scripts.Script
+    keys: tuple[bytes, ...]
+    args: tuple[bytes, ...]
+
+
+class Join(NamedTuple):
+    """Make sure that wake-ups arrive, and enter the waiting room; the result is a waiter with a `channel`."""
+
+    lock: bytes
+    id: bytes
+
+
+class Await(NamedTuple):
+    """Sleep until the waiter is woken or until this time on the monotonic clock."""
+
+    waiter: Any
+    until: float
+
+
+class Leave(NamedTuple):
+    """Leave the waiting room."""
+
+    waiter: Any
+
+
+class Pause(NamedTuple):
+    """Sleep for so many seconds."""
+
+    seconds: float
+
+
+Effect = Call | Join | Await | Leave | Pause
+T = TypeVar("T")
+Steps = Generator[Effect, Any, T]
+
+
+def attempt(name: str, effect: Call | Join, until: float) -> Steps[tuple[float, Any]]:
+    """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
+
+    Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that
+    stays away for longer than `RETRY_FOR`, or past `until`, raises LockBackendError, as any other error does at once.
+    """
+    started = time.monotonic()
+    give_up = min(until, started + RETRY_FOR)
+    tries = 0
+    while True:
+        sent = time.monotonic()
+        try:
+            return sent, (yield effect)
+        except (ConnectionError, TimeoutError) as error:
+            pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0
+            fast = isinstance(error, ConnectionError) and not tries
+            if isinstance(error, AuthenticationError) or not (fast or time.monotonic() + pause < give_up):
+                raise _backend_error(name, error) from error
+        except RedisError as error:
+            raise _backend_error(name, error) from error
+        tries += 1
+        yield Pause(pause)
+
+
+def _backend_error(name: str, error: RedisError) -> LockBackendError:
+    cause = f"{type(error).__name__}: {error}"
+    events.emit("backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause)
+    return LockBackendError(name, cause)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What an acquisition asks for."""
+
+    lease: Lease
+    record: bytes
+    timeout: float | None
+
+    def call(self, channel: bytes, join: bool, ticket: bytes) -> Call:
+        lease = self.lease
+        args = (
+            lease.id.encode(),
+            milliseconds(lease.expire),
+            lease.name.encode(),
+            self.record,
+            channel,
+            b"1" if join else b"0",
+            ticket,
+        )
+        return Call(scripts.ACQUIRE, lease.keys[:4], args)
+
+
+def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
+    """Acquire the lock within the claim's timeout; the lease begins when it is acquired.
+
+    `waiting`: wake-ups arrive already, so that joining the queue with the first call costs nothing. Otherwise the first
+    call only tries, and an uncontended lock needs no waiting room.
+    """
+    lease = claim.lease
+    id = lease.id.encode()
+    until = math.inf if claim.timeout is None else time.monotonic() + claim.timeout
+    waiter: Any = None
+    ticket = b""
+    try:
+        if waiting and claim.timeout != 0:
+            waiter = yield Join(lease.keys.lock, id)
+        while True:
+            last = time.monotonic() >= until
+            join = waiter is not None and not last
+            channel = waiter.channel if waiter is not None else b""
+            sent, reply = yield from attempt(lease.name, claim.call(channel, join, ticket), until)
+            if reply[0] == 1:
+                lease.begin(int(reply[1]), sent)
+                return True
+            if last:
+                return False
+            if waiter is None:
+                _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until)
+                continue
+            ticket = reply[2]
+            left = (reply[1] + 1) / 1000 if reply[1] >= 0 else MAX_SLEEP
+            yield Await(waiter, min(until, time.monotonic() + min(left, MAX_SLEEP)))
+    except BaseException:
+        # Interrupted or failed: whatever the server took from us so far (the lock, a reservation, a place in the queue)
+        # is given back as far as it can be reached; else it ends by itself.
+        try:
+            yield _give_back(lease, waiter.channel if waiter is not None else b"")
+        except RedisError:
+            pass
+        raise
+    finally:
+        if waiter is not None:
+            yield Leave(waiter)
+
+
+def _give_back(lease: Lease, channel: bytes) -> Call:
+    id = lease.id.encode()
+    keys = lease.keys
+    return Call(scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipt + id), (id, lease.name.encode(), channel))
+
+
+def release(lease: Lease) -> Steps[bool]:
+    """Release the lock; False when it was not the lease's any more."""
+    # After the deadline the lock has ended by itself, so there is no sense in trying for longer.
+    until = max(lease.deadline, time.monotonic())
+    _, reply = yield from attempt(lease.name, _give_back(lease, b""), until)
+    return bool(reply)
+
+
+def renew(lease: Lease) -> Steps[bool]:
+    """Give the lease its full life again; False when it is not held any more."""
+    sent, reply = yield from attempt(lease.name, renewal([lease]), max(lease.deadline, time.monotonic()))
+    if reply[0]:
+        lease.renewed(sent)
+    return bool(reply[0])
+
+
+def renewal(leases: list[Lease]) -> Call:
+    """Return the one call that renews all the leases."""
+    keys = [key for lease in leases for key in (lease.keys.lock, lease.keys.held)]
+    args = [arg for lease in leases for arg in (lease.id.encode(), milliseconds(lease.expire), lease.name.encode())]
+    return Call(scripts.RENEW, tuple(keys), tuple(args))
+
+
+def reset(name: str, keys: LockKeys, fence: int | None) -> Steps[int]:
+    """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
+    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue), (name.encode(), b"" if fence is None else b"%d" % fence))
+    _, reply = yield from attempt(name, call, math.inf)
+    return int(reply)
+
+
+def read(names: list[str], locks: list[LockKeys]) -> Steps[list[LockInfo | None]]:
+    """Read who holds the locks: None for each that nobody holds."""
+    call = Call(scripts.READ, tuple(key for keys in locks for key in (keys.lock, keys.queue)), ())
+    _, reply = yield from attempt(names[0], call, math.inf)
+    now, *fields = reply
+    return [parse(name, *fields[3 * i : 3 * i + 3], now) for i, name in enumerate(names)]
+
+
+def names(prefix: str) -> Steps[list[str]]:
+    """Read the names of the locks held now."""
+    _, reply = yield from attempt(prefix, Call(scripts.NAMES, tuple(held_keys(prefix)), ()), math.inf)
+    return [name.decode() for name in reply]

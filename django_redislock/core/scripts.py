@@ -1,0 +1,27 @@
+"""The Lua scripts, each with its digest; one file a script in ``lua/``."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+
+
+class Script:
+    """One Lua script, ready for EVALSHA."""
+
+    def __init__(self, name: str) -> None:
+        folder = files(__package__) / "lua"
+        self.name = name
+        self.text = (folder / "lib.lua").read_bytes() + (folder / f"{name}.lua").read_bytes()
+        self.sha = hashlib.sha1(self.text, usedforsecurity=False).hexdigest().encode()
+
+    def __repr__(self) -> str:
+        return f"<Script {self.name}>"
+
+
+ACQUIRE = Script("acquire")
+RELEASE = Script("release")
+RENEW = Script("renew")
+RESET = Script("reset")
+READ = Script("read")
+NAMES = Script("names")

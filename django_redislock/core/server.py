@@ -1,0 +1,203 @@
+"""The synchronous driver: one Redis server, with connections of our own to it.
+
+Own connections, made like those of the client that was given, because the client's own may be used up by others, wait for
+hours on a retry policy, or decode replies. Every call takes one for a moment; who waits for a lock holds none.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from typing import Any, TypeVar
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError, NoScriptError, TimeoutError
+from redis.retry import Retry
+
+from . import scripts
+from .protocol import Await, Call, Effect, Join, Leave, Pause, Steps
+from .waiting import WaitingRoom
+
+DEFAULT_TIMEOUT = 5.0
+MAX_CONNECTIONS = 16
+# What a client may have configured that ours decide by themselves.
+OURS = frozenset(
+    {
+        *("retry", "retry_on_error", "retry_on_timeout", "health_check_interval"),
+        *("socket_timeout", "socket_connect_timeout"),
+        *("decode_responses", "encoding", "encoding_errors", "protocol", "legacy_responses"),
+        *("maint_notifications_config", "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler"),
+        *("maintenance_state", "maintenance_notification_hash", "event_dispatcher", "himport_registry"),
+        *("orig_host_address", "orig_socket_timeout", "orig_socket_connect_timeout"),
+    }
+)
+
+T = TypeVar("T")
+
+
+class Link:
+    """One connection on which scripts are called."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+
+    def call(self, call: Call) -> Any:
+        """Run the script and return its reply; any failure closes the connection, so that no reply is left behind."""
+        script, keys, args = call
+        try:
+            try:
+                return self._command(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, *args)
+            except NoScriptError:
+                return self._command(b"EVAL", script.text, b"%d" % len(keys), *keys, *args)
+        except BaseException:
+            self.connection.disconnect()
+            raise
+
+    def _command(self, *parts: bytes) -> Any:
+        frame = [b"*%d\r\n" % len(parts)]
+        frame += [b"$%d\r\n%b\r\n" % (len(part), part) for part in parts]
+        self.connection.send_packed_command([b"".join(frame)], check_health=False)
+        return self.connection.read_response(disable_decoding=True)
+
+    def limit(self, seconds: float) -> None:
+        """Let no reply take longer than so many seconds."""
+        self.connection.socket_timeout = self.connection.socket_connect_timeout = seconds
+        if self.connection._sock is not None:
+            self.connection._sock.settimeout(seconds)
+
+
+class Server:
+    """One Redis server as this process sees it; shared by all clients with the same settings."""
+
+    def __init__(self, client: Redis) -> None:
+        pool = client.connection_pool
+        self._class = pool.connection_class
+        settings = {key: value for key, value in pool.connection_kwargs.items() if key not in OURS}
+        self.timeout = pool.connection_kwargs.get("socket_timeout", DEFAULT_TIMEOUT) or DEFAULT_TIMEOUT
+        connect = pool.connection_kwargs.get("socket_connect_timeout") or self.timeout
+        self._settings = settings | {"socket_timeout": self.timeout, "socket_connect_timeout": connect, "protocol": 2}
+        self._limit = max(1, min(pool.max_connections, MAX_CONNECTIONS))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every connection without touching it: in a forked child they are the parent's."""
+        self._free: list[Link] = []
+        self._permits = threading.BoundedSemaphore(self._limit)
+        self.room = WaitingRoom(self.connection)
+        self.renewals = Link(self.connection())
+
+    def connection(self) -> Any:
+        """Return a new connection, not connected yet."""
+        return self._class(**self._settings, retry=Retry(NoBackoff(), 0))
+
+    def call(self, call: Call) -> Any:
+        """Run a script on a connection of its own for the moment."""
+        if not self._permits.acquire(timeout=self.timeout):
+            raise TimeoutError(f"no connection was free within {self.timeout:g} s")
+        try:
+            try:
+                link = self._free.pop()
+            except IndexError:
+                link = Link(self.connection())
+            try:
+                reply = link.call(call)
+            except ConnectionError:
+                self._free.clear()  # a server that went away took the idle connections with it
+                raise
+            self._free.append(link)
+            return reply
+        finally:
+            self._permits.release()
+
+    def run(self, steps: Steps[T]) -> T:
+        """Do what the steps ask for, and return their result."""
+        try:
+            effect = next(steps)
+            while True:
+                try:
+                    result = self._do(effect)
+                except BaseException as error:
+                    effect = steps.throw(error)
+                else:
+                    effect = steps.send(result)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+    def _do(self, effect: Effect) -> Any:
+        match effect:
+            case Call():
+                return self.call(effect)
+            case Join(lock, id):
+                return self.room.join(lock, id)
+            case Await(waiter, until):
+                return self.room.wait(waiter, until)
+            case Leave(waiter):
+                return self.room.leave(waiter)
+            case Pause(seconds):
+                return time.sleep(seconds)
+
+
+class Unlocked(Server):
+    """A server that grants everything and remembers nothing: what ``ENABLED: False`` runs on."""
+
+    def __init__(self) -> None:
+        self.room = WaitingRoom(self.connection)
+
+    def call(self, call: Call) -> Any:
+        """Grant it."""
+        match call.script:
+            case scripts.ACQUIRE:
+                return [1, b"0"]
+            case scripts.RENEW:
+                return [1] * (len(call.keys) // 2)
+            case scripts.READ:
+                return [0] + [None, -2, 0] * (len(call.keys) // 2)
+            case scripts.NAMES:
+                return []
+        return 1
+
+
+_by_pool: weakref.WeakKeyDictionary[Any, Server] = weakref.WeakKeyDictionary()
+_by_settings: dict[Any, Server] = {}
+_opening = threading.Lock()
+
+
+def server_of(client: Redis | Server) -> Server:
+    """Return the server that the client talks to.
+
+    Raises TypeError for anything but a synchronous redis-py client with a connection pool.
+    """
+    if isinstance(client, Server):
+        return client
+    pool = getattr(client, "connection_pool", None)
+    try:
+        return _by_pool[pool]
+    except (KeyError, TypeError):
+        pass
+    if not isinstance(client, Redis) or pool is None:
+        raise TypeError(f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}")
+    with _opening:
+        server = Server(client)
+        kept = _by_settings.setdefault(_identity(server), server)
+        _by_pool[pool] = kept
+        return kept
+
+
+def _identity(server: Server) -> Any:
+    def plain(value: Any) -> Any:
+        return value if isinstance(value, (str, bytes, int, float, bool, type(None))) else id(value)
+
+    return server._class, server._limit, tuple(sorted((key, plain(value)) for key, value in server._settings.items()))
+
+
+def _after_fork() -> None:
+    global _opening
+    _opening = threading.Lock()
+    for server in _by_settings.values():
+        server.reset()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,146 @@
+"""The watchdog: one thread per process that renews all held locks.
+
+After Redisson's: a lock is renewed every third of its life, and the watchdog dies with its process. Beyond it, all that are
+due go out in one call per server; no answer is not yet a loss (it is tried again until the deadline); losses are reported.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+
+from redis.exceptions import RedisError
+
+from . import events
+from .lease import GONE, Lease
+from .protocol import renewal
+from .server import Server
+
+BATCH = 1000
+"""Locks renewed in one call at most, so that the server is not kept busy for long."""
+SOONEST = 0.05
+"""Seconds between two tries for an unanswered renewal, and the shortest time given to a reply."""
+
+
+class Watchdog:
+    """Renews the leases that are added to it until they are removed, lost or not to be renewed any more."""
+
+    def __init__(self) -> None:
+        self._leases: dict[int, weakref.ref[Lease]] = {}
+        self._changed = threading.Condition(threading.Lock())
+        self._next = 0.0
+        """When the thread looks again; while there is no thread, a time that never comes too late."""
+        self._thread: threading.Thread | None = None
+
+    def add(self, lease: Lease) -> None:
+        """Renew the lease from now on."""
+        key, name, fence = id(lease), lease.name, lease.fence
+
+        def abandoned(_: object) -> None:
+            if self._leases.pop(key, None) is not None:
+                _not_renewed(name, fence, "its lock object was garbage-collected while it was held")
+
+        with self._changed:
+            self._leases[key] = weakref.ref(lease, abandoned)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="redislock-watchdog", daemon=True)
+                self._thread.start()
+            elif lease.next_renewal < self._next:
+                self._changed.notify()
+
+    def remove(self, lease: Lease) -> bool:
+        """Do not renew the lease any more; whether it was renewed until now."""
+        return self._leases.pop(id(lease), None) is not None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
+                self._next = min((lease.next_renewal for lease in leases), default=now + 3600)
+                if self._next > now:
+                    leases.clear()  # nobody is kept alive by the sleeping watchdog
+                    self._changed.wait(self._next - now)
+                    continue
+            try:
+                self._tick(now, leases)
+            except Exception:  # the thread that keeps all locks must survive whatever one of them does
+                events.log.exception("The watchdog failed; it goes on.")
+                time.sleep(SOONEST)
+            leases.clear()
+
+    def _tick(self, now: float, leases: list[Lease]) -> None:
+        shortest = min(lease.expire for lease in leases)
+        # Those that are due soon go along, so that many locks settle into few calls.
+        due = [lease for lease in leases if lease.next_renewal <= now + lease.expire / 6 and self._wanted(lease, now)]
+        servers = {lease.server for lease in due}
+        for server in servers:
+            mine = [lease for lease in due if lease.server is server]
+            for start in range(0, len(mine), BATCH):
+                self._renew(server, mine[start : start + BATCH], max(SOONEST, min(server.timeout, shortest / 4)))
+
+    def _wanted(self, lease: Lease, now: float) -> bool:
+        """Whether the lease is to be renewed; if not, it is dropped, with a word why."""
+        reason = None
+        if lease.owner_ended:
+            reason = "the thread or task that acquired it ended without releasing it"
+        elif lease.max_hold is not None and now >= lease.acquired + lease.max_hold:
+            reason = f"it has been held for max_hold = {lease.max_hold:g} s"
+        elif lease.loss is None:
+            return True
+        if self.remove(lease) and reason:
+            _not_renewed(lease.name, lease.fence, reason)
+        return False
+
+    def _renew(self, server: Server, leases: list[Lease], patience: float) -> None:
+        sent = time.monotonic()
+        try:
+            server.renewals.limit(patience)
+            replies: Iterable[int] = server.renewals.call(renewal(leases))
+        except (RedisError, OSError) as error:
+            self._unknown(leases, error)
+            return
+        for lease, renewed in zip(leases, replies, strict=True):
+            if renewed:
+                lease.renewed(sent)
+            elif self.remove(lease):  # else it was released meanwhile, and nothing is wrong
+                lease.lose(GONE)
+
+    def _unknown(self, leases: list[Lease], error: Exception) -> None:
+        """No answer: try again soon, and give up at the deadline only."""
+        now = time.monotonic()
+        for lease in leases:
+            if not lease.failures:
+                events.log.warning("Renewal of lock %r is not answered (%s); trying again.", lease.name, error)
+            lease.failures += 1
+            if now < lease.deadline:
+                pause = min(SOONEST * 2**lease.failures, lease.expire / 10)
+                lease.next_renewal = min(now + pause, lease.deadline)
+            elif self.remove(lease):
+                lease.lose(f"no answer from Redis until its life of {lease.expire:g} s ended ({error})")
+
+
+def _not_renewed(name: str, fence: int, reason: str) -> None:
+    events.emit(
+        "not_renewed",
+        "Lock %r (fence %d) is not renewed any more: %s. It ends by its expiry.",
+        name,
+        fence,
+        reason,
+        name=name,
+        fence=fence,
+        reason=reason,
+    )
+
+
+watchdog = Watchdog()
+
+
+def _after_fork() -> None:
+    watchdog.__init__()  # type: ignore[misc]  # a child owns nothing of its parent's
+
+
+os.register_at_fork(after_in_child=_after_fork)

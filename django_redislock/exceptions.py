@@ -1,0 +1,110 @@
+"""Every error of the package.
+
+The positional arguments of an error are its data, all of them plain values, so that an error survives pickle and Celery's
+JSON results. The message is made from the data.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class LossRecord(NamedTuple):
+    """What is known about a lock that was lost while its holder believed to hold it."""
+
+    name: str
+    id: str
+    fence: int
+    reason: str
+    when: float
+    """Unix time at which the loss was noticed."""
+
+
+class LockError(Exception):
+    """Base of every error of django-redislock; `name` is the lock's name."""
+
+    def __init__(self, name: str, *data: object) -> None:
+        super().__init__(name, *data)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"Lock {self.name!r} failed."
+
+
+class NotAcquired(LockError):
+    """The lock is not held by this caller, so there is nothing to release or extend."""
+
+    def __str__(self) -> str:
+        return (
+            f"Lock {self.name!r} is not held by this thread or task. Acquire it first; to release it from elsewhere, "
+            "give the owner's id: Lock(client, name, id=...).release()."
+        )
+
+
+class AlreadyAcquired(LockError):
+    """This thread or task holds the lock already, through this same object."""
+
+    def __str__(self) -> str:
+        return (
+            f"Lock {self.name!r} is already held through this object, and waiting for it would never end. "
+            "Release it first, or use a second object for a second acquisition."
+        )
+
+
+class AcquireTimeout(LockError, TimeoutError):
+    """The lock was not free within `timeout` seconds."""
+
+    def __init__(self, name: str, timeout: float | None = None) -> None:
+        super().__init__(name, timeout)
+        self.timeout = timeout
+
+    def __str__(self) -> str:
+        if not self.timeout:
+            return f"Lock {self.name!r} is held by someone else."
+        return f"Lock {self.name!r} was not free within {self.timeout:g} s."
+
+
+class LockLost(LockError):
+    """The lock ended while its holder still believed to hold it; `record` tells when and why."""
+
+    def __init__(self, name: str, record: LossRecord) -> None:
+        super().__init__(name, tuple(record))
+        self.record = LossRecord(*record)
+
+    def __str__(self) -> str:
+        return f"Lock {self.name!r} (fence {self.record.fence}) was lost: {self.record.reason}."
+
+
+class StaleFence(LockError):
+    """A write came with a fence older than the one stored, so a later holder has written already."""
+
+    def __init__(self, name: str, fence: int) -> None:
+        super().__init__(name, fence)
+        self.fence = fence
+
+    def __str__(self) -> str:
+        return f"The write of lock {self.name!r} with fence {self.fence} is stale: a later holder has written already."
+
+
+class LockBackendError(LockError):
+    """Redis could not answer, so whether the lock is held is unknown; `cause` is the client's error in words."""
+
+    def __init__(self, name: str, cause: str) -> None:
+        super().__init__(name, cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"Redis could not answer for lock {self.name!r}: {self.cause}"
+
+
+class TaskAlreadyRunning(LockError):
+    """Another execution of the same single-instance task runs; `holder` names it, `ttl` is its remaining life."""
+
+    def __init__(self, key: str, holder: str, ttl: float | None = None) -> None:
+        super().__init__(key, holder, ttl)
+        self.key = key
+        self.holder = holder
+        self.ttl = ttl
+
+    def __str__(self) -> str:
+        return f"{self.key} is already running: {self.holder}"

@@ -1,0 +1,112 @@
+"""`lock()` and `@locked`: the lock with the client and the defaults of the settings."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from . import conf, signals  # noqa: F401  (signals: so that they are sent)
+from .connections import get_client
+from .core.keys import MAX_SECONDS, Seconds, check_name
+from .core.lock import Lock
+from .core.server import Unlocked
+from .exceptions import AcquireTimeout
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def lock(
+    name: str,
+    *,
+    expire: Seconds | None = None,
+    auto_renewal: bool | None = None,
+    max_hold: Seconds | None = None,
+    id: str | None = None,
+    blocking: bool = True,
+    timeout: Seconds | None = None,
+    label: str | None = None,
+    on_lost: Callable[[Lock], object] | None = None,
+    using: str | None = None,
+    kind: str = "lock",
+) -> Lock:
+    """Return the lock `name` on the Redis that the settings name, or on that of the cache alias `using`.
+
+    What is not given comes from ``DJANGO_REDISLOCK``; see `Lock` for the rest.
+    """
+    settings = conf.get()
+    if not settings.enabled:
+        return Lock(_UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, id=id, label=label, kind=kind)
+    return Lock(
+        get_client(using),
+        name,
+        expire=settings.expire if expire is None else expire,
+        auto_renewal=settings.auto_renewal if auto_renewal is None else auto_renewal,
+        max_hold=settings.max_hold if max_hold is None else max_hold,
+        id=id,
+        blocking=blocking,
+        timeout=settings.timeout if timeout is None and blocking else timeout,
+        label=label,
+        on_lost=on_lost,
+        kind=kind,
+        prefix=settings.key_prefix,
+    )
+
+
+_UNLOCKED = Unlocked()
+
+
+def locked(
+    name: str | Callable[..., str],
+    *,
+    on_conflict: Literal["wait", "raise", "skip"] = "wait",
+    **options: Any,
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """Hold a lock while the decorated function runs: a new lock for each call.
+
+    `name` is a format string over the function's bound arguments (``"report:{user_id}"``) or a callable that takes what the
+    function takes. `on_conflict`: "wait" for at most `timeout` seconds and then raise AcquireTimeout, "raise" it at once, or
+    "skip" the call and return None. `options` are those of `lock`.
+    """
+    if on_conflict not in ("wait", "raise", "skip"):
+        raise ValueError(f"on_conflict must be 'wait', 'raise' or 'skip', not {on_conflict!r}")
+    if not callable(name):
+        check_name(name)
+    wrong = options.keys() - (inspect.signature(lock).parameters.keys() - {"name", "blocking"})
+    if wrong:
+        raise TypeError(f"locked() got an unexpected argument {sorted(wrong)[0]!r}")
+    if on_conflict != "wait":
+        if options.get("timeout") is not None:
+            raise ValueError("timeout needs on_conflict='wait'")
+        options["blocking"] = False
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+        if inspect.iscoroutinefunction(function):
+            raise TypeError("locked() does not take coroutine functions")
+        signature = inspect.signature(function)
+
+        def name_of(*args: P.args, **kwargs: P.kwargs) -> str:
+            if callable(name):
+                return name(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return name.format(**bound.arguments)
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            held = lock(name_of(*args, **kwargs), **options)
+            with ExitStack() as stack:
+                try:
+                    stack.enter_context(held)
+                except AcquireTimeout:
+                    if on_conflict == "skip":
+                        return None
+                    raise
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate

@@ -1,0 +1,38 @@
+"""Django signals for the life of locks; the sender is the string that names the event.
+
+Each comes with `name`. `lock_lost` also carries `record` (a LossRecord), `lock_conflict` who was in the way, and
+`lock_force_released` the `user` who did it, where there is one. Receivers of `lock_lost` may be called from another thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.dispatch import Signal
+
+from .core import events
+
+lock_acquired = Signal()
+lock_released = Signal()
+lock_lost = Signal()
+lock_conflict = Signal()
+lock_force_released = Signal()
+lock_backend_error = Signal()
+
+_BY_EVENT = {
+    "acquired": lock_acquired,
+    "released": lock_released,
+    "lost": lock_lost,
+    "conflict": lock_conflict,
+    "force_released": lock_force_released,
+    "backend_error": lock_backend_error,
+}
+
+
+def _send(event: str, data: dict[str, Any]) -> None:
+    signal = _BY_EVENT.get(event)
+    if signal is not None and signal.has_listeners():
+        signal.send_robust(sender=event, **data)
+
+
+events.listeners.append(_send)
