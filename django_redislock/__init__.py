@@ -1,5 +1,7 @@
 """One distributed lock in Redis for Django and Celery."""
 
+from __future__ import annotations
+
 from .exceptions import (
     AcquireTimeout,
     AlreadyAcquired,

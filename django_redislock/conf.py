@@ -124,11 +124,11 @@ def override(base: S, raw: object, where: str, problems: list[Problem] | None = 
             found.append(Problem(f"{here} is not a known setting.", hint, unknown_key=True))
             continue
         current = getattr(base, name)
-        if isinstance(current, (CacheSettings, CelerySettings)):
-            changes[name] = override(current, value, here, found)
-            continue
         try:
-            changes[name] = _value(base, name, value)
+            if isinstance(current, CacheSettings) or isinstance(current, CelerySettings):
+                changes[name] = override(current, value, here, found)
+            else:
+                changes[name] = _value(base, name, value)
         except ValueError as error:
             found.append(Problem(f"{here} is {value!r}.", f"It must be {error}."))
     if problems is None and found:

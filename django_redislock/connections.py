@@ -53,7 +53,9 @@ def connection_names() -> list[str]:
 
     settings = conf.get()
     first = [URL] if settings.url is not None else [settings.cache_alias]
-    ours = [alias for alias, cache in django_settings.CACHES.items() if cache["BACKEND"].startswith("django_redislock.")]
+    ours = [
+        alias for alias, cache in django_settings.CACHES.items() if cache["BACKEND"].startswith("django_redislock.")
+    ]
     return first + [alias for alias in ours if alias not in first]
 
 

@@ -1,5 +1,7 @@
 """The lock itself: knows redis-py and the standard library, nothing of Django or Celery."""
 
+from __future__ import annotations
+
 from .listing import held_locks, reset_all
 from .lock import Lock
 from .owner import LockInfo

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from redis import Redis
 
@@ -96,7 +96,9 @@ class Lock:
         self._leases[thread] = lease
         if self.auto_renewal:
             watchdog.add(lease)
-        events.emit("acquired", "Lock %r acquired (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence)
+        events.emit(
+            "acquired", "Lock %r acquired (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence
+        )
         return True
 
     def release(self) -> None:
@@ -110,16 +112,19 @@ class Lock:
         if lease.loss is None and not self._server.run(protocol.release(lease)):
             lease.lose(GONE)
         self._forget(lease)
-        if lease.loss is not None:
-            self._raise(lease)
-        events.emit("released", "Lock %r released (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence)
+        self._raise_loss(lease)
+        events.emit(
+            "released", "Lock %r released (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence
+        )
 
     def __enter__(self) -> Lock:
         if not self._acquire(self._with_timeout):
             raise AcquireTimeout(self.name, self._with_timeout)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         lease = self._leases.get(threading.current_thread())
         if lease is not None and lease.foreign:  # a forked child leaves its copy of the parent's block
             self._forget(lease)
@@ -144,8 +149,7 @@ class Lock:
             if not self._server.run(protocol.renew(lease)):
                 watchdog.remove(lease)
                 lease.lose(GONE)
-        if lease.loss is not None:
-            self._raise(lease)
+        self._raise_loss(lease)
 
     # Asking Redis
 
@@ -208,8 +212,7 @@ class Lock:
     def raise_if_lost(self) -> None:
         """Raise LockLost if this acquisition was lost: call it before each irreversible step. Local and free."""
         lease = self._own()
-        if lease.loss is not None:
-            self._raise(lease)
+        self._raise_loss(lease)
 
     def _new_lease(self, id: str) -> Lease:
         thread = threading.current_thread()
@@ -235,11 +238,11 @@ class Lock:
         if self._leases.get(lease.owner) is lease:
             del self._leases[lease.owner]
 
-    def _raise(self, lease: Lease) -> NoReturn:
-        assert lease.loss is not None
-        if lease.fence == 0 and lease.owner not in self._leases:  # an id given, not acquired here
-            raise NotAcquired(self.name)
-        raise LockLost(self.name, lease.loss)
+    def _raise_loss(self, lease: Lease) -> None:
+        if lease.loss is not None:
+            if lease.fence == 0:  # an id given, not acquired here
+                raise NotAcquired(self.name)
+            raise LockLost(self.name, lease.loss)
 
 
 def _chain(error: BaseException, failure: BaseException) -> None:

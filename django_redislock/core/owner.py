@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import lru_cache
 
 
@@ -81,7 +81,7 @@ def parse(name: str, value: bytes | None, ttl_ms: int, waiting: int, now_ms: int
         pid=fields.get("pid", 0),
         thread=fields.get("thread", ""),
         label=fields.get("label", ""),
-        acquired_at=datetime.fromtimestamp(acquired_ms / 1000, timezone.utc),
+        acquired_at=datetime.fromtimestamp(acquired_ms / 1000, UTC),
         age=max(0.0, (now_ms - acquired_ms) / 1000),
         expire=fields.get("expire", 0.0),
         auto_renewal=fields.get("auto_renewal", False),

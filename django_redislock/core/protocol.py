@@ -10,6 +10,7 @@ import math
 import random
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -80,7 +81,7 @@ def attempt(name: str, effect: Call | Join, until: float) -> Steps[tuple[float, 
         try:
             return sent, (yield effect)
         except (ConnectionError, TimeoutError) as error:
-            pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0
+            pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0  # noqa: S311
             fast = isinstance(error, ConnectionError) and not tries
             if isinstance(error, AuthenticationError) or not (fast or time.monotonic() + pause < give_up):
                 raise _backend_error(name, error) from error
@@ -151,10 +152,8 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
     except BaseException:
         # Interrupted or failed: whatever the server took from us so far (the lock, a reservation, a place in the queue)
         # is given back as far as it can be reached; else it ends by itself.
-        try:
+        with suppress(RedisError):
             yield _give_back(lease, waiter.channel if waiter is not None else b"")
-        except RedisError:
-            pass
         raise
     finally:
         if waiter is not None:
@@ -164,7 +163,9 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
 def _give_back(lease: Lease, channel: bytes) -> Call:
     id = lease.id.encode()
     keys = lease.keys
-    return Call(scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipt + id), (id, lease.name.encode(), channel))
+    return Call(
+        scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipt + id), (id, lease.name.encode(), channel)
+    )
 
 
 def release(lease: Lease) -> Steps[bool]:
@@ -192,7 +193,9 @@ def renewal(leases: list[Lease]) -> Call:
 
 def reset(name: str, keys: LockKeys, fence: int | None) -> Steps[int]:
     """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
-    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue), (name.encode(), b"" if fence is None else b"%d" % fence))
+    call = Call(
+        scripts.RESET, (keys.lock, keys.held, keys.queue), (name.encode(), b"" if fence is None else b"%d" % fence)
+    )
     _, reply = yield from attempt(name, call, math.inf)
     return int(reply)
 
@@ -202,7 +205,8 @@ def read(names: list[str], locks: list[LockKeys]) -> Steps[list[LockInfo | None]
     call = Call(scripts.READ, tuple(key for keys in locks for key in (keys.lock, keys.queue)), ())
     _, reply = yield from attempt(names[0], call, math.inf)
     now, *fields = reply
-    return [parse(name, *fields[3 * i : 3 * i + 3], now) for i, name in enumerate(names)]
+    triples = zip(fields[::3], fields[1::3], fields[2::3], strict=True)
+    return [parse(name, *triple, now) for name, triple in zip(names, triples, strict=True)]
 
 
 def names(prefix: str) -> Steps[list[str]]:
