@@ -101,7 +101,7 @@ def read(raw: object) -> tuple[Settings, list[Problem]]:
     return override(Settings(), {} if raw is None else raw, NAME, problems), problems
 
 
-S = TypeVar("S", Settings, CacheSettings, CelerySettings)
+S = TypeVar("S", bound="Settings | CacheSettings | CelerySettings")
 
 
 def override(base: S, raw: object, where: str, problems: list[Problem] | None = None) -> S:
@@ -125,7 +125,7 @@ def override(base: S, raw: object, where: str, problems: list[Problem] | None = 
             continue
         current = getattr(base, name)
         try:
-            if isinstance(current, CacheSettings) or isinstance(current, CelerySettings):
+            if isinstance(current, (CacheSettings, CelerySettings)):
                 changes[name] = override(current, value, here, found)
             else:
                 changes[name] = _value(base, name, value)
