@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import redis
+from django.conf import settings
+
+from tests.support import Proxy, PythonProcess, RedisServer, Server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The server that all tests share: the one at REDISLOCK_TEST_URL, or one started for this run."""
+    given = os.environ.get("REDISLOCK_TEST_URL")
+    if given:
+        yield Server(given)
+        return
+    with RedisServer() as started, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDISLOCK_TEST_URL", started.url)
+        patch.setitem(settings.CACHES["default"], "LOCATION", started.url)
+        yield started
+
+
+@pytest.fixture(scope="session")
+def redis_url(server: Server) -> str:
+    return server.url
+
+
+@pytest.fixture(autouse=True)
+def _empty_database(server: Server) -> None:
+    """Every test starts with an empty database, whichever fixtures it uses."""
+    with server.client() as client:
+        client.flushdb()
+
+
+@pytest.fixture
+def client(server: Server, _empty_database: None) -> Iterator[redis.Redis]:
+    """A client that is connected, so that a test which counts commands does not count the handshake."""
+    with server.client() as client:
+        client.ping()
+        yield client
+
+
+@pytest.fixture
+def own_server() -> Iterator[RedisServer]:
+    """A server for this test alone, to pause, kill and restart."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[Proxy]:
+    """A proxy in front of the shared server."""
+    with Proxy(redis_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def run_python() -> Iterator[Callable[..., PythonProcess]]:
+    """``run_python(function or code, *args)`` starts a Python process that ends with the test at the latest."""
+    with ExitStack() as stack:
+
+        def start(*args: object, env: dict[str, str] | None = None) -> PythonProcess:
+            process = PythonProcess(*args, env=env)  # type: ignore[arg-type]
+            stack.callback(process.close)
+            return process
+
+        yield start

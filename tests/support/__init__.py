@@ -1,0 +1,24 @@
+"""What the tests stand on: real servers, real processes, a proxy that breaks connections, and waiting with a deadline."""
+
+from __future__ import annotations
+
+from .counts import command_counts, counting, monitoring
+from .processes import PythonProcess, say
+from .programs import find_program
+from .proxy import Proxy
+from .servers import RedisServer, Server, free_port
+from .waiting import wait_until
+
+__all__ = [
+    "Proxy",
+    "PythonProcess",
+    "RedisServer",
+    "Server",
+    "command_counts",
+    "counting",
+    "find_program",
+    "free_port",
+    "monitoring",
+    "say",
+    "wait_until",
+]

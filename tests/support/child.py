@@ -1,0 +1,26 @@
+"""The main module of a PythonProcess."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+
+from tests.support.processes import say
+
+
+def main() -> None:
+    import django
+
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+    django.setup()
+    task = json.loads(sys.argv[1])
+    if "code" in task:
+        exec(compile(task["code"], "<code of a test>", "exec"), {"args": task["args"], "say": say})
+    else:
+        getattr(importlib.import_module(task["module"]), task["function"])(*task["args"])
+
+
+if __name__ == "__main__":
+    main()

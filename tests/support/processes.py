@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+def say(**values: object) -> None:
+    """Print one JSON line for the test that started this process."""
+    print(json.dumps(values), flush=True)
+
+
+class PythonProcess:
+    """A Python process of its own that runs a function of a module, or code, with Django set up.
+
+    It talks to the test in JSON lines (`say`); code finds `say` and its arguments as `args`. The test talks to it through
+    `send`, one line for one `input()`. Arguments travel as JSON.
+    """
+
+    def __init__(self, what: Callable[..., object] | str, *args: object, env: dict[str, str] | None = None) -> None:
+        task = {"code": what} if isinstance(what, str) else {"module": what.__module__, "function": what.__qualname__}
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.child", json.dumps(task | {"args": args})],
+            cwd=ROOT,
+            env=os.environ | (env or {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self.lines: list[dict[str, Any]] = []
+        """Every line said so far."""
+        self._seen = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(json.loads(line))
+
+    def wait_for(self, timeout: float = 20, **values: object) -> dict[str, Any]:
+        """Return the next line that has these values, skipping others; AssertionError when the process ends without."""
+
+        def found() -> dict[str, Any] | None:
+            ended = not self._reader.is_alive()
+            while self._seen < len(self.lines):
+                line = self.lines[self._seen]
+                self._seen += 1
+                if values.items() <= line.items():
+                    return line
+            assert not ended, f"The process ended without {values}; it said {self.lines}\n{self.errors}"
+            return None
+
+        line = wait_until(found, timeout, f"{values} from a process that said {self.lines}\n{self.errors}")
+        assert line is not None
+        return line
+
+    def send(self, line: str = "") -> None:
+        """Answer the process's next `input()`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def finish(self, timeout: float = 30) -> list[dict[str, Any]]:
+        """Wait for the end and return every line said; AssertionError when it failed or left something open."""
+        status = self.wait(timeout)
+        assert status == 0, f"The process ended with {status}; it said {self.lines}\n{self.errors}"
+        assert "ResourceWarning" not in self.errors, self.errors
+        return self.lines
+
+    def wait(self, timeout: float = 30) -> int:
+        """Wait for the end and return the exit status, negative for a signal."""
+        status = self._process.wait(timeout)
+        self._reader.join(timeout)
+        return status
+
+    @property
+    def errors(self) -> str:
+        """What it wrote to stderr."""
+        self._stderr.seek(0)
+        return self._stderr.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """End it with SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End it and every process that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(timeout=10)
+        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
+            if pipe is not None:
+                pipe.close()

