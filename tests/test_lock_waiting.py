@@ -1,0 +1,236 @@
+"""Waiting: woken at a release and at the holder's expiry, in order, within one deadline, over few connections."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import redis
+
+from django_redislock.core import Lock
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.server import server_of
+from tests.support import monitoring, wait_until
+
+
+def waiters(client, name, count, results, **options):
+    """Start threads that wait for the lock one after another, and return them once all wait."""
+    threads = []
+    for number in range(count):
+
+        def wait(number=number):
+            lock = Lock(client, name, **options)
+            if lock.acquire(timeout=30):
+                results.append(number)
+                lock.release()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        threads.append(thread)
+        wait_until(lambda: client.zcard(lock_keys("redislock", name).queue) == len(threads))
+    return threads
+
+
+@pytest.mark.parametrize("timeout", [0, 0.05, 0.2, 0.7])
+def test_a_timeout_is_kept(client, timeout):
+    with Lock(client, "a"):
+        started = time.monotonic()
+        lock = Lock(client, "a")
+        result = []
+        thread = threading.Thread(target=lambda: result.append(lock.acquire(timeout=timeout)))
+        thread.start()
+        thread.join()
+        assert result == [False]
+        assert time.monotonic() - started >= timeout
+    assert not client.exists(lock_keys("redislock", "a").queue), "who gives up leaves the queue"
+
+
+def test_the_deadline_holds_when_every_race_is_lost(client):
+    """A barger frees and retakes the lock in one step, so that each wake-up comes too late."""
+    keys, stop = lock_keys("redislock", "a"), threading.Event()
+
+    def barge():
+        while not stop.wait(0.05):
+            client.set(keys.lock, "barger\n1\n1\n{}", px=5000)
+
+    barger = threading.Thread(target=barge)
+    client.set(keys.lock, "barger\n1\n1\n{}", px=5000)
+    barger.start()
+    started = time.monotonic()
+    assert Lock(client, "a").acquire(timeout=1) is False
+    assert 1 <= time.monotonic() - started < 1.5
+    stop.set()
+    barger.join()
+
+
+def test_waiters_are_served_first_come_first_served(client):
+    order: list[int] = []
+    with Lock(client, "a"):
+        threads = waiters(client, "a", 12, order)
+    for thread in threads:
+        thread.join(timeout=30)
+    assert order == list(range(12))
+
+
+def test_neither_a_newcomer_nor_the_releaser_overtakes_a_waiter(client):
+    lock, order = Lock(client, "a"), []
+    for _ in range(20):
+        lock.acquire()
+        threads = waiters(client, "a", 1, order)
+        lock.release()
+        newcomer = Lock(client, "a")
+        if newcomer.acquire(blocking=False):
+            assert order == [0], "a newcomer overtook"
+            newcomer.release()
+        lock.acquire()  # the releaser, coming back
+        order.append("releaser")
+        lock.release()
+        threads[0].join()
+        assert order == [0, "releaser"]
+        order.clear()
+
+
+def test_a_waiter_wakes_at_the_holders_expiry(client):
+    """Even with nothing published, and whatever the waiter's own settings."""
+    Lock(client, "a", expire=0.4, auto_renewal=False).acquire()
+    started = time.monotonic()
+    assert Lock(client, "a", expire=60).acquire(timeout=20)
+    assert time.monotonic() - started < 0.9
+
+
+def test_waiting_threads_share_one_connection_and_never_starve_the_holder(redis_url):
+    with redis.Redis.from_url(redis_url, max_connections=2) as client, redis.Redis.from_url(redis_url) as observer:
+        before = len(observer.client_list())
+        results: list[int] = []
+        holder = Lock(client, "a", expire=0.6)
+        with holder:
+            fence = holder.fence
+            threads = waiters(observer, "a", 16, results)
+            renewed = time.monotonic() + 1
+            wait_until(lambda: time.monotonic() > renewed)
+            assert holder.owner().fence == fence, "renewed beyond its life"
+            connections = len(observer.client_list()) - before
+        for thread in threads:
+            thread.join(timeout=30)
+    assert results == list(range(16))
+    # Commands of the holder and of the observer, one subscription, one watchdog each at most.
+    assert connections <= 2 + 16 + 2
+
+
+def test_a_thousand_waiting_threads_block_one_connection(client):
+    names = [f"lock {i}" for i in range(10)]
+    holders = [Lock(client, name, expire=120) for name in names]
+    for holder in holders:
+        holder.acquire()
+    done = []
+
+    def wait(name):
+        with Lock(client, name, timeout=60):
+            done.append(name)
+
+    threads = [threading.Thread(target=wait, args=(names[i % 10],)) for i in range(1000)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: sum(client.zcard(lock_keys("redislock", name).queue) for name in names) == 1000, timeout=60)
+    subscribed = [c for c in client.client_list() if int(c["sub"])]
+    blocked = int(client.info("clients")["blocked_clients"])
+    for holder in holders:
+        holder.release()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(done) == 1000
+    assert (len(subscribed), blocked) == (1, 0)
+
+
+def test_a_waiter_does_not_poll(client):
+    """While the lock is held, the waiters of a process look twice a second, however many they are."""
+    results: list[int] = []
+    with Lock(client, "a", expire=60):
+        threads = waiters(client, "a", 10, results)
+        with monitoring(client) as sent:
+            until = time.monotonic() + 2
+            wait_until(lambda: time.monotonic() > until)
+        assert len([line for line in sent if line.startswith("EVALSHA")]) <= 5
+    for thread in threads:
+        thread.join()
+
+
+def cut_subscriptions(client):
+    for found in client.client_list():
+        if int(found["sub"]):
+            client.client_kill(found["addr"])
+
+
+def test_a_cut_subscription_is_mended_and_nobody_loses_his_place(client):
+    results: list[int] = []
+    with Lock(client, "a", expire=60):
+        threads = waiters(client, "a", 5, results)
+        cut_subscriptions(client)
+        wait_until(lambda: [found for found in client.client_list() if int(found["sub"])])
+    for thread in threads:
+        thread.join(timeout=10)
+    assert results == list(range(5))
+
+
+def test_a_release_that_nobody_hears_keeps_nobody_waiting(client):
+    results: list[int] = []
+    with Lock(client, "a", expire=60):
+        threads = waiters(client, "a", 5, results)
+        cut_subscriptions(client)
+    freed = time.monotonic()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert sorted(results) == list(range(5))
+    assert time.monotonic() - freed < 1.5
+
+
+def test_an_idle_subscription_that_the_server_closed_is_no_error(client):
+    results: list[int] = []
+    with Lock(client, "a"):
+        threads = waiters(client, "a", 1, results)
+    threads[0].join()
+    cut_subscriptions(client)
+    with Lock(client, "a"):
+        thread = threading.Thread(target=lambda: Lock(client, "a").acquire(timeout=10))
+        thread.start()
+        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+
+
+def test_a_reservation_that_nobody_claims_passes_on(client):
+    """The first in the queue listens but never comes, as a frozen process does."""
+    keys = lock_keys("redislock", "a")
+    room = server_of(client).room
+    lock = Lock(client, "a", expire=60)
+    lock.acquire()
+    results: list[int] = []
+    ghost = redis.Redis.from_url(f"redis://{client.connection_pool.connection_kwargs['host']}:{_port(client)}")
+    with ghost, ghost.pubsub() as pubsub:
+        pubsub.subscribe("ghost")
+        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
+        client.zadd(keys.queue, {"ghost\nghost-id": 1})
+        thread = threading.Thread(target=lambda: Lock(client, "a").acquire(timeout=20) and results.append(1))
+        thread.start()
+        wait_until(lambda: client.zcard(keys.queue) == 2)
+        freed = time.monotonic()
+        lock.release()
+        assert client.get(keys.lock).startswith(b"ghost-id\n0\n"), "reserved for the first"
+        thread.join(timeout=10)
+        assert results
+        assert time.monotonic() - freed < 1.2
+    assert room.open
+
+
+def _port(client):
+    return client.connection_pool.connection_kwargs["port"]
+
+
+def test_dead_waiters_are_passed_over_at_once(client):
+    keys = lock_keys("redislock", "a")
+    lock = Lock(client, "a", expire=60)
+    lock.acquire()
+    client.zadd(keys.queue, {f"gone-{i}\nid-{i}": i for i in range(100)})
+    lock.release()
+    assert not client.exists(keys.queue, keys.lock)
