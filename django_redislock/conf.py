@@ -6,70 +6,108 @@ Nothing is written into the settings and nothing is read at import, so ``overrid
 from __future__ import annotations
 
 import difflib
-import math
+import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from datetime import timedelta
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
+from redis.connection import parse_url
 
-Seconds = float
+from .core import keys
+
 NAME = "DJANGO_REDISLOCK"
+
+
+class Kind(NamedTuple):
+    """What a value must be, in words, and the function that returns it or raises TypeError or ValueError."""
+
+    wanted: str
+    read: Callable[[Any], object]
+
+
+def _bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _url(value: object) -> str:
+    url = keys.check_name(value)
+    parse_url(url)  # type: ignore[no-untyped-call]
+    return url
+
+
+def _wait(value: object) -> object:
+    if value is None:
+        raise TypeError
+    return keys.check_timeout(value)
+
+
+def _one_of(*choices: str) -> Kind:
+    return Kind(f"one of {', '.join(map(repr, choices))}", lambda value: choices[choices.index(value)])
+
+
+_CONFLICT = _one_of("raise", "skip", "reschedule", "wait")
+
+Flag = Annotated[bool, Kind("True or False", _bool)]
+Text = Annotated[str, Kind("a non-empty string", keys.check_name)]
+Url = Annotated[str, Kind("a URL that begins with redis://, rediss:// or unix://", _url)]
+Prefix = Annotated[str, Kind("a non-empty string without braces", keys.check_prefix)]
+Life = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a timedelta", keys.check_expire)]
+Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _wait)]
+OnWaitTimeout = Annotated[str, _one_of("compute", "raise")]
+Scope = Annotated[str, _one_of("run")]
+OnConflict = Annotated[
+    str | Callable[..., Any],
+    Kind(f"{_CONFLICT.wanted} or a callable", lambda value: value if callable(value) else _CONFLICT.read(value)),
+]
+OnBackendError = Annotated[str, _one_of("raise", "run", "reschedule")]
 
 
 @dataclass(frozen=True)
 class CacheSettings:
     """Defaults of the cache backends; ``OPTIONS["LOCK"]`` of an alias overrides them."""
 
-    expire: Seconds = 10.0
-    auto_renewal: bool = True
-    max_hold: Seconds | None = 300.0
-    wait: Seconds | None = 30.0
-    on_wait_timeout: str = "compute"
+    expire: Life = 10.0
+    auto_renewal: Flag = True
+    max_hold: Life | None = 300.0
+    wait: Wait | None = 30.0
+    on_wait_timeout: OnWaitTimeout = "compute"
 
 
 @dataclass(frozen=True)
 class CelerySettings:
     """Defaults of ``@single_instance``; the options of a task override them."""
 
-    scope: str = "run"
-    on_conflict: str | Callable[..., Any] = "raise"
-    expire: Seconds = 30.0
-    auto_renewal: bool = True
-    max_hold: Seconds | None = None
-    wait: Seconds = 10.0
-    on_backend_error: str = "raise"
+    scope: Scope = "run"
+    on_conflict: OnConflict = "raise"
+    expire: Life = 30.0
+    auto_renewal: Flag = True
+    max_hold: Life | None = None
+    wait: Wait = 10.0
+    on_backend_error: OnBackendError = "raise"
 
 
 @dataclass(frozen=True)
 class Settings:
     """``settings.DJANGO_REDISLOCK``, typed, every key optional."""
 
-    cache_alias: str = "default"
-    url: str | None = None
-    key_prefix: str = "redislock"
-    expire: Seconds = 30.0
-    auto_renewal: bool = True
-    max_hold: Seconds | None = None
-    timeout: Seconds | None = None
-    enabled: bool = True
+    cache_alias: Text = "default"
+    url: Url | None = None
+    key_prefix: Prefix = "redislock"
+    expire: Life = 30.0
+    auto_renewal: Flag = True
+    max_hold: Life | None = None
+    timeout: Wait | None = None
+    enabled: Flag = True
     cache: CacheSettings = field(default_factory=CacheSettings)
     celery: CelerySettings = field(default_factory=CelerySettings)
 
 
-CHOICES = {
-    "on_wait_timeout": ("compute", "raise"),
-    "scope": ("run",),
-    "on_conflict": ("raise", "skip", "reschedule", "wait"),
-    "on_backend_error": ("raise", "run", "reschedule"),
-}
-ZERO_ALLOWED = frozenset({"timeout", "wait"})
-
-
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One thing wrong with the settings: what it is, and what to write instead."""
 
     message: str
@@ -112,25 +150,26 @@ def override(base: S, raw: object, where: str, problems: list[Problem] | None = 
     found: list[Problem] = []
     changes: dict[str, Any] = {}
     if not isinstance(raw, Mapping):
-        found.append(Problem(f"{where} is not a dict but {raw!r}.", "Write a dict with the documented keys."))
+        found.append(Problem(f"{where} is {reprlib.repr(raw)}.", "It must be a dict with the documented keys."))
         raw = {}
-    by_key = {f.name.upper(): f.name for f in fields(base)}
+    kinds = _KINDS[type(base)]
     for key, value in raw.items():
-        name = by_key.get(key)
         here = f"{where}[{key!r}]"
+        name = key.lower() if key in kinds else None
         if name is None:
-            near = difflib.get_close_matches(str(key).upper(), by_key, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(sorted(by_key))}."
+            near = difflib.get_close_matches(str(key).upper(), kinds, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(sorted(kinds))}."
             found.append(Problem(f"{here} is not a known setting.", hint, unknown_key=True))
             continue
-        current = getattr(base, name)
+        kind = kinds[key]
+        if kind is None:
+            changes[name] = override(getattr(base, name), value, here, found)
+            continue
         try:
-            if isinstance(current, (CacheSettings, CelerySettings)):
-                changes[name] = override(current, value, here, found)
-            else:
-                changes[name] = _value(base, name, value)
-        except ValueError as error:
-            found.append(Problem(f"{here} is {value!r}.", f"It must be {error}."))
+            changes[name] = kind.read(value)
+        except (TypeError, ValueError):
+            shown = "not usable" if key == "URL" else reprlib.repr(value)  # a URL may hold a password
+            found.append(Problem(f"{here} is {shown}.", f"It must be {kind.wanted}."))
     if problems is None and found:
         raise ImproperlyConfigured(f"{found[0].message} {found[0].hint}")
     if problems is not None:
@@ -138,29 +177,22 @@ def override(base: S, raw: object, where: str, problems: list[Problem] | None = 
     return replace(base, **changes)
 
 
-def _value(base: Settings | CacheSettings | CelerySettings, name: str, value: object) -> object:
-    """Return the value as the setting's type, or raise ValueError with what it must be."""
-    kind = next(f.type for f in fields(base) if f.name == name)
-    if value is None and "None" in str(kind):
-        return None
-    or_none = " or None" if "None" in str(kind) else ""
-    if str(kind).startswith("bool"):
-        if not isinstance(value, bool):
-            raise ValueError("True or False")
-        return value
-    if str(kind).startswith("Seconds"):
-        if isinstance(value, timedelta):
-            value = value.total_seconds()
-        lowest = "at least 0" if name in ZERO_ALLOWED else "above 0"
-        wanted = f"a number of seconds {lowest} or a timedelta{or_none}"
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(wanted)
-        if value < 0 or (value == 0 and name not in ZERO_ALLOWED):
-            raise ValueError(wanted)
-        return float(value)
-    if name == "on_conflict" and callable(value):
-        return value
-    choices = CHOICES.get(name)
-    if not isinstance(value, str) or not value or (choices and value not in choices):
-        raise ValueError(f"one of {', '.join(map(repr, choices))}" if choices else f"a non-empty string{or_none}")
-    return value
+def _kinds(section: type) -> dict[str, Kind | None]:
+    """Return the kind of each key of a section; None stands for a section of its own."""
+    kinds: dict[str, Kind | None] = {}
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        optional = NoneType in get_args(hint)
+        kind = next(iter(getattr(get_args(hint)[0] if optional else hint, "__metadata__", ())), None)
+        if optional and kind is not None:
+            kind = _or_none(kind)
+        kinds[name.upper()] = kind
+    return kinds
+
+
+def _or_none(kind: Kind) -> Kind:
+    return Kind(f"{kind.wanted} or None", lambda value: None if value is None else kind.read(value))
+
+
+_KINDS: dict[type, dict[str, Kind | None]] = {
+    section: _kinds(section) for section in (Settings, CacheSettings, CelerySettings)
+}

@@ -1,0 +1,150 @@
+"""System checks of the settings: one function per message; none of them opens a connection."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from django.conf import settings
+from django.core.cache import caches
+from django.core.checks import CheckMessage, Error, Warning
+
+from . import conf
+from .connections import client_of_cache
+
+TAG = "redislock"
+
+SHORTEST_RENEWED = 1.0
+"""Seconds. A renewal comes every third of a life, so the holder may stall for two thirds of it before the lock is lost. A
+garbage collection, a busy core or Redis forking to save its data take some tenths of a second now and then."""
+
+
+def check_unknown_keys(**kwargs: object) -> list[CheckMessage]:
+    return [
+        Error(problem.message, hint=problem.hint, id="redislock.E001") for problem in _read()[1] if problem.unknown_key
+    ]
+
+
+def check_values(**kwargs: object) -> list[CheckMessage]:
+    return [
+        Error(problem.message, hint=problem.hint, id="redislock.E002")
+        for problem in _read()[1]
+        if not problem.unknown_key
+    ]
+
+
+def check_alias_exists(**kwargs: object) -> list[CheckMessage]:
+    alias = _lock_alias()
+    if alias is None or alias in settings.CACHES:
+        return []
+    near = difflib.get_close_matches(alias, settings.CACHES, n=1)
+    return [
+        Error(
+            f"{conf.NAME}['CACHE_ALIAS'] is {alias!r}, which is not in CACHES.",
+            hint=f"Did you mean {near[0]!r}?" if near else f"Known aliases: {', '.join(sorted(settings.CACHES))}.",
+            id="redislock.E003",
+        )
+    ]
+
+
+def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
+    alias = _lock_alias()
+    if alias is None or alias not in settings.CACHES:
+        return []
+    try:
+        why = "" if client_of_cache(caches[alias]) is not None else "it has no client of a single Redis"
+    except Exception as error:  # whatever keeps the backend from being made is what the reader needs to know
+        why = f"{type(error).__name__}: {error}".rstrip(": ")
+    if not why:
+        return []
+    return [
+        Error(
+            f"The cache {alias!r} ({settings.CACHES[alias].get('BACKEND')}) cannot hold locks: {why}.",
+            hint="Use the backend 'django_redislock.cache.RedisCache' for it, name another alias in "
+            f"{conf.NAME}['CACHE_ALIAS'], give {conf.NAME}['URL'], or set {conf.NAME}['ENABLED'] to False where no Redis is.",
+            id="redislock.E004",
+        )
+    ]
+
+
+def check_url_or_alias(**kwargs: object) -> list[CheckMessage]:
+    raw = getattr(settings, conf.NAME, None)
+    if not isinstance(raw, Mapping) or "CACHE_ALIAS" not in raw or raw.get("URL") is None:
+        return []
+    return [
+        Warning(
+            f"{conf.NAME} has both 'URL' and 'CACHE_ALIAS'; locks use the URL.",
+            hint="Remove one of them.",
+            id="redislock.W001",
+        )
+    ]
+
+
+def check_renewal_can_keep_up(**kwargs: object) -> list[CheckMessage]:
+    return [
+        Warning(
+            f"{where}['EXPIRE'] is {section.expire:g} s, too short for the renewal to keep.",
+            hint=f"Use at least {SHORTEST_RENEWED:g} s: the life is renewed every third of it, and a pause of two thirds loses "
+            "the lock. A longer life costs nothing but the wait after a crash. Or set 'AUTO_RENEWAL' to False.",
+            id="redislock.W002",
+        )
+        for where, section in _read()[0]
+        if section.auto_renewal and section.expire < SHORTEST_RENEWED
+    ]
+
+
+def check_ignored_exceptions(**kwargs: object) -> list[CheckMessage]:
+    alias = _lock_alias()
+    if alias is None or alias not in settings.CACHES:
+        return []
+    if not _options(alias).get("IGNORE_EXCEPTIONS", getattr(settings, "DJANGO_REDIS_IGNORE_EXCEPTIONS", False)):
+        return []
+    return [
+        Warning(
+            f"The cache {alias!r} ignores exceptions and holds locks: the errors of a lock are raised all the same.",
+            hint="Handle LockBackendError where you use locks and silence this check, or give the locks an alias of their own.",
+            id="redislock.W003",
+        )
+    ]
+
+
+CHECKS = (
+    check_unknown_keys,
+    check_values,
+    check_alias_exists,
+    check_alias_is_redis,
+    check_url_or_alias,
+    check_renewal_can_keep_up,
+    check_ignored_exceptions,
+)
+
+
+Section = conf.Settings | conf.CacheSettings | conf.CelerySettings
+
+
+def _read() -> tuple[list[tuple[str, Section]], list[conf.Problem]]:
+    """Return every section of the settings with its name, the lock options of cache aliases included, and what is wrong."""
+    typed, problems = conf.read(getattr(settings, conf.NAME, None))
+    sections: list[tuple[str, Section]] = [
+        (conf.NAME, typed),
+        (f"{conf.NAME}['CACHE']", typed.cache),
+        (f"{conf.NAME}['CELERY']", typed.celery),
+    ]
+    for alias in settings.CACHES:
+        options = _options(alias)
+        if "LOCK" in options:
+            where = f"CACHES[{alias!r}]['OPTIONS']['LOCK']"
+            sections.append((where, conf.override(typed.cache, options["LOCK"], where, problems)))
+    return sections, problems
+
+
+def _options(alias: str) -> dict[str, Any]:
+    cache: dict[str, Any] = settings.CACHES[alias]
+    return cache.get("OPTIONS") or {}
+
+
+def _lock_alias() -> str | None:
+    """Return the cache alias that is to hold the locks; None when a URL does, or when locks are off."""
+    typed, _ = conf.read(getattr(settings, conf.NAME, None))
+    return typed.cache_alias if typed.enabled and typed.url is None else None

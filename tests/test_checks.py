@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pytest
+from django.core import checks
+from django.core.management import call_command
+from django.core.management.base import SystemCheckError
+
+NOWHERE = "redis://127.0.0.1:1/0"  # nobody answers there: a check that connected would fail
+REDIS = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": NOWHERE}
+
+
+@pytest.fixture
+def found(settings):
+    """Return the messages of the checks under these settings, as {id: (message, hint)}."""
+
+    def found(lock: object = None, **caches: dict[str, object]) -> dict[str, tuple[str, str]]:
+        settings.CACHES = {"default": REDIS} | caches
+        settings.DJANGO_REDISLOCK = lock
+        messages = checks.run_checks(tags=["redislock"])
+        assert all(message.hint for message in messages)
+        by_id = {str(message.id): (message.msg, str(message.hint)) for message in messages}
+        assert len(by_id) == len(messages), "more messages than ids"
+        return by_id
+
+    return found
+
+
+def test_good_settings_have_no_message(found):
+    assert found({"EXPIRE": 30, "CACHE": {"EXPIRE": 1}}) == {}
+
+
+def test_the_tests_own_settings_have_no_message():
+    assert checks.run_checks(tags=["redislock"]) == []
+
+
+def test_check_command_runs_them(settings):
+    settings.DJANGO_REDISLOCK = {"EXPIRY": 1}
+    with pytest.raises(SystemCheckError, match=r"redislock\.E001.*\n.*Did you mean 'EXPIRE'"):
+        call_command("check")
+
+
+def test_unknown_key(found):
+    message, hint = found({"EXPIRY": 1})["redislock.E001"]
+    assert (message, hint) == ("DJANGO_REDISLOCK['EXPIRY'] is not a known setting.", "Did you mean 'EXPIRE'?")
+
+
+def test_wrong_value(found):
+    message, hint = found({"CACHE": {"WAIT": "long"}})["redislock.E002"]
+    assert message == "DJANGO_REDISLOCK['CACHE']['WAIT'] is 'long'."
+    assert hint == "It must be a number of seconds from 0 to ten years or a timedelta or None."
+
+
+def test_not_a_dict(found):
+    assert list(found(["EXPIRE"])) == ["redislock.E002"]
+
+
+def test_every_wrong_value_is_told(settings):
+    settings.DJANGO_REDISLOCK = {"EXPIRE": 0, "TIMEOUT": -1, "CELERY": {"SCOPE": "all"}}
+    assert [message.id for message in checks.run_checks(tags=["redislock"])] == ["redislock.E002"] * 3
+
+
+@pytest.mark.parametrize(("lock", "id"), [({"EXPIRY": 1}, "redislock.E001"), ({"EXPIRE": 0}, "redislock.E002")])
+def test_options_of_a_cache_alias(found, lock, id):
+    message, _ = found({}, other=REDIS | {"OPTIONS": {"LOCK": lock}})[id]
+    assert message.startswith("CACHES['other']['OPTIONS']['LOCK']['EXP")
+
+
+def test_missing_alias(found):
+    message, hint = found({"CACHE_ALIAS": "lock"}, locks=REDIS)["redislock.E003"]
+    assert message == "DJANGO_REDISLOCK['CACHE_ALIAS'] is 'lock', which is not in CACHES."
+    assert hint == "Did you mean 'locks'?"
+
+
+def test_missing_alias_that_resembles_none(found):
+    assert found({"CACHE_ALIAS": "xyz"})["redislock.E003"][1] == "Known aliases: default."
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        ("django.core.cache.backends.locmem.LocMemCache", "no client of a single Redis"),
+        ("nowhere.Cache", "No module named 'nowhere'"),
+        (None, "BACKEND"),
+    ],
+)
+def test_alias_that_is_not_redis(found, backend, why):
+    cache = {"BACKEND": backend} if backend else {}
+    message, hint = found({"CACHE_ALIAS": "other"}, other=cache)["redislock.E004"]
+    assert message.startswith(f"The cache 'other' ({backend}) cannot hold locks: ")
+    assert why in message
+    assert "django_redislock.cache.RedisCache" in hint
+
+
+def test_alias_over_several_servers_that_share_keys_out(found):
+    sharded = REDIS | {"OPTIONS": {"CLIENT_CLASS": "django_redis.client.ShardClient"}}
+    assert list(found({"CACHE_ALIAS": "other"}, other=sharded)) == ["redislock.E004"]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "django_redis.cache.RedisCache",
+        "django.core.cache.backends.redis.RedisCache",
+        "django_redislock.cache.RedisCache",
+        "django_redislock.cache.DjangoRedisCache",
+    ],
+)
+def test_redis_backends_can_hold_locks(found, backend):
+    assert found({"CACHE_ALIAS": "other"}, other={"BACKEND": backend, "LOCATION": NOWHERE}) == {}
+
+
+def test_without_locks_any_cache_will_do(found):
+    assert found({"ENABLED": False}, default={"BACKEND": "django.core.cache.backends.dummy.DummyCache"}) == {}
+
+
+def test_with_a_url_any_cache_will_do(found):
+    assert found({"URL": NOWHERE}, default={"BACKEND": "django.core.cache.backends.dummy.DummyCache"}) == {}
+
+
+def test_url_and_alias(found):
+    message, hint = found({"URL": NOWHERE, "CACHE_ALIAS": "default"})["redislock.W001"]
+    assert (message, hint) == (
+        "DJANGO_REDISLOCK has both 'URL' and 'CACHE_ALIAS'; locks use the URL.",
+        "Remove one of them.",
+    )
+    assert found({"URL": None, "CACHE_ALIAS": "default"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("lock", "options", "where"),
+    [
+        ({"EXPIRE": 0.5}, {}, "DJANGO_REDISLOCK"),
+        ({"CACHE": {"EXPIRE": 0.5}}, {}, "DJANGO_REDISLOCK['CACHE']"),
+        ({"CELERY": {"EXPIRE": 0.5}}, {}, "DJANGO_REDISLOCK['CELERY']"),
+        ({}, {"LOCK": {"EXPIRE": 0.5}}, "CACHES['other']['OPTIONS']['LOCK']"),
+    ],
+)
+def test_expiry_that_the_renewal_cannot_keep(found, lock, options, where):
+    message, _ = found(lock, other=REDIS | {"OPTIONS": options})["redislock.W002"]
+    assert message == f"{where}['EXPIRE'] is 0.5 s, too short for the renewal to keep."
+
+
+def test_short_expiry_without_renewal_is_fine(found):
+    assert found({"EXPIRE": 0.5, "AUTO_RENEWAL": False}) == {}
+
+
+def test_ignored_exceptions_on_the_alias_of_the_locks(found):
+    ignoring = REDIS | {"OPTIONS": {"IGNORE_EXCEPTIONS": True}}
+    assert "'default'" in found({}, default=ignoring)["redislock.W003"][0]
+    assert found({}, other=ignoring) == {}
+    assert found({"URL": NOWHERE}, default=ignoring) == {}
+
+
+def test_exceptions_ignored_everywhere(found, settings):
+    settings.DJANGO_REDIS_IGNORE_EXCEPTIONS = True
+    assert list(found({})) == ["redislock.W003"]
+    assert found({}, default=REDIS | {"OPTIONS": {"IGNORE_EXCEPTIONS": False}}) == {}

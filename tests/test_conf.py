@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.test import override_settings
+
+from django_redislock import conf
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def given(settings):
+    """Return the settings as read after setting DJANGO_REDISLOCK."""
+
+    def given(raw: object) -> conf.Settings:
+        settings.DJANGO_REDISLOCK = raw
+        return conf.get()
+
+    return given
+
+
+def test_every_key_is_optional(settings):
+    if hasattr(settings, "DJANGO_REDISLOCK"):
+        del settings.DJANGO_REDISLOCK
+    assert conf.get() == conf.Settings()
+
+
+def test_none_is_nothing(given):
+    assert given(None) == given({}) == conf.Settings()
+
+
+def test_every_documented_default():
+    assert conf.Settings() == conf.Settings(
+        cache_alias="default",
+        url=None,
+        key_prefix="redislock",
+        expire=30,
+        auto_renewal=True,
+        max_hold=None,
+        timeout=None,
+        enabled=True,
+        cache=conf.CacheSettings(expire=10, auto_renewal=True, max_hold=300, wait=30, on_wait_timeout="compute"),
+        celery=conf.CelerySettings(
+            scope="run",
+            on_conflict="raise",
+            expire=30,
+            auto_renewal=True,
+            max_hold=None,
+            wait=10,
+            on_backend_error="raise",
+        ),
+    )
+
+
+def test_override_settings_just_works(given):
+    given({"EXPIRE": 40})
+    with override_settings(DJANGO_REDISLOCK={"EXPIRE": 50}):
+        assert conf.get().expire == 50
+        with override_settings(DJANGO_REDISLOCK={}):
+            assert conf.get().expire == 30
+    assert conf.get().expire == 40
+
+
+def test_the_users_dict_is_left_as_it_is(given):
+    raw = {"EXPIRE": timedelta(minutes=1), "CACHE": {"EXPIRE": 5}}
+    given(raw)
+    assert raw == {"EXPIRE": timedelta(minutes=1), "CACHE": {"EXPIRE": 5}}
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(timedelta(minutes=1), 60.0), (5, 5.0), (0.001, 0.001), (2.5, 2.5)])
+def test_lives(given, value, seconds):
+    expire = given({"EXPIRE": value}).expire
+    assert (expire, type(expire)) == (seconds, float)
+
+
+def test_a_section_changes_only_what_it_names(given):
+    assert given({"CACHE": {"EXPIRE": 5}}).cache == conf.CacheSettings(expire=5.0)
+
+
+@pytest.mark.parametrize("value", ["raise", "skip", "reschedule", "wait", print])
+def test_on_conflict_takes_a_word_or_a_callable(given, value):
+    assert given({"CELERY": {"ON_CONFLICT": value}}).celery.on_conflict == value
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://localhost:6379/1", "rediss://user:word@host", "unix:///run/redis.sock?db=1", None]
+)
+def test_urls(given, url):
+    assert given({"URL": url}).url == url
+
+
+BAD_LIVES = [0, -1, 0.0001, NAN, INF, 10**18, 10**400, "5", True, timedelta(0), []]
+BAD_WAITS = [-1, NAN, INF, 10**18, 10**400, "5", False, timedelta(-1)]
+BAD = [
+    *[("EXPIRE", value) for value in [*BAD_LIVES, None]],
+    *[("MAX_HOLD", value) for value in BAD_LIVES],
+    *[("TIMEOUT", value) for value in BAD_WAITS],
+    *[("AUTO_RENEWAL", value) for value in (1, 0, "yes", None)],
+    *[("ENABLED", value) for value in (1, "False", None)],
+    *[("CACHE_ALIAS", value) for value in ("", 1, None)],
+    *[("KEY_PREFIX", value) for value in ("", 1, None, "a{b", "a}b", b"a", "x" * 1001, "\ud800")],
+    *[
+        ("URL", value)
+        for value in ("", 1, "localhost:6379", "http://localhost", "redis://host:port", b"redis://localhost")
+    ],
+    *[("CACHE", value) for value in (None, 1, [], "a")],
+    *[("CELERY", value) for value in (None, 1, [], "a")],
+]
+BAD_CACHE = [
+    *[("EXPIRE", value) for value in [*BAD_LIVES, None]],
+    *[("MAX_HOLD", value) for value in BAD_LIVES],
+    *[("WAIT", value) for value in BAD_WAITS],
+    *[("AUTO_RENEWAL", value) for value in (1, None)],
+    *[("ON_WAIT_TIMEOUT", value) for value in ("", "Raise", 1, None)],
+]
+BAD_CELERY = [
+    *[("EXPIRE", value) for value in [*BAD_LIVES, None]],
+    *[("MAX_HOLD", value) for value in BAD_LIVES],
+    *[("WAIT", value) for value in [*BAD_WAITS, None]],
+    *[("AUTO_RENEWAL", value) for value in (1, None)],
+    *[("SCOPE", value) for value in ("", "queue", 1, None)],
+    *[("ON_CONFLICT", value) for value in ("", "drop", 1, None)],
+    *[("ON_BACKEND_ERROR", value) for value in ("", "skip", 1, None)],
+]
+CASES = [
+    *[({key: value}, f"DJANGO_REDISLOCK['{key}'] is ") for key, value in BAD],
+    *[({"CACHE": {key: value}}, f"DJANGO_REDISLOCK['CACHE']['{key}'] is ") for key, value in BAD_CACHE],
+    *[({"CELERY": {key: value}}, f"DJANGO_REDISLOCK['CELERY']['{key}'] is ") for key, value in BAD_CELERY],
+    *[(raw, "DJANGO_REDISLOCK is ") for raw in ([], "redis://localhost", 1, True)],
+]
+
+
+@pytest.mark.parametrize(("raw", "message"), CASES)
+def test_a_bad_value_is_named_with_what_it_must_be(given, raw, message):
+    with pytest.raises(ImproperlyConfigured) as caught:
+        given(raw)
+    assert str(caught.value).startswith(message)
+    assert "It must be " in str(caught.value)
+
+
+def test_every_key_has_a_bad_value_above():
+    for section, cases in ((conf.Settings, BAD), (conf.CacheSettings, BAD_CACHE), (conf.CelerySettings, BAD_CELERY)):
+        assert {name.upper() for name in section.__dataclass_fields__} == {key for key, _ in cases}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"EXPIRY": 1}, "DJANGO_REDISLOCK['EXPIRY'] is not a known setting. Did you mean 'EXPIRE'?"),
+        ({"expire": 1}, "DJANGO_REDISLOCK['expire'] is not a known setting. Did you mean 'EXPIRE'?"),
+        (
+            {"CACHE": {"ON_TIMEOUT": 1}},
+            "['CACHE']['ON_TIMEOUT'] is not a known setting. Did you mean 'ON_WAIT_TIMEOUT'?",
+        ),
+        ({"CELERY": {"SCOPES": 1}}, "['CELERY']['SCOPES'] is not a known setting. Did you mean 'SCOPE'?"),
+        ({7: 1}, "DJANGO_REDISLOCK[7] is not a known setting. Known keys: AUTO_RENEWAL, CACHE, "),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(given, raw, message):
+    with pytest.raises(ImproperlyConfigured) as caught:
+        given(raw)
+    assert message in str(caught.value)
+
+
+def test_the_password_of_a_bad_url_is_not_shown(given):
+    with pytest.raises(ImproperlyConfigured) as caught:
+        given({"URL": "valkey://user:hunter2@localhost"})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_huge_value_does_not_flood_the_message(given):
+    with pytest.raises(ImproperlyConfigured) as caught:
+        given({"EXPIRE": "x" * 10_000})
+    assert len(str(caught.value)) < 300
+
+
+def test_bad_settings_are_told_each_time(given):
+    for _ in range(2):
+        with pytest.raises(ImproperlyConfigured):
+            given({"EXPIRE": 0})
+
+
+def test_read_lists_every_problem_and_keeps_defaults_for_what_is_wrong():
+    typed, problems = conf.read({"EXPIRE": 0, "TIMEOUT": 3, "CACHE": {"WAIT": -1}, "NONSENSE": 1})
+    assert typed == conf.Settings(timeout=3.0)
+    assert [problem.unknown_key for problem in problems] == [False, False, True]
+
+
+def test_override_raises_the_first_problem_where_nobody_collects_them():
+    with pytest.raises(ImproperlyConfigured, match=r"OPTIONS\['EXPIRE'\] is 0"):
+        conf.override(conf.CacheSettings(), {"EXPIRE": 0}, "OPTIONS")
