@@ -82,13 +82,13 @@ def check_expire(expire: object, argument: str = "expire") -> float:
     return seconds
 
 
-def check_timeout(timeout: object) -> float | None:
+def check_timeout(timeout: object, argument: str = "timeout") -> float | None:
     """Return how long to wait in seconds; None waits for ever, 0 tries once."""
     if timeout is None:
         return None
-    seconds = _seconds(timeout, "timeout")
+    seconds = _seconds(timeout, argument)
     if not 0 <= seconds <= MAX_SECONDS:
-        raise ValueError(f"timeout must be None or between 0 and {MAX_SECONDS:.0f} seconds, not {timeout!r}")
+        raise ValueError(f"{argument} must be None or between 0 and {MAX_SECONDS:.0f} seconds, not {timeout!r}")
     return seconds
 
 

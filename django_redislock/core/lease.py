@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..exceptions import LossRecord
@@ -35,7 +35,7 @@ class Lease:
         expire: float,
         owner: threading.Thread | asyncio.Task[Any],
         max_hold: float | None,
-        holder: weakref.ref[Any],
+        holder: Callable[[], Any],
     ) -> None:
         self.server = server
         self.name = name

@@ -21,7 +21,7 @@ LOOK_EVERY = 0.5
 class Waiter:
     """One thread that waits for one lock."""
 
-    __slots__ = ("asleep", "channel", "id", "lock", "stirred", "woken")
+    __slots__ = ("asleep", "channel", "id", "lock", "stirred", "woken", "word")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         self.lock = lock
@@ -33,9 +33,13 @@ class Waiter:
         """Set together with `woken`, and to hand on the reading."""
         self.asleep = False
         """Whether it would notice to be stirred soon."""
+        self.word: bytes | None = None
+        """What the message said beyond the id."""
 
-    def wake(self) -> None:
-        """Let the waiter try for its lock."""
+    def wake(self, word: bytes | None = None) -> None:
+        """Let the waiter try for its lock, or take what was sent along."""
+        if word is not None:
+            self.word = word
         self.woken = True
         self.stirred.set()
 
@@ -80,8 +84,8 @@ class WaitingRoom:
                 self._waiters.pop(waiter.lock, None)
         self._pass_on()
 
-    def wait(self, waiter: Waiter, until: float) -> None:
-        """Sleep until the waiter is woken, at most until this time on the monotonic clock."""
+    def wait(self, waiter: Waiter, until: float) -> bytes | None:
+        """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told."""
         while not waiter.woken and (left := until - time.monotonic()) > 0:
             waiter.asleep = True  # before the attempt to read: who stops reading later, looks for a sleeper
             if self._reading.acquire(blocking=False):
@@ -94,7 +98,9 @@ class WaitingRoom:
                 waiter.stirred.clear()
         waiter.asleep = waiter.woken = False
         waiter.stirred.clear()
+        word, waiter.word = waiter.word, None
         self._pass_on()
+        return word
 
     def _pass_on(self) -> None:
         """Let one of the sleepers read, if nobody does."""
@@ -117,10 +123,11 @@ class WaitingRoom:
                     self._next_look = now + LOOK_EVERY
                     self._wake_first()
                 elif self._connection.can_read(min(until, self._next_look) - now):
-                    kind, _, id = self._connection.read_response(disable_decoding=True)
-                    found = self._ids.get(id) if kind == b"message" else None
+                    kind, _, message = self._connection.read_response(disable_decoding=True)
+                    id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
+                    found = self._ids.get(id)
                     if found is not None:
-                        found.wake()
+                        found.wake(word if told else None)
         except (RedisError, OSError):
             # The scripts that the waiters call say what is wrong with the server; here it only means to look more often.
             self._close()

@@ -22,14 +22,4 @@ if value and not is_of(value, id) then
   return {0, redis.call('PTTL', KEYS[1]), ticket}
 end
 
-local fence = value and fence_of(value) or '0'
-if fence ~= '0' then  -- acquired before, and that reply was lost
-  redis.call('PEXPIRE', KEYS[1], life_ms)
-else
-  -- Larger than every earlier one, even when the server lost its data: then the clock has moved on.
-  fence = whole(math.max((tonumber(redis.call('GET', KEYS[3])) or 0) + 1, now))
-  redis.call('SET', KEYS[3], fence, 'PX', FENCE_LIFE_MS)
-  redis.call('SET', KEYS[1], id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. ARGV[4], 'PX', life_ms)
-end
-index(KEYS[2], ARGV[3], now, life_ms)
-return {1, fence}
+return {1, take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms)}

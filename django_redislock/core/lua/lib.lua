@@ -36,6 +36,21 @@ local function index(held, name, now, life_ms)
   end
 end
 
+-- Write the caller into a lock that is free or reserved for it (`value` is what the key holds), and return its fence.
+local function take(lock, held, counter, value, id, name, record, now, life_ms)
+  local fence = value and fence_of(value) or '0'
+  if fence ~= '0' then  -- taken before, and that reply was lost
+    redis.call('PEXPIRE', lock, life_ms)
+  else
+    -- Larger than every earlier one, even when the server lost its data: then the clock has moved on.
+    fence = whole(math.max((tonumber(redis.call('GET', counter)) or 0) + 1, now))
+    redis.call('SET', counter, fence, 'PX', FENCE_LIFE_MS)
+    redis.call('SET', lock, id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. record, 'PX', life_ms)
+  end
+  index(held, name, now, life_ms)
+  return fence
+end
+
 -- Reserve a free lock for the first waiter that still listens, and return what the lock key then holds (false: nothing).
 -- A waiter whose connection is gone is passed over. `own` is the caller's id: it need not be told.
 local function hand_over(lock, queue, own)
