@@ -1,7 +1,8 @@
 """Django signals for the life of locks; the sender is the string that names the event.
 
 Each comes with `name`. `lock_lost` also carries `record` (a LossRecord), `lock_conflict` who was in the way, and
-`lock_force_released` the `user` who did it, where there is one. Receivers of `lock_lost` may be called from another thread.
+`lock_force_released` the `fence` (None: whichever) and the `user` who did it: a user of the admin, words such as "command
+line (root)", or None. Receivers of `lock_lost` may be called from another thread.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 
 from redis import Redis
 
@@ -15,16 +17,25 @@ from .server import Server, server_of
 BATCH = 500
 
 
-def held_locks(client: Redis | Server, prefix: str = "redislock") -> Iterator[LockInfo]:
-    """Yield what is known of each lock held now under the key prefix.
+def held_locks(
+    client: Redis | Server,
+    prefix: str = "redislock",
+    *,
+    matching: Callable[[str], object] | None = None,
+    retry_for: float = math.inf,
+) -> Iterator[LockInfo]:
+    """Yield what is known of each lock held now under the key prefix, in the order of their names.
 
-    Costs in proportion to the locks held, however many other keys there are. Raises LockBackendError when Redis cannot answer.
+    `matching` picks by name the locks to read. An unreachable server is tried again for `retry_for` seconds, once at least,
+    and no longer than by any other call. Costs in proportion to the locks held, however many other keys there are. Raises
+    LockBackendError when Redis cannot answer.
     """
     server = server_of(client)
-    names = sorted(server.run(protocol.names(check_prefix(prefix))))
+    until = time.monotonic() + retry_for
+    names = sorted(filter(matching, server.run(protocol.names(check_prefix(prefix), until))))
     for start in range(0, len(names), BATCH):
         batch = names[start : start + BATCH]
-        for info in server.run(protocol.read(batch, [lock_keys(prefix, name) for name in batch])):
+        for info in server.run(protocol.read(batch, [lock_keys(prefix, name) for name in batch], until)):
             if info is not None:
                 yield info
 

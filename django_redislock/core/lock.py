@@ -173,15 +173,17 @@ class Lock:
         holder = self.owner()
         return None if holder is None else holder.ttl
 
-    def reset(self, fence: int | None = None) -> bool:
+    def reset(self, fence: int | None = None, by: object = None) -> bool:
         """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
 
         With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
-        within a third of its life.
+        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners.
         """
         freed = self._server.run(protocol.reset(self.name, self._keys, fence)) == 1
         if freed:
-            events.emit("force_released", "Lock %r was force-released.", self.name, name=self.name)
+            what, who = "any" if fence is None else fence, by or "this program"
+            message = "Lock %r (fence %s) was force-released by %s."
+            events.emit("force_released", message, self.name, what, who, name=self.name, fence=fence, user=by)
         return freed
 
     # This acquisition, known without asking

@@ -200,16 +200,16 @@ def reset(name: str, keys: LockKeys, fence: int | None) -> Steps[int]:
     return int(reply)
 
 
-def read(names: list[str], locks: list[LockKeys]) -> Steps[list[LockInfo | None]]:
+def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> Steps[list[LockInfo | None]]:
     """Read who holds the locks: None for each that nobody holds."""
     call = Call(scripts.READ, tuple(key for keys in locks for key in (keys.lock, keys.queue)), ())
-    _, reply = yield from attempt(names[0], call, math.inf)
+    _, reply = yield from attempt(names[0], call, until)
     now, *fields = reply
     triples = zip(fields[::3], fields[1::3], fields[2::3], strict=True)
     return [parse(name, *triple, now) for name, triple in zip(names, triples, strict=True)]
 
 
-def names(prefix: str) -> Steps[list[str]]:
+def names(prefix: str, until: float = math.inf) -> Steps[list[str]]:
     """Read the names of the locks held now."""
-    _, reply = yield from attempt(prefix, Call(scripts.NAMES, tuple(held_keys(prefix)), ()), math.inf)
+    _, reply = yield from attempt(prefix, Call(scripts.NAMES, tuple(held_keys(prefix)), ()), until)
     return [name.decode() for name in reply]
