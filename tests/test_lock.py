@@ -99,9 +99,13 @@ def test_threads_that_share_an_object_take_turns_and_cannot_release_for_each_oth
             inside.pop()
         return fence
 
-    with lock:
+    def release_refused():
         with pytest.raises(NotAcquired):
-            raise in_thread(lambda: pytest.raises(NotAcquired, lock.release).value)
+            lock.release()
+        return True
+
+    with lock:
+        assert in_thread(release_refused)
         assert lock.owned()
         threads = [threading.Thread(target=work) for _ in range(6)]
         for thread in threads:

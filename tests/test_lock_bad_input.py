@@ -102,7 +102,9 @@ def test_names_may_hold_anything_and_never_share_a_key(redis_url, names):
         assert not list(held_locks(client))
 
 
-@pytest.mark.parametrize("name", ["a{b", "a}b", "{}", "{", "}", "a{}b", "\0", "a\nb", "a b", "ü", "😀", "a:b:c", "*", "x" * 1000])
+@pytest.mark.parametrize(
+    "name", ["a{b", "a}b", "{}", "{", "}", "a{}b", "\0", "a\nb", "a b", "ü", "😀", "a:b:c", "*", "x" * 1000]
+)
 def test_odd_names_keep_all_keys_in_one_slot(client, name):
     keys = lock_keys("redislock", name)
     tags = {key[key.index(b"{") : key.index(b"}") + 1] for key in keys}

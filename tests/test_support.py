@@ -8,7 +8,7 @@ import time
 import pytest
 import redis
 
-from tests.support import Proxy, RedisServer, counting, monitoring, say, wait_until
+from tests.support import Proxy, RedisServer, counting, find_program, monitoring, say, wait_until
 
 ONE_TRY = {"retry": None, "socket_timeout": 0.3}
 
@@ -31,6 +31,23 @@ def test_the_cache_of_the_settings_is_the_shared_server(client):
 
     assert client.ping()
     assert settings.CACHES["default"]["LOCATION"].endswith(f":{client.connection_pool.connection_kwargs['port']}/0")
+
+
+class TestFindProgram:
+    def test_finds_the_first_that_is_here(self):
+        assert find_program("no-such-program", "sh", package="dash").endswith("/sh")
+
+    def test_a_missing_one_skips_and_says_what_to_install(self, monkeypatch):
+        monkeypatch.delenv("REDISLOCK_REQUIRE", raising=False)
+        with pytest.raises(
+            pytest.skip.Exception, match="no-such-program is missing; on Debian: apt-get install nothing"
+        ):
+            find_program("no-such-program", package="nothing")
+
+    def test_a_missing_one_fails_where_it_is_required(self, monkeypatch):
+        monkeypatch.setenv("REDISLOCK_REQUIRE", "redis-server,no-such-program")
+        with pytest.raises(pytest.fail.Exception, match="apt-get install nothing"):
+            find_program("no-such-program", package="nothing")
 
 
 class TestProxy:

@@ -23,12 +23,9 @@ LEVELS = {
 
 
 def emit(event: str, message: str, *args: object, level: int | None = None, **data: Any) -> None:
-    """Log one event of a lock's life and tell the listeners; `data` must contain the lock's `name`."""
+    """Log one event of a lock's life and tell the listeners, which must not raise; `data` contains the lock's `name`."""
     level = LEVELS[event] if level is None else level
     if log.isEnabledFor(level):
         log.log(level, message, *args)
     for listener in listeners:
-        try:
-            listener(event, data)
-        except Exception:  # a listener's fault must not break the lock it listens to
-            log.exception("A listener failed on the event %s of lock %r.", event, data.get("name"))
+        listener(event, data)

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -91,14 +92,20 @@ class Lock:
                 raise AlreadyAcquired(self.name)
         lease = self._new_lease(self._given_id or owner.new_id())
         claim = protocol.Claim(lease, owner.record(self.kind, self.label, self.expire, self.auto_renewal), timeout)
-        if not self._server.run(protocol.acquire(claim, self._server.room.open)):
-            return False
-        self._leases[thread] = lease
-        if self.auto_renewal:
-            watchdog.add(lease)
-        events.emit(
-            "acquired", "Lock %r acquired (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence
-        )
+        try:
+            if not self._server.run(protocol.acquire(claim, self._server.room.open)):
+                return False
+            self._leases[thread] = lease
+            if self.auto_renewal:
+                watchdog.add(lease)
+            self._tell("acquired", lease)
+        except BaseException:
+            if lease.fence:  # acquired, and interrupted on the way out
+                watchdog.remove(lease)
+                self._forget(lease)
+                with suppress(LockError):
+                    self._released(lease)
+            raise
         return True
 
     def release(self) -> None:
@@ -109,13 +116,11 @@ class Lock:
         """
         lease = self._own()
         watchdog.remove(lease)
-        if lease.loss is None and not self._server.run(protocol.release(lease)):
+        if lease.loss is None and not self._released(lease):
             lease.lose(GONE)
         self._forget(lease)
         self._raise_loss(lease)
-        events.emit(
-            "released", "Lock %r released (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence
-        )
+        self._tell("released", lease)
 
     def __enter__(self) -> Lock:
         if not self._acquire(self._with_timeout):
@@ -235,6 +240,21 @@ class Lock:
         """Return this thread's acquisition, or the last one of any thread, for a look at it."""
         leases = list(self._leases.values())
         return self._leases.get(threading.current_thread()) or (leases[-1] if leases else None)
+
+    def _released(self, lease: Lease) -> bool:
+        try:
+            return self._server.run(protocol.release(lease))
+        except LockError:
+            raise
+        except BaseException:  # interrupted: it may be repeated safely, and should not be left to its expiry
+            with suppress(LockError):
+                self._server.run(protocol.release(lease))
+            raise
+
+    def _tell(self, event: str, lease: Lease) -> None:
+        events.emit(
+            event, "Lock %r " + event + " (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence
+        )
 
     def _forget(self, lease: Lease) -> None:
         if self._leases.get(lease.owner) is lease:

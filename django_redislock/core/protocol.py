@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from redis.exceptions import AuthenticationError, ConnectionError, RedisError, TimeoutError
+from redis.exceptions import AuthenticationError, ConnectionError, RedisError
 
 from ..exceptions import LockBackendError
 from . import events, scripts
@@ -29,11 +29,15 @@ MAX_SLEEP = 30.0
 
 
 class Call(NamedTuple):
-    """Run a script; the result is its reply."""
+    """Run a script; the result is its reply.
+
+    When there is no answer, `undo` is sent after it, so that it leaves nothing behind should the server come to it later.
+    """
 
     script: scripts.Script
     keys: tuple[bytes, ...]
     args: tuple[bytes, ...]
+    undo: Call | None = None
 
 
 class Join(NamedTuple):
@@ -71,22 +75,20 @@ def attempt(name: str, effect: Call | Join, until: float) -> Steps[tuple[float, 
     """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
 
     Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that
-    stays away for longer than `RETRY_FOR`, or past `until`, raises LockBackendError, as any other error does at once.
+    stays away for longer than `RETRY_FOR`, or past `until`, raises LockBackendError. So does, without another try, one that
+    stays silent for as long as the client's own socket timeout, and any other error.
     """
-    started = time.monotonic()
-    give_up = min(until, started + RETRY_FOR)
+    give_up = min(until, time.monotonic() + RETRY_FOR)
     tries = 0
     while True:
         sent = time.monotonic()
         try:
             return sent, (yield effect)
-        except (ConnectionError, TimeoutError) as error:
-            pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0  # noqa: S311
-            fast = isinstance(error, ConnectionError) and not tries
-            if isinstance(error, AuthenticationError) or not (fast or time.monotonic() + pause < give_up):
-                raise _backend_error(name, error) from error
         except RedisError as error:
-            raise _backend_error(name, error) from error
+            pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0  # noqa: S311
+            broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
+            if not broken or (tries and time.monotonic() + pause >= give_up):
+                raise _backend_error(name, error) from error
         tries += 1
         yield Pause(pause)
 
@@ -116,7 +118,7 @@ class Claim:
             b"1" if join else b"0",
             ticket,
         )
-        return Call(scripts.ACQUIRE, lease.keys[:4], args)
+        return Call(scripts.ACQUIRE, lease.keys[:4], args, undo=give_back(lease, channel))
 
 
 def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
@@ -149,18 +151,20 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
             ticket = reply[2]
             left = (reply[1] + 1) / 1000 if reply[1] >= 0 else MAX_SLEEP
             yield Await(waiter, min(until, time.monotonic() + min(left, MAX_SLEEP)))
+    except LockBackendError:
+        raise
     except BaseException:
-        # Interrupted or failed: whatever the server took from us so far (the lock, a reservation, a place in the queue)
-        # is given back as far as it can be reached; else it ends by itself.
+        # Interrupted: whatever the server gave us so far (the lock, a reservation, a place in the queue) goes back.
         with suppress(RedisError):
-            yield _give_back(lease, waiter.channel if waiter is not None else b"")
+            yield give_back(lease, waiter.channel if waiter is not None else b"")
         raise
     finally:
         if waiter is not None:
             yield Leave(waiter)
 
 
-def _give_back(lease: Lease, channel: bytes) -> Call:
+def give_back(lease: Lease, channel: bytes = b"") -> Call:
+    """Return the call that releases the lease, or drops its claim on the queue of that channel."""
     id = lease.id.encode()
     keys = lease.keys
     return Call(
@@ -172,7 +176,7 @@ def release(lease: Lease) -> Steps[bool]:
     """Release the lock; False when it was not the lease's any more."""
     # After the deadline the lock has ended by itself, so there is no sense in trying for longer.
     until = max(lease.deadline, time.monotonic())
-    _, reply = yield from attempt(lease.name, _give_back(lease, b""), until)
+    _, reply = yield from attempt(lease.name, give_back(lease), until)
     return bool(reply)
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, NoScriptError, TimeoutError
+from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry
 
 from . import scripts
@@ -46,21 +46,37 @@ class Link:
 
     def call(self, call: Call) -> Any:
         """Run the script and return its reply; any failure closes the connection, so that no reply is left behind."""
-        script, keys, args = call
         try:
+            self._send(b"EVALSHA", call.script.sha, call)
             try:
-                return self._command(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, *args)
+                return self._receive()
             except NoScriptError:
-                return self._command(b"EVAL", script.text, b"%d" % len(keys), *keys, *args)
+                self._send(b"EVAL", call.script.text, call)
+                return self._receive()
+        except ResponseError:
+            raise
         except BaseException:
-            self.connection.disconnect()
+            self._abort(call)
             raise
 
-    def _command(self, *parts: bytes) -> Any:
+    def _send(self, command: bytes, script: bytes, call: Call) -> None:
+        parts = (command, script, b"%d" % len(call.keys), *call.keys, *call.args)
         frame = [b"*%d\r\n" % len(parts)]
         frame += [b"$%d\r\n%b\r\n" % (len(part), part) for part in parts]
         self.connection.send_packed_command([b"".join(frame)], check_health=False)
-        return self.connection.read_response(disable_decoding=True)
+
+    def _receive(self) -> Any:
+        return self.connection.read_response(disable_decoding=True, disconnect_on_error=False)
+
+    def _abort(self, call: Call) -> None:
+        """Close the connection, and have undone what the call may still do: on the same connection it comes after it."""
+        try:
+            if call.undo is not None and self.connection._sock is not None:
+                self._send(b"EVAL", call.undo.script.text, call.undo)
+        except (RedisError, OSError):
+            pass  # then the server never sees it, or is gone
+        finally:
+            self.connection.disconnect()
 
     def limit(self, seconds: float) -> None:
         """Let no reply take longer than so many seconds."""
@@ -85,7 +101,11 @@ class Server:
     def reset(self) -> None:
         """Forget every connection without touching it: in a forked child they are the parent's."""
         self._free: list[Link] = []
-        self._permits = threading.BoundedSemaphore(self._limit)
+        self._links: weakref.WeakSet[Link] = (
+            weakref.WeakSet()
+        )  # all, those in use too; a link lost to a signal drops out
+        self._returned = threading.Condition(threading.Lock())
+        self._wanted = 0
         self.room = WaitingRoom(self.connection)
         self.renewals = Link(self.connection())
 
@@ -95,22 +115,39 @@ class Server:
 
     def call(self, call: Call) -> Any:
         """Run a script on a connection of its own for the moment."""
-        if not self._permits.acquire(timeout=self.timeout):
-            raise TimeoutError(f"no connection was free within {self.timeout:g} s")
         try:
-            try:
-                link = self._free.pop()
-            except IndexError:
-                link = Link(self.connection())
-            try:
-                reply = link.call(call)
-            except ConnectionError:
-                self._free.clear()  # a server that went away took the idle connections with it
-                raise
-            self._free.append(link)
-            return reply
+            link = self._free.pop()
+        except IndexError:
+            link = self._wait_for_link()
+        try:
+            return link.call(call)
+        except ConnectionError:
+            self._free.clear()  # a server that went away took the idle connections with it
+            raise
         finally:
-            self._permits.release()
+            self._free.append(link)
+            if self._wanted:
+                with self._returned:
+                    self._returned.notify()
+
+    def _wait_for_link(self) -> Link:
+        give_up = time.monotonic() + self.timeout
+        with self._returned:
+            self._wanted += 1
+            try:
+                while True:
+                    try:
+                        return self._free.pop()
+                    except IndexError:
+                        pass
+                    if len(self._links) < self._limit:
+                        link = Link(self.connection())
+                        self._links.add(link)
+                        return link
+                    if not self._returned.wait(give_up - time.monotonic()):
+                        raise TimeoutError(f"no connection was free within {self.timeout:g} s")
+            finally:
+                self._wanted -= 1
 
     def run(self, steps: Steps[T]) -> T:
         """Do what the steps ask for, and return their result."""

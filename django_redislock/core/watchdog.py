@@ -56,7 +56,7 @@ class Watchdog:
         return self._leases.pop(id(lease), None) is not None
 
     def _run(self) -> None:
-        while True:
+        while self._thread is threading.current_thread():  # else a signal interrupted its start, and another took over
             with self._changed:
                 now = time.monotonic()
                 leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]

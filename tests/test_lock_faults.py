@@ -1,0 +1,612 @@
+"""The lock under faults, with real servers and real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from django_redislock.core import Lock
+from django_redislock.core.keys import lock_keys
+from django_redislock.exceptions import LockBackendError, LockLost, NotAcquired
+from tests import lock_programs
+from tests.support import Proxy, wait_until
+
+pytestmark = pytest.mark.processes
+
+WATCHDOG = "redislock-watchdog"
+
+
+@contextmanager
+def within(seconds):
+    """The body must not take longer: a bound that a promise names."""
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < seconds
+
+
+@contextmanager
+def client_of(url, **options):
+    with redis.Redis.from_url(url, **options) as client:
+        yield client
+
+
+# The holder
+
+WAITERS = [
+    ({}, 30),
+    ({"expire": 60}, None),
+    ({"expire": 0.5}, 30),
+    ({"expire": 60, "auto_renewal": False}, 20),
+    ({"expire": 2}, None),
+    ({"auto_renewal": False}, 25),
+    ({"expire": 1, "max_hold": 60}, 30),
+    ({"expire": 600}, 30),
+]
+
+
+def test_a_killed_holders_lock_goes_to_exactly_one_of_many(client, redis_url, run_python):
+    life = 1.5
+    holder = run_python(lock_programs.hold, redis_url, "a", life)
+    holder.wait_for(event="held")
+    waiters = [
+        run_python(
+            lock_programs.wait_and_hold, redis_url, "a", options, timeout, {"socket_timeout": (None, 1, 5)[i % 3]}
+        )
+        for i, (options, timeout) in enumerate(WAITERS)
+    ]
+    wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 8, timeout=30)
+    holder.kill()
+    killed = time.time()
+
+    def winners():
+        return [line for waiter in waiters for line in waiter.lines if line["event"] == "held"]
+
+    wait_until(winners)
+    assert winners()[0]["at"] - killed < life + 0.5
+    settled = time.monotonic() + 1
+    wait_until(lambda: time.monotonic() > settled)
+    assert len(winners()) == 1
+    served = []
+    for turn in range(8):  # each that holds gives way, and the next one holds
+        wait_until(lambda turn=turn: len(winners()) == turn + 1)
+        (holding,) = [w for w in waiters if w not in served and w.lines[-1]["event"] == "held"]
+        holding.send()
+        served.append(holding)
+
+
+def test_a_paused_holder_is_told_and_its_successor_untouched(client, redis_url, run_python):
+    holder = run_python(lock_programs.hold, redis_url, "a", 1)
+    fence = holder.wait_for(event="held")["fence"]
+    holder.pause()
+    with Lock(client, "a", timeout=10) as successor:
+        assert successor.fence > fence
+        holder.send()
+        holder.resume()
+        assert holder.wait_for(event="told")
+        assert holder.wait_for(event="not released")["error"] == "LockLost"
+        assert successor.owned()
+        successor.raise_if_lost()
+
+
+def test_a_late_release_frees_nothing_of_the_successors(client):
+    late = Lock(client, "a", expire=0.1, auto_renewal=False)
+    late.acquire()
+    successor = Lock(client, "a", timeout=5)
+    wait_until(lambda: not late.locked())
+    successor.acquire()
+    with pytest.raises(LockLost):
+        late.release()
+    with pytest.raises(NotAcquired):
+        Lock(client, "a", id="0" * 32).release()
+    assert successor.owned()
+    successor.release()
+
+
+def test_one_hundred_held_locks_are_kept_by_one_thread(client):
+    locks = [Lock(client, f"lock {i}", expire=0.9) for i in range(100)]
+    for lock in locks:
+        lock.acquire()
+    calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+    lived = time.monotonic() + 2
+    wait_until(lambda: time.monotonic() > lived)
+    calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - calls
+    assert [thread.name for thread in threading.enumerate()].count(WATCHDOG) == 1
+    assert all(lock.owned() for lock in locks)
+    assert calls <= 12, "renewed together: a call every third of the life, and a few to fall into step"
+    for lock in locks:
+        lock.release()
+
+
+# Replies that get lost
+
+RETRIES = [0, 10]
+
+
+@pytest.mark.parametrize("retries", RETRIES)
+def test_a_lost_reply_to_acquire_is_no_ghost_lock(client, proxy, retries):
+    with client_of(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
+        lock = Lock(behind, "a")
+        with lock:
+            pass
+        proxy.drop_next_reply(containing=b"EVALSHA")
+        assert lock.acquire(timeout=5), "yours, whatever became of the reply"
+        assert proxy.dropped == 1
+        assert lock.owned()
+        lock.release()
+    assert not Lock(client, "a").locked()
+
+
+@pytest.mark.parametrize("retries", RETRIES)
+def test_a_lost_reply_to_a_try_is_no_ghost_lock(client, proxy, retries):
+    with client_of(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
+        lock = Lock(behind, "a")
+        with lock:
+            pass
+        proxy.drop_next_reply(containing=b"EVALSHA")
+        assert lock.acquire(blocking=False)
+        lock.release()
+    assert not Lock(client, "a").locked()
+
+
+@pytest.mark.parametrize("retries", RETRIES)
+def test_a_lost_reply_to_release_is_no_false_error(client, proxy, retries):
+    with client_of(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
+        with Lock(behind, "a"):
+            proxy.drop_next_reply(containing=b"EVALSHA")
+        assert proxy.dropped == 1
+    assert not Lock(client, "a").locked()
+
+
+def test_a_repeated_release_does_not_free_the_next_holders_lock(client, proxy):
+    with client_of(proxy.url) as behind:
+        first, second = Lock(behind, "a"), Lock(client, "a", timeout=10)
+        first.acquire()
+        got = []
+        thread = threading.Thread(target=lambda: got.append(second.acquire()))
+        thread.start()
+        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        proxy.drop_next_reply(containing=b"EVALSHA")
+        first.release()
+        thread.join(timeout=5)
+        assert got == [True]
+        assert second.locked()
+
+
+def test_lost_replies_to_waiters_lose_nothing(client, proxy):
+    with client_of(proxy.url) as behind, Lock(client, "a", expire=60) as holder:
+        with Lock(behind, "b"):
+            pass
+        proxy.drop_next_reply(n=3, containing=b"EVALSHA")
+        got = []
+
+        def wait():
+            lock = Lock(behind, "a")
+            got.append(lock.acquire(timeout=20))
+            lock.release()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        wait_until(lambda: proxy.dropped == 3)
+        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        holder.release()
+        with within(2):
+            thread.join(timeout=10)
+        holder.acquire()
+    assert got == [True]
+
+
+def test_a_renewal_that_fails_once_loses_nothing(client, proxy, caplog):
+    told = []
+    with client_of(proxy.url) as behind:
+        lock = Lock(behind, "a", expire=1, on_lost=told.append)
+        with lock:
+            id = lock.id
+            proxy.drop_next_reply(containing=b"EVALSHA")
+            wait_until(lambda: proxy.dropped == 1)
+            lived = time.monotonic() + 3
+            wait_until(lambda: time.monotonic() > lived)
+            assert lock.owner().id == id
+            lock.raise_if_lost()
+    assert told == []
+    assert "trying again" in caplog.text
+
+
+def test_a_reply_that_comes_late_never_makes_the_belief_outlive_the_lock(client, proxy):
+    with client_of(proxy.url, socket_timeout=5) as behind:
+        lock = Lock(behind, "a", expire=3, auto_renewal=False)
+        with lock:
+            pass
+        proxy.delay_replies(1)
+        lock.acquire()
+        proxy.delay_replies(0)
+        ttl = client.pttl(lock_keys("redislock", "a").lock) / 1000
+        deadline = lock._latest().deadline - time.monotonic()
+        assert deadline <= ttl + 0.001, "Redis tells whole milliseconds"
+        lock.release()
+
+
+# A server that goes away
+
+
+def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(own_server):
+    with own_server.client() as client:
+        holder = Lock(client, "a", expire=6)
+        holder.acquire()
+        got = []
+        thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=30)))
+        thread.start()
+        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        own_server.restart(keep_data=True)
+        lived = time.monotonic() + 3
+        wait_until(lambda: time.monotonic() > lived)
+        assert holder.owned()
+        assert not got
+        holder.release()
+        thread.join(timeout=5)
+        assert got == [True]
+
+
+@pytest.mark.parametrize("fault", ["restart", "flush"])
+def test_lost_data_is_told_within_one_renewal(own_server, fault):
+    told = threading.Event()
+    with own_server.client() as client:
+        holder = Lock(client, "a", expire=3, on_lost=lambda lock: told.set())
+        holder.acquire()
+        fence = holder.fence
+        if fault == "restart":
+            own_server.restart(keep_data=False)
+        else:
+            client.flushall()
+        with Lock(client, "a") as second:
+            assert second.fence > fence
+            assert told.wait(3)
+            assert holder.lost.fence == fence
+            with pytest.raises(LockLost):
+                holder.release()
+            assert second.owned()
+
+
+def test_a_freeze_shorter_than_the_life_loses_nothing(own_server):
+    with own_server.client() as client:
+        lock = Lock(client, "a", expire=3)
+        with lock:
+            own_server.pause()
+            thawed = time.monotonic() + 1.8
+            wait_until(lambda: time.monotonic() > thawed)
+            own_server.resume()
+            lived = time.monotonic() + 2
+            wait_until(lambda: time.monotonic() > lived)
+            assert lock.owned()
+            lock.raise_if_lost()
+
+
+@pytest.mark.parametrize("fault", ["freeze", "black hole"])
+def test_silence_longer_than_the_life_is_told_at_the_deadline(own_server, fault):
+    told = []
+    with Proxy(own_server.url) as proxy, client_of(proxy.url) as client:
+        lock = Lock(client, "a", expire=1, on_lost=lambda lock: told.append(time.monotonic()))
+        lock.acquire()
+        own_server.pause() if fault == "freeze" else proxy.black_hole()
+        silent = time.monotonic()
+        wait_until(lambda: told)
+        assert told[0] - silent < 1.3
+        with within(0.5), pytest.raises(LockLost):
+            lock.release()
+        own_server.resume()
+        proxy.heal()
+
+
+@pytest.mark.parametrize("socket_timeout", [None, 1])
+@pytest.mark.parametrize("retries", RETRIES)
+def test_every_call_comes_back_from_a_black_hole(own_server, socket_timeout, retries):
+    timeout = socket_timeout or 5
+    with (
+        Proxy(own_server.url) as proxy,
+        client_of(proxy.url, socket_timeout=socket_timeout, retry=Retry(NoBackoff(), retries)) as client,
+    ):
+        held = Lock(client, "held", expire=2)
+        held.acquire()
+        proxy.black_hole()
+        with within(timeout + 0.5), pytest.raises(LockBackendError):
+            Lock(client, "a").acquire(blocking=False)
+        with within(0.3 + timeout + 0.5), pytest.raises(LockBackendError):
+            Lock(client, "a").acquire(timeout=0.3)
+        with within(timeout + 0.5), pytest.raises((LockBackendError, LockLost)):
+            held.release()
+        proxy.heal()
+        with Lock(client, "a", timeout=5):
+            pass
+
+
+def test_a_waiter_in_a_black_hole_comes_back_at_its_deadline(own_server):
+    with (
+        Proxy(own_server.url) as proxy,
+        client_of(proxy.url, socket_timeout=1) as behind,
+        own_server.client() as client,
+    ):
+        with Lock(client, "a", expire=60):
+            result = []
+
+            def wait():
+                started = time.monotonic()
+                try:
+                    result.append(Lock(behind, "a").acquire(timeout=2))
+                except LockBackendError as error:
+                    result.append(error)
+                result.append(time.monotonic() - started)
+
+            thread = threading.Thread(target=wait)
+            thread.start()
+            wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+            proxy.black_hole()
+            thread.join(timeout=20)
+            proxy.heal()
+        assert result[0] is False or isinstance(result[0], LockBackendError)
+        assert result[1] < 2 + 1 + 0.5, "its deadline and one socket timeout"
+
+
+def test_a_server_that_is_down_is_a_typed_error_and_nothing_hangs(own_server):
+    with own_server.client(socket_timeout=1) as client:
+        lock = Lock(client, "a", expire=2)
+        lock.acquire()
+        own_server.kill()
+        with within(3), pytest.raises((LockBackendError, LockLost)):
+            lock.release()
+        with within(1), pytest.raises(LockBackendError) as caught:
+            Lock(client, "a").acquire(blocking=False)
+        assert "Connection" in caught.value.cause
+        with within(8), pytest.raises(LockBackendError):
+            Lock(client, "a").acquire(timeout=2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (("config", "set", "maxmemory", "1"), "OutOfMemory"),
+        (("replicaof", "127.0.0.1", "1"), "ReadOnly"),
+        (("acl", "setuser", "default", "-evalsha", "-eval"), "permissions"),
+        (("acl", "setuser", "default", "resetkeys", "~other:*"), "permissions"),
+    ],
+    ids=["OOM", "READONLY", "no EVAL", "no keys"],
+)
+def test_a_refusing_server_is_a_typed_error_and_nothing_is_half_taken(own_server, fault, cause):
+    with own_server.client() as client:
+        if "permissions" in cause:
+            client.acl_setuser(
+                "admin", enabled=True, passwords=["+x"], categories=["+@all"], keys=["*"], channels=["*"]
+            )
+        client.config_set("replica-serve-stale-data", "yes")
+        if fault[0] == "replicaof":
+            client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        else:
+            client.execute_command(*fault)
+        lock = Lock(client, "a")
+        with within(1), pytest.raises(LockBackendError, match=cause):
+            lock.acquire(timeout=0.2)
+        if "permissions" not in cause:
+            client.config_set("maxmemory", "0")
+            client.execute_command("REPLICAOF", "NO", "ONE")
+            assert not client.exists(*lock_keys("redislock", "a")[:4])
+            with lock:
+                pass
+
+
+def test_a_refused_renewal_is_unknown_until_it_works_again(own_server, caplog):
+    with own_server.client() as client:
+        lock = Lock(client, "a", expire=2)
+        with lock:
+            client.execute_command("REPLICAOF", "127.0.0.1", "1")
+            wait_until(lambda: "trying again" in caplog.text)
+            client.execute_command("REPLICAOF", "NO", "ONE")
+            lived = time.monotonic() + 2.5
+            wait_until(lambda: time.monotonic() > lived)
+            assert lock.owned()
+
+
+def test_a_busy_server_is_a_typed_error(own_server):
+    with own_server.client(socket_timeout=30) as client, own_server.client() as other:
+        client.config_set("busy-reply-threshold", "50")
+
+        def block():
+            with pytest.raises(redis.RedisError):
+                client.eval("while true do end", 0)
+
+        blocker = threading.Thread(target=block)
+        blocker.start()
+
+        def busy():
+            try:
+                other.ping()
+            except redis.ResponseError as error:
+                return "BUSY" in str(error)
+            return False
+
+        wait_until(busy)
+        with pytest.raises(LockBackendError, match="BUSY"):
+            Lock(other, "a").acquire(timeout=0.2)
+        other.script_kill()
+        blocker.join(timeout=10)
+        with Lock(other, "a", timeout=5):
+            pass
+
+
+def test_too_many_clients_is_a_typed_error(own_server):
+    with own_server.client() as client:
+        client.ping()
+        client.config_set("maxclients", "1")
+        with within(3), pytest.raises(LockBackendError, match="max number of clients"):
+            Lock(client, "a").acquire(timeout=0.5)
+        client.config_set("maxclients", "100")
+        with Lock(client, "a", timeout=5):
+            pass
+
+
+# Waiters
+
+
+def test_a_waiter_killed_in_the_queue_is_passed_over(client, redis_url, run_python):
+    with Lock(client, "a", expire=60):
+        doomed = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
+        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
+        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 2)
+        doomed.kill()
+    freed = time.time()
+    assert heir.wait_for(event="held")["at"] - freed < 1
+
+
+def test_a_waiter_frozen_while_it_is_handed_the_lock_is_passed_over_and_keeps_its_place(client, redis_url, run_python):
+    with Lock(client, "a", expire=60):
+        frozen = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
+        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
+        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 2)
+        last = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
+        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 3)
+        frozen.pause()
+    freed = time.time()
+    assert heir.wait_for(event="held")["at"] - freed < 1
+    frozen.resume()
+    wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 2)
+    heir.send()
+    assert frozen.wait_for(event="held"), "before the one who came after it"
+    assert last.lines[-1]["event"] == "waiting"
+    frozen.send()
+    assert last.wait_for(event="held")
+    last.send()
+
+
+def test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins(client, redis_url, run_python):
+    """The promise of the SETNX + timestamp + GETSET recipe."""
+    rounds, count = 40, 50
+    racers = [run_python(lock_programs.race, redis_url, rounds) for _ in range(count)]
+    for racer in racers:
+        racer.wait_for(timeout=60, event="ready")
+    for number in range(rounds):
+        dead = Lock(client, f"dead:{number}", expire=0.01, auto_renewal=False)
+        dead.acquire()
+        for racer in racers:
+            client.rpush(f"go:{number}:{racer.pid}", 1)
+        wait_until(lambda n=number: client.llen(f"result:{n}") == count, timeout=30)
+        results = [result.split(b":") for result in client.lrange(f"result:{number}", 0, -1)]
+        winners = [pid for pid, won in results if won == b"1"]
+        if dead.owned():
+            assert winners == []  # all of them came before the end of its life
+            continue
+        assert len(winners) <= 1
+        owner = Lock(client, f"dead:{number}").owner()
+        if winners:
+            assert owner.pid == int(winners[0])
+            with pytest.raises(LockLost):
+                dead.release()
+            assert Lock(client, f"dead:{number}").owner() == owner or owner.pid
+
+
+# Forks and signals
+
+
+def test_a_forked_child_owns_nothing_of_its_parents(client):
+    lock = Lock(client, "a", expire=0.9)
+    lock.acquire()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            with pytest.raises(NotAcquired):
+                lock.release()
+            lock.__exit__(None, None, None)
+            alive = [thread.name for thread in threading.enumerate()]
+            with Lock(client, "b"):
+                other = Lock(client, "a").acquire(blocking=False)
+            status = 0 if WATCHDOG not in alive and not other else 2
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    lived = time.monotonic() + 1.5
+    wait_until(lambda: time.monotonic() > lived)
+    assert lock.owned(), "the parent keeps and renews its lock"
+    lock.release()
+
+
+def test_a_fork_while_threads_wait_harms_neither_side(client):
+    got = []
+    with Lock(client, "a", expire=60):
+        threads = [threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=20))) for _ in range(1)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                started = time.monotonic()
+                refused = not Lock(client, "a").acquire(timeout=0.3)
+                status = 0 if refused and time.monotonic() - started < 5 else 2
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    for thread in threads:
+        thread.join(timeout=5)
+    assert got == [True]
+
+
+class Interruption(Exception):
+    pass
+
+
+def test_a_signal_that_raises_anywhere_leaves_no_lock_and_no_broken_connection(client):
+    def interrupt(*args):
+        raise Interruption
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        interrupted = 0
+        for number in range(400):
+            lock = Lock(client, "a", expire=1)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0001 + (number % 100) * 0.000005)
+                assert lock.acquire(timeout=1.5), "a lock without an owner outlived its life"
+                lock.release()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interruption:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            del lock
+            fresh = Lock(client, "b")
+            assert fresh.acquire(timeout=1)
+            fresh.release()
+        assert interrupted > 50
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_waiter_leaves_the_queue(client):
+    def interrupt(*args):
+        raise Interruption
+
+    keys = lock_keys("redislock", "a")
+    client.set(keys.lock, "x\n1\n1\n{}", px=30000)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for delay in (0.05, 0.1, 0.3, 0.7):
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            with pytest.raises(Interruption):
+                Lock(client, "a").acquire(timeout=20)
+            assert not client.exists(keys.queue)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    client.delete(keys.lock)
+    with Lock(client, "a", timeout=1):
+        pass
