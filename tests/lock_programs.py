@@ -43,13 +43,18 @@ def wait_and_hold(url: str, name: str, options: dict, timeout: float | None, cli
         say(event="gave up")
 
 
-def race(url: str, rounds: int) -> None:
-    """In each round try once to take the dead holder's lock; the winner releases late, after the next one took it."""
+def race(url: str) -> None:
+    """At each call on the channel `go`, try once to take the lock that it names, and report whether it was taken."""
     client = redis.Redis.from_url(url)
-    say(event="ready")
-    for number in range(rounds):
-        client.blpop([f"go:{number}:{os.getpid()}"], timeout=60)
-        lock = Lock(client, f"dead:{number}", expire=60, auto_renewal=False)
-        won = lock.acquire(blocking=False)
-        client.rpush(f"result:{number}", f"{os.getpid()}:{int(won)}")
+    with client.pubsub(ignore_subscribe_messages=True) as pubsub:
+        pubsub.subscribe("go")
+        pubsub.parse_response()
+        say(event="ready")
+        while True:
+            message = pubsub.get_message(timeout=60)
+            if message is None or message["data"] == b"stop":
+                break
+            name = message["data"].decode()
+            lock = Lock(client, name, expire=60, auto_renewal=False)
+            client.rpush(f"result:{name}", f"{os.getpid()}:{int(lock.acquire(blocking=False))}")
     say(event="done")

@@ -485,29 +485,28 @@ def test_a_waiter_frozen_while_it_is_handed_the_lock_is_passed_over_and_keeps_it
 
 
 def test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins(client, redis_url, run_python):
-    """The promise of the SETNX + timestamp + GETSET recipe."""
-    rounds, count = 40, 50
-    racers = [run_python(lock_programs.race, redis_url, rounds) for _ in range(count)]
+    """The promise of the SETNX + timestamp + GETSET recipe, and that a late holder never deletes its successor's lock."""
+    rounds, count = 200, 50
+    racers = [run_python(lock_programs.race, redis_url) for _ in range(count)]
     for racer in racers:
         racer.wait_for(timeout=60, event="ready")
     for number in range(rounds):
-        dead = Lock(client, f"dead:{number}", expire=0.01, auto_renewal=False)
+        name = f"dead:{number}"
+        dead = Lock(client, name, expire=0.005, auto_renewal=False)
         dead.acquire()
-        for racer in racers:
-            client.rpush(f"go:{number}:{racer.pid}", 1)
-        wait_until(lambda n=number: client.llen(f"result:{n}") == count, timeout=30)
-        results = [result.split(b":") for result in client.lrange(f"result:{number}", 0, -1)]
-        winners = [pid for pid, won in results if won == b"1"]
-        if dead.owned():
-            assert winners == []  # all of them came before the end of its life
-            continue
-        assert len(winners) <= 1
-        owner = Lock(client, f"dead:{number}").owner()
-        if winners:
-            assert owner.pid == int(winners[0])
-            with pytest.raises(LockLost):
-                dead.release()
-            assert Lock(client, f"dead:{number}").owner() == owner or owner.pid
+        wait_until(lambda dead=dead: not dead.locked())
+        assert client.publish("go", name) == count
+        wait_until(lambda name=name: client.llen(f"result:{name}") == count, timeout=30)
+        results = [result.split(b":") for result in client.lrange(f"result:{name}", 0, -1)]
+        (winner,) = [int(pid) for pid, won in results if won == b"1"]
+        with pytest.raises(LockLost):
+            dead.release()
+        owner = dead.owner()
+        assert owner is not None
+        assert owner.pid == winner
+    client.publish("go", "stop")
+    for racer in racers:
+        racer.wait_for(event="done")
 
 
 # Forks and signals
