@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -48,7 +48,7 @@ class Join(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Sleep until the waiter is woken or until this time on the monotonic clock."""
+    """Sleep until the waiter is woken or until this time on the monotonic clock; the result is what it was told, or None."""
 
     waiter: Any
     until: float
@@ -66,7 +66,13 @@ class Pause(NamedTuple):
     seconds: float
 
 
-Effect = Call | Join | Await | Leave | Pause
+class Compute(NamedTuple):
+    """Call the function; the result is what it returned and None, or None and what it raised."""
+
+    function: Callable[[], Any]
+
+
+Effect = Call | Join | Await | Leave | Pause | Compute
 T = TypeVar("T")
 Steps = Generator[Effect, Any, T]
 

@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError, NoScriptError, RedisError, Respons
 from redis.retry import Retry
 
 from . import scripts
-from .protocol import Await, Call, Effect, Join, Leave, Pause, Steps
+from .protocol import Await, Call, Compute, Effect, Join, Leave, Pause, Steps
 from .waiting import WaitingRoom
 
 DEFAULT_TIMEOUT = 5.0
@@ -32,6 +32,7 @@ OURS = frozenset(
         *("maint_notifications_config", "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler"),
         *("maintenance_state", "maintenance_notification_hash", "event_dispatcher", "himport_registry"),
         *("orig_host_address", "orig_socket_timeout", "orig_socket_connect_timeout"),
+        *("driver_info", "lib_name", "lib_version"),  # Django's own backend makes another one for every thread
     }
 )
 
@@ -175,6 +176,11 @@ class Server:
                 return self.room.leave(waiter)
             case Pause(seconds):
                 return time.sleep(seconds)
+            case Compute(function):
+                try:
+                    return function(), None
+                except BaseException as error:
+                    return None, error
 
 
 class Unlocked(Server):
