@@ -6,6 +6,7 @@ due go out in one call per server; no answer is not yet a loss (it is tried agai
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -31,8 +32,8 @@ class Watchdog:
     def __init__(self) -> None:
         self._leases: dict[int, weakref.ref[Lease]] = {}
         self._changed = threading.Condition(threading.Lock())
-        self._next = 0.0
-        """When the thread looks again; while there is no thread, a time that never comes too late."""
+        self._next = math.inf
+        """When the thread looks again."""
         self._thread: threading.Thread | None = None
 
     def add(self, lease: Lease) -> None:
@@ -48,7 +49,8 @@ class Watchdog:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="redislock-watchdog", daemon=True)
                 self._thread.start()
-            elif lease.next_renewal < self._next:
+            if lease.next_renewal < self._next:
+                self._next = lease.next_renewal
                 self._changed.notify()
 
     def remove(self, lease: Lease) -> bool:
@@ -60,10 +62,12 @@ class Watchdog:
             with self._changed:
                 now = time.monotonic()
                 leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
-                self._next = min((lease.next_renewal for lease in leases), default=now + 3600)
+                # Without leases it still wakes at the time once set: else each short hold would have to wake it.
+                idle = self._next if self._next > now else math.inf
+                self._next = min((lease.next_renewal for lease in leases), default=idle)
                 if self._next > now:
                     leases.clear()  # nobody is kept alive by the sleeping watchdog
-                    self._changed.wait(self._next - now)
+                    self._changed.wait(None if self._next == math.inf else self._next - now)
                     continue
             try:
                 self._tick(now, leases)
