@@ -6,8 +6,7 @@ from datetime import timedelta
 
 import pytest
 import redis
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from django_redislock import lock, locked
 from django_redislock.core import Lock, held_locks
