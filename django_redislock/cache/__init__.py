@@ -1,0 +1,33 @@
+"""Cache backends whose `get_or_set` computes a missing value once: for all threads and processes that want it.
+
+One mixin serves django-redis's backend (`RedisCache`) and Django's own (`DjangoRedisCache`). Everything else works as in
+the base class, and stored bytes are the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.core.exceptions import ImproperlyConfigured
+
+from .django import DjangoRedisCache
+from .mixin import ComputeOnceMixin
+
+if TYPE_CHECKING:
+    from .django_redis import RedisCache
+
+__all__ = ["ComputeOnceMixin", "DjangoRedisCache", "RedisCache"]
+
+
+def __getattr__(name: str) -> Any:
+    # django-redis is an extra: only who names its backend needs it.
+    if name != "RedisCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from .django_redis import RedisCache
+    except ModuleNotFoundError as error:
+        raise ImproperlyConfigured(
+            f"django_redislock.cache.RedisCache needs django-redis ({error}): pip install django-redislock[cache]. "
+            "For Django's own Redis backend use django_redislock.cache.DjangoRedisCache."
+        ) from error
+    return RedisCache

@@ -1,0 +1,63 @@
+"""What differs between django-redis's backend and Django's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.core.cache.backends.base import BaseCache
+from redis import Redis
+
+from ..core.events import log
+from ..core.server import Server, server_of
+
+if TYPE_CHECKING:
+    Base = BaseCache
+else:
+    Base = object
+
+
+class RedisBackend(Base):
+    """What the mixins need to know of the backend that they are put in front of."""
+
+    def _server_of(self, made: str) -> Server | None:
+        """Return the server of the key, or None when its client is of a kind that has no locks."""
+        try:
+            return server_of(self._redis(made))
+        except TypeError as error:
+            log.warning("The cache works without locks: %s.", error)
+            return None
+
+    def _redis(self, made: str) -> Redis:
+        """Return the client of the primary that holds the key."""
+        raise NotImplementedError
+
+    def _every_redis(self) -> list[Redis]:
+        """Return a client for each primary."""
+        raise NotImplementedError
+
+    def _made(self, key: Any, version: int | None) -> str:
+        """Return the key in Redis."""
+        raise NotImplementedError
+
+    def _is_kept(self, timeout: float | None) -> bool:
+        """Whether the base class stores a value with this timeout at all."""
+        raise NotImplementedError
+
+    def _pack(self, made: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
+        """Return the bytes that the base class stores, and their life in milliseconds (None: for ever)."""
+        raise NotImplementedError
+
+    def _unpack(self, made: str, data: bytes) -> Any:
+        """Return the value as the base class's `get` does, or MISSING."""
+        raise NotImplementedError
+
+    def _is_forgiving(self) -> bool:
+        """Whether the base class ignores errors of Redis."""
+        return False
+
+
+def as_bytes(value: Any) -> bytes:
+    """Return a serialized value as redis-py would send it."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(value).encode()
+    return value.encode() if isinstance(value, str) else bytes(value)

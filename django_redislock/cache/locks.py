@@ -1,0 +1,91 @@
+"""Locks on the server of a cache, named with its prefix and version."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from django.core.exceptions import ImproperlyConfigured
+from redis import Redis
+
+from .. import conf
+from ..core import Lock, held_locks
+from ..core.keys import MAX_SECONDS, Seconds
+from ..core.owner import new_id
+from ..core.server import Unlocked
+from .base import RedisBackend
+
+_UNLOCKED = Unlocked()
+
+
+class LocksMixin(RedisBackend):
+    """`lock` and `reset_all`."""
+
+    def lock(
+        self,
+        key: str,
+        *,
+        version: int | None = None,
+        expire: Seconds | None = None,
+        timeout: Seconds | None = None,
+        auto_renewal: bool | None = None,
+        max_hold: Seconds | None = None,
+        id: str | None = None,
+        blocking: bool = True,
+        blocking_timeout: Seconds | None = None,
+        thread_local: bool = True,
+        sleep: float | None = None,
+        client: Redis | None = None,
+        label: str | None = None,
+        on_lost: Callable[[Lock], object] | None = None,
+    ) -> Lock:
+        """Return a lock on this cache's server, named with its prefix and version.
+
+        It takes the words of django-redis and those of python-redis-lock: `expire`, or `timeout`, is its life in seconds.
+        With a life given it ends then, unless `auto_renewal` is true; without one it is renewed while its holder lives.
+        `blocking_timeout` is how long ``with`` waits. With ``thread_local=False`` any thread may release it. `sleep` means
+        nothing here, since nobody polls.
+
+        Raises TypeError and ValueError for bad arguments, and when both `expire` and `timeout` are given.
+        """
+        if expire is not None and timeout is not None:
+            raise TypeError("lock() takes expire or timeout, which both mean its life, and not both")
+        life = timeout if expire is None else expire
+        name = self._made(key, version)
+        if id is None and not thread_local:
+            id = new_id()
+        settings = conf.get()
+        if not settings.enabled:
+            return Lock(_UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, id=id, label=label)
+        return Lock(
+            client or self._redis(name),
+            name,
+            expire=settings.expire if life is None else life,
+            auto_renewal=(settings.auto_renewal and life is None) if auto_renewal is None else auto_renewal,
+            max_hold=settings.max_hold if max_hold is None else max_hold,
+            id=id,
+            blocking=blocking,
+            timeout=blocking_timeout,
+            label=label,
+            on_lost=on_lost,
+            prefix=settings.key_prefix,
+        )
+
+    def reset_all(self) -> int:
+        """Force-release the locks of this cache and the leases of its values, and return how many there were.
+
+        Touches nothing of other prefixes. Their holders are not stopped: they are told of the loss.
+        """
+        version, key = 9080706050, "redislockprobe"
+        made = self.make_key(key, version)
+        if key not in made:
+            raise ImproperlyConfigured("reset_all() needs a KEY_FUNCTION that keeps the key in what it makes")
+        versions = rf"(?:-?\d+|{re.escape(str(self.version))})"
+        own = re.compile(re.escape(made).replace(str(version), versions).replace(key, ".*"), re.DOTALL)
+        prefix = conf.get().key_prefix
+        return sum(
+            Lock(client, info.name, prefix=prefix).reset(info.fence)
+            for client in self._every_redis()
+            for info in list(held_locks(client, prefix))
+            if own.fullmatch(info.name.removeprefix("cache:") if info.kind == "cache" else info.name)
+        )

@@ -1,0 +1,58 @@
+-- Ask for a value: it is there, or the caller is to compute it, or somebody else computes it.
+-- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 the value, 6 which computation waits for which
+-- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter ('': none), 6 '1' to join the queue,
+--       7 SHA-1 of a value that is too old ('': none), 8... names of what the caller computes meanwhile
+-- Returns {'value', value}, {'compute', fence}, {'wait', fence of who computes, ms until another try makes sense (negative:
+-- unknown)}, or {'cycle'} when who computes waits for the caller.
+local id, life_ms, name, channel = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5]
+local lock = redis.call('GET', KEYS[1])
+local mine = lock and is_of(lock, id)
+
+local function leave()
+  if channel ~= '' then
+    redis.call('ZREM', KEYS[4], channel .. '\n' .. id)
+  end
+end
+
+local value = redis.call('GET', KEYS[5])
+if value and (ARGV[7] == '' or redis.sha1hex(value) ~= ARGV[7]) then
+  leave()
+  if mine then  -- a reservation, or a lease of which the reply was lost
+    redis.call('ZREM', KEYS[2], name)
+    hand_over(KEYS[1], KEYS[4], id)
+  end
+  return {'value', value}
+end
+
+-- There is no turn to keep: whoever computes does it for all who wait.
+if not lock or mine then
+  leave()
+  return {'compute', take(KEYS[1], KEYS[2], KEYS[3], lock, id, name, ARGV[4], now_us(), life_ms)}
+end
+
+if #ARGV > 7 then
+  local computing = {}
+  for i = 8, #ARGV do
+    computing[ARGV[i]] = true
+  end
+  local at, steps = name, 0
+  while at and not computing[at] and steps < 100 do
+    at, steps = redis.call('HGET', KEYS[6], at), steps + 1
+  end
+  if at and computing[at] then
+    leave()
+    return {'cycle'}
+  end
+  for i = 8, #ARGV do
+    redis.call('HSET', KEYS[6], ARGV[i], name)
+  end
+  redis.call('PEXPIRE', KEYS[6], QUEUE_LIFE_MS)
+end
+
+if ARGV[6] == '1' then
+  redis.call('ZADD', KEYS[4], 'NX', whole(now_us()), channel .. '\n' .. id)
+  redis.call('PEXPIRE', KEYS[4], QUEUE_LIFE_MS)
+else
+  leave()
+end
+return {'wait', fence_of(lock), redis.call('PTTL', KEYS[1])}
