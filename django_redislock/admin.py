@@ -1,0 +1,352 @@
+"""The admin page of held locks: Django's own list over what Redis holds, and a force-release that can be trusted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django import forms
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.auth import get_permission_codename
+from django.core.exceptions import ImproperlyConfigured
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.utils.formats import date_format
+from django.utils.html import format_html
+from django.utils.safestring import SafeString, mark_safe
+from django.utils.text import Truncator
+from django.utils.timezone import localtime
+from django.utils.translation import gettext, gettext_lazy as _, ngettext
+
+from . import conf
+from .connections import connection_names
+from .exceptions import LockBackendError
+from .heldlocks import LIMIT, HeldLocks, duration, lock_at, reason
+from .models import HeldLock, decode_key, visible
+
+if TYPE_CHECKING:
+    from django.contrib.admin.views.main import ChangeList
+
+    ModelAdmin = admin.ModelAdmin[HeldLock]
+else:
+    ModelAdmin = admin.ModelAdmin
+
+
+class KindFilter(admin.SimpleListFilter):
+    title = _("kind")
+    parameter_name = "kind"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        return HeldLock._meta.get_field("kind").choices
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(kind=self.value())
+
+
+class ConnectionFilter(admin.SimpleListFilter):
+    title = _("connection")
+    parameter_name = "connection"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        try:
+            names = connection_names()
+        except ImproperlyConfigured:  # the list itself tells
+            return []
+        return [(name, name) for name in names] if len(names) > 1 else []
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(connection=self.value())
+
+
+@admin.register(HeldLock)
+class HeldLockAdmin(ModelAdmin):
+    list_display = ["lock", "held_for", "holder", "expires_in", "waiting", "kind", "fence_number", "connection"]
+    list_filter = [KindFilter, ConnectionFilter]
+    search_fields = ["name"]
+    search_help_text = _("Part of the name")
+    ordering = ["-age"]
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER
+    actions = ["force_release"]
+
+    class Media:
+        css = {"all": ["django_redislock/admin.css"]}
+
+    # Who may do what
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: HeldLock | None = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: HeldLock | None = None) -> bool:
+        return False
+
+    def has_force_release_permission(self, request: HttpRequest) -> bool:
+        codename = get_permission_codename("force_release", self.opts)
+        return request.user.has_perm(f"{self.opts.app_label}.{codename}")
+
+    # What is read
+
+    def get_queryset(self, request: HttpRequest) -> Any:
+        return HeldLocks()
+
+    def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
+        return queryset.filter(term=search_term.strip()), False
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> HeldLock | None:
+        """Return the lock even when nobody holds it: its history stays in reach, and a reloaded page says what happened."""
+        try:
+            connection, name = decode_key(object_id)
+            if connection not in connection_names():
+                return None
+            info = lock_at(connection, name).owner()
+        except ValueError:
+            return None
+        except (ImproperlyConfigured, LockBackendError) as error:
+            self.message_user(request, f"{connection}: {reason(error)}", messages.ERROR)
+            return HeldLock.free(connection, name)
+        if info is None:
+            self.message_user(request, _("Nobody holds this lock now."), messages.INFO)
+            return HeldLock.free(connection, name)
+        return HeldLock.of(connection, info)
+
+    # The list
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        return super().changelist_view(request, {"title": _("Held locks"), **(extra_context or {})})
+
+    def get_changelist_instance(self, request: HttpRequest) -> ChangeList:
+        changelist = super().get_changelist_instance(request)
+        changelist.show_admin_actions = changelist.result_count > 0
+        if not changelist.query and not changelist.has_active_filters:
+            changelist.full_result_count = changelist.result_count
+        if request.method == "GET":
+            self._tell_what_is_missing(request, changelist.queryset)
+        return changelist
+
+    def _tell_what_is_missing(self, request: HttpRequest, locks: Any) -> None:
+        for connection, why in locks.listing.failed.items():
+            text = _("The locks of connection “%(connection)s” cannot be shown: %(why)s")
+            self.message_user(request, text % {"connection": connection, "why": why}, messages.ERROR)
+        for connection in locks.listing.cut:
+            text = _(
+                "Connection “%(connection)s” holds more than %(limit)d locks; search for the name of those not shown."
+            )
+            self.message_user(request, text % {"connection": connection, "limit": LIMIT}, messages.WARNING)
+        if not locks.listing.failed and not conf.get().enabled:
+            text = _("Locks are switched off: %(setting)s is False.")
+            self.message_user(request, text % {"setting": f"{conf.NAME}['ENABLED']"}, messages.WARNING)
+
+    @admin.display(description=mark_safe('<input type="checkbox" id="action-toggle">'))
+    def action_checkbox(self, obj: HeldLock) -> SafeString:
+        """Return the box to tick; it remembers which acquisition was shown beside it."""
+        label = gettext("Select this lock: %s") % obj
+        box = forms.CheckboxInput({"class": "action-select", "aria-label": label}, lambda value: False)
+        return box.render(ACTION_CHECKBOX_NAME, ticked(obj))
+
+    @admin.display(description=_("name"), ordering="name")
+    def lock(self, obj: HeldLock) -> str:
+        return format_html('<span class="redislock-name">{}</span>', visible(obj.name))
+
+    @admin.display(description=_("holder"), ordering="holder")
+    def holder(self, obj: HeldLock) -> str:
+        if not obj.label:
+            return visible(obj.place)
+        return format_html('{}<br><span class="quiet">{}</span>', visible(obj.label), visible(obj.place))
+
+    @admin.display(description=_("held for"), ordering="age")
+    def held_for(self, obj: HeldLock) -> str:
+        since = date_format(localtime(obj.acquired_at), "DATETIME_FORMAT")
+        return format_html('<span class="nowrap" title="{}">{}</span>', since, duration(obj.age))
+
+    @admin.display(description=_("expires in"), ordering="ttl")
+    def expires_in(self, obj: HeldLock) -> str:
+        life = max(obj.expire, obj.ttl)
+        # A living holder renews every third of the life.
+        if not obj.auto_renewal:
+            note = format_html('<br><span class="quiet">{}</span>', _("not renewed"))
+        elif obj.ttl < obj.expire / 2:
+            note = format_html('<br><span class="redislock-late">{}</span>', _("renewal is late"))
+        else:
+            note = mark_safe("")
+        return format_html(
+            '<span class="nowrap"><meter class="redislock-meter" aria-hidden="true" '
+            'max="{}" low="{}" high="{}" optimum="{}" value="{}"></meter> {}</span>{}',
+            *(life, life / 2, life / 2, life, obj.ttl, duration(obj.ttl), note),
+        )
+
+    @admin.display(description=_("fence"), ordering="fence")
+    def fence_number(self, obj: HeldLock) -> str:
+        return str(obj.fence)
+
+    # The page of one lock
+
+    def get_fieldsets(self, request: HttpRequest, obj: HeldLock | None = None) -> Any:
+        lock = (None, {"fields": ["lock", "connection"]})
+        if obj is None or not obj.fence:
+            return [lock]
+        return [
+            (None, {"fields": ["lock", "kind", "connection", "fence_number", "waiting"]}),
+            (_("Holder"), {"fields": ["label", "host", "process", "thread", "shortened_id"]}),
+            (_("Life"), {"fields": ["acquired_at", "held_for", "expires_in", "life", "auto_renewal"]}),
+        ]
+
+    @admin.display(description=_("process"))
+    def process(self, obj: HeldLock) -> str:
+        return str(obj.pid)
+
+    @admin.display(description=_("id"))
+    def shortened_id(self, obj: HeldLock) -> str:
+        return obj.owner_id
+
+    @admin.display(description=_("life"))
+    def life(self, obj: HeldLock) -> str:
+        return duration(obj.expire)
+
+    def render_change_form(
+        self,
+        request: HttpRequest,
+        context: dict[str, Any],
+        add: bool = False,
+        change: bool = False,
+        form_url: str = "",
+        obj: HeldLock | None = None,
+    ) -> HttpResponse:
+        if obj is not None and obj.fence and self.has_force_release_permission(request):
+            context |= {"ticked": ticked(obj), "action_checkbox_name": ACTION_CHECKBOX_NAME}
+        return super().render_change_form(request, context, add, change, form_url, obj)
+
+    # Force-release
+
+    @admin.action(description=_("Force-release selected locks…"), permissions=["force_release"])
+    def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
+        """Ask, then release what is still held by the holder that was shown.
+
+        Only what was ticked counts: the queryset would be every lock there is when the request says "select across".
+        """
+        held = self._still_held(request, request.POST.getlist(ACTION_CHECKBOX_NAME))
+        if not held:
+            return None
+        if request.POST.get("confirmed"):
+            self._release(request, held)
+            return None
+        title = ngettext("Force-release a lock", "Force-release locks", len(held))
+        request.current_app = self.admin_site.name
+        return TemplateResponse(
+            request,
+            "admin/django_redislock/heldlock/force_release.html",
+            {
+                **self.admin_site.each_context(request),
+                "title": title,
+                "original": title,
+                "opts": self.opts,
+                "media": self.media,
+                "has_view_permission": True,
+                "action_checkbox_name": ACTION_CHECKBOX_NAME,
+                "locks": [
+                    {
+                        "name": self.lock(lock),
+                        "holder": self.holder(lock),
+                        "held_for": self.held_for(lock),
+                        "waiting": lock.waiting,
+                        "connection": lock.connection,
+                        "ticked": ticked(lock),
+                    }
+                    for lock in held
+                ],
+            },
+        )
+
+    def _still_held(self, request: HttpRequest, values: list[str]) -> list[HeldLock]:
+        """Return the ticked locks whose holder is still the one that was shown, and tell of the others."""
+        held, changed, gone = [], [], []
+        failed: dict[str, str] = {}
+        for value in values:
+            try:
+                connection, name, fence = _parse(value)
+            except ValueError:
+                continue
+            if connection in failed or connection not in connection_names():
+                continue
+            try:
+                info = lock_at(connection, name).owner()
+            except (ImproperlyConfigured, LockBackendError) as error:
+                failed[connection] = reason(error)
+                continue
+            if info is None:
+                gone.append(name)
+            elif info.fence != fence:
+                changed.append(name)
+            else:
+                held.append(HeldLock.of(connection, info))
+        self._tell_left_alone(request, changed, gone, failed)
+        return held
+
+    def _release(self, request: HttpRequest, locks: list[HeldLock]) -> None:
+        released, changed, failed = [], [], {}
+        for lock in locks:
+            if lock.connection in failed:
+                continue
+            try:
+                freed = lock_at(lock.connection, lock.name).reset(fence=lock.fence, by=request.user)
+            except LockBackendError as error:
+                failed[lock.connection] = reason(error)
+                continue
+            if not freed:  # within the milliseconds since it was read
+                changed.append(lock.name)
+                continue
+            released.append(lock.name)
+            text = gettext(
+                "Force-released after %(age)s. Held by %(holder)s (fence %(fence)d, connection %(connection)s)."
+            )
+            known = {"fence": lock.fence, "connection": lock.connection}
+            holder = visible(f"{lock.label} {lock.place}".strip())
+            self.log_change(request, lock, text % {"age": duration(lock.age), "holder": holder, **known})
+        if released:
+            text = ngettext(
+                "%(count)d lock was force-released: %(names)s. If its former holder still runs, it is told when it next "
+                "renews the lock.",
+                "%(count)d locks were force-released: %(names)s. Former holders that still run are told when they next "
+                "renew their lock.",
+                len(released),
+            )
+            self.message_user(request, text % _count(released), messages.SUCCESS)
+        self._tell_left_alone(request, changed, [], failed)
+
+    def _tell_left_alone(
+        self, request: HttpRequest, changed: list[str], gone: list[str], failed: dict[str, str]
+    ) -> None:
+        if changed:
+            text = ngettext(
+                "%(count)d lock changed hands, left alone: %(names)s.",
+                "%(count)d locks changed hands, left alone: %(names)s.",
+                len(changed),
+            )
+            self.message_user(request, text % _count(changed), messages.WARNING)
+        if gone:
+            text = ngettext(
+                "%(count)d lock is not held any more: %(names)s.",
+                "%(count)d locks are not held any more: %(names)s.",
+                len(gone),
+            )
+            self.message_user(request, text % _count(gone), messages.INFO)
+        for connection, why in failed.items():
+            text = gettext("The locks of connection “%(connection)s” were left alone: %(why)s")
+            self.message_user(request, text % {"connection": connection, "why": why}, messages.ERROR)
+
+
+def ticked(lock: HeldLock) -> str:
+    """Return what a form sends of a lock: its key, and the fence of the acquisition that was shown."""
+    return f"{lock.key}.{lock.fence}"
+
+
+def _parse(value: str) -> tuple[str, str, int]:
+    key, _, fence = value.partition(".")
+    return *decode_key(key), int(fence)
+
+
+def _count(names: list[str]) -> dict[str, Any]:
+    shown = ", ".join(f"“{Truncator(visible(name)).chars(60)}”" for name in names[:5])
+    return {"count": len(names), "names": shown if len(names) <= 5 else f"{shown}, …"}

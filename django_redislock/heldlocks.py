@@ -1,0 +1,190 @@
+"""The held locks of all connections, for the admin and the command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, NamedTuple, overload
+
+from django.core.exceptions import ImproperlyConfigured
+from django.utils.formats import number_format
+from django.utils.translation import gettext
+
+from . import conf
+from .connections import URL, connection_names, get_client
+from .core import Lock, LockInfo, held_locks
+from .core.server import server_of
+from .exceptions import LockBackendError
+from .models import HeldLock, encode_key
+
+LIMIT = 10_000
+"""Locks read of one connection at most."""
+RETRY_FOR = 0.5
+"""Seconds for which a connection that is down holds up the page of the others."""
+
+
+class Row(NamedTuple):
+    """A held lock and the connection that it was read from."""
+
+    connection: str
+    info: LockInfo
+
+
+class Listing(NamedTuple):
+    """What was read, and what was not."""
+
+    rows: list[Row]
+    failed: dict[str, str]
+    """By connection: why it could not be read."""
+    cut: list[str]
+    """Connections that hold more than `LIMIT` locks."""
+
+
+def read(connections: Collection[str] | None = None, matching: Callable[[str, str], object] | None = None) -> Listing:
+    """Read the held locks of these connections, of all with None.
+
+    `matching(connection, name)` picks which. What cannot be read is told, not raised; a server that several connections lead
+    to is read once.
+    """
+    listing = Listing([], {}, [])
+    seen = set()
+    try:
+        settings = conf.get()
+        names = connection_names() if settings.enabled else []
+    except ImproperlyConfigured as error:
+        listing.failed[conf.NAME] = str(error)
+        return listing
+    for connection in names:
+        if connections is not None and connection not in connections:
+            continue
+        try:
+            client = get_client(_using(connection))
+            place = _place(client)
+            if place in seen:
+                continue
+            seen.add(place)
+            picked = (lambda name, at=connection: matching(at, name)) if matching else None
+            found = held_locks(client, settings.key_prefix, matching=picked, retry_for=RETRY_FOR)
+            infos = list(islice(found, LIMIT + 1))
+        except (ImproperlyConfigured, LockBackendError) as error:
+            listing.failed[connection] = reason(error)
+            continue
+        if len(infos) > LIMIT:
+            infos.pop()
+            listing.cut.append(connection)
+        listing.rows.extend(Row(connection, info) for info in infos)
+    return listing
+
+
+def lock_at(connection: str, name: str) -> Lock:
+    """Return the lock of that name on that connection, to ask who holds it or to force-release it."""
+    return Lock(get_client(_using(connection)), name, prefix=conf.get().key_prefix)
+
+
+def reason(error: ImproperlyConfigured | LockBackendError) -> str:
+    """Return why a connection could not be read, in words."""
+    return error.cause if isinstance(error, LockBackendError) else str(error)
+
+
+def _using(connection: str) -> str | None:
+    return None if connection == URL and conf.get().url is not None else connection
+
+
+def _place(client: Any) -> Any:
+    """Return something that is equal for clients of the same database."""
+    options = client.connection_pool.connection_kwargs
+    place = options.get("host"), options.get("port"), options.get("path")
+    return (*place, options.get("db") or 0) if any(place) else server_of(client)
+
+
+@dataclass(frozen=True)
+class HeldLocks:
+    """The held locks with as much of a QuerySet's face as the admin's list looks at. Read once, when first needed."""
+
+    order: tuple[str, ...] = ()
+    connection: str | None = None
+    kind: str | None = None
+    term: str = ""
+    keys: frozenset[str] | None = None
+
+    model = HeldLock
+    ordered = True
+    totally_ordered = True
+    query = SimpleNamespace(order_by=(), select_related=False)
+
+    def filter(self, *conditions: object, **lookups: Any) -> HeldLocks:
+        """Narrow by `connection`, `kind`, `term` (part of the name) or `pk__in` (values of check boxes)."""
+        if any(conditions):
+            raise ValueError("Held locks cannot be filtered by this.")
+        if "pk__in" in lookups:
+            lookups["keys"] = frozenset(value.partition(".")[0] for value in lookups.pop("pk__in"))
+        return replace(self, **lookups)
+
+    def order_by(self, *fields: str) -> HeldLocks:
+        return replace(self, order=fields)
+
+    @cached_property
+    def listing(self) -> Listing:
+        return read(None if self.connection is None else [self.connection], self._matching)
+
+    @property
+    def _matching(self) -> Callable[[str, str], bool] | None:
+        term, keys = self.term.casefold(), self.keys
+        if keys is not None:
+            return lambda connection, name: encode_key(connection, name) in keys and term in name.casefold()
+        return (lambda connection, name: term in name.casefold()) if term else None
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        rows = [row for row in self.listing.rows if self.kind is None or row.info.kind == self.kind]
+        for field in reversed(self.order):
+            rows.sort(key=_sort_key(field.removeprefix("-")), reverse=field.startswith("-"))
+        return rows
+
+    def count(self) -> int:
+        return len(self.rows)
+
+    __len__ = count
+
+    def __iter__(self) -> Iterator[HeldLock]:
+        return (HeldLock.of(*row) for row in self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> HeldLock: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[HeldLock]: ...
+    def __getitem__(self, index: int | slice) -> HeldLock | list[HeldLock]:
+        if isinstance(index, slice):
+            return [HeldLock.of(*row) for row in self.rows[index]]
+        return HeldLock.of(*self.rows[index])
+
+    def _clone(self) -> HeldLocks:
+        return self
+
+
+def _sort_key(field: str) -> Callable[[Row], Any]:
+    if field == "pk":
+        return lambda row: (row.connection, row.info.name)
+    if field == "connection":
+        return lambda row: row.connection
+    return lambda row: getattr(row.info, field)
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time in at most two units, for people."""
+    if seconds < 10:
+        return gettext("%(seconds)s s") % {"seconds": number_format(seconds, 1)}
+    minutes, whole = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [
+        (days, gettext("%(days)d d") % {"days": days}),
+        (hours, gettext("%(hours)d h") % {"hours": hours}),
+        (minutes, gettext("%(minutes)d min") % {"minutes": minutes}),
+        (whole, gettext("%(seconds)s s") % {"seconds": whole}),
+    ]
+    first = next(index for index, (number, _) in enumerate(parts) if number)
+    return " ".join(text for number, text in parts[first : first + 2] if number)

@@ -1,0 +1,94 @@
+"""`HeldLock`, what the admin shows: a lock held now, read from Redis; no table, no rows, two permissions."""
+
+from __future__ import annotations
+
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+
+from django.db import models
+from django.utils.translation import gettext_lazy as _
+
+from .core import LockInfo
+
+
+class NoRows(models.Manager["HeldLock"]):
+    """Held locks live in Redis; whoever asks the database (``dumpdata`` asks for every model) hears that there are none."""
+
+    def get_queryset(self) -> models.QuerySet[HeldLock]:
+        return super().get_queryset().none()
+
+
+class HeldLock(models.Model):
+    """A lock held now. With `fence` 0 nobody holds it, and only its name and connection are known."""
+
+    # Never stored, so the length says nothing; longer ones would make MySQL's checks warn.
+    key = models.CharField(primary_key=True, max_length=255, editable=False)
+    connection = models.CharField(_("connection"), max_length=255)
+    name = models.CharField(_("name"), max_length=1000)
+    kind = models.CharField(
+        _("kind"), max_length=10, choices=[("lock", _("lock")), ("cache", _("cache")), ("celery", _("Celery"))]
+    )
+    label = models.CharField(_("label"), max_length=255)
+    host = models.CharField(_("host"), max_length=255)
+    pid = models.PositiveIntegerField(_("process"))
+    thread = models.CharField(_("thread"), max_length=255)
+    acquired_at = models.DateTimeField(_("acquired"))
+    age = models.FloatField(_("held for"))
+    expire = models.FloatField(_("life"))
+    ttl = models.FloatField(_("expires in"))
+    auto_renewal = models.BooleanField(_("renewed automatically"))
+    fence = models.BigIntegerField(_("fence"), default=0)
+    waiting = models.PositiveIntegerField(_("waiting"))
+
+    owner_id = ""
+    """The id, shortened: whole it would be the right to release."""
+
+    objects = NoRows()
+
+    class Meta:
+        managed = False
+        base_manager_name = "objects"
+        default_permissions = ("view",)
+        permissions = [("force_release_heldlock", _("Can force-release held locks"))]
+        verbose_name = _("held lock")
+        verbose_name_plural = _("held locks")
+
+    def __str__(self) -> str:
+        return visible(self.name)
+
+    @property
+    def place(self) -> str:
+        """Where the holder runs: host, process, and thread if it says something."""
+        thread = "" if self.thread == "MainThread" else self.thread
+        return " · ".join(str(part) for part in (self.host, self.pid, thread) if part)
+
+    @classmethod
+    def of(cls, connection: str, info: LockInfo) -> HeldLock:
+        """Return the lock that `info` of this connection describes."""
+        fields = {field.name: getattr(info, field.name) for field in cls._meta.fields if hasattr(info, field.name)}
+        lock = cls(key=encode_key(connection, info.name), connection=connection, **fields)
+        lock.owner_id = f"{info.id[: min(6, len(info.id) // 4)]}…"
+        return lock
+
+    @classmethod
+    def free(cls, connection: str, name: str) -> HeldLock:
+        """Return a lock that nobody holds."""
+        return cls(key=encode_key(connection, name), connection=connection, name=name)
+
+
+def encode_key(connection: str, name: str) -> str:
+    """Return the primary key of a lock: safe in URLs and forms, whatever the name holds."""
+    return urlsafe_b64encode(f"{connection}\0{name}".encode()).decode().rstrip("=")
+
+
+def decode_key(key: str) -> tuple[str, str]:
+    """Return the connection and the name that a primary key stands for; raises ValueError for what is none."""
+    connection, separator, name = urlsafe_b64decode(key + "=" * (-len(key) % 4)).decode().partition("\0")
+    if not separator or not name or encode_key(connection, name) != key:
+        raise ValueError(f"not the key of a lock: {key!r}")
+    return connection, name
+
+
+def visible(name: str) -> str:
+    """Return the name with everything escaped that does not show or would change how the rest shows."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    return shown if shown.strip() else repr(shown)
