@@ -1,0 +1,201 @@
+"""``manage.py redislock``: list the held locks, show one, force-release one."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import re
+import sys
+from argparse import ArgumentTypeError
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
+
+from ... import conf
+from ...connections import connection_names
+from ...exceptions import LockBackendError
+from ...heldlocks import LIMIT, Row, duration, lock_at, read, reason
+from ...models import HeldLock, visible
+
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
+
+
+def seconds(text: str) -> float:
+    """Return the seconds of a length of time such as 90, 90s, 5m, 1.5h or 2d."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None:
+        raise ArgumentTypeError(f"{text!r} is not a length of time; write 90s, 5m, 1.5h or 2d")
+    return float(match[1]) * UNITS[match[2]]
+
+
+class Command(BaseCommand):
+    help = "Lists the locks held now, shows one, or force-releases one. Exit status 1: not found, refused or failed."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|release")
+
+        common = CommandParser(add_help=False)
+        common.add_argument("--connection", metavar="ALIAS", help="look only at this connection")
+        output = CommandParser(add_help=False)
+        output.add_argument("--format", choices=["table", "json"], default="table")
+        output.add_argument("--id", action="store_true", help="show the owner ids: the right to release")
+
+        listing = actions.add_parser("list", parents=[common, output], help="list the locks held now, oldest first")
+        listing.add_argument("--older-than", type=seconds, default=0.0, metavar="TIME", help="e.g. 90s, 5m, 1.5h, 2d")
+        listing.add_argument("--kind", choices=[kind for kind, _ in HeldLock._meta.get_field("kind").flatchoices])
+
+        show = actions.add_parser("show", parents=[common, output], help="show everything known about one lock")
+        show.add_argument("name")
+
+        release = actions.add_parser("release", parents=[common], help="take a lock from its holder")
+        release.add_argument("name")
+        release.add_argument("--id", help="release only if the owner id is this one")
+        release.add_argument("--yes", action="store_true", help="do not ask")
+        release.add_argument("--dry-run", action="store_true", help="only show what would be released")
+
+    @no_translations
+    def handle(self, *args: Any, action: str, **options: Any) -> None:
+        """Run one of the three actions."""
+        if options["connection"] is not None and options["connection"] not in self._connections():
+            known = ", ".join(self._connections())
+            raise CommandError(f"There is no connection {options['connection']!r}. Known are: {known}.")
+        if action == "list":
+            self._list(options)
+        elif action == "show":
+            self._print(self._find(options), options, self._record)
+        else:
+            self._release(options)
+
+    def _connections(self) -> list[str]:
+        try:
+            names = connection_names()
+        except ImproperlyConfigured as error:
+            raise CommandError(str(error)) from error
+        if not conf.get().enabled:
+            raise CommandError(f"Locks are switched off: {conf.NAME}['ENABLED'] is False.")
+        return names
+
+    def _list(self, options: dict[str, Any]) -> None:
+        connection = options["connection"]
+        self._connections()
+        listing = read(None if connection is None else [connection])
+        rows = [
+            row
+            for row in listing.rows
+            if row.info.age >= options["older_than"] and options["kind"] in (None, row.info.kind)
+        ]
+        rows.sort(key=lambda row: row.info.age, reverse=True)
+        self._print(rows, options, self._table)
+        for name in listing.cut:
+            self.stderr.write(f"Connection {name!r} holds more than {LIMIT} locks; not all were looked at.")
+        self._fail(listing.failed)
+
+    def _find(self, options: dict[str, Any]) -> list[Row]:
+        """Return the lock of that name: one row for each connection on which it is held, one at least."""
+        name, rows, failed = options["name"], [], {}
+        for connection in self._connections():
+            if options["connection"] in (None, connection):
+                try:
+                    info = lock_at(connection, name).owner()
+                except ValueError as error:
+                    raise CommandError(str(error)) from error
+                except (ImproperlyConfigured, LockBackendError) as error:
+                    failed[connection] = reason(error)
+                    continue
+                if info is not None:
+                    rows.append(Row(connection, info))
+        if not rows:
+            self._fail(failed)
+            raise CommandError(f"Nobody holds the lock {name!r} now. 'redislock list' shows those that are held.")
+        return rows
+
+    def _fail(self, failed: dict[str, str]) -> None:
+        if failed:
+            lines = [f"Connection {connection!r} could not be read: {why}" for connection, why in failed.items()]
+            raise CommandError("\n".join(lines))
+
+    def _release(self, options: dict[str, Any]) -> None:
+        rows = self._find(options)
+        if options["id"] is not None:
+            rows = [row for row in rows if row.info.id == options["id"]]
+            if not rows:
+                raise CommandError("The lock is held by another id; nothing was released. See 'redislock show --id'.")
+        if len(rows) > 1:
+            where = ", ".join(row.connection for row in rows)
+            raise CommandError(
+                f"A lock of this name is held on several connections: {where}. Choose with --connection."
+            )
+        row = rows[0]
+        self.stderr.write(self._record(rows, False))
+        if options["dry_run"]:
+            self.stdout.write("Dry run: nothing was released.")
+            return
+        self.stderr.write(self.style.WARNING(WARNING))
+        if not options["yes"] and not self._confirmed():
+            raise CommandError("Not confirmed; nothing was released.")
+        try:
+            freed = lock_at(row.connection, row.info.name).reset(fence=row.info.fence, by=_operator())
+        except LockBackendError as error:
+            raise CommandError(f"Whether it was released is unknown: {error.cause}. See 'redislock show'.") from error
+        if not freed:
+            raise CommandError("The lock changed hands or was freed meanwhile; nothing was released.")
+        self.stdout.write(self.style.SUCCESS(f"Released {visible(row.info.name)}."))
+
+    def _confirmed(self) -> bool:
+        self.stderr.write("Force-release it? [y/N] ", ending="")
+        self.stderr.flush()
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    # Output
+
+    def _print(self, rows: list[Row], options: dict[str, Any], table: Any) -> None:
+        if options["format"] == "json":
+            text = json.dumps([_plain(row, options["id"]) for row in rows], indent=2)
+        else:
+            text = table(rows, options["id"])
+        self.stdout.write(text)
+
+    def _table(self, rows: list[Row], ids: bool) -> str:
+        if not rows:
+            return "No held locks found."
+        words = [_words(row, ids) for row in rows]
+        lines = [[heading.upper() for heading in words[0]], *(list(line.values()) for line in words)]
+        widths = [min(60, max(map(len, column))) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
+
+    def _record(self, rows: list[Row], ids: bool) -> str:
+        return "\n\n".join("\n".join(f"{key:<11} {text}" for key, text in _words(row, ids).items()) for row in rows)
+
+
+def _words(row: Row, ids: bool) -> dict[str, str]:
+    info = row.info
+    words = {
+        "name": visible(info.name),
+        "kind": info.kind,
+        "held for": duration(info.age),
+        "expires in": duration(info.ttl) + ("" if info.auto_renewal else ", not renewed"),
+        "waiting": str(info.waiting),
+        "holder": visible(info.holder),
+        "fence": str(info.fence),
+        "connection": row.connection,
+    }
+    return words | ({"id": info.id} if ids else {})
+
+
+def _plain(row: Row, ids: bool) -> dict[str, Any]:
+    """Return what JSON says of a lock: seconds as numbers, ids only where asked for."""
+    lock = {"connection": row.connection} | vars(row.info) | {"acquired_at": row.info.acquired_at.isoformat()}
+    if not ids:
+        del lock["id"]
+    return lock
+
+
+def _operator() -> str:
+    try:
+        return f"command line ({getpass.getuser()})"
+    except (OSError, KeyError):  # a container's user may have no name
+        return "command line"
