@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .listing import held_locks, reset_all
-from .lock import Lock
+from .lock import Lock, RLock
 from .owner import LockInfo
 
-__all__ = ["Lock", "LockInfo", "held_locks", "reset_all"]
+__all__ = ["Lock", "LockInfo", "RLock", "held_locks", "reset_all"]

@@ -47,6 +47,8 @@ class Lease:
         self.holder = holder
         self.pid = os.getpid()
         self.fence = 0
+        self.entries = 1
+        """How often its owner is inside; more than once through an RLock only."""
         self.acquired = 0.0
         self.deadline = 0.0
         self.next_renewal = 0.0

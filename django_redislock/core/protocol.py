@@ -157,7 +157,7 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
             ticket = reply[2]
             left = (reply[1] + 1) / 1000 if reply[1] >= 0 else MAX_SLEEP
             yield Await(waiter, min(until, time.monotonic() + min(left, MAX_SLEEP)))
-    except LockBackendError:
+    except (LockBackendError, GeneratorExit):
         raise
     except BaseException:
         # Interrupted: whatever the server gave us so far (the lock, a reservation, a place in the queue) goes back.

@@ -6,10 +6,12 @@ hours on a retry policy, or decode replies. Every call takes one for a moment; w
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from redis import Redis
@@ -152,17 +154,19 @@ class Server:
 
     def run(self, steps: Steps[T]) -> T:
         """Do what the steps ask for, and return their result."""
-        try:
-            effect = next(steps)
-            while True:
-                try:
-                    result = self._do(effect)
-                except BaseException as error:
-                    effect = steps.throw(error)
-                else:
-                    effect = steps.send(result)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
+        proceed: Callable[[Any], Effect] = steps.send
+        result: Any = None
+        while True:
+            try:
+                while True:  # within the try, for a signal handler may raise at any jump
+                    effect = proceed(result)
+                    proceed, result = steps.send, self._do(effect)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            except BaseException as error:
+                if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # the steps themselves ended with it
+                    raise
+                proceed, result = steps.throw, error
 
     def _do(self, effect: Effect) -> Any:
         match effect:

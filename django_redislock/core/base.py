@@ -1,0 +1,243 @@
+"""What a lock is for threads and for asyncio alike: its arguments, its acquisitions, and the steps of each operation."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
+from . import events, owner, protocol
+from .keys import Seconds, check_expire, check_id, check_name, check_prefix, check_wait, lock_keys
+from .lease import GONE, Lease
+from .owner import LockInfo
+from .protocol import Steps
+from .server import server_of
+from .watchdog import watchdog
+
+DEFAULT_EXPIRE = 30.0
+
+
+class BaseLock(ABC):
+    """A lock of a name in Redis: at most one holder at a time.
+
+    `expire` is its life in seconds without renewal; with `auto_renewal` a watchdog renews it while its holder lives, at
+    most for `max_hold` seconds. `blocking` and `timeout` are what ``with`` acquires by. `id` is the owner id to use: give
+    that of a held lock to release or extend it from elsewhere. `label` is told to those who ask who holds the lock.
+    `on_lost(lock)` is called, from another thread perhaps, when the lock is lost while it is believed to be held.
+
+    One object may be shared by threads or tasks: each has its own acquisition.
+
+    Raises TypeError and ValueError for bad arguments.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        name: str,
+        *,
+        expire: Seconds | None = None,
+        auto_renewal: bool = True,
+        max_hold: Seconds | None = None,
+        id: str | None = None,
+        blocking: bool = True,
+        timeout: Seconds | None = None,
+        label: str | None = None,
+        on_lost: Callable[[Any], object] | None = None,
+        kind: str = "lock",
+        prefix: str = "redislock",
+    ) -> None:
+        self._server = server_of(client)
+        self.name = check_name(name)
+        self._keys = lock_keys(check_prefix(prefix), name)
+        self.expire = DEFAULT_EXPIRE if expire is None else check_expire(expire)
+        if not isinstance(auto_renewal, bool):
+            raise TypeError(f"auto_renewal must be True or False, not {auto_renewal!r}")
+        self.auto_renewal = auto_renewal
+        self.max_hold = None if max_hold is None else check_expire(max_hold, "max_hold")
+        self._given_id = None if id is None else check_id(id)
+        self._with_timeout = check_wait(blocking, timeout)
+        if label is not None and not isinstance(label, str):
+            raise TypeError(f"label must be a str, not {type(label).__name__}")
+        self.label = label or ""
+        if on_lost is not None and not callable(on_lost):
+            raise TypeError("on_lost must be callable")
+        self.on_lost = on_lost
+        self.kind = kind
+        self._leases: dict[Any, Lease] = {}  # by the thread or task that acquired
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    @abstractmethod
+    def _me(self) -> Any:
+        """Return the thread or task that calls."""
+
+    # This acquisition, known without asking
+
+    @property
+    def id(self) -> str | None:
+        """The owner id of this acquisition: the right to extend and release it."""
+        lease = self._latest()
+        return self._given_id if lease is None else lease.id
+
+    @property
+    def fence(self) -> int:
+        """The fencing number of this acquisition: larger than every earlier one of the same name.
+
+        Raises NotAcquired.
+        """
+        lease = self._latest()
+        if lease is None:
+            raise NotAcquired(self.name)
+        return lease.fence
+
+    @property
+    def lost(self) -> LossRecord | None:
+        """Why this acquisition was lost, or None while it is held; local and free."""
+        lease = self._latest()
+        return None if lease is None else lease.loss
+
+    def raise_if_lost(self) -> None:
+        """Raise LockLost if this acquisition was lost: call it before each irreversible step. Local and free."""
+        self._raise_loss(self._own())
+
+    # The steps of each operation; `Lock` and `AsyncLock` have them done
+
+    def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
+        me = self._me()
+        for other, before in list(self._leases.items()):
+            # With an id of the caller's choice Redis cannot tell this object's threads apart.
+            if (other is me or self._given_id) and not before.foreign and before.loss is None:
+                raise AlreadyAcquired(self.name)
+        lease = self._new_lease(self._given_id or owner.new_id())
+        claim = protocol.Claim(lease, owner.record(self.kind, self.label, self.expire, self.auto_renewal), timeout)
+        try:
+            if not (yield from protocol.acquire(claim, listening)):
+                return False
+            self._leases[me] = lease
+            if self.auto_renewal:
+                watchdog.add(lease)
+            self._tell("acquired", lease)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            if lease.fence:  # acquired, and interrupted on the way out
+                watchdog.remove(lease)
+                self._forget(lease)
+                with suppress(LockError):
+                    yield from protocol.release(lease)
+            raise
+        return True
+
+    def _enter(self, listening: bool) -> Steps[None]:
+        if not (yield from self._acquire(self._with_timeout, listening)):
+            raise AcquireTimeout(self.name, self._with_timeout)
+
+    def _release(self) -> Steps[None]:
+        lease = self._own()
+        watchdog.remove(lease)
+        if lease.loss is None:
+            try:
+                released = yield from protocol.release(lease)
+            except (LockError, GeneratorExit):
+                raise
+            except BaseException:  # interrupted: it may be repeated safely, and should not be left to its expiry
+                with suppress(LockError):
+                    yield from protocol.release(lease)
+                raise
+            if not released:
+                lease.lose(GONE)
+        self._forget(lease)
+        self._raise_loss(lease)
+        self._tell("released", lease)
+
+    def _exit(self, error: BaseException | None) -> Steps[None]:
+        lease = self._leases.get(self._me())
+        if lease is not None and lease.foreign:  # a forked child leaves its copy of the parent's block
+            self._forget(lease)
+            return
+        try:
+            yield from self._release()
+        except LockError as failure:
+            if error is None:
+                raise
+            events.log.warning("Lock %r could not be released after its block failed: %s", self.name, failure)
+            _chain(error, failure)
+
+    def _extend(self, expire: Seconds | None) -> Steps[None]:
+        seconds = None if expire is None else check_expire(expire)
+        lease = self._own()
+        if lease.loss is None:
+            lease.expire = lease.expire if seconds is None else seconds
+            yield from self._renew(lease)
+        self._raise_loss(lease)
+
+    def _renew(self, lease: Lease) -> Steps[None]:
+        if not (yield from protocol.renew(lease)):
+            watchdog.remove(lease)
+            lease.lose(GONE)
+
+    def _owner(self) -> Steps[LockInfo | None]:
+        return (yield from protocol.read([self.name], [self._keys]))[0]
+
+    def _owned(self) -> Steps[bool]:
+        lease = self._leases.get(self._me())
+        mine = lease.id if lease is not None and not lease.foreign else self._given_id
+        holder = yield from self._owner()
+        return holder is not None and holder.id == mine
+
+    def _reset(self, fence: int | None, by: object) -> Steps[bool]:
+        freed = (yield from protocol.reset(self.name, self._keys, fence)) == 1
+        if freed:
+            what, who = "any" if fence is None else fence, by or "this program"
+            message = "Lock %r (fence %s) was force-released by %s."
+            events.emit("force_released", message, self.name, what, who, name=self.name, fence=fence, user=by)
+        return freed
+
+    # Acquisitions
+
+    def _new_lease(self, id: str) -> Lease:
+        return Lease(self._server, self.name, self._keys, id, self.expire, self._me(), self.max_hold, weakref.ref(self))
+
+    def _own(self) -> Lease:
+        """Return the caller's acquisition, or that of the given id, wherever it was acquired."""
+        lease = self._leases.get(self._me())
+        if lease is not None and not lease.foreign:
+            return lease
+        if self._given_id is None or lease is not None:
+            raise NotAcquired(self.name)
+        lease = self._new_lease(self._given_id)
+        lease.begin(0, time.monotonic())
+        return lease
+
+    def _latest(self) -> Lease | None:
+        """Return the caller's acquisition, or the last one of anybody through this object, for a look at it."""
+        leases = list(self._leases.values())
+        return self._leases.get(self._me()) or (leases[-1] if leases else None)
+
+    def _forget(self, lease: Lease) -> None:
+        if self._leases.get(lease.owner) is lease:
+            del self._leases[lease.owner]
+
+    def _raise_loss(self, lease: Lease) -> None:
+        if lease.loss is not None:
+            if lease.fence == 0:  # an id given, not acquired here
+                raise NotAcquired(self.name)
+            raise LockLost(self.name, lease.loss)
+
+    def _tell(self, event: str, lease: Lease) -> None:
+        events.emit(
+            event, "Lock %r " + event + " (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence
+        )
+
+
+def _chain(error: BaseException, failure: BaseException) -> None:
+    """Hang the failure under the end of the error's own chain, so that a traceback shows both."""
+    while error.__context__ is not None:
+        error = error.__context__
+    if error is not failure:
+        error.__context__ = failure

@@ -1,0 +1,60 @@
+"""Re-entrance: counted in the process, so that no repeated command can count twice."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+from .base import BaseLock
+from .keys import LockKeys
+from .lease import Lease
+from .protocol import Steps
+from .server import Server
+
+# The acquisitions of this process that may be entered again; each RLock object that entered keeps its own alive.
+_entered: weakref.WeakValueDictionary[tuple[Server, LockKeys, Any], Lease] = weakref.WeakValueDictionary()
+
+
+class Reentrant(BaseLock):
+    """Makes a lock re-entrant for the thread or task that holds it."""
+
+    def _key(self) -> tuple[Server, LockKeys, Any]:
+        return self._server, self._keys, self._me()
+
+    def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
+        lease = _entered.get(self._key())
+        if lease is None:
+            acquired = yield from super()._acquire(timeout, listening)
+            if acquired:
+                _entered[self._key()] = self._leases[self._me()]
+            return acquired
+        if lease.loss is None:
+            yield from self._renew(lease)
+        self._raise_loss(lease)
+        lease.entries += 1
+        self._leases[lease.owner] = lease
+        return True
+
+    def _own(self) -> Lease:
+        lease = _entered.get(self._key())
+        if lease is None:
+            self._leases.pop(self._me(), None)
+            return super()._own()
+        return lease
+
+    def _release(self) -> Steps[None]:
+        lease = self._own()
+        if lease.entries > 1:
+            lease.entries -= 1
+            self._raise_loss(lease)
+            return
+        yield from super()._release()
+
+    def _forget(self, lease: Lease) -> None:
+        super()._forget(lease)
+        if _entered.get(self._key()) is lease:
+            del _entered[self._key()]
+
+
+os.register_at_fork(after_in_child=_entered.clear)
