@@ -76,7 +76,7 @@ class Lease:
     @property
     def owner_ended(self) -> bool:
         """Whether the thread or task that acquired the lock ended without releasing it."""
-        return not self.owner.is_alive() if isinstance(self.owner, threading.Thread) else self.owner.done()
+        return self.owner.done() if isinstance(self.owner, asyncio.Task) else not self.owner.is_alive()
 
     @property
     def loss(self) -> LossRecord | None:

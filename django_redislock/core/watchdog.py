@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from redis.exceptions import RedisError
 
-from . import events
+from . import events, native
 from .lease import GONE, Lease
 from .protocol import renewal
 from .server import Server
@@ -31,10 +31,12 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._leases: dict[int, weakref.ref[Lease]] = {}
-        self._changed = threading.Condition(threading.Lock())
+        self._alarm = native.Alarm()
+        self._starting = threading.Lock()
         self._next = math.inf
         """When the thread looks again."""
-        self._thread: threading.Thread | None = None
+        self._running: object = None
+        """What the running thread knows that it is the one by."""
 
     def add(self, lease: Lease) -> None:
         """Renew the lease from now on."""
@@ -44,31 +46,42 @@ class Watchdog:
             if self._leases.pop(key, None) is not None:
                 _not_renewed(name, fence, "its lock object was garbage-collected while it was held")
 
-        with self._changed:
-            self._leases[key] = weakref.ref(lease, abandoned)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="redislock-watchdog", daemon=True)
-                self._thread.start()
-            if lease.next_renewal < self._next:
-                self._next = lease.next_renewal
-                self._changed.notify()
+        self._leases[key] = weakref.ref(lease, abandoned)
+        if self._running is None:
+            self._start()
+        if lease.next_renewal < self._next:
+            self._next = lease.next_renewal
+            self._alarm.ring()
 
     def remove(self, lease: Lease) -> bool:
         """Do not renew the lease any more; whether it was renewed until now."""
         return self._leases.pop(id(lease), None) is not None
 
-    def _run(self) -> None:
-        while self._thread is threading.current_thread():  # else a signal interrupted its start, and another took over
-            with self._changed:
-                now = time.monotonic()
-                leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
-                # Without leases it still wakes at the time once set: else each short hold would have to wake it.
-                idle = self._next if self._next > now else math.inf
-                self._next = min((lease.next_renewal for lease in leases), default=idle)
-                if self._next > now:
-                    leases.clear()  # nobody is kept alive by the sleeping watchdog
-                    self._changed.wait(None if self._next == math.inf else self._next - now)
-                    continue
+    def _start(self) -> None:
+        with self._starting:
+            if self._running is not None:
+                return
+            mine = object()
+            self._running = mine
+            try:
+                native.start(lambda: self._run(mine), "redislock-watchdog")
+            except BaseException:  # a signal, perhaps after the thread started: then it ends at once
+                self._running = None
+                raise
+
+    def _run(self, mine: object) -> None:
+        while self._running is mine:
+            planned, self._next = self._next, math.inf  # whoever adds a lease from now on rings
+            now = time.monotonic()
+            leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
+            # Without leases it still wakes at the time once planned: else each short hold would have to wake it.
+            idle = planned if planned > now else math.inf
+            soonest = min((lease.next_renewal for lease in leases), default=idle)
+            if soonest > now:
+                leases.clear()  # nobody is kept alive by the sleeping watchdog
+                self._next = soonest
+                self._alarm.sleep(soonest - now)
+                continue
             try:
                 self._tick(now, leases)
             except Exception:  # the thread that keeps all locks must survive whatever one of them does
