@@ -70,6 +70,8 @@ class WaitingRoom:
                     self._subscribe()
         waiter = Waiter(lock, id, self.channel)
         with self._mutex:
+            if not self._ids:  # nobody looked while the room was empty, and there is no need to look at once
+                self._next_look = time.monotonic() + LOOK_EVERY
             self._waiters.setdefault(lock, {})[id] = waiter
             self._ids[id] = waiter
         return waiter
