@@ -19,6 +19,7 @@ class Flight:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self.followers = 0
         self.outcome = Landing()
         self.landed: Future[Landing] = Future()
 
@@ -65,6 +66,7 @@ def _share(place: Hashable, until: float, want: Wanted, last: bool = False) -> L
         try:
             with _mutex:
                 found = _flights.setdefault(place, flight)
+                found.followers += found is not flight
             if found is flight:
                 landing = _lead(want, until, last)
                 if _shareable(landing):

@@ -1,0 +1,135 @@
+"""Caches for the tests, and what the processes of the cache tests do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import redis
+from django.utils.module_loading import import_string
+
+from django_redislock.cache import flights
+from tests.support import say
+
+BACKENDS = ["RedisCache", "DjangoRedisCache"]
+
+
+def cache_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:
+    """Return a new cache backend, as Django makes one for every thread."""
+    return import_string(f"django_redislock.cache.{backend}")(location, params)
+
+
+def base_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:
+    """Return the backend that ours is made from."""
+    bases = {"RedisCache": "django_redis.cache", "DjangoRedisCache": "django.core.cache.backends.redis"}
+    return import_string(f"{bases[backend]}.RedisCache")(location, params)
+
+
+def commands(sent: Iterable[str]) -> list[str]:
+    """Return the names of the commands that were sent, without those that a new connection begins with."""
+    names = [line.split()[0] for line in sent]
+    return [name for name in names if name not in ("HELLO", "CLIENT", "SELECT")]
+
+
+def followers() -> int:
+    """Return how many threads of this process wait for another one's flight."""
+    return sum(flight.followers for flight in list(flights._flights.values()))
+
+
+def ask(url: str, backend: str, key: str, answer: Any, options: dict[str, Any], lock: dict[str, Any] | None = None) -> None:
+    """At each line that comes, ask for the value; say so when it is to be computed here, and wait for another line."""
+    cache = cache_at(url, backend, OPTIONS={"LOCK": lock or {}})
+    cache.get_or_set(f"warm {os.getpid()}", lambda: 1)  # connections and scripts are there
+
+    def compute() -> Any:
+        say(event="computing", at=time.time())
+        line = input()
+        if line == "raise":
+            raise ValueError(f"computed by {os.getpid()}")
+        return line or answer
+
+    say(event="ready")
+    while input() == "ask":
+        try:
+            say(event="got", value=cache.get_or_set(key, compute, 60, **options), at=time.time())
+        except Exception as error:
+            say(event="failed", error=f"{type(error).__name__}: {error}")
+
+
+def crowd(url: str, backend: str, key: str, size: int) -> None:
+    """At a line, ask in many threads at once; who computes says so and waits for another line ("raise" fails)."""
+    cache = cache_at(url, backend)
+    counter = redis.Redis.from_url(url)
+    outcomes: list[Any] = []
+    start = threading.Barrier(size + 1)
+
+    def compute() -> Any:
+        at_once = counter.incr("computing now")
+        counter.incr("computed")
+        say(event="computing", at_once=at_once)
+        line = input()
+        counter.decr("computing now")
+        if line == "raise":
+            raise ValueError("no value")
+        return {"by": "one"}
+
+    def one() -> None:
+        start.wait()
+        try:
+            outcomes.append(cache.get_or_set(key, compute, 60))
+        except ValueError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=one) for _ in range(size)]
+    for thread in threads:
+        thread.start()
+    say(event="ready")
+    input()
+    start.wait()
+    for thread in threads:
+        thread.join()
+    say(event="done", outcomes=outcomes)
+
+
+def nest(url: str, backend: str, outer: str, inner: str) -> None:
+    """Compute the outer key, and while it computes, want the inner one."""
+    cache = cache_at(url, backend)
+
+    def compute() -> str:
+        say(event="inside")
+        input()
+        return f"{outer}({cache.get_or_set(inner, lambda: inner, 60)})"
+
+    say(event="got", value=cache.get_or_set(outer, compute, 60))
+
+
+def fork_inside(url: str, backend: str) -> None:
+    """Fork while computing; the child comes back first, with a value of its own."""
+    cache = cache_at(url, backend)
+    children = []
+
+    def compute() -> str:
+        child = os.fork()
+        if child == 0:
+            return "child's"
+        children.append(child)
+        os.waitpid(child, 0)
+        say(event="after the child", stored=cache.get("k"), lease=cache_is_computing(cache, "k"))
+        return "parent's"
+
+    value = cache.get_or_set("k", compute, 60)
+    if not children:
+        os.write(1, b'{"event": "child", "value": "%s"}\n' % value.encode())
+        os._exit(0)
+    say(event="parent", value=value, stored=cache.get("k"))
+
+
+def cache_is_computing(cache: Any, key: str) -> bool:
+    """Return whether anybody computes the value of the key now."""
+    from django_redislock.core import Lock
+
+    made = cache._made(key, None)
+    return Lock(cache._redis(made), f"cache:{made}").locked()

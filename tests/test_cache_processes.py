@@ -1,0 +1,265 @@
+"""One value wanted by many processes: computed by one of them, also when that one is killed, paused, fails or hangs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from django_redislock.core import Lock, held_locks
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.waiting import LOOK_EVERY
+from tests import cache_programs
+from tests.cache_programs import BACKENDS, cache_at, commands
+from tests.support import monitoring, wait_until
+
+pytestmark = pytest.mark.processes
+
+LOCK = "cache::1:k"
+
+
+def waiting(client):
+    return client.zcard(lock_keys("redislock", LOCK).queue)
+
+
+def only(lines, event):
+    return [line for line in lines if line["event"] == event]
+
+
+@pytest.fixture
+def asking(client, redis_url, run_python):
+    """``asking(3, …)`` starts processes that ask for "k" when told, and waits until they are ready."""
+
+    def start(count, backend="RedisCache", options=None, lock=None, url=redis_url):
+        processes = [
+            run_python(cache_programs.ask, url, backend, "k", f"by {number}", options or {}, lock)
+            for number in range(count)
+        ]
+        for process in processes:
+            process.wait_for(event="ready")
+        return processes
+
+    return start
+
+
+@pytest.fixture
+def one_computes(client, asking):
+    """Return a process that computes, and others that wait for it."""
+
+    def start(others, **options):
+        first, *rest = asking(1 + others, **options)
+        first.send("ask")
+        first.wait_for(event="computing")
+        for process in rest:
+            process.send("ask")
+        wait_until(lambda: waiting(client) == others)
+        return first, rest
+
+    return start
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_200_clients_in_8_processes_compute_once(client, redis_url, run_python, backend):
+    crowds = [run_python(cache_programs.crowd, redis_url, backend, "k", 25) for _ in range(8)]
+    for crowd in crowds:
+        crowd.wait_for(event="ready")
+    for crowd in crowds:
+        crowd.send()
+    wait_until(lambda: waiting(client) == 7, timeout=30)
+    (computing,) = [crowd for crowd in crowds if only(crowd.lines, "computing")]
+    computing.send()
+    for crowd in crowds:
+        assert crowd.wait_for(event="done")["outcomes"] == [{"by": "one"}] * 25
+    assert client.get("computed") == b"1"
+    assert not list(held_locks(client))
+
+
+def test_a_waiting_process_sends_a_get_and_a_script_and_the_value_comes_with_the_wake_up(client, asking):
+    first, second = asking(2)
+    # Its first wait subscribes once and for all.
+    first.send("ask")
+    first.wait_for(event="computing")
+    second.send("ask")
+    wait_until(lambda: waiting(client) == 1)
+    first.send()
+    first.wait_for(event="got")
+    second.wait_for(event="got")
+    client.delete(":1:k")
+    started = time.monotonic()
+    with monitoring(client) as sent:
+        first.send("ask")
+        first.wait_for(event="computing")
+        second.send("ask")
+        wait_until(lambda: waiting(client) == 1)
+        first.send()
+        assert second.wait_for(event="got")["value"] == "by 0"
+        first.wait_for(event="got")
+    looks = (time.monotonic() - started) // LOOK_EVERY  # a waiter looks by itself, too, twice a second
+    sent = commands(line for line in sent if not line.startswith("ZCARD"))
+    assert set(sent) == {"GET", "EVALSHA"}
+    assert sent.count("GET") == 1 + 1
+    assert 2 + 1 <= sent.count("EVALSHA") <= 2 + 1 + looks, "the computer's two scripts and the waiter's one"
+
+
+def test_a_large_value_is_fetched_instead_of_being_sent_to_each(client, redis_url, asking):
+    value = "x" * 40_000
+    with client.pubsub() as pubsub:
+        pubsub.psubscribe("redislock:wake:*")
+        first, second, third = asking(3)
+        first.send("ask")
+        first.wait_for(event="computing")
+        second.send("ask")
+        third.send("ask")
+        wait_until(lambda: waiting(client) == 2)
+        first.send(value)
+        for process in (first, second, third):
+            assert process.wait_for(event="got")["value"] == value
+        heard = []
+        wait_until(lambda: heard.append(pubsub.get_message()) or sum(m is not None for m in heard) >= 3)
+    assert all(len(message["data"]) < 100 for message in heard if message and message["type"] == "pmessage")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_computer_is_followed_by_exactly_one(client, one_computes, backend):
+    expire = 1.5
+    first, others = one_computes(4, backend=backend, lock={"EXPIRE": expire})
+    first.kill()
+    killed = time.time()
+    wait_until(lambda: any(only(process.lines, "computing") for process in others), timeout=expire + 5)
+    (next_one,) = [process for process in others if only(process.lines, "computing")]
+    assert only(next_one.lines, "computing")[0]["at"] - killed < expire + 1
+    wait_until(lambda: waiting(client) == 3)
+    next_one.send("second")
+    for process in others:
+        assert process.wait_for(event="got")["value"] == "second"
+    assert sum(len(only(process.lines, "computing")) for process in others) == 1
+
+
+def test_a_computation_of_ten_lives_is_one_computation(client, one_computes):
+    first, others = one_computes(3, lock={"EXPIRE": 0.3})
+    over = time.monotonic() + 3
+    wait_until(lambda: time.monotonic() > over)
+    first.send("slow")
+    for process in (first, *others):
+        assert process.wait_for(event="got")["value"] == "slow"
+    assert not any(only(process.lines, "computing") for process in others)
+
+
+def test_after_a_failure_one_other_takes_over_at_a_time(client, redis_url, run_python):
+    crowds = [run_python(cache_programs.crowd, redis_url, "RedisCache", "k", 5) for _ in range(4)]
+    for crowd in crowds:
+        crowd.wait_for(event="ready")
+    for crowd in crowds:
+        crowd.send()
+    wait_until(lambda: waiting(client) == 3, timeout=30)
+    remaining = set(crowds)
+    for _ in crowds:
+        wait_until(lambda: any(only(crowd.lines, "computing") for crowd in remaining))
+        (computing,) = [crowd for crowd in remaining if only(crowd.lines, "computing")]
+        remaining.remove(computing)
+        computing.send("raise")
+    for crowd in crowds:
+        assert crowd.wait_for(event="done")["outcomes"] == ["no value"] * 5, "its own exception, unwrapped"
+        assert [line["at_once"] for line in only(crowd.lines, "computing")] == [1]
+    assert client.get("computed") == b"4", "once for each process, not for each caller"
+    assert not list(held_locks(client))
+
+
+def test_who_waits_for_a_deleted_value_computes_anew(client, redis_url, one_computes):
+    first, (second, third) = one_computes(2)
+    cache_at(redis_url).delete("k")
+    wait_until(lambda: only(second.lines, "computing") or only(third.lines, "computing"))
+    fresh, other = (second, third) if only(second.lines, "computing") else (third, second)
+    first.send("stale")
+    assert first.wait_for(event="got")["value"] == "stale"
+    assert client.get(":1:k") is None
+    fresh.send("fresh")
+    assert fresh.wait_for(event="got")["value"] == "fresh"
+    assert other.wait_for(event="got")["value"] == "fresh"
+    assert cache_at(redis_url).get("k") == "fresh"
+
+
+def test_who_waits_for_a_value_that_is_set_meanwhile_gets_that(client, redis_url, one_computes):
+    first, (second,) = one_computes(1)
+    cache_at(redis_url).set("k", "set")
+    assert second.wait_for(event="got", timeout=3)["value"] == "set"
+    first.send("stale")
+    assert first.wait_for(event="got")["value"] == "stale"
+    assert cache_at(redis_url).get("k") == "set"
+
+
+def test_a_force_released_computation_goes_on_for_its_caller_alone(client, redis_url, one_computes):
+    first, (second,) = one_computes(1)
+    assert Lock(client, LOCK).reset()
+    second.wait_for(event="computing")
+    first.send("old")
+    assert first.wait_for(event="got")["value"] == "old"
+    second.send("new")
+    assert second.wait_for(event="got")["value"] == "new"
+    assert cache_at(redis_url).get("k") == "new"
+
+
+def test_a_computer_that_was_paused_past_its_life_overwrites_nothing(client, redis_url, one_computes):
+    first, (second,) = one_computes(1, lock={"EXPIRE": 0.5})
+    first.pause()
+    second.wait_for(event="computing")
+    second.send("new")
+    assert second.wait_for(event="got")["value"] == "new"
+    first.resume()
+    first.send("old")
+    assert first.wait_for(event="got")["value"] == "old", "its own, and no exception"
+    assert cache_at(redis_url).get("k") == "new"
+    assert "Traceback" not in first.errors
+
+
+def test_a_computation_that_hangs_past_max_hold_is_taken_over(client, redis_url, one_computes):
+    first, (second,) = one_computes(1, lock={"EXPIRE": 0.5, "MAX_HOLD": 1})
+    second.wait_for(event="computing", timeout=5)
+    second.send("new")
+    assert second.wait_for(event="got")["value"] == "new"
+    assert not only(first.lines, "got")
+
+
+def test_who_has_waited_long_enough_settles_for_a_computer_that_hangs(client, redis_url, asking):
+    first, patient, impatient = asking(3)
+    first.send("ask")
+    first.wait_for(event="computing")
+    patient.send("ask")
+    wait_until(lambda: waiting(client) == 1)
+    cache = cache_at(redis_url)
+    assert cache.get_or_set("k", lambda: "mine", 60, wait=0.1) == "mine"
+    assert patient.wait_for(event="got")["value"] == "mine", "all others are served with it"
+    assert cache.get("k") == "mine"
+    first.send("late")
+    assert first.wait_for(event="got")["value"] == "late"
+    assert cache.get("k") == "mine"
+
+
+def test_nested_keys_in_opposite_orders_in_two_processes(client, redis_url, run_python):
+    nests = [run_python(cache_programs.nest, redis_url, "RedisCache", *keys) for keys in ("ab", "ba")]
+    for nest in nests:
+        nest.wait_for(event="inside")
+    for nest in nests:
+        nest.send()
+    started = time.monotonic()
+    values = [nest.wait_for(event="got")["value"] for nest in nests]
+    assert time.monotonic() - started < 5, "far below the 30 s that a caller waits at most"
+    assert values in (["a(b)", "b(a(b))"], ["a(b(a))", "b(a)"])
+    assert not list(held_locks(client))
+
+
+def test_a_child_forked_while_computing_leaves_the_computation_to_its_parent(client, redis_url, run_python):
+    lines = run_python(cache_programs.fork_inside, redis_url, "RedisCache").finish()
+    assert lines == [
+        {"event": "child", "value": "child's"},
+        {"event": "after the child", "stored": None, "lease": True},
+        {"event": "parent", "value": "parent's", "stored": "parent's"},
+    ]
+
+
+def test_scripts_flushed_in_the_middle_are_not_noticed(client, one_computes):
+    first, (second,) = one_computes(1)
+    client.script_flush()
+    first.send("v")
+    assert first.wait_for(event="got")["value"] == "v"
+    assert second.wait_for(event="got")["value"] == "v"
