@@ -237,6 +237,7 @@ class BaseLock(ABC):
 
 def _chain(error: BaseException, failure: BaseException) -> None:
     """Hang the failure under the end of the error's own chain, so that a traceback shows both."""
+    failure.__context__ = None  # raised while the error was handled, it leads back to it: the chain would have no end
     while error.__context__ is not None:
         error = error.__context__
     if error is not failure:
