@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from django import forms
@@ -18,10 +19,10 @@ from django.utils.text import Truncator
 from django.utils.timezone import localtime
 from django.utils.translation import gettext, gettext_lazy as _, ngettext
 
-from . import conf
+from . import conf, heldlocks
 from .connections import connection_names
 from .exceptions import LockBackendError
-from .heldlocks import LIMIT, HeldLocks, duration, lock_at, reason
+from .heldlocks import HeldLocks, clients, duration, find, force_release, reason
 from .models import HeldLock, decode_key, visible
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ class ConnectionFilter(admin.SimpleListFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         try:
-            names = connection_names()
+            found, failed = clients()
         except ImproperlyConfigured:  # the list itself tells
             return []
+        names = [*found, *failed]
         return [(name, name) for name in names] if len(names) > 1 else []
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
@@ -101,7 +103,7 @@ class HeldLockAdmin(ModelAdmin):
             connection, name = decode_key(object_id)
             if connection not in connection_names():
                 return None
-            info = lock_at(connection, name).owner()
+            info = find(connection, [name]).get(name)
         except ValueError:
             return None
         except (ImproperlyConfigured, LockBackendError) as error:
@@ -134,7 +136,7 @@ class HeldLockAdmin(ModelAdmin):
             text = _(
                 "Connection “%(connection)s” holds more than %(limit)d locks; search for the name of those not shown."
             )
-            self.message_user(request, text % {"connection": connection, "limit": LIMIT}, messages.WARNING)
+            self.message_user(request, text % {"connection": connection, "limit": heldlocks.LIMIT}, messages.WARNING)
         if not locks.listing.failed and not conf.get().enabled:
             text = _("Locks are switched off: %(setting)s is False.")
             self.message_user(request, text % {"setting": f"{conf.NAME}['ENABLED']"}, messages.WARNING)
@@ -261,41 +263,40 @@ class HeldLockAdmin(ModelAdmin):
 
     def _still_held(self, request: HttpRequest, values: list[str]) -> list[HeldLock]:
         """Return the ticked locks whose holder is still the one that was shown, and tell of the others."""
-        held, changed, gone = [], [], []
-        failed: dict[str, str] = {}
+        shown: dict[str, dict[str, int]] = {connection: {} for connection in connection_names()}
         for value in values:
-            try:
+            with suppress(ValueError, KeyError):  # made up, or from before a change of the settings
                 connection, name, fence = _parse(value)
-            except ValueError:
-                continue
-            if connection in failed or connection not in connection_names():
-                continue
+                shown[connection][name] = fence
+        held, changed, gone, failed = [], [], [], {}
+        for connection, fences in shown.items():
             try:
-                info = lock_at(connection, name).owner()
+                found = find(connection, fences) if fences else {}
             except (ImproperlyConfigured, LockBackendError) as error:
                 failed[connection] = reason(error)
                 continue
-            if info is None:
-                gone.append(name)
-            elif info.fence != fence:
-                changed.append(name)
-            else:
-                held.append(HeldLock.of(connection, info))
+            for name, fence in fences.items():
+                if name not in found:
+                    gone.append(name)
+                elif found[name].fence != fence:
+                    changed.append(name)
+                else:
+                    held.append(HeldLock.of(connection, found[name]))
         self._tell_left_alone(request, changed, gone, failed)
         return held
 
     def _release(self, request: HttpRequest, locks: list[HeldLock]) -> None:
-        released, changed, failed = [], [], {}
+        released, changed, gone, failed = [], [], [], {}
         for lock in locks:
             if lock.connection in failed:
                 continue
             try:
-                freed = lock_at(lock.connection, lock.name).reset(fence=lock.fence, by=request.user)
+                if not force_release(lock.connection, lock.name, lock.fence, by=request.user):
+                    # Within the milliseconds since it was read.
+                    (changed if find(lock.connection, [lock.name]) else gone).append(lock.name)
+                    continue
             except LockBackendError as error:
                 failed[lock.connection] = reason(error)
-                continue
-            if not freed:  # within the milliseconds since it was read
-                changed.append(lock.name)
                 continue
             released.append(lock.name)
             text = gettext(
@@ -313,7 +314,7 @@ class HeldLockAdmin(ModelAdmin):
                 len(released),
             )
             self.message_user(request, text % _count(released), messages.SUCCESS)
-        self._tell_left_alone(request, changed, [], failed)
+        self._tell_left_alone(request, changed, gone, failed)
 
     def _tell_left_alone(
         self, request: HttpRequest, changed: list[str], gone: list[str], failed: dict[str, str]

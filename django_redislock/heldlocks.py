@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, overload
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.formats import number_format
 from django.utils.translation import gettext
+from redis import Redis
 
 from . import conf
 from .connections import URL, connection_names, get_client
 from .core import Lock, LockInfo, held_locks
+from .core.listing import read_locks
 from .core.server import server_of
 from .exceptions import LockBackendError
 from .models import HeldLock, encode_key
@@ -43,45 +45,68 @@ class Listing(NamedTuple):
     """Connections that hold more than `LIMIT` locks."""
 
 
-def read(connections: Collection[str] | None = None, matching: Callable[[str, str], object] | None = None) -> Listing:
-    """Read the held locks of these connections, of all with None.
+def clients(connection: str | None = None) -> tuple[dict[str, Redis], dict[str, str]]:
+    """Return the client of each connection (or of that one only), and why others have none.
 
-    `matching(connection, name)` picks which. What cannot be read is told, not raised; a server that several connections lead
-    to is read once.
+    A database that several connections lead to comes once. Raises ImproperlyConfigured for wrong settings.
     """
-    listing = Listing([], {}, [])
-    seen = set()
-    try:
-        settings = conf.get()
-        names = connection_names() if settings.enabled else []
-    except ImproperlyConfigured as error:
-        listing.failed[conf.NAME] = str(error)
-        return listing
-    for connection in names:
-        if connections is not None and connection not in connections:
+    settings = conf.get()
+    names = connection_names() if settings.enabled else []
+    found: dict[str, Redis] = {}
+    failed = {}
+    places = set()
+    for name in names:
+        if connection not in (None, name):
             continue
         try:
-            client = get_client(_using(connection))
-            place = _place(client)
-            if place in seen:
-                continue
-            seen.add(place)
-            picked = (lambda name, at=connection: matching(at, name)) if matching else None
-            found = held_locks(client, settings.key_prefix, matching=picked, retry_for=RETRY_FOR)
-            infos = list(islice(found, LIMIT + 1))
-        except (ImproperlyConfigured, LockBackendError) as error:
-            listing.failed[connection] = reason(error)
+            client = get_client(_using(name))
+        except ImproperlyConfigured as error:
+            failed[name] = str(error)
+            continue
+        place = _place(client)
+        if place not in places:
+            places.add(place)
+            found[name] = client
+    return found, failed
+
+
+def read(connection: str | None = None, matching: Callable[[str, str], object] | None = None) -> Listing:
+    """Read the held locks of this connection, of all with None; what cannot be read is told, not raised.
+
+    `matching(connection, name)` picks which.
+    """
+    try:
+        found, failed = clients(connection)
+    except ImproperlyConfigured as error:
+        return Listing([], {conf.NAME: str(error)}, [])
+    listing = Listing([], failed, [])
+    for at, client in found.items():
+        picked = (lambda name, at=at: matching(at, name)) if matching else None
+        locks = held_locks(client, conf.get().key_prefix, matching=picked, retry_for=RETRY_FOR)
+        try:
+            infos = list(islice(locks, LIMIT + 1))
+        except LockBackendError as error:
+            failed[at] = reason(error)
             continue
         if len(infos) > LIMIT:
             infos.pop()
-            listing.cut.append(connection)
-        listing.rows.extend(Row(connection, info) for info in infos)
+            listing.cut.append(at)
+        listing.rows.extend(Row(at, info) for info in infos)
     return listing
 
 
-def lock_at(connection: str, name: str) -> Lock:
-    """Return the lock of that name on that connection, to ask who holds it or to force-release it."""
-    return Lock(get_client(_using(connection)), name, prefix=conf.get().key_prefix)
+def find(connection: str, names: Iterable[str]) -> dict[str, LockInfo]:
+    """Return who holds these locks of a connection now, by name.
+
+    Raises ImproperlyConfigured and LockBackendError.
+    """
+    client = get_client(_using(connection))
+    return {info.name: info for info in read_locks(client, names, conf.get().key_prefix, retry_for=RETRY_FOR)}
+
+
+def force_release(connection: str, name: str, fence: int, by: object) -> bool:
+    """Take the lock from the acquisition with that fence, if it still holds it; `by` is told in the log and the signal."""
+    return Lock(get_client(_using(connection)), name, prefix=conf.get().key_prefix).reset(fence=fence, by=by)
 
 
 def reason(error: ImproperlyConfigured | LockBackendError) -> str:
@@ -128,7 +153,7 @@ class HeldLocks:
 
     @cached_property
     def listing(self) -> Listing:
-        return read(None if self.connection is None else [self.connection], self._matching)
+        return read(self.connection, self._matching)
 
     @property
     def _matching(self) -> Callable[[str, str], bool] | None:

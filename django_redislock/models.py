@@ -8,6 +8,7 @@ from django.db import models
 from django.utils.translation import gettext_lazy as _
 
 from .core import LockInfo
+from .core.keys import check_name
 
 
 class NoRows(models.Manager["HeldLock"]):
@@ -83,9 +84,9 @@ def encode_key(connection: str, name: str) -> str:
 def decode_key(key: str) -> tuple[str, str]:
     """Return the connection and the name that a primary key stands for; raises ValueError for what is none."""
     connection, separator, name = urlsafe_b64decode(key + "=" * (-len(key) % 4)).decode().partition("\0")
-    if not separator or not name or encode_key(connection, name) != key:
+    if not separator or encode_key(connection, name) != key:
         raise ValueError(f"not the key of a lock: {key!r}")
-    return connection, name
+    return connection, check_name(name)
 
 
 def visible(name: str) -> str:

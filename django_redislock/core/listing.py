@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from redis import Redis
 
@@ -31,8 +31,17 @@ def held_locks(
     LockBackendError when Redis cannot answer.
     """
     server = server_of(client)
+    names = server.run(protocol.names(check_prefix(prefix), time.monotonic() + retry_for))
+    yield from read_locks(server, filter(matching, names), prefix, retry_for=retry_for)
+
+
+def read_locks(
+    client: Redis | Server, names: Iterable[str], prefix: str = "redislock", *, retry_for: float = math.inf
+) -> Iterator[LockInfo]:
+    """Yield what is known of those of these locks that are held now, as `held_locks` does."""
+    server = server_of(client)
     until = time.monotonic() + retry_for
-    names = sorted(filter(matching, server.run(protocol.names(check_prefix(prefix), until))))
+    names = sorted(names)
     for start in range(0, len(names), BATCH):
         batch = names[start : start + BATCH]
         for info in server.run(protocol.read(batch, [lock_keys(prefix, name) for name in batch], until)):

@@ -12,10 +12,11 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 
-from ... import conf
+from ... import conf, heldlocks
 from ...connections import connection_names
+from ...core.keys import check_name
 from ...exceptions import LockBackendError
-from ...heldlocks import LIMIT, Row, duration, lock_at, read, reason
+from ...heldlocks import Row, clients, duration, find, force_release, read
 from ...models import HeldLock, visible
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -58,9 +59,7 @@ class Command(BaseCommand):
     @no_translations
     def handle(self, *args: Any, action: str, **options: Any) -> None:
         """Run one of the three actions."""
-        if options["connection"] is not None and options["connection"] not in self._connections():
-            known = ", ".join(self._connections())
-            raise CommandError(f"There is no connection {options['connection']!r}. Known are: {known}.")
+        self._check(options["connection"])
         if action == "list":
             self._list(options)
         elif action == "show":
@@ -68,19 +67,18 @@ class Command(BaseCommand):
         else:
             self._release(options)
 
-    def _connections(self) -> list[str]:
+    def _check(self, connection: str | None) -> None:
         try:
-            names = connection_names()
+            known = connection_names()
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
         if not conf.get().enabled:
             raise CommandError(f"Locks are switched off: {conf.NAME}['ENABLED'] is False.")
-        return names
+        if connection is not None and connection not in known:
+            raise CommandError(f"There is no connection {connection!r}. Known are: {', '.join(known)}.")
 
     def _list(self, options: dict[str, Any]) -> None:
-        connection = options["connection"]
-        self._connections()
-        listing = read(None if connection is None else [connection])
+        listing = read(options["connection"])
         rows = [
             row
             for row in listing.rows
@@ -89,23 +87,22 @@ class Command(BaseCommand):
         rows.sort(key=lambda row: row.info.age, reverse=True)
         self._print(rows, options, self._table)
         for name in listing.cut:
-            self.stderr.write(f"Connection {name!r} holds more than {LIMIT} locks; not all were looked at.")
+            self.stderr.write(f"Connection {name!r} holds more than {heldlocks.LIMIT} locks; not all were looked at.")
         self._fail(listing.failed)
 
     def _find(self, options: dict[str, Any]) -> list[Row]:
         """Return the lock of that name: one row for each connection on which it is held, one at least."""
-        name, rows, failed = options["name"], [], {}
-        for connection in self._connections():
-            if options["connection"] in (None, connection):
-                try:
-                    info = lock_at(connection, name).owner()
-                except ValueError as error:
-                    raise CommandError(str(error)) from error
-                except (ImproperlyConfigured, LockBackendError) as error:
-                    failed[connection] = reason(error)
-                    continue
-                if info is not None:
-                    rows.append(Row(connection, info))
+        try:
+            name = check_name(options["name"])
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        rows: list[Row] = []
+        found, failed = clients(options["connection"])
+        for connection in found:
+            try:
+                rows += [Row(connection, info) for info in find(connection, [name]).values()]
+            except LockBackendError as error:
+                failed[connection] = error.cause
         if not rows:
             self._fail(failed)
             raise CommandError(f"Nobody holds the lock {name!r} now. 'redislock list' shows those that are held.")
@@ -136,7 +133,7 @@ class Command(BaseCommand):
         if not options["yes"] and not self._confirmed():
             raise CommandError("Not confirmed; nothing was released.")
         try:
-            freed = lock_at(row.connection, row.info.name).reset(fence=row.info.fence, by=_operator())
+            freed = force_release(row.connection, row.info.name, row.info.fence, by=_operator())
         except LockBackendError as error:
             raise CommandError(f"Whether it was released is unknown: {error.cause}. See 'redislock show'.") from error
         if not freed:

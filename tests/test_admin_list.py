@@ -1,0 +1,387 @@
+"""The admin's list of held locks and the page of one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import redis
+from django.contrib import admin
+from django.contrib.admin.utils import quote, unquote
+from django.test import Client
+from hypothesis import given, strategies as st
+
+from django_redislock import heldlocks
+from django_redislock.core.keys import MAX_NAME
+from django_redislock.models import HeldLock, decode_key, encode_key, visible
+from tests.admin_pages import LIST, browser, hold, messages, names, next_millisecond, page_of, superuser
+from tests.support import RedisServer, Server, counting
+
+pytestmark = pytest.mark.django_db
+
+AWKWARD = [
+    "a/b/../c?d=e#f",
+    "..",
+    "change",
+    "add/",
+    '<script>alert("1")</script>',
+    'it\'s "quoted" & <b>bold</b>',
+    "Grüße, 世界 🔒",
+    "two\nlines\r\nand\ttabs",
+    "nul \0 byte",
+    "right-to-left \u202egnp.exe",
+    "   ",
+    "%2F%00_2F",
+    "{braces}{{ template }}{% now 'Y' %}",
+    "x" * MAX_NAME,
+    "🔒" * MAX_NAME,
+]
+
+
+@pytest.fixture(autouse=True)
+def _url(settings: Any, redis_url: str) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": redis_url}
+
+
+@pytest.fixture
+def web() -> Client:
+    return browser(superuser())
+
+
+def get(web: Client, query: str = "", path: str = LIST) -> str:
+    response = web.get(path + query)
+    assert response.status_code == 200
+    return response.content.decode()
+
+
+# The list
+
+
+def test_the_list_tells_who_holds_what(web: Client, client: redis.Redis) -> None:
+    lock = hold(client, "celery:rebuild:1", kind="celery", label="rebuild[task-1]", expire=3600)
+    info = lock.owner()
+    assert info is not None
+    html = get(web)
+    row = re.search(r"<tbody>.*?</tbody>", html, re.DOTALL)[0]  # type: ignore[index]
+    for text in ("celery:rebuild:1", "Celery", "rebuild[task-1]", info.host, str(info.pid), str(info.fence)):
+        assert text in row
+    assert "59 min" in row
+    assert "not renewed" in row
+    assert '<meter class="redislock-meter"' in row
+
+
+def test_a_renewed_lock_says_nothing_of_renewal_unless_it_is_late(web: Client, client: redis.Redis) -> None:
+    lock = hold(client, "renewed", auto_renewal=True)
+    html = get(web)
+    assert "not renewed" not in html
+    assert "renewal is late" not in html
+    client.pexpire(lock._keys.lock, 200_000)  # of 600 s: as when its holder died
+    assert "renewal is late" in get(web)
+    lock.release()
+
+
+def test_the_oldest_is_on_top(web: Client, client: redis.Redis) -> None:
+    for name in ("b", "c", "a"):
+        hold(client, name)
+        next_millisecond(client)
+    assert names(get(web)) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("column", "by_it"),
+    [
+        (1, ["a", "b", "c"]),
+        (2, ["c", "b", "a"]),  # held for: the youngest first
+        (3, ["b", "c", "a"]),
+        (4, ["c", "a", "b"]),
+        (5, ["b", "c", "a"]),
+        (6, ["b", "c", "a"]),
+        (7, ["a", "b", "c"]),
+    ],
+    ids=["name", "held for", "holder", "expires in", "waiting", "kind", "fence"],
+)
+def test_every_column_sorts_both_ways(web: Client, client: redis.Redis, column: int, by_it: list[str]) -> None:
+    a = hold(client, "a", label="3", expire=200, kind="lock")
+    next_millisecond(client)
+    hold(client, "b", label="1", expire=300, kind="cache")
+    next_millisecond(client)
+    c = hold(client, "c", label="2", expire=100, kind="celery")
+    for lock, waiters in ((a, 2), (c, 1)):
+        client.zadd(lock._keys.queue, {f"channel\n{number}": number for number in range(waiters)})
+    assert names(get(web, f"?o={column}")) == by_it
+    assert names(get(web, f"?o=-{column}")) == by_it[::-1]
+
+
+def test_sorting_by_two_columns(web: Client, client: redis.Redis) -> None:
+    for name, kind in (("a", "lock"), ("b", "cache"), ("c", "lock"), ("d", "cache")):
+        hold(client, name, kind=kind)
+    assert names(get(web, "?o=6.-1")) == ["d", "b", "c", "a"]
+
+
+def test_search_by_part_of_the_name(web: Client, client: redis.Redis) -> None:
+    for name in ("invoice:42", "invoice:43", "Rechnung:42"):
+        hold(client, name)
+    assert sorted(names(get(web, "?q=42"))) == ["Rechnung:42", "invoice:42"]
+    assert names(get(web, "?q=+rechNUNG+")) == ["Rechnung:42"]
+    assert names(get(web, "?q=nothing")) == []
+    assert names(get(web, "?q=%25")) == []
+
+
+def test_filter_by_kind(web: Client, client: redis.Redis) -> None:
+    for kind in ("lock", "cache", "celery"):
+        hold(client, f"of {kind}", kind=kind)
+    for kind in ("lock", "cache", "celery"):
+        assert names(get(web, f"?kind={kind}")) == [f"of {kind}"]
+    assert names(get(web, "?kind=cache&q=lock")) == []
+    assert names(get(web, "?kind=nonsense")) == []
+
+
+def test_pages_of_a_hundred(web: Client, client: redis.Redis) -> None:
+    for number in range(105):
+        hold(client, f"{number:03}")
+    assert names(get(web, "?o=1")) == [f"{number:03}" for number in range(100)]
+    assert names(get(web, "?o=1&p=2")) == [f"{number:03}" for number in range(100, 105)]
+    html = get(web, "?o=1&all=")
+    assert len(names(html)) == 105
+    assert 'class="question' not in get(web)  # "select all 105": that is nowhere offered
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["?p=99", "?p=x", "?name__contains=a", "?age__gt=1", "?foo=bar", "?pk=1", "?e=1", "?o=99.x.-0", "?_popup=1"],
+)
+def test_odd_queries_are_no_server_error(web: Client, client: redis.Redis, query: str) -> None:
+    hold(client, "a")
+    assert names(web.get(LIST + query, follow=True).content.decode()) in (["a"], [])
+
+
+def test_an_empty_list_offers_no_action(web: Client) -> None:
+    html = get(web)
+    assert "0 held locks" in html
+    assert 'name="action"' not in html
+
+
+def test_ids_are_not_in_the_pages(web: Client, client: redis.Redis) -> None:
+    drawn, chosen = hold(client, "a"), hold(client, "b", id="chosen")
+    for lock in (drawn, chosen):
+        for html in (get(web), get(web, path=page_of(lock.name))):
+            assert str(lock.id) not in html
+    assert f"{str(drawn.id)[:6]}…" in get(web, path=page_of("a"))
+
+
+def test_pages_need_no_inline_script_or_style(web: Client, client: redis.Redis) -> None:
+    hold(client, "a")
+    for html in (get(web), get(web, path=page_of("a"))):
+        assert not re.search(r"<[^>]+\s(style|on\w+)=", html)
+        assert "<style" not in html
+        for script in re.findall(r"<script\b.*?</script>", html, re.DOTALL):
+            assert 'src="' in script
+
+
+@pytest.mark.parametrize("name", AWKWARD, ids=repr)
+def test_any_name_is_shown_and_has_its_page(web: Client, client: redis.Redis, name: str) -> None:
+    lock = hold(client, name)
+    html = get(web)
+    assert names(html) == [visible(name)]
+    assert "<b>" not in html
+    assert "alert(" not in re.sub(r"alert\(&quot;1&quot;\)", "", html)
+    link = re.search(r'<a href="([^"]+/change/[^"]*)"', html)
+    assert link is not None
+    assert str(lock.fence) in get(web, path=link[1])
+    assert get(web, path=page_of(name, view="history"))
+
+
+@given(
+    connection=st.text(st.characters(exclude_characters="\0", codec="utf-8")),
+    name=st.text(min_size=1, max_size=MAX_NAME),
+)
+def test_a_key_stands_for_its_lock(connection: str, name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # no lock has such a name
+        return
+    key = encode_key(connection, name)
+    assert key.isascii()
+    assert unquote(quote(key)) == key
+    assert decode_key(key) == (connection, name)
+
+
+@given(st.text())
+def test_other_text_is_no_key(text: str) -> None:
+    try:
+        connection, name = decode_key(text)
+    except ValueError:
+        return
+    assert encode_key(connection, name) == text
+
+
+# The page of one lock
+
+
+def test_the_page_of_a_lock(web: Client, client: redis.Redis) -> None:
+    lock = hold(client, "invoice:42", label="billing", expire=90)
+    html = get(web, path=page_of("invoice:42"))
+    info = lock.owner()
+    assert info is not None
+    for text in ("invoice:42", "billing", info.host, str(info.pid), info.thread, str(info.fence), "1 min 30 s"):
+        assert text in html
+    assert 'name="_save"' not in html
+
+
+def test_the_page_of_a_lock_that_nobody_holds(web: Client, client: redis.Redis) -> None:
+    hold(client, "gone").release()
+    response = web.get(page_of("gone"))
+    assert response.status_code == 200
+    assert messages(response) == ["Nobody holds this lock now."]
+    assert "Force-release" not in response.content.decode()
+    assert web.get(page_of("gone", view="history")).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["nonsense", "Z", "é", encode_key("elsewhere", "a"), encode_key("url", "x" * 1001)])
+def test_what_is_no_lock_has_no_page(web: Client, key: str) -> None:
+    for view in ("change", "history"):
+        response = web.get(f"{LIST}{quote(key)}/{view}/", follow=True)
+        assert response.redirect_chain == [("/admin/", 302)]
+
+
+# Connections
+
+
+@pytest.fixture
+def two(settings: Any, own_server: RedisServer) -> redis.Redis:
+    """A second connection, to another server."""
+    cache = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": own_server.url}
+    settings.CACHES = settings.CACHES | {"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}
+    settings.CACHES = settings.CACHES | {"second": cache}
+    return own_server.client()
+
+
+@pytest.mark.processes
+def test_several_connections_on_one_page(web: Client, client: redis.Redis, two: redis.Redis) -> None:
+    hold(client, "first's")
+    hold(two, "second's")
+    hold(client, "both's", expire=500)
+    hold(two, "both's", expire=400)
+    assert sorted(names(get(web))) == ["both's", "both's", "first's", "second's"]
+    assert sorted(names(get(web, "?connection=second"))) == ["both's", "second's"]
+    assert sorted(names(get(web, "?connection=url"))) == ["both's", "first's"]
+    assert names(get(web, "?o=8.1")) == ["both's", "second's", "both's", "first's"]
+    assert "8 min" in get(web, path=page_of("both's", "url"))
+    assert "6 min" in get(web, path=page_of("both's", "second"))
+    two.close()
+
+
+@pytest.mark.processes
+def test_a_connection_that_is_down_does_not_hide_the_others(
+    web: Client, client: redis.Redis, two: redis.Redis, own_server: RedisServer
+) -> None:
+    hold(client, "still here")
+    two.close()
+    own_server.kill()
+    response = web.get(LIST)
+    assert names(response.content.decode()) == ["still here"]
+    [message] = messages(response)
+    assert "second" in message
+    assert "ConnectionError" in message
+    response = web.get(page_of("a", "second"))
+    assert response.status_code == 200
+    assert "ConnectionError" in messages(response)[0]
+    assert names(get(web, "?connection=second")) == []
+
+
+def test_a_connection_that_is_not_redis_does_not_hide_the_others(
+    web: Client, client: redis.Redis, settings: Any
+) -> None:
+    hold(client, "still here")
+    settings.CACHES = settings.CACHES | {"second": {"BACKEND": "django_redislock.cache.Missing"}}
+    response = web.get(LIST)
+    assert names(response.content.decode()) == ["still here"]
+    assert "second" in messages(response)[0]
+
+
+def test_a_server_that_two_connections_lead_to_is_listed_once(
+    web: Client, client: redis.Redis, settings: Any, server: Server
+) -> None:
+    hold(client, "a")
+    same = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": server.url, "TIMEOUT": 7}
+    other = same | {"LOCATION": server.url_of_db(1)}
+    settings.CACHES = settings.CACHES | {"same": same, "other": other}
+    assert names(get(web)) == ["a"]
+
+
+def test_wrong_settings_are_a_message(web: Client, settings: Any) -> None:
+    settings.DJANGO_REDISLOCK = {"EXPIRES": 3}
+    response = web.get(LIST)
+    assert response.status_code == 200
+    assert "EXPIRES" in messages(response)[0]
+
+
+def test_locks_switched_off_are_a_message(web: Client, settings: Any, redis_url: str) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": redis_url, "ENABLED": False}
+    response = web.get(LIST)
+    assert "switched off" in messages(response)[0]
+
+
+# Many locks
+
+
+def test_a_list_that_is_cut_says_so_and_search_reaches_the_rest(
+    web: Client, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heldlocks, "LIMIT", 5)
+    for number in range(5):
+        hold(client, f"a{number}")
+    assert messages(web.get(LIST)) == []
+    hold(client, "z")
+    response = web.get(LIST)
+    assert sorted(names(response.content.decode())) == [f"a{number}" for number in range(5)]
+    assert "more than 5 locks" in messages(response)[0]
+    response = web.get(LIST + "?q=z")
+    assert names(response.content.decode()) == ["z"]
+    assert messages(response) == []
+
+
+def test_ten_thousand_locks_are_read_by_few_commands(web: Client, client: redis.Redis) -> None:
+    pattern = hold(client, "pattern")
+    value = client.get(pattern._keys.lock)
+    pattern.release()
+    with client.pipeline(transaction=False) as pipe:
+        for number in range(10_000):
+            name = f"many:{number}"
+            keys = type(pattern)(client, name)._keys
+            pipe.set(keys.lock, value, px=600_000)
+            pipe.zadd(keys.held, {name: 9e15})
+        pipe.execute()
+    with counting(client) as counts:
+        html = get(web)
+    assert "10000 held locks" in html
+    assert counts["evalsha"] <= 21  # the names, and 500 locks each
+    with counting(client) as counts:
+        assert names(get(web, "?q=many:4242")) == ["many:4242"]
+    assert counts["evalsha"] == 2
+    with counting(client) as counts:
+        get(web, path=page_of("many:4242"))
+    assert counts["evalsha"] == 1
+
+
+# What else looks at the list
+
+
+def test_actions_of_the_site_can_use_what_is_ticked(web: Client, client: redis.Redis) -> None:
+    seen: list[str] = []
+
+    def export(model_admin: object, request: object, queryset: Any) -> None:
+        seen.extend(lock.name for lock in queryset)
+        assert isinstance(queryset[0], HeldLock)
+
+    locks = [hold(client, name) for name in ("a", "b", "c")]
+    admin.site.add_action(export)
+    try:
+        boxes = re.findall(r'name="_selected_action" value="([^"]+)"', get(web, "?o=1"))
+        assert len(boxes) == len(locks)
+        web.post(LIST, {"action": "export", "index": "0", "_selected_action": boxes[1:]})
+    finally:
+        admin.site.disable_action("export")
+        del admin.site._global_actions["export"]
+    assert sorted(seen) == ["b", "c"]
