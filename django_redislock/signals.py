@@ -32,7 +32,7 @@ _BY_EVENT = {
 
 def _send(event: str, data: dict[str, Any]) -> None:
     signal = _BY_EVENT.get(event)
-    if signal is not None and signal.has_listeners():
+    if signal is not None and signal.receivers:
         signal.send_robust(sender=event, **data)
 
 

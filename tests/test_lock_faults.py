@@ -575,7 +575,7 @@ def test_a_signal_that_raises_anywhere_leaves_no_lock_and_no_broken_connection(c
         for number in range(400):
             lock = Lock(client, "a", expire=1)
             try:
-                signal.setitimer(signal.ITIMER_REAL, 0.0001 + (number % 100) * 0.000005)
+                signal.setitimer(signal.ITIMER_REAL, 0.00001 + (number % 100) * 0.000002)
                 assert lock.acquire(timeout=1.5), "a lock without an owner outlived its life"
                 lock.release()
                 signal.setitimer(signal.ITIMER_REAL, 0)

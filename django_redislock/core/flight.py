@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -160,7 +161,7 @@ def _seek(
                 LEASE,
                 (*keys[:4], want.key.encode(), _waits(want.prefix)),
                 (id, milliseconds(want.expire), name.encode(), about, channel, join, replaced, *inside),
-                undo=give_back(lease, channel),
+                undo=partial(give_back, lease, channel),
             )
             patience = time.monotonic() if want.forgiving else until
             sent, reply = yield from attempt(name, call, patience)

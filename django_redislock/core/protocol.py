@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from redis.exceptions import AuthenticationError, ConnectionError, RedisError
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     script: scripts.Script
     keys: tuple[bytes, ...]
     args: tuple[bytes, ...]
-    undo: Call | None = None
+    undo: Callable[[], Call] | None = None
 
 
 class Join(NamedTuple):
@@ -124,7 +125,7 @@ class Claim:
             b"1" if join else b"0",
             ticket,
         )
-        return Call(scripts.ACQUIRE, lease.keys[:4], args, undo=give_back(lease, channel))
+        return Call(scripts.ACQUIRE, lease.keys[:4], args, undo=partial(give_back, lease, channel))
 
 
 def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
@@ -146,16 +147,16 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
             join = waiter is not None and not last
             channel = waiter.channel if waiter is not None else b""
             sent, reply = yield from attempt(lease.name, claim.call(channel, join, ticket), until)
-            if reply[0] == 1:
-                lease.begin(int(reply[1]), sent)
+            if isinstance(reply, int):
+                lease.begin(reply, sent)
                 return True
             if last:
                 return False
             if waiter is None:
                 _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until)
                 continue
-            ticket = reply[2]
-            left = (reply[1] + 1) / 1000 if reply[1] >= 0 else MAX_SLEEP
+            left_ms, ticket = reply
+            left = (left_ms + 1) / 1000 if left_ms >= 0 else MAX_SLEEP
             yield Await(waiter, min(until, time.monotonic() + min(left, MAX_SLEEP)))
     except (LockBackendError, GeneratorExit):
         raise

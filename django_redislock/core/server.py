@@ -75,7 +75,8 @@ class Link:
         """Close the connection, and have undone what the call may still do: on the same connection it comes after it."""
         try:
             if call.undo is not None and self.connection._sock is not None:
-                self._send(b"EVAL", call.undo.script.text, call.undo)
+                undo = call.undo()
+                self._send(b"EVAL", undo.script.text, undo)
         except (RedisError, OSError):
             pass  # then the server never sees it, or is gone
         finally:
@@ -197,7 +198,7 @@ class Unlocked(Server):
         """Grant it."""
         match call.script:
             case scripts.ACQUIRE:
-                return [1, b"%d" % (time.time() * 1_000_000)]  # a fence that grows all the same
+                return int(time.time() * 1_000_000)  # a fence that grows all the same
             case scripts.RENEW:
                 return [1] * (len(call.keys) // 2)
             case scripts.READ:

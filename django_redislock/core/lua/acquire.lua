@@ -1,7 +1,7 @@
 -- Acquire the lock; when it is taken, join its queue or leave it.
 -- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw one)
--- Returns {1, fence} when acquired, or {0, ms until another try makes sense (negative: unknown), ticket}.
+-- Returns the fence when acquired, else {ms until another try makes sense (negative: unknown), ticket}.
 local id, life_ms = ARGV[1], tonumber(ARGV[2])
 local now = now_us()
 local value = redis.call('GET', KEYS[1])
@@ -19,7 +19,7 @@ if value and not is_of(value, id) then
   elseif ARGV[7] ~= '' then
     redis.call('ZREM', KEYS[4], entry)
   end
-  return {0, redis.call('PTTL', KEYS[1]), ticket}
+  return {redis.call('PTTL', KEYS[1]), ticket}
 end
 
-return {1, take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms)}
+return tonumber(take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms))

@@ -8,7 +8,7 @@ local RESERVED_MS = 500       -- a signalled waiter claims within this, or the n
 local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
 local RECEIPT_LIFE_MS = 30000 -- outlives every retry of one release
 local FENCE_LIFE_MS = 86400000 -- the clock may step back by less than this and fences still grow
-local INDEX_SLACK_MS = 3600000
+local INDEX_LIFE_MS = 30 * 86400000
 
 local function now_us()
   local time = redis.call('TIME')
@@ -30,10 +30,21 @@ end
 local function index(held, name, now, life_ms)
   local now_ms = math.floor(now / 1000)
   redis.call('ZADD', held, now_ms + life_ms, name)
-  redis.call('ZREMRANGEBYSCORE', held, '-inf', '(' .. now_ms)
-  if redis.call('PTTL', held) < life_ms then
-    redis.call('PEXPIRE', held, life_ms + INDEX_SLACK_MS)
+  redis.call('PEXPIRE', held, math.max(INDEX_LIFE_MS, life_ms))
+  if now % 8 == 0 then  -- now and then, what ended without a release
+    redis.call('ZREMRANGEBYSCORE', held, '-inf', '(' .. now_ms)
   end
+end
+
+-- Draw a fence larger than every earlier one, even when the server lost its data: then its clock has moved on.
+local function next_fence(counter, now)
+  local fence = whole(now)
+  local last = redis.call('SET', counter, fence, 'PX', FENCE_LIFE_MS, 'GET')
+  if last and tonumber(last) >= now then
+    fence = whole(last + 1)
+    redis.call('SET', counter, fence, 'PX', FENCE_LIFE_MS)
+  end
+  return fence
 end
 
 -- Write the caller into a lock that is free or reserved for it (`value` is what the key holds), and return its fence.
@@ -42,9 +53,7 @@ local function take(lock, held, counter, value, id, name, record, now, life_ms)
   if fence ~= '0' then  -- taken before, and that reply was lost
     redis.call('PEXPIRE', lock, life_ms)
   else
-    -- Larger than every earlier one, even when the server lost its data: then the clock has moved on.
-    fence = whole(math.max((tonumber(redis.call('GET', counter)) or 0) + 1, now))
-    redis.call('SET', counter, fence, 'PX', FENCE_LIFE_MS)
+    fence = next_fence(counter, now)
     redis.call('SET', lock, id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. record, 'PX', life_ms)
   end
   index(held, name, now, life_ms)

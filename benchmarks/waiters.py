@@ -1,0 +1,77 @@
+"""Very many waiters on one lock: how long does one hand-over take, and how busy is the server?"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+import time
+
+import redis
+from common import NAMES, ours, python_redis_lock, server, table
+
+FORK = multiprocessing.get_context("fork")
+
+
+def waiters(make, url, count, ready, done) -> None:
+    client = redis.Redis.from_url(url, max_connections=count + 10)
+    threading.stack_size(256 * 1024)
+
+    def wait() -> None:
+        pair = make(client, "crowded")
+        ready.release()
+        pair.acquire()
+        pair.release()
+        done.release()
+
+    threads = [threading.Thread(target=wait) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def measure(make, url: str, processes: int, each: int) -> list[object]:
+    ready, done = FORK.Semaphore(0), FORK.Semaphore(0)
+    with redis.Redis.from_url(url, socket_timeout=60) as client:
+        client.flushdb()
+        pair = make(client, "crowded")
+        pair.acquire()
+        children = [FORK.Process(target=waiters, args=(make, url, each, ready, done)) for _ in range(processes)]
+        for child in children:
+            child.start()
+        for _ in range(processes * each):
+            ready.acquire()
+        settled = -1
+        while True:  # until nobody is still on the way into the queue
+            time.sleep(2)
+            calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+            if make is not ours or calls - settled <= 4 * processes + 4:
+                break
+            settled = calls
+        cpu, started = client.info("cpu"), time.monotonic()
+        pair.release()
+        for _ in range(processes * each):
+            done.acquire()
+        seconds = time.monotonic() - started
+        used = client.info("cpu")
+        for child in children:
+            child.join()
+    busy = sum(used[key] - cpu[key] for key in ("used_cpu_user", "used_cpu_sys")) / seconds
+    count = processes * each
+    return [NAMES[make], count, f"{seconds / count * 1000:.3f}", f"{seconds:.1f}", f"{busy * 100:.0f}"]
+
+
+def main() -> None:
+    counts = [int(arg) for arg in sys.argv[1:]] or [1000, 10000]
+    rows = []
+    with server() as url:
+        for count in counts:
+            rows.append(measure(ours, url, 20, count // 20))
+            if count <= 2000:
+                rows.append(measure(python_redis_lock, url, 20, count // 20))
+    table("Waiters on one lock", ["", "waiters", "ms per hand-over", "seconds in all", "server CPU %"], rows)
+
+
+if __name__ == "__main__":
+    main()
