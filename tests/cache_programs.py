@@ -39,7 +39,9 @@ def followers() -> int:
     return sum(flight.followers for flight in list(flights._flights.values()))
 
 
-def ask(url: str, backend: str, key: str, answer: Any, options: dict[str, Any], lock: dict[str, Any] | None = None) -> None:
+def ask(
+    url: str, backend: str, key: str, answer: Any, options: dict[str, Any], lock: dict[str, Any] | None = None
+) -> None:
     """At each line that comes, ask for the value; say so when it is to be computed here, and wait for another line."""
     cache = cache_at(url, backend, OPTIONS={"LOCK": lock or {}})
     cache.get_or_set(f"warm {os.getpid()}", lambda: 1)  # connections and scripts are there

@@ -118,7 +118,9 @@ def test_disabled_it_is_the_base_class(cache, client):
     assert "EVAL" not in commands(sent)
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), StopIteration(), KeyboardInterrupt(), SystemExit(3), TimeoutError()])
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), StopIteration(), KeyboardInterrupt(), SystemExit(3), TimeoutError()]
+)
 def test_the_callers_own_exception_comes_out_and_the_lease_is_free_at_once(cache, client, error):
     def fail():
         raise error
@@ -212,7 +214,8 @@ def test_bad_arguments_are_refused_at_once_hit_or_miss(cache, options, error, na
 
 
 @pytest.mark.parametrize(
-    "options", [{"EXPIRY": 1}, {"EXPIRE": "10"}, {"EXPIRE": 0}, {"ON_WAIT_TIMEOUT": "hope"}, {"WAIT": -1}, 5, None, {"expire": 1}]
+    "options",
+    [{"EXPIRY": 1}, {"EXPIRE": "10"}, {"EXPIRE": 0}, {"ON_WAIT_TIMEOUT": "hope"}, {"WAIT": -1}, 5, None, {"expire": 1}],
 )
 def test_wrong_options_are_refused_when_the_cache_is_made(redis_url, backend, options):
     with pytest.raises(ImproperlyConfigured, match=r"\['LOCK'\]"):
@@ -264,6 +267,8 @@ except ImproperlyConfigured as error:
 
 @pytest.mark.processes
 def test_without_django_redis_djangos_own_backend_works_and_the_other_says_what_is_missing(redis_url, run_python):
-    value, error = run_python(WITHOUT_DJANGO_REDIS, redis_url, env={"DJANGO_SETTINGS_MODULE": "tests.settings"}).finish()
+    value, error = run_python(
+        WITHOUT_DJANGO_REDIS, redis_url, env={"DJANGO_SETTINGS_MODULE": "tests.settings"}
+    ).finish()
     assert value == {"value": 5}
     assert "pip install django-redislock[cache]" in error["error"]

@@ -85,6 +85,8 @@ def test_a_waiting_process_sends_a_get_and_a_script_and_the_value_comes_with_the
     first.wait_for(event="got")
     second.wait_for(event="got")
     client.delete(":1:k")
+    idle = time.monotonic() + 1.5 * LOOK_EVERY
+    wait_until(lambda: time.monotonic() > idle)
     started = time.monotonic()
     with monitoring(client) as sent:
         first.send("ask")

@@ -1,0 +1,208 @@
+"""The cache backends when Redis, the network or the connections fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+
+from django_redislock.core import held_locks
+from django_redislock.core.keys import lock_keys
+from tests import cache_programs
+from tests.cache_programs import BACKENDS, cache_at, followers
+from tests.support import RedisServer, wait_until
+
+FORGIVING = {"IGNORE_EXCEPTIONS": True}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+class Work:
+    def __init__(self):
+        self.calls = 0
+        self.running = threading.Event()
+        self.end = threading.Event()
+
+    def __call__(self):
+        self.calls += 1
+        self.running.set()
+        assert self.end.wait(30)
+        return "v"
+
+
+def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
+    cache = cache_at(own_server.url, backend)
+    assert cache.get_or_set("k", lambda: 1) == 1
+    own_server.kill()
+    for key in ("k", "k2"):
+        with pytest.raises(redis.ConnectionError):
+            cache.get_or_set(key, lambda: 2)
+
+
+def test_without_redis_it_may_compute_once_a_process_at_a_time(own_server):
+    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
+    assert cache.get_or_set("warm", lambda: 1) == 1
+    own_server.kill()
+    work = Work()
+    with ThreadPoolExecutor(10) as pool:
+        futures = [pool.submit(cache.get_or_set, "k", work, 60) for _ in range(10)]
+        wait_until(lambda: followers() == 9, timeout=60)
+        work.end.set()
+        assert [future.result(60) for future in futures] == ["v"] * 10
+    assert work.calls == 1
+    own_server.start()
+    assert cache.get("k") is None
+    assert cache.get_or_set("k", lambda: "after", 60) == "after"
+    assert cache.get("k") == "after", "all is well again"
+
+
+def test_redis_dies_before_the_value_is_stored(own_server, backend):
+    cache = cache_at(own_server.url, backend)
+
+    def compute():
+        own_server.kill()
+        return "v"
+
+    with pytest.raises(redis.ConnectionError):
+        cache.get_or_set("k", compute, 60)
+
+
+def test_redis_dies_before_the_value_is_stored_and_nobody_minds(own_server):
+    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
+
+    def compute():
+        own_server.kill()
+        return "v"
+
+    assert cache.get_or_set("k", compute, 60) == "v"
+
+
+def test_redis_restarts_while_the_value_is_computed(own_server, backend):
+    cache = cache_at(own_server.url, backend)
+
+    def compute():
+        own_server.restart(keep_data=True)
+        return "v"
+
+    assert cache.get_or_set("k", compute, 60) == "v"
+    assert cache.get("k") == "v"
+
+
+def test_the_defaults_own_error_comes_out_although_redis_died(own_server, backend):
+    cache = cache_at(own_server.url, backend)
+
+    def compute():
+        own_server.kill()
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        cache.get_or_set("k", compute, 60)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
+def test_redis_dies_while_others_wait(own_server, run_python, options):
+    computing = run_python(cache_programs.ask, own_server.url, "RedisCache", "k", "v", {}, {})
+    computing.wait_for(event="ready")
+    computing.send("ask")
+    computing.wait_for(event="computing")
+    cache = cache_at(own_server.url, OPTIONS=options)
+    with own_server.client() as client, ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(cache.get_or_set, "k", lambda: "own", 60) for _ in range(3)]
+        wait_until(lambda: client.zcard(lock_keys("redislock", "cache::1:k").queue) == 1 and followers() == 2)
+        own_server.kill()
+        for future in futures:
+            if options:
+                assert future.result(60) == "own"
+            else:
+                assert isinstance(future.exception(60), redis.ConnectionError)
+
+
+@pytest.mark.parametrize("of", [b"compute", b"value"], ids=["lease", "settle"])
+def test_a_lost_reply_loses_nothing(proxy, redis_url, client, backend, of):
+    """Each script may be repeated: the reply of the first or of the second one does not arrive."""
+    cache = cache_at(proxy.url, backend)
+    cache.get_or_set("warm", lambda: 1)
+
+    def compute():
+        if of == b"value":
+            proxy.drop_next_reply(containing=b"EVALSHA")
+        return "v"
+
+    if of == b"compute":
+        assert cache.get("k") is None
+        proxy.drop_next_reply(containing=b"EVALSHA")
+    assert cache.get_or_set("k", compute, 60) == "v"
+    assert proxy.dropped == 1
+    assert cache.get("k") == "v"
+    assert not list(held_locks(client))
+
+
+def test_a_wake_up_that_is_lost_costs_half_a_second(proxy, redis_url, client):
+    there, here = cache_at(redis_url), cache_at(proxy.url)
+    work = Work()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(there.get_or_set, "k", work, 60)
+        assert work.running.wait(10)
+        second = pool.submit(here.get_or_set, "k", lambda: "own", 60)
+        wait_until(lambda: client.zcard(lock_keys("redislock", "cache::1:k").queue) == 1)
+        proxy.drop_next_reply()  # the message, as it is the next that comes
+        started = time.monotonic()
+        work.end.set()
+        assert first.result(20) == "v"
+        assert second.result(20) == "v"
+        assert time.monotonic() - started < 2
+
+
+def test_a_pool_of_two_connections_serves_sixteen_threads(redis_url, client):
+    pool_of_two = {
+        "CONNECTION_POOL_CLASS": "redis.BlockingConnectionPool",
+        "CONNECTION_POOL_KWARGS": {"max_connections": 2},
+    }
+    cache = cache_at(redis_url, OPTIONS=pool_of_two)
+    work = Work()
+    with ThreadPoolExecutor(16) as pool:
+        futures = [pool.submit(cache.get_or_set, f"k{number}", work, 60, expire=0.5) for number in range(16)]
+        wait_until(lambda: work.calls == 16)
+        over = time.monotonic() + 1.2
+        wait_until(lambda: time.monotonic() > over)
+        assert len(list(held_locks(client))) == 16, "all are renewed"
+        work.end.set()
+        assert [future.result(20) for future in futures] == ["v"] * 16
+
+
+def test_a_short_socket_timeout_and_long_work(redis_url):
+    cache = cache_at(f"{redis_url}?socket_timeout=0.3")
+    work = Work()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(cache.get_or_set, "k", work, 60, expire=0.5)
+        assert work.running.wait(10)
+        elsewhere = cache_at(f"{redis_url}?socket_timeout=0.31")  # as if it were another process
+        second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)
+        over = time.monotonic() + 1.5
+        wait_until(lambda: time.monotonic() > over)
+        work.end.set()
+        assert first.result(20) == "v"
+        assert second.result(20) == "v"
+
+
+def test_a_full_redis_fails_as_in_the_base_class_and_leaves_no_lease(backend):
+    with RedisServer(maxmemory="8mb", maxmemory_policy="noeviction") as server, server.client() as client:
+        cache = cache_at(server.url, backend)
+        cache.get_or_set("warm", lambda: 1)
+
+        def compute():
+            client.config_set("maxmemory", "1")
+            return "v"
+
+        with pytest.raises(redis.ResponseError, match="maxmemory"):
+            cache.get_or_set("k", compute, 60)
+        client.config_set("maxmemory", "0")
+        assert not list(held_locks(client))
+        assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
