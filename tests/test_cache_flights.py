@@ -91,7 +91,8 @@ def test_a_shared_errors_traceback_does_not_grow_with_every_thread(cache, pool):
     futures = [pool.submit(cache.get_or_set, "k", work, 60) for _ in range(10)]
     wait_until(lambda: followers() == 9)
     work.end.set()
-    frames, trace = [], [outcome(future) for future in futures][0].__traceback__
+    errors = [outcome(future) for future in futures]
+    frames, trace = [], errors[0].__traceback__
     while trace is not None:
         frames.append(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next

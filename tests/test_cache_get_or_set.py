@@ -267,8 +267,6 @@ except ImproperlyConfigured as error:
 
 @pytest.mark.processes
 def test_without_django_redis_djangos_own_backend_works_and_the_other_says_what_is_missing(redis_url, run_python):
-    value, error = run_python(
-        WITHOUT_DJANGO_REDIS, redis_url, env={"DJANGO_SETTINGS_MODULE": "tests.settings"}
-    ).finish()
-    assert value == {"value": 5}
-    assert "pip install django-redislock[cache]" in error["error"]
+    process = run_python(WITHOUT_DJANGO_REDIS, redis_url)
+    process.wait_for(value=5)
+    assert "pip install django-redislock[cache]" in process.wait_for()["error"]

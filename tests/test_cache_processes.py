@@ -223,7 +223,7 @@ def test_a_computation_that_hangs_past_max_hold_is_taken_over(client, redis_url,
 
 
 def test_who_has_waited_long_enough_settles_for_a_computer_that_hangs(client, redis_url, asking):
-    first, patient, impatient = asking(3)
+    first, patient = asking(2)
     first.send("ask")
     first.wait_for(event="computing")
     patient.send("ask")
