@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, TimeoutError
 
 LOOK_EVERY = 0.5
 
@@ -124,12 +124,18 @@ class WaitingRoom:
                 if now >= self._next_look:
                     self._next_look = now + LOOK_EVERY
                     self._wake_first()
-                elif self._connection.can_read(min(until, self._next_look) - now):
-                    kind, _, message = self._connection.read_response(disable_decoding=True)
-                    id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
-                    found = self._ids.get(id)
-                    if found is not None:
-                        found.wake(word if told else None)
+                    continue
+                # Reading with a timeout is a system call less than asking first whether there is something to read.
+                self._connection._sock.settimeout(min(until, self._next_look) - now)
+                try:
+                    reply = self._connection.read_response(disable_decoding=True, disconnect_on_error=False)
+                except TimeoutError:
+                    continue
+                kind, _, message = reply
+                id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
+                found = self._ids.get(id)
+                if found is not None:
+                    found.wake(word if told else None)
         except (RedisError, OSError):
             # The scripts that the waiters call say what is wrong with the server; here it only means to look more often.
             self._close()
