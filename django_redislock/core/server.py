@@ -66,6 +66,8 @@ class Link:
         parts = (command, script, b"%d" % len(call.keys), *call.keys, *call.args)
         frame = [b"*%d\r\n" % len(parts)]
         frame += [b"$%d\r\n%b\r\n" % (len(part), part) for part in parts]
+        if self.connection._sock is None:
+            self.connection.connect()  # by itself, sending does not ask Sentinel where the primary is
         self.connection.send_packed_command([b"".join(frame)], check_health=False)
 
     def _receive(self) -> Any:

@@ -150,6 +150,7 @@ class WaitingRoom:
     def _subscribe(self) -> None:
         connection = self._connect()
         try:
+            connection.connect()
             connection.send_command("SUBSCRIBE", self.channel, check_health=False)
             connection.read_response(disable_decoding=True)
         except BaseException:
