@@ -286,7 +286,10 @@ class HeldLockAdmin(ModelAdmin):
         return held
 
     def _release(self, request: HttpRequest, locks: list[HeldLock]) -> None:
-        released, changed, gone, failed = [], [], [], {}
+        released: list[str] = []
+        changed: list[str] = []
+        gone: list[str] = []
+        failed: dict[str, str] = {}
         for lock in locks:
             if lock.connection in failed:
                 continue

@@ -238,7 +238,14 @@ def test_the_page_of_a_lock_that_nobody_holds(web: Client, client: redis.Redis) 
     assert web.get(page_of("gone", view="history")).status_code == 200
 
 
-@pytest.mark.parametrize("key", ["nonsense", "Z", "é", encode_key("elsewhere", "a"), encode_key("url", "x" * 1001)])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("nonsense", "Z", "é"),
+        *(encode_key("elsewhere", "a"), encode_key("url", "x" * 1001)),
+        *(encode_key("url", "a") + "!", encode_key("url", "ab") + "="),  # one lock has one address, and one history
+    ],
+)
 def test_what_is_no_lock_has_no_page(web: Client, key: str) -> None:
     for view in ("change", "history"):
         response = web.get(f"{LIST}{quote(key)}/{view}/", follow=True)

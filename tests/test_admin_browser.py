@@ -1,0 +1,206 @@
+"""The admin pages in a real browser, under a strict Content-Security-Policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from django.contrib.admin.models import LogEntry
+from django.http import HttpRequest, HttpResponse
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.admin_pages import LIST, browser, held, hold, next_millisecond, superuser, user
+from tests.support import find_program
+
+pytestmark = [pytest.mark.browser, pytest.mark.processes, pytest.mark.django_db(transaction=True)]
+
+POLICY = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+PHONE = {"viewport": {"width": 390, "height": 844}}
+LOOKS: list[dict[str, Any]] = [
+    {"color_scheme": "light"},
+    {"color_scheme": "dark"},
+    PHONE | {"color_scheme": "light"},
+    PHONE | {"color_scheme": "dark"},
+]
+
+
+def strict(get_response: Callable[[HttpRequest], HttpResponse]) -> Callable[[HttpRequest], HttpResponse]:
+    def middleware(request: HttpRequest) -> HttpResponse:
+        response = get_response(request)
+        response["Content-Security-Policy"] = POLICY
+        return response
+
+    return middleware
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    program = find_program("chromium", package="chromium")
+    arguments = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    arguments += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    with sync_playwright() as playwright, pytest.MonkeyPatch.context() as patch:
+        # Playwright leaves an event loop running in this thread; the tests all the same use the database in it.
+        patch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "true")
+        running = playwright.chromium.launch(executable_path=program, args=arguments)
+        yield running
+        running.close()
+
+
+@pytest.fixture(autouse=True)
+def _site(settings: Any, redis_url: str) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": redis_url}
+    settings.MIDDLEWARE = [f"{__name__}.strict", *settings.MIDDLEWARE]
+
+
+@pytest.fixture
+def visit(chromium: Browser, live_server: Any) -> Iterator[Callable[..., Page]]:
+    """``visit(user, **look)`` opens the list of held locks; nothing may be blocked or fail on the way."""
+    contexts = []
+    complaints: list[str] = []
+
+    def open_(of: Any, **look: Any) -> Page:
+        context = chromium.new_context(base_url=live_server.url, **look)
+        contexts.append(context)
+        session = browser(of).cookies["sessionid"].value
+        context.add_cookies([{"name": "sessionid", "value": session, "url": live_server.url}])
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(LIST)
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert [complaint for complaint in complaints if "favicon" not in complaint and "404" not in complaint] == []
+
+
+def expect_names(page: Page, names: list[str]) -> None:
+    expect(page.locator("#result_list .redislock-name")).to_have_text(names)
+
+
+def width(page: Page) -> int:
+    return page.evaluate("document.documentElement.scrollWidth")
+
+
+def test_list_search_and_sort(visit: Callable[..., Page], client: redis.Redis) -> None:
+    for name in ("invoice:42", "invoice:43", "report"):
+        hold(client, name)
+        next_millisecond(client)
+    page = visit(superuser())
+    expect_names(page, ["invoice:42", "invoice:43", "report"])
+    page.locator(".column-held_for .text a").click()
+    expect_names(page, ["report", "invoice:43", "invoice:42"])
+    page.get_by_role("textbox", name="Search").fill("invoice")
+    page.get_by_role("button", name="Search").click()
+    expect_names(page, ["invoice:43", "invoice:42"])
+    page.get_by_role("link", name="cache", exact=True).click()
+    expect_names(page, [])
+
+
+def test_force_release(visit: Callable[..., Page], client: redis.Redis) -> None:
+    stuck, other = hold(client, "stuck", label="nightly[7]"), hold(client, "other")
+    page = visit(superuser())
+    page.get_by_role("checkbox", name="Select this lock: stuck").check()
+    assert "1 of 2 selected" in page.locator(".action-counter").inner_text()
+    page.locator("select[name=action]").select_option(label="Force-release selected locks…")
+    page.locator("button[name=index]").click()
+
+    page.get_by_text("The holder is not stopped. If it still runs, two holders will overlap.").wait_for()
+    assert "nightly[7]" in page.get_by_role("row", name="stuck").inner_text()
+    page.get_by_role("link", name="No, take me back").click()
+    page.locator("#result_list").wait_for()
+    assert stuck.owned()
+
+    page.get_by_role("link", name="stuck").click()
+    page.get_by_role("button", name="Force-release…").click()
+    page.get_by_role("button", name="Yes, force-release").click()
+    page.locator(".messagelist .success").wait_for()
+    expect_names(page, ["other"])
+    assert not held(client, "stuck")
+    assert other.owned()
+    assert LogEntry.objects.get().object_repr == "stuck"
+
+    page.goto("/admin/")
+    page.get_by_role("link", name="stuck").click()
+    page.get_by_text("Nobody holds this lock now.").wait_for()
+    page.get_by_role("link", name="History").click()
+    page.get_by_text("Force-released after").wait_for()
+
+
+def test_changed_hands_while_the_question_stands(visit: Callable[..., Page], client: redis.Redis) -> None:
+    first = hold(client, "stuck")
+    page = visit(superuser())
+    page.get_by_role("link", name="stuck").click()
+    page.get_by_role("button", name="Force-release…").click()
+    page.get_by_role("button", name="Yes, force-release").wait_for()
+    first.release()
+    second = hold(client, "stuck")
+    page.get_by_role("button", name="Yes, force-release").click()
+    page.get_by_text("changed hands, left alone").wait_for()
+    assert second.owned()
+
+
+def test_all_on_the_page_are_never_all_there_are(visit: Callable[..., Page], client: redis.Redis) -> None:
+    locks = [hold(client, f"{number:03}") for number in range(103)]
+    page = visit(superuser())
+    page.locator("#action-toggle").check()
+    assert "100 of 100 selected" in page.locator(".action-counter").inner_text()
+    page.locator("select[name=action]").select_option("force_release")
+    page.locator("button[name=index]").click()
+    page.get_by_role("button", name="Yes, force-release").click()
+    page.locator(".messagelist .success").wait_for()
+    expect(page.locator("#result_list .redislock-name")).to_have_count(3)
+    assert sum(lock.owned() for lock in locks) == 3
+
+
+def test_a_viewer_is_offered_nothing_to_release(visit: Callable[..., Page], client: redis.Redis) -> None:
+    hold(client, "stuck")
+    page = visit(user("viewer", "view_heldlock"))
+    expect_names(page, ["stuck"])
+    assert page.locator("select[name=action]").count() == 0
+    page.get_by_role("link", name="stuck").click()
+    page.get_by_text("View held lock").wait_for()
+    assert page.get_by_role("button", name="Force-release…").count() == 0
+
+
+@pytest.mark.parametrize(
+    "look", LOOKS, ids=lambda look: f"{look['color_scheme']}-{'phone' if len(look) > 1 else 'desk'}"
+)
+def test_looks(visit: Callable[..., Page], client: redis.Redis, look: dict[str, Any]) -> None:
+    """Nothing sticks out of the window, and colours follow the scheme. REDISLOCK_SCREENSHOTS names a folder to look at."""
+    folder = os.environ.get("REDISLOCK_SCREENSHOTS")
+    shown = f"{look['color_scheme']}-{'phone' if len(look) > 1 else 'desk'}"
+    hold(client, "celery:reports.tasks.rebuild:5f1c9a", kind="celery", label="reports.tasks.rebuild[0b6c8f0e-3b60]")
+    hold(client, "x" * 300)
+    late = hold(client, "<b>payment</b>:export", label="payments.export", auto_renewal=True)
+    client.pexpire(late._keys.lock, 100_000)
+    page = visit(superuser(), **look)
+
+    def check(view: str) -> None:
+        assert width(page) <= page.viewport_size["width"]  # type: ignore[index]
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(255, 255, 255)") == (look["color_scheme"] == "light")
+        if folder:
+            page.screenshot(path=Path(folder) / f"{view}-{shown}.png", full_page=True)
+
+    check("list")
+    late_colour = page.evaluate("getComputedStyle(document.querySelector('.redislock-late')).color")
+    assert late_colour != page.evaluate("getComputedStyle(document.body).color")
+    page.get_by_role("link", name="payment").click()
+    page.get_by_text("View held lock").wait_for()
+    check("detail")
+    page.goto(LIST)
+    for box in page.locator("input.action-select").all():
+        box.check()
+    page.locator("select[name=action]").select_option("force_release")
+    page.locator("button[name=index]").click()
+    button = page.get_by_role("button", name="Yes, force-release")
+    button.wait_for()
+    check("confirmation")
+    assert button.evaluate("it => getComputedStyle(it).backgroundColor") == "rgb(186, 33, 33)"
+    late.release()
