@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis
 from django.test import override_settings
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from django_redislock.core import held_locks
 from tests.cache_programs import BACKENDS, base_at, cache_at, commands
-from tests.support import RedisServer, monitoring, wait_until
+from tests.support import RedisServer, free_port, monitoring, wait_until
 
 HERD = {"CLIENT_CLASS": "django_redis.client.HerdClient"}
 SHARD = {"CLIENT_CLASS": "django_redis.client.ShardClient"}
@@ -183,3 +187,51 @@ def test_with_a_replica_that_lags_a_value_is_computed_once(replicated, backend):
         client.flushdb()
     assert cache.get("k") is None
     assert cache.get_or_set("k", never, 60) == "v", "as the primary has it"
+
+
+# Sentinel: who is the primary is asked of it
+
+
+@pytest.fixture
+def sentinel(tmp_path):
+    with RedisServer() as primary:
+        port, config = free_port(), tmp_path / "sentinel.conf"
+        config.write_text(f"port {port}\ndir {tmp_path}\nsentinel monitor main 127.0.0.1 {primary.port} 1\n")
+        arguments = [primary.program, str(config), "--sentinel"]
+        with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:
+                    wait_until(lambda: answers(client))
+                yield port
+            finally:
+                process.kill()
+
+
+def answers(client):
+    try:
+        return client.ping()
+    except redis.ConnectionError:
+        return False
+
+
+@pytest.mark.processes
+def test_with_sentinel_a_value_is_computed_once(sentinel):
+    options = {
+        "CLIENT_CLASS": "django_redis.client.SentinelClient",
+        "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
+        "SENTINELS": [("127.0.0.1", sentinel)],
+    }
+    caches = [cache_at("redis://main/0", OPTIONS=options) for _ in range(5)]
+    everybody, calls = threading.Barrier(5), []
+
+    def ask(cache):
+        everybody.wait(10)
+        return cache.get_or_set("k", lambda: calls.append(1) or "v", 60)
+
+    with ThreadPoolExecutor(5) as pool:
+        assert list(pool.map(ask, caches)) == ["v"] * 5
+    assert calls == [1]
+    with caches[0].lock("a") as lock:
+        assert not caches[1].lock("a").acquire(timeout=0.1)
+        assert lock.owned()
+    assert caches[0].delete("k")

@@ -14,7 +14,7 @@ from django.test import override_settings
 from django_redislock.cache import DjangoRedisCache
 from django_redislock.core import held_locks
 from tests.cache_programs import BACKENDS, base_at, cache_at, commands
-from tests.support import monitoring
+from tests.support import monitoring, wait_until
 
 
 @pytest.fixture(params=BACKENDS)
@@ -164,6 +164,23 @@ def test_no_key_is_left_but_the_value_and_the_fence_counter(cache, client):
     left = {key for key in client.keys("*") if not key.startswith(b":1:k")}
     assert all(key.endswith(b":fence") for key in left)
     assert all(client.pttl(key) > 0 for key in left)
+
+
+def test_who_takes_longer_than_its_right_lasts_is_told_how_to_help_it(cache, client, caplog):
+    def compute():
+        wait_until(lambda: not list(held_locks(client)))
+        return "v"
+
+    assert cache.get_or_set("k", compute, 60, expire=0.1, auto_renewal=False) == "v"
+    assert cache.get("k") is None, "what may have been deleted meanwhile is not stored"
+    assert "took longer than the right to compute lasts" in caplog.text
+
+
+def test_an_invalidation_is_no_warning(cache, caplog):
+    with caplog.at_level("WARNING"):
+        cache.get_or_set("k", lambda: cache.delete("k"), 60)
+        cache.get_or_set("k", lambda: cache.set("k", 1), 60)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("key", ["k" * 240, "ü", "a{b}c", "with:colons"])

@@ -245,9 +245,15 @@ def _settle(
     )
     now = time.monotonic()
     _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + RETRY_FOR)
-    if reply != 1:
-        why = "a newer value is there" if reply == 0 else "it was invalidated, or took too long"
-        events.log.info("What was computed for %r was not stored: %s.", lease.name, why)
+    if reply == 0:
+        events.log.info("What was computed for %r was not stored: a newer value is there.", lease.name)
+    elif reply == -1 and lease.fence and time.monotonic() >= lease.deadline:
+        events.log.warning(
+            "What was computed for %r was not stored: it took longer than the right to compute lasts (expire, max_hold).",
+            lease.name,
+        )
+    elif reply == -1:
+        events.log.info("What was computed for %r was not stored: it was invalidated meanwhile.", lease.name)
     return bool(reply == 1)
 
 
