@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from redis.exceptions import RedisError, TimeoutError
 
@@ -19,9 +19,9 @@ LOOK_EVERY = 0.5
 
 
 class Waiter:
-    """One thread that waits for one lock."""
+    """One thread or task that waits for one lock."""
 
-    __slots__ = ("asleep", "channel", "id", "lock", "stirred", "woken", "word")
+    __slots__ = ("channel", "id", "lock", "woken", "word")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         self.lock = lock
@@ -29,10 +29,6 @@ class Waiter:
         self.channel = channel
         self.woken = False
         """Whether there is a reason to try for the lock again."""
-        self.stirred = threading.Event()
-        """Set together with `woken`, and to hand on the reading."""
-        self.asleep = False
-        """Whether it would notice to be stirred soon."""
         self.word: bytes | None = None
         """What the message said beyond the id."""
 
@@ -41,20 +37,106 @@ class Waiter:
         if word is not None:
             self.word = word
         self.woken = True
+        self.stir()
+
+    def stir(self) -> None:
+        """End its sleep."""
+        raise NotImplementedError
+
+    def heed(self) -> bytes | None:
+        """Be ready to be woken again, and return what it was told."""
+        self.woken = False
+        word, self.word = self.word, None
+        return word
+
+
+W = TypeVar("W", bound=Waiter)
+
+
+class Waiters(Generic[W]):
+    """Who waits here for which lock."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._by_lock: dict[bytes, dict[bytes, W]] = {}  # in the order of their coming; by id
+        self._by_id: dict[bytes, W] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_id)
+
+    def add(self, waiter: W) -> None:
+        """Take in who comes to wait."""
+        with self._mutex:
+            self._by_lock.setdefault(waiter.lock, {})[waiter.id] = waiter
+            self._by_id[waiter.id] = waiter
+
+    def remove(self, waiter: W) -> None:
+        """Let go who does not wait any more."""
+        with self._mutex:
+            self._by_id.pop(waiter.id, None)
+            same = self._by_lock.get(waiter.lock, {})
+            same.pop(waiter.id, None)
+            if not same:
+                self._by_lock.pop(waiter.lock, None)
+
+    def find(self, wanted: Callable[[W], bool]) -> W | None:
+        """Return the first that is wanted."""
+        with self._mutex:
+            return next(filter(wanted, self._by_id.values()), None)
+
+    def hear(self, reply: Any) -> None:
+        """Wake whom a message is for; it is an id, and perhaps a word after it."""
+        kind, _, message = reply
+        id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
+        found = self._by_id.get(id)
+        if found is not None:
+            found.wake(word if told else None)
+
+    def wake_first(self) -> None:
+        """Wake the first waiter for each lock."""
+        with self._mutex:
+            for same in self._by_lock.values():
+                next(iter(same.values())).wake()
+
+    def wake_all(self, but: W | None = None) -> None:
+        """Wake everybody."""
+        with self._mutex:
+            for waiter in self._by_id.values():
+                if waiter is not but:
+                    waiter.wake()
+
+
+def new_channel() -> bytes:
+    """Return the name of a channel that nobody else listens on."""
+    return b"redislock:wake:" + secrets.token_hex(8).encode()
+
+
+class WaitingThread(Waiter):
+    """One thread that waits for one lock."""
+
+    __slots__ = ("asleep", "stirred")
+
+    def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
+        super().__init__(lock, id, channel)
+        self.stirred = threading.Event()
+        """Set together with `woken`, and to hand on the reading."""
+        self.asleep = False
+        """Whether it would notice to be stirred soon."""
+
+    def stir(self) -> None:
+        """End its sleep, or its turn to read."""
         self.stirred.set()
 
 
 class WaitingRoom:
-    """All waiters of this process for locks of one server."""
+    """All threads of this process that wait for locks of one server."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
-        self.channel = b"redislock:wake:" + secrets.token_hex(8).encode()
+        self.channel = new_channel()
         self._connect = connect
         self._connection: Any = None
-        self._mutex = threading.Lock()  # guards the table of waiters
         self._reading = threading.Lock()  # held by whoever uses the connection
-        self._waiters: dict[bytes, dict[bytes, Waiter]] = {}  # by lock, in the order of their coming; by id
-        self._ids: dict[bytes, Waiter] = {}
+        self._waiters: Waiters[WaitingThread] = Waiters()
         self._next_look = 0.0
 
     @property
@@ -62,31 +144,24 @@ class WaitingRoom:
         """Whether wake-ups arrive."""
         return self._connection is not None
 
-    def join(self, lock: bytes, id: bytes) -> Waiter:
+    def join(self, lock: bytes, id: bytes) -> WaitingThread:
         """Enter; raises redis-py's errors when the subscription cannot be had."""
         if self._connection is None:
             with self._reading:
                 if self._connection is None:
                     self._subscribe()
-        waiter = Waiter(lock, id, self.channel)
-        with self._mutex:
-            if not self._ids:  # nobody looked while the room was empty, and there is no need to look at once
-                self._next_look = time.monotonic() + LOOK_EVERY
-            self._waiters.setdefault(lock, {})[id] = waiter
-            self._ids[id] = waiter
+        waiter = WaitingThread(lock, id, self.channel)
+        if not self._waiters:  # nobody looked while the room was empty, and there is no need to look at once
+            self._next_look = time.monotonic() + LOOK_EVERY
+        self._waiters.add(waiter)
         return waiter
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: WaitingThread) -> None:
         """Leave, and see to it that somebody reads on."""
-        with self._mutex:
-            self._ids.pop(waiter.id, None)
-            same = self._waiters.get(waiter.lock, {})
-            same.pop(waiter.id, None)
-            if not same:
-                self._waiters.pop(waiter.lock, None)
+        self._waiters.remove(waiter)
         self._pass_on()
 
-    def wait(self, waiter: Waiter, until: float) -> bytes | None:
+    def wait(self, waiter: WaitingThread, until: float) -> bytes | None:
         """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told."""
         while not waiter.woken and (left := until - time.monotonic()) > 0:
             waiter.asleep = True  # before the attempt to read: who stops reading later, looks for a sleeper
@@ -98,9 +173,9 @@ class WaitingRoom:
             else:
                 waiter.stirred.wait(left)
                 waiter.stirred.clear()
-        waiter.asleep = waiter.woken = False
+        waiter.asleep = False
         waiter.stirred.clear()
-        word, waiter.word = waiter.word, None
+        word = waiter.heed()
         self._pass_on()
         return word
 
@@ -108,22 +183,20 @@ class WaitingRoom:
         """Let one of the sleepers read, if nobody does."""
         if self._reading.locked():
             return
-        with self._mutex:
-            for waiter in self._ids.values():
-                if waiter.asleep:
-                    waiter.stirred.set()
-                    return
+        sleeper = self._waiters.find(lambda waiter: waiter.asleep)
+        if sleeper is not None:
+            sleeper.stir()
 
-    def _read(self, waiter: Waiter, until: float) -> None:
+    def _read(self, waiter: WaitingThread, until: float) -> None:
         """Read messages until one is for this waiter, and wake those whom the others are for."""
         try:
             if self._connection is None:
                 self._subscribe()
-                self._wake_all()  # what was said meanwhile went unheard
+                self._waiters.wake_all()  # what was said meanwhile went unheard
             while not waiter.woken and (now := time.monotonic()) < until:
                 if now >= self._next_look:
                     self._next_look = now + LOOK_EVERY
-                    self._wake_first()
+                    self._waiters.wake_first()
                     continue
                 # Reading with a timeout is a system call less than asking first whether there is something to read.
                 self._connection._sock.settimeout(min(until, self._next_look) - now)
@@ -131,20 +204,16 @@ class WaitingRoom:
                     reply = self._connection.read_response(disable_decoding=True, disconnect_on_error=False)
                 except TimeoutError:
                     continue
-                kind, _, message = reply
-                id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
-                found = self._ids.get(id)
-                if found is not None:
-                    found.wake(word if told else None)
+                self._waiters.hear(reply)
         except (RedisError, OSError):
             # The scripts that the waiters call say what is wrong with the server; here it only means to look more often.
             self._close()
-            self._wake_all(but=waiter)
+            self._waiters.wake_all(but=waiter)
             waiter.stirred.wait(max(0.0, min(until - time.monotonic(), LOOK_EVERY)))
             waiter.woken = True
         except BaseException:  # interrupted in the middle of a message, perhaps
             self._close()
-            self._wake_all()
+            self._waiters.wake_all()
             raise
 
     def _subscribe(self) -> None:
@@ -163,14 +232,3 @@ class WaitingRoom:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.disconnect()
-
-    def _wake_first(self) -> None:
-        with self._mutex:
-            for same in self._waiters.values():
-                next(iter(same.values())).wake()
-
-    def _wake_all(self, but: Waiter | None = None) -> None:
-        with self._mutex:
-            for waiter in self._ids.values():
-                if waiter is not but:
-                    waiter.wake()
