@@ -49,7 +49,7 @@ class HeldLock(models.Model):
         managed = False
         base_manager_name = "objects"
         default_permissions = ("view",)
-        permissions = [("force_release_heldlock", _("Can force-release held locks"))]
+        permissions = [("force_release_heldlock", "Can force-release held locks")]
         verbose_name = _("held lock")
         verbose_name_plural = _("held locks")
 

@@ -317,6 +317,23 @@ def test_a_server_that_two_connections_lead_to_is_listed_once(
     assert names(get(web)) == ["a"]
 
 
+@pytest.mark.parametrize(
+    "value", [None, "garbage", "id\n12\n5\n{broken", b"\xff\n12\n5\n{}", "id\n12\n5\n[]", "id\n1\nx\n{}"]
+)
+def test_a_key_that_something_else_wrote_is_named(web: Client, client: redis.Redis, value: Any) -> None:
+    hold(client, "a")
+    key = hold(client, "damaged\r\n")._keys.lock
+    client.delete(key)
+    if value is None:
+        client.lpush(key, "of another type")
+    else:
+        client.set(key, value)
+    for path in (LIST, page_of("damaged\r\n")):
+        response = web.get(path)
+        assert response.status_code == 200
+        assert "damaged" in messages(response)[0]
+
+
 def test_wrong_settings_are_a_message(web: Client, settings: Any) -> None:
     settings.DJANGO_REDISLOCK = {"EXPIRES": 3}
     response = web.get(LIST)

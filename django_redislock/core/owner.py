@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 
+from ..exceptions import LockBackendError
+
 
 @dataclass(frozen=True)
 class LockInfo:
@@ -64,27 +66,34 @@ def record(kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
 
 
 def parse(name: str, value: bytes | None, ttl_ms: int, waiting: int, now_ms: int) -> LockInfo | None:
-    """Return what the value of a lock key says, or None when nobody holds the lock."""
+    """Return what the value of a lock key says, or None when nobody holds the lock.
+
+    Raises LockBackendError when something else wrote it.
+    """
     if value is None:
         return None
-    id, fence, acquired, raw = value.split(b"\n", 3)
-    if fence == b"0":
-        return None
-    fields = json.loads(raw or b"{}")
-    acquired_ms = int(acquired)
-    return LockInfo(
-        name=name,
-        kind=fields.get("kind", "lock"),
-        id=id.decode(),
-        fence=int(fence),
-        host=fields.get("host", ""),
-        pid=fields.get("pid", 0),
-        thread=fields.get("thread", ""),
-        label=fields.get("label", ""),
-        acquired_at=datetime.fromtimestamp(acquired_ms / 1000, UTC),
-        age=max(0.0, (now_ms - acquired_ms) / 1000),
-        expire=fields.get("expire", 0.0),
-        auto_renewal=fields.get("auto_renewal", False),
-        ttl=max(0.0, ttl_ms / 1000),
-        waiting=waiting,
-    )
+    try:
+        id, fence, acquired, raw = value.decode().split("\n", 3)
+        if fence == "0":
+            return None
+        fields = json.loads(raw or "{}")
+        acquired_ms = int(acquired)
+        return LockInfo(
+            name=name,
+            kind=fields.get("kind", "lock"),
+            id=id,
+            fence=int(fence),
+            host=fields.get("host", ""),
+            pid=fields.get("pid", 0),
+            thread=fields.get("thread", ""),
+            label=fields.get("label", ""),
+            acquired_at=datetime.fromtimestamp(acquired_ms / 1000, UTC),
+            age=max(0.0, (now_ms - acquired_ms) / 1000),
+            expire=fields.get("expire", 0.0),
+            auto_renewal=fields.get("auto_renewal", False),
+            ttl=max(0.0, ttl_ms / 1000),
+            waiting=waiting,
+        )
+    except (ValueError, AttributeError) as error:
+        cause = f"the key of lock {name!r} holds what no lock of this version wrote ({error})"
+        raise LockBackendError(name, cause) from error

@@ -3,7 +3,11 @@
 -- Returns the server's clock (ms), then for each lock: value (false: free), ms left, number of waiters.
 local reply = {math.floor(now_us() / 1000)}
 for i = 1, #KEYS, 2 do
-  reply[#reply + 1] = redis.call('GET', KEYS[i])
+  local value = redis.pcall('GET', KEYS[i])
+  if type(value) == 'table' then
+    return redis.error_reply(value.err .. ' Key: ' .. KEYS[i])
+  end
+  reply[#reply + 1] = value
   reply[#reply + 1] = redis.call('PTTL', KEYS[i])
   reply[#reply + 1] = redis.call('ZCARD', KEYS[i + 1])
 end
