@@ -206,7 +206,7 @@ def test_what_a_background_thread_of_a_computation_wants_later_is_not_nested(cac
     """A context outlives the computation it was copied in."""
     import contextvars
 
-    from django_redislock.core.flight import outer
+    from django_redislock.core.wanted import outer
 
     contexts = []
 

@@ -10,7 +10,7 @@ from django_redis.client import DefaultClient  # type: ignore[import-untyped]
 from django_redis.client.sharded import ShardClient  # type: ignore[import-untyped]
 from redis import Redis
 
-from ..core.flight import MISSING
+from ..core.wanted import MISSING
 from .base import as_bytes
 from .mixin import ComputeOnceMixin
 

@@ -10,7 +10,8 @@ from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any
 
-from ..core.flight import MISSING, Landing, Wanted, fly, outer
+from ..core.flight import fly
+from ..core.wanted import MISSING, Landing, Wanted, outer
 from ..exceptions import AcquireTimeout, LockBackendError
 
 

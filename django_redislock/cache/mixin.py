@@ -12,9 +12,10 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
 from .. import conf
-from ..core.flight import MISSING, Wanted, invalidate
+from ..core.flight import invalidate
 from ..core.keys import Seconds, check_expire, check_timeout
 from ..core.server import Server
+from ..core.wanted import MISSING, Wanted
 from ..exceptions import LockBackendError
 from .flights import value_of
 from .locks import LocksMixin

@@ -6,111 +6,30 @@ Unlike other waiters, those who wait for a value need no turn: it is sent to all
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from redis.exceptions import RedisError
 
-from ..exceptions import LockBackendError, LossRecord
+from ..exceptions import LockBackendError
 from . import events
-from .keys import MAX_NAME, lock_keys, milliseconds
-from .lease import Lease
-from .owner import new_id, record
+from .keys import lock_keys, milliseconds
+from .owner import record
 from .protocol import MAX_SLEEP, RETRY_FOR, Await, Call, Compute, Join, Leave, Steps, attempt, give_back
 from .scripts import Script
-from .server import Server
+from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, computing, lease_name, outer
 from .watchdog import watchdog
 
 LEASE = Script("lease")
 SETTLE = Script("settle")
 INVALIDATE = Script("invalidate")
 
-MISSING: Any = object()
 BATCH = 1000
 """Leases ended in one call at most, so that the server is not kept busy for long."""
-
-Owner = threading.Thread | asyncio.Task[Any]
-
-
-class ValueLease(Lease):
-    """The right to compute a value for all. To lose it is no error: then the value is not stored."""
-
-    ended = False
-
-    def lose(self, reason: str) -> None:
-        """Note that the right was lost."""
-        with self._losing:
-            if self._loss is None:
-                self._loss = LossRecord(self.name, self.id, self.fence, reason, time.time())
-                events.log.info("What is being computed for %r will not be stored: %s.", self.name, reason)
-
-
-computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=())
-"""The leases under which this thread or task computes: a value may need another one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A value that is wanted, and how to come by it."""
-
-    server: Server
-    prefix: str
-    key: str
-    """Of the value, in Redis."""
-    default: Callable[[], Any]
-    pack: Callable[[Any], tuple[bytes, int | None]]
-    """From a value to the bytes to store, and their life in milliseconds."""
-    unpack: Callable[[bytes], Any]
-    """From stored bytes to the value, or MISSING when it is too old."""
-    expire: float
-    auto_renewal: bool
-    max_hold: float | None
-    forgiving: bool
-    """Without Redis compute all the same."""
-
-    @property
-    def name(self) -> str:
-        """The name of the lock."""
-        return lease_name(self.key)
-
-    def lease(self, owner: Owner) -> ValueLease:
-        """Return a lease to be acquired."""
-        name = self.name
-        keys = lock_keys(self.prefix, name)
-        return ValueLease(self.server, name, keys, new_id(), self.expire, owner, self.max_hold, lambda: None)
-
-
-class Landing(NamedTuple):
-    """How a flight for a value ended."""
-
-    data: bytes | None = None
-    value: Any = MISSING
-    """The value, made from the data for one caller alone."""
-    error: BaseException | None = None
-    trace: TracebackType | None = None
-    """Of the error, before anybody raised it again."""
-    shared: bool = False
-    """Whether it answers everybody who waited for it, too."""
-
-    @property
-    def empty(self) -> bool:
-        """Whether it brought nothing: the time to wait was over."""
-        return self.data is None and self.error is None
-
-
-def outer(server: Server) -> list[str]:
-    """Return the names of the leases under which the caller computes now."""
-    return [lease.name for lease in computing.get() if lease.server is server and not lease.ended]
 
 
 def fly(want: Wanted, owner: Owner, until: float, listening: bool, last: bool = False) -> Steps[Landing]:
@@ -277,15 +196,6 @@ def invalidate(prefix: str, keys: list[str]) -> Steps[int]:
         _, reply = yield from attempt(names[0], call, time.monotonic())
         ended += reply
     return ended
-
-
-def lease_name(key: str) -> str:
-    """Return the name of the lock under which the value of the key is computed."""
-    name = f"cache:{key}"
-    if len(name) <= MAX_NAME:
-        return name
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    return f"{name[: MAX_NAME - len(digest) - 1]}:{digest}"
 
 
 def _waits(prefix: str) -> bytes:

@@ -1,0 +1,104 @@
+"""A value that is wanted, the right to compute it, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from ..exceptions import LossRecord
+from . import events
+from .keys import MAX_NAME, lock_keys
+from .lease import Lease
+from .owner import new_id
+from .server import Server
+
+MISSING: Any = object()
+
+Owner = threading.Thread | asyncio.Task[Any]
+
+
+class ValueLease(Lease):
+    """The right to compute a value for all. To lose it is no error: then the value is not stored."""
+
+    ended = False
+
+    def lose(self, reason: str) -> None:
+        """Note that the right was lost."""
+        with self._losing:
+            if self._loss is None:
+                self._loss = LossRecord(self.name, self.id, self.fence, reason, time.time())
+                events.log.info("What is being computed for %r will not be stored: %s.", self.name, reason)
+
+
+computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=())
+"""The leases under which this thread or task computes: a value may need another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A value that is wanted, and how to come by it."""
+
+    server: Server
+    prefix: str
+    key: str
+    """Of the value, in Redis."""
+    default: Callable[[], Any]
+    pack: Callable[[Any], tuple[bytes, int | None]]
+    """From a value to the bytes to store, and their life in milliseconds."""
+    unpack: Callable[[bytes], Any]
+    """From stored bytes to the value, or MISSING when it is too old."""
+    expire: float
+    auto_renewal: bool
+    max_hold: float | None
+    forgiving: bool
+    """Without Redis compute all the same."""
+
+    @property
+    def name(self) -> str:
+        """The name of the lock."""
+        return lease_name(self.key)
+
+    def lease(self, owner: Owner) -> ValueLease:
+        """Return a lease to be acquired."""
+        name = self.name
+        keys = lock_keys(self.prefix, name)
+        return ValueLease(self.server, name, keys, new_id(), self.expire, owner, self.max_hold, lambda: None)
+
+
+class Landing(NamedTuple):
+    """How a flight for a value ended."""
+
+    data: bytes | None = None
+    value: Any = MISSING
+    """The value, made from the data for one caller alone."""
+    error: BaseException | None = None
+    trace: TracebackType | None = None
+    """Of the error, before anybody raised it again."""
+    shared: bool = False
+    """Whether it answers everybody who waited for it, too."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether it brought nothing: the time to wait was over."""
+        return self.data is None and self.error is None
+
+
+def outer(server: Server) -> list[str]:
+    """Return the names of the leases under which the caller computes now."""
+    return [lease.name for lease in computing.get() if lease.server is server and not lease.ended]
+
+
+def lease_name(key: str) -> str:
+    """Return the name of the lock under which the value of the key is computed."""
+    name = f"cache:{key}"
+    if len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return f"{name[: MAX_NAME - len(digest) - 1]}:{digest}"
