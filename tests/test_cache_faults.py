@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import redis
 
-from django_redislock.core import held_locks
+from django_redislock.core import flight, held_locks
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.wanted import Wanted
 from tests import cache_programs
 from tests.cache_programs import BACKENDS, cache_at, followers
 from tests.support import RedisServer, wait_until
@@ -138,10 +140,31 @@ def test_a_lost_reply_loses_nothing(proxy, redis_url, client, backend, of):
     if of == b"compute":
         assert cache.get("k") is None
         proxy.drop_next_reply(containing=b"EVALSHA")
+    started = time.monotonic()
     assert cache.get_or_set("k", compute, 60) == "v"
+    assert time.monotonic() - started < 5, "it never waits for itself"
     assert proxy.dropped == 1
     assert cache.get("k") == "v"
     assert not list(held_locks(client))
+
+
+def test_who_finds_the_value_after_a_lost_reply_keeps_no_lease(cache_and_want, client):
+    cache, want = cache_and_want
+    lease = want.lease(threading.current_thread())
+    steps = partial(flight._seek, want, lease, b"", time.monotonic() + 10, False)
+    assert want.server.run(steps())[0] == b"compute"
+    cache.set("k", "v")
+    assert want.server.run(steps()) == (b"value", client.get(":1:k")), (
+        "the same call again, as its reply did not arrive"
+    )
+    assert not list(held_locks(client))
+
+
+@pytest.fixture
+def cache_and_want(redis_url):
+    cache = cache_at(redis_url)
+    server = cache._server_of(":1:k")
+    return cache, Wanted(server, "redislock", ":1:k", str, None, None, 60.0, False, None, False)
 
 
 def test_a_wake_up_that_is_lost_costs_half_a_second(proxy, redis_url, client):

@@ -185,6 +185,7 @@ def test_who_waits_for_a_value_that_is_set_meanwhile_gets_that(client, redis_url
     first, (second,) = one_computes(1)
     cache_at(redis_url).set("k", "set")
     assert second.wait_for(event="got", timeout=3)["value"] == "set"
+    assert waiting(client) == 0, "who found it waits no more"
     first.send("stale")
     assert first.wait_for(event="got")["value"] == "stale"
     assert cache_at(redis_url).get("k") == "set"

@@ -2,15 +2,14 @@
 -- KEYS  1 lock, 2 index of held locks, 3 queue, 4 the value, 5 which computation waits for which
 -- ARGV  1 fence of the lease, 2 name, 3 life of the value (ms, '': for ever), 4 SHA-1 of the value that it replaces
 --       ('': none), 5 the value
--- Returns 1 when stored, 0 when there is a newer value, -1 when the lease is not held any more: then nothing is done.
+-- Returns 1 when stored, 0 when there is a newer value, -1 when the lease is not held (any more): then nothing is done.
 local SMALL = 32768  -- bytes; a larger value is fetched by those who want it instead of being sent to each
 local lock = redis.call('GET', KEYS[1])
-local current = redis.call('GET', KEYS[4])
-
 if not lock or fence_of(lock) ~= ARGV[1] then
-  return current == ARGV[5] and 1 or -1  -- equal: settled before, and that reply was lost
+  return -1
 end
 
+local current = redis.call('GET', KEYS[4])
 local stored = not current or (ARGV[4] ~= '' and redis.sha1hex(current) == ARGV[4])
 if stored and ARGV[3] ~= '' then
   redis.call('SET', KEYS[4], ARGV[5], 'PX', ARGV[3])
