@@ -6,7 +6,6 @@ The counts come from the work itself, so they show what the locks spared.
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 from django_redis import get_redis_connection
@@ -41,9 +40,8 @@ def lines(length: int = 5) -> list[dict[str, Any]]:
     """Return what is known, the latest first."""
     redis = get_redis_connection()
     found = []
-    for line, when in redis.zrevrange(LINES, 0, length - 1, withscores=True):
+    for line in redis.zrevrange(LINES, 0, length - 1):
         _, year, asked_by = line.decode().rsplit(":", 2)
         facts = {name.decode(): float(value) for name, value in redis.hgetall(line).items()}
-        facts |= {"longest_wait": redis.zscore(LONGEST, line), "when": datetime.fromtimestamp(when, UTC)}
-        found.append({"year": year, "asked_by": asked_by} | facts)
+        found.append({"year": year, "asked_by": asked_by, "longest_wait": redis.zscore(LONGEST, line)} | facts)
     return found

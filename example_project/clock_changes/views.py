@@ -104,7 +104,7 @@ def check_year(year: int) -> int:
 
 def days_of(report: Report) -> list[dict[str, Any]]:
     """Return the days with transitions, for the strip: where in the year (%), how many zones, which way."""
-    days = Counter((t.instant.date(), t.shift > 0) for t in report.transitions)
+    days = Counter((t.instant.date(), t.shift > 0) for t in report.transitions if t.shift)
     most = max(days.values(), default=1)
     return [
         {
