@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from django import forms
@@ -15,15 +14,15 @@ from django.template.response import TemplateResponse
 from django.utils.formats import date_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString, mark_safe
-from django.utils.text import Truncator
 from django.utils.timezone import localtime
 from django.utils.translation import gettext, gettext_lazy as _, ngettext
 
 from . import conf, heldlocks
 from .connections import connection_names
 from .exceptions import LockBackendError
-from .heldlocks import HeldLocks, clients, duration, find, force_release, reason
+from .heldlocks import HeldLocks, clients, duration, find, reason
 from .models import HeldLock, decode_key, visible
+from .release import Release, ticked
 
 if TYPE_CHECKING:
     from django.contrib.admin.views.main import ChangeList
@@ -228,13 +227,15 @@ class HeldLockAdmin(ModelAdmin):
 
         Only what was ticked counts: the queryset would be every lock there is when the request says "select across".
         """
-        held = self._still_held(request, request.POST.getlist(ACTION_CHECKBOX_NAME))
-        if not held:
-            return None
+        release = Release(request.POST.getlist(ACTION_CHECKBOX_NAME))
         if request.POST.get("confirmed"):
-            self._release(request, held)
+            for lock in release.carry_out(by=request.user):
+                self._log_release(request, lock)
+        for level, message in release.messages():
+            self.message_user(request, message, level)
+        if request.POST.get("confirmed") or not release.held:
             return None
-        title = ngettext("Force-release a lock", "Force-release locks", len(held))
+        title = ngettext("Force-release a lock", "Force-release locks", len(release.held))
         request.current_app = self.admin_site.name
         return TemplateResponse(
             request,
@@ -256,101 +257,12 @@ class HeldLockAdmin(ModelAdmin):
                         "connection": lock.connection,
                         "ticked": ticked(lock),
                     }
-                    for lock in held
+                    for lock in release.held
                 ],
             },
         )
 
-    def _still_held(self, request: HttpRequest, values: list[str]) -> list[HeldLock]:
-        """Return the ticked locks whose holder is still the one that was shown, and tell of the others."""
-        shown: dict[str, dict[str, int]] = {connection: {} for connection in connection_names()}
-        for value in values:
-            with suppress(ValueError, KeyError):  # made up, or from before a change of the settings
-                connection, name, fence = _parse(value)
-                shown[connection][name] = fence
-        held, changed, gone, failed = [], [], [], {}
-        for connection, fences in shown.items():
-            try:
-                found = find(connection, fences) if fences else {}
-            except (ImproperlyConfigured, LockBackendError) as error:
-                failed[connection] = reason(error)
-                continue
-            for name, fence in fences.items():
-                if name not in found:
-                    gone.append(name)
-                elif found[name].fence != fence:
-                    changed.append(name)
-                else:
-                    held.append(HeldLock.of(connection, found[name]))
-        self._tell_left_alone(request, changed, gone, failed)
-        return held
-
-    def _release(self, request: HttpRequest, locks: list[HeldLock]) -> None:
-        released: list[str] = []
-        changed: list[str] = []
-        gone: list[str] = []
-        failed: dict[str, str] = {}
-        for lock in locks:
-            if lock.connection in failed:
-                continue
-            try:
-                if not force_release(lock.connection, lock.name, lock.fence, by=request.user):
-                    # Within the milliseconds since it was read.
-                    (changed if find(lock.connection, [lock.name]) else gone).append(lock.name)
-                    continue
-            except LockBackendError as error:
-                failed[lock.connection] = reason(error)
-                continue
-            released.append(lock.name)
-            text = gettext(
-                "Force-released after %(age)s. Held by %(holder)s (fence %(fence)d, connection %(connection)s)."
-            )
-            known = {"fence": lock.fence, "connection": lock.connection}
-            holder = visible(f"{lock.label} {lock.place}".strip())
-            self.log_change(request, lock, text % {"age": duration(lock.age), "holder": holder, **known})
-        if released:
-            text = ngettext(
-                "%(count)d lock was force-released: %(names)s. If its former holder still runs, it is told when it next "
-                "renews the lock.",
-                "%(count)d locks were force-released: %(names)s. Former holders that still run are told when they next "
-                "renew their lock.",
-                len(released),
-            )
-            self.message_user(request, text % _count(released), messages.SUCCESS)
-        self._tell_left_alone(request, changed, gone, failed)
-
-    def _tell_left_alone(
-        self, request: HttpRequest, changed: list[str], gone: list[str], failed: dict[str, str]
-    ) -> None:
-        if changed:
-            text = ngettext(
-                "%(count)d lock changed hands, left alone: %(names)s.",
-                "%(count)d locks changed hands, left alone: %(names)s.",
-                len(changed),
-            )
-            self.message_user(request, text % _count(changed), messages.WARNING)
-        if gone:
-            text = ngettext(
-                "%(count)d lock is not held any more: %(names)s.",
-                "%(count)d locks are not held any more: %(names)s.",
-                len(gone),
-            )
-            self.message_user(request, text % _count(gone), messages.INFO)
-        for connection, why in failed.items():
-            text = gettext("The locks of connection “%(connection)s” were left alone: %(why)s")
-            self.message_user(request, text % {"connection": connection, "why": why}, messages.ERROR)
-
-
-def ticked(lock: HeldLock) -> str:
-    """Return what a form sends of a lock: its key, and the fence of the acquisition that was shown."""
-    return f"{lock.key}.{lock.fence}"
-
-
-def _parse(value: str) -> tuple[str, str, int]:
-    key, _, fence = value.partition(".")
-    return *decode_key(key), int(fence)
-
-
-def _count(names: list[str]) -> dict[str, Any]:
-    shown = ", ".join(f"“{Truncator(visible(name)).chars(60)}”" for name in names[:5])
-    return {"count": len(names), "names": shown if len(names) <= 5 else f"{shown}, …"}
+    def _log_release(self, request: HttpRequest, lock: HeldLock) -> None:
+        text = gettext("Force-released after %(age)s. Held by %(holder)s (fence %(fence)d, connection %(connection)s).")
+        known = {"age": duration(lock.age), "fence": lock.fence, "connection": lock.connection}
+        self.log_change(request, lock, text % {"holder": visible(f"{lock.label} {lock.place}".strip()), **known})

@@ -11,9 +11,9 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
-from django_redislock.admin import ticked
 from django_redislock.core import Lock
 from django_redislock.models import HeldLock, encode_key
+from django_redislock.release import ticked
 from tests.support import wait_until
 
 LIST = "/admin/django_redislock/heldlock/"

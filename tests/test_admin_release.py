@@ -13,6 +13,7 @@ import pytest
 import redis
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
+from django.contrib.messages import get_messages
 from django.test import Client
 
 from django_redislock.core import Lock
@@ -32,7 +33,7 @@ from tests.admin_pages import (
     tick,
     user,
 )
-from tests.support import RedisServer
+from tests.support import Proxy, RedisServer
 
 pytestmark = pytest.mark.django_db
 
@@ -242,8 +243,29 @@ def test_a_connection_that_is_down_is_told_and_the_others_are_released(
     answer = release(web, *boxes, tick(lock))
     told = " ".join(messages(answer))
     assert "“near”" in told
-    assert "“second” were left alone" in told
+    assert "Connection “second” failed, and nothing more was done there: ConnectionError" in told
     assert not held(client, "near")
+
+
+def test_a_release_that_is_not_answered_is_unknown(
+    web: Client, settings: Any, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": proxy.url + "?socket_timeout=0.3"}
+    with redis.Redis.from_url(proxy.url) as near:
+        boxes = [tick(hold(near, name)) for name in ("a", "b")]
+    reset = Lock.reset
+
+    def stalled(self: Lock, *args: Any, **kwargs: Any) -> bool:
+        proxy.stall()
+        return reset(self, *args, **kwargs)
+
+    monkeypatch.setattr(Lock, "reset", stalled)
+    answer = web.post(LIST, {"action": "force_release", "confirmed": "yes", "_selected_action": boxes})
+    proxy.heal()
+    told = [str(message) for message in get_messages(answer.wsgi_request)]
+    assert told[0] == "Whether 1 lock was released is unknown, for Redis did not answer: “a”."
+    assert told[1].startswith("Connection “url” failed, and nothing more was done there: TimeoutError")
+    assert not LogEntry.objects.exists()
 
 
 # What it leaves behind
