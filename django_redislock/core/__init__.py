@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .aio import AsyncLock, AsyncRLock
 from .listing import held_locks, reset_all
 from .lock import Lock, RLock
 from .owner import LockInfo
 
-__all__ = ["Lock", "LockInfo", "RLock", "held_locks", "reset_all"]
+__all__ = ["AsyncLock", "AsyncRLock", "Lock", "LockInfo", "RLock", "held_locks", "reset_all"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -63,11 +64,12 @@ class BaseLock(ABC):
         if label is not None and not isinstance(label, str):
             raise TypeError(f"label must be a str, not {type(label).__name__}")
         self.label = label or ""
-        if on_lost is not None and not callable(on_lost):
-            raise TypeError("on_lost must be callable")
+        if on_lost is not None and (not callable(on_lost) or inspect.iscoroutinefunction(on_lost)):
+            raise TypeError("on_lost must be a plain function")
         self.on_lost = on_lost
         self.kind = kind
         self._leases: dict[Any, Lease] = {}  # by the thread or task that acquired
+        self._coming: set[Any] = set()  # tasks that acquire now
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
@@ -222,6 +224,13 @@ class BaseLock(ABC):
     def _forget(self, lease: Lease) -> None:
         if self._leases.get(lease.owner) is lease:
             del self._leases[lease.owner]
+
+    def _call_on_lost(self, lease: Lease) -> None:
+        if self.on_lost is not None:
+            try:
+                self.on_lost(self)
+            except Exception:
+                events.log.exception("on_lost of lock %r failed.", self.name)
 
     def _raise_loss(self, lease: Lease) -> None:
         if lease.loss is not None:

@@ -76,7 +76,9 @@ class Lease:
     @property
     def owner_ended(self) -> bool:
         """Whether the thread or task that acquired the lock ended without releasing it."""
-        return self.owner.done() if isinstance(self.owner, asyncio.Task) else not self.owner.is_alive()
+        if isinstance(self.owner, asyncio.Task):
+            return self.owner.done() or self.owner.get_loop().is_closed()
+        return not self.owner.is_alive()
 
     @property
     def loss(self) -> LossRecord | None:
@@ -103,7 +105,4 @@ class Lease:
         )
         holder = self.holder()
         if holder is not None and holder.on_lost is not None:
-            try:
-                holder.on_lost(holder)
-            except Exception:
-                events.log.exception("on_lost of lock %r failed.", self.name)
+            holder._call_on_lost(self)

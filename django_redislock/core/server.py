@@ -15,12 +15,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry
 
 from . import scripts
 from .protocol import Await, Call, Compute, Effect, Join, Leave, Pause, Steps
+from .twins import thread_twin
 from .waiting import WaitingRoom
 
 DEFAULT_TIMEOUT = 5.0
@@ -39,6 +41,13 @@ OURS = frozenset(
 )
 
 T = TypeVar("T")
+
+
+def pack(*parts: bytes) -> bytes:
+    """Return a command as it is sent."""
+    frame = [b"*%d\r\n" % len(parts)]
+    frame += [b"$%d\r\n%b\r\n" % (len(part), part) for part in parts]
+    return b"".join(frame)
 
 
 class Link:
@@ -63,12 +72,10 @@ class Link:
             raise
 
     def _send(self, command: bytes, script: bytes, call: Call) -> None:
-        parts = (command, script, b"%d" % len(call.keys), *call.keys, *call.args)
-        frame = [b"*%d\r\n" % len(parts)]
-        frame += [b"$%d\r\n%b\r\n" % (len(part), part) for part in parts]
+        request = pack(command, script, b"%d" % len(call.keys), *call.keys, *call.args)
         if self.connection._sock is None:
             self.connection.connect()  # by itself, sending does not ask Sentinel where the primary is
-        self.connection.send_packed_command([b"".join(frame)], check_health=False)
+        self.connection.send_packed_command([request], check_health=False)
 
     def _receive(self) -> Any:
         return self.connection.read_response(disable_decoding=True, disconnect_on_error=False)
@@ -94,13 +101,15 @@ class Link:
 class Server:
     """One Redis server as this process sees it; shared by all clients with the same settings."""
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: Redis | AsyncRedis) -> None:
         pool = client.connection_pool
-        self._class = pool.connection_class
         settings = {key: value for key, value in pool.connection_kwargs.items() if key not in OURS}
+        self.connection_class: Any = pool.connection_class
+        if isinstance(client, AsyncRedis):
+            self.connection_class, settings = thread_twin(self.connection_class, settings)
         self.timeout = pool.connection_kwargs.get("socket_timeout", DEFAULT_TIMEOUT) or DEFAULT_TIMEOUT
         connect = pool.connection_kwargs.get("socket_connect_timeout") or self.timeout
-        self._settings = settings | {"socket_timeout": self.timeout, "socket_connect_timeout": connect, "protocol": 2}
+        self.settings = settings | {"socket_timeout": self.timeout, "socket_connect_timeout": connect, "protocol": 2}
         self._limit = max(1, min(pool.max_connections, MAX_CONNECTIONS))
         self.reset()
 
@@ -117,7 +126,7 @@ class Server:
 
     def connection(self) -> Any:
         """Return a new connection, not connected yet."""
-        return self._class(**self._settings, retry=Retry(NoBackoff(), 0))
+        return self.connection_class(**self.settings, retry=Retry(NoBackoff(), 0))
 
     def call(self, call: Call) -> Any:
         """Run a script on a connection of its own for the moment."""
@@ -215,10 +224,10 @@ _by_settings: dict[Any, Server] = {}
 _opening = threading.Lock()
 
 
-def server_of(client: Redis | Server) -> Server:
+def server_of(client: Redis | AsyncRedis | Server) -> Server:
     """Return the server that the client talks to.
 
-    Raises TypeError for anything but a synchronous redis-py client with a connection pool.
+    Raises TypeError for anything but a redis-py client with a connection pool.
     """
     if isinstance(client, Server):
         return client
@@ -227,7 +236,7 @@ def server_of(client: Redis | Server) -> Server:
         return _by_pool[pool]
     except (KeyError, TypeError):
         pass
-    if not isinstance(client, Redis) or pool is None:
+    if not isinstance(client, (Redis, AsyncRedis)) or pool is None:
         raise TypeError(f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}")
     with _opening:
         server = Server(client)
@@ -240,7 +249,8 @@ def _identity(server: Server) -> Any:
     def plain(value: Any) -> Any:
         return value if isinstance(value, (str, bytes, int, float, bool, type(None))) else id(value)
 
-    return server._class, server._limit, tuple(sorted((key, plain(value)) for key, value in server._settings.items()))
+    settings = tuple(sorted((key, plain(value)) for key, value in server.settings.items()))
+    return server.connection_class, server._limit, settings
 
 
 def _after_fork() -> None:

@@ -1,0 +1,159 @@
+"""The lock, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ..exceptions import AlreadyAcquired
+from .aioserver import acting_for, async_server_of
+from .base import BaseLock
+from .keys import Seconds, check_wait
+from .lease import Lease
+from .owner import LockInfo
+from .protocol import Steps
+from .reentrant import Reentrant
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+
+def _coroutine_function(method: F) -> F:
+    """Mark a method that returns a coroutine; it is not ``async`` itself, so as to see which task calls it."""
+    if sys.version_info >= (3, 12):
+        return inspect.markcoroutinefunction(method)
+    method._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]
+    return method
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs here
+        return None
+
+
+class AsyncLock(BaseLock):
+    """A lock for asyncio: what `Lock` is for threads, for tasks; see there for the arguments.
+
+    `client` is a `redis.asyncio.Redis` or a `redis.Redis`: it tells where the server is, and how to connect to it. Each event
+    loop has two connections of its own to it. `on_lost(lock)` is called in the event loop of the task that holds the lock.
+
+    The holder is the task that calls `acquire()`, also where another one runs it (``asyncio.wait_for`` and ``gather`` make
+    tasks). A cancelled `acquire()` holds nothing, and takes back what it asked for; a cancelled `release()` has been sent.
+    Neither keeps the task waiting, but for a second at most when the connection is gone.
+
+    The renewal is done by the watchdog's thread, so that a blocked event loop loses no lock.
+    """
+
+    def _me(self) -> Any:
+        return acting_for.get() or _current_task()
+
+    def _run(self, steps: Callable[[bool], Steps[T]]) -> Coroutine[Any, Any, T]:
+        return self._run_for(_current_task(), steps)
+
+    async def _run_for(self, caller: asyncio.Task[Any] | None, steps: Callable[[bool], Steps[T]]) -> T:
+        server = async_server_of(self._server)
+        return await server.run(steps(server.room.open), caller)
+
+    @_coroutine_function
+    def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> Coroutine[Any, Any, bool]:
+        """Acquire the lock, and tell whether it was acquired.
+
+        Waits up to `timeout` seconds, for ever with None; `blocking=False` tries once. Raises AlreadyAcquired when this task
+        holds it through this object, and LockBackendError when Redis cannot answer.
+        """
+        seconds = check_wait(blocking, timeout)
+        return self._run(lambda listening: self._acquire(seconds, listening))
+
+    @_coroutine_function
+    def release(self) -> Coroutine[Any, Any, None]:
+        """Release the lock and wake the next waiter.
+
+        Raises NotAcquired when this task does not hold it, LockLost when it was lost meanwhile, and LockBackendError when
+        Redis cannot answer: then it may be repeated, and else the lock ends by its expiry.
+        """
+        return self._run(lambda _: self._release())
+
+    async def __aenter__(self) -> Self:
+        await self._run(self._enter)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._run(lambda _: self._exit(error))
+
+    @_coroutine_function
+    def extend(self, expire: Seconds | None = None) -> Coroutine[Any, Any, None]:
+        """Give the held lock a new life of `expire` seconds from now (None: of its own).
+
+        Raises NotAcquired, LockLost and LockBackendError as `release` does.
+        """
+        return self._run(lambda _: self._extend(expire))
+
+    async def owner(self) -> LockInfo | None:
+        """Return who holds the lock now, or None. Raises LockBackendError when Redis cannot answer."""
+        return await self._run(lambda _: self._owner())
+
+    async def locked(self) -> bool:
+        """Return whether anybody holds the lock now."""
+        return await self.owner() is not None
+
+    @_coroutine_function
+    def owned(self) -> Coroutine[Any, Any, bool]:
+        """Return whether this task's acquisition (or the id given) holds the lock, asked of Redis now."""
+        return self._run(lambda _: self._owned())
+
+    async def ttl(self) -> float | None:
+        """Return the seconds left of the lock's life, or None when nobody holds it."""
+        holder = await self.owner()
+        return None if holder is None else holder.ttl
+
+    async def reset(self, fence: int | None = None, by: object = None) -> bool:
+        """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
+
+        With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
+        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners.
+        """
+        return await self._run(lambda _: self._reset(fence, by))
+
+    # The steps, where a task differs from a thread
+
+    def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
+        me = self._me()
+        if me is None:
+            raise RuntimeError("an AsyncLock is acquired by a task")
+        if me in self._coming:  # it would wait for itself
+            raise AlreadyAcquired(self.name)
+        self._coming.add(me)
+        try:
+            return (yield from super()._acquire(timeout, listening))
+        finally:
+            self._coming.discard(me)
+
+    def _release(self) -> Steps[None]:
+        lease = self._own()
+        try:
+            yield from super()._release()
+        except asyncio.CancelledError:
+            self._forget(lease)
+            raise
+
+    def _call_on_lost(self, lease: Lease) -> None:
+        if isinstance(lease.owner, asyncio.Task):
+            with suppress(RuntimeError):  # its loop is closed, and there is nobody left to be told
+                lease.owner.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)
+
+
+class AsyncRLock(Reentrant, AsyncLock):
+    """A lock that the task that holds it may acquire again, through any AsyncRLock object of the same name and server.
+
+    Each further entry refreshes the life and proves that the lock is still held: a lost one raises LockLost. The last exit
+    releases. For the arguments see `Lock`.
+    """

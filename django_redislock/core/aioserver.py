@@ -1,0 +1,287 @@
+"""The asyncio driver: one Redis server as one event loop sees it, over two connections, however many tasks there are."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import threading
+import time
+import weakref
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+
+from .line import Line, SharedLine
+from .protocol import Await, Call, Compute, Effect, Join, Leave, Pause, Steps
+from .server import Server, Unlocked, pack
+from .twins import asyncio_twin
+from .waiting import LOOK_EVERY, Waiter, Waiters, new_channel
+
+UNDO_WITHIN = 1.0
+"""Seconds for which a cancelled task may have to connect once more, to take back what it asked for."""
+
+T = TypeVar("T")
+
+acting_for: ContextVar[asyncio.Task[Any] | None] = ContextVar("acting_for", default=None)
+"""For whom the steps are done, where that is not the task that runs."""
+
+
+class AsyncServer:
+    """One Redis server, for the tasks of one event loop.
+
+    The connections close when the loop ends its asynchronous generators, as `asyncio.run` has it do.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._commands = SharedLine(self._connect)
+        self.room = AsyncWaitingRoom(self._connect)
+        self._lines: set[Line] = set()
+        self._running = 0
+        self._loop_watch: AsyncGenerator[None, None] | None = None
+        self._loop_ends = False
+
+    async def run(self, steps: Steps[T], owner: asyncio.Task[Any] | None = None) -> T:
+        """Do what the steps ask for, and return their result; the steps take `owner` for the task that they are done for.
+
+        Cancelled, it tells the server what is to be undone, but does not wait for the answers.
+        """
+        proceed: Callable[[Any], Effect] = steps.send
+        result: Any = None
+        cancelled = False
+        self._running += 1
+        try:
+            while True:
+                token = acting_for.set(owner)
+                try:
+                    effect = proceed(result)
+                except StopIteration as stop:
+                    return stop.value  # type: ignore[no-any-return]
+                finally:
+                    acting_for.reset(token)
+                try:
+                    proceed, result = steps.send, await self._do(effect, cancelled)
+                except BaseException as error:
+                    cancelled = cancelled or not isinstance(error, Exception)
+                    proceed, result = steps.throw, error
+        finally:
+            self._running -= 1
+            if self._loop_ends and not self._running:
+                self._close()
+
+    async def _do(self, effect: Effect, cancelled: bool) -> Any:
+        match effect:
+            case Call():
+                return await (self._send(effect) if cancelled else self.call(effect))
+            case Join(lock, id):
+                return await self.room.join(lock, id)
+            case Await(waiter, until):
+                return await self.room.wait(waiter, until)
+            case Leave(waiter):
+                return self.room.leave(waiter)
+            case Pause(seconds):
+                return await asyncio.sleep(seconds)
+            case Compute(function):
+                try:
+                    value = function()
+                    return await value if inspect.isawaitable(value) else value, None
+                except BaseException as error:
+                    return None, error
+
+    async def call(self, call: Call) -> Any:
+        """Run a script and return its reply."""
+        line = await self._commands.open()
+        try:
+            try:
+                return await line.ask(_request(call))
+            except NoScriptError:
+                return await line.ask(_request(call, whole=True))
+        except ReadOnlyError as error:
+            if not self._server.settings.get("connection_pool"):
+                raise
+            line.close()  # the next connection goes where the primary is now
+            raise ConnectionError("The server is no primary any more.") from error
+        except (ResponseError, GeneratorExit):
+            raise
+        except BaseException:
+            if call.undo is not None:  # on the same connection it comes after what the call may still do
+                line.tell(_request(call.undo(), whole=True))
+            raise
+
+    async def _send(self, call: Call) -> None:
+        """Have a script run without waiting for the reply."""
+        with suppress(RedisError, OSError):
+            async with asyncio.timeout(UNDO_WITHIN):
+                line = await self._commands.open()
+            line.tell(_request(call, whole=True))
+
+    async def _connect(self, hear: Callable[[Any], None] | None = None) -> Line:
+        if self._loop_watch is None and not self._loop_ends:
+            self._loop_watch = self._until_the_loop_ends()
+            await anext(self._loop_watch)
+        connection = asyncio_twin(self._server.connection_class, self._server.settings)
+        try:
+            await connection.connect()
+        except BaseException:
+            connection._close()
+            raise
+        if connection._reader.at_eof():  # which nobody would notice later
+            connection._close()
+            raise ConnectionError("Connection closed by server.")
+        line = Line(connection, self._server.timeout, hear)
+        self._lines.add(line)
+        line.lost.add_done_callback(lambda _: self._lines.discard(line))
+        return line
+
+    async def _until_the_loop_ends(self) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            self._loop_ends = True
+            self._loop_watch = None
+            if not self._running:  # else, or when another generator releases its lock later, the last one closes them
+                self._close()
+                lost = [line.lost for line in self._lines]
+                if lost:
+                    await asyncio.wait(lost, timeout=0.5)
+                for line in self._lines:
+                    line.abort()
+
+    def _close(self) -> None:
+        for line in self._lines:
+            line.close()
+
+
+def _request(call: Call, whole: bool = False) -> bytes:
+    """Return the command that runs the script, by its digest or as a whole."""
+    how = (b"EVAL", call.script.text) if whole else (b"EVALSHA", call.script.sha)
+    return pack(*how, b"%d" % len(call.keys), *call.keys, *call.args)
+
+
+class AsyncUnlocked(AsyncServer):
+    """A server that grants everything and remembers nothing."""
+
+    async def call(self, call: Call) -> Any:
+        """Grant it."""
+        return self._server.call(call)
+
+
+class WaitingTask(Waiter):
+    """One task that waits for one lock."""
+
+    __slots__ = ("alarm",)
+
+    def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
+        super().__init__(lock, id, channel)
+        self.alarm: asyncio.Future[None] | None = None
+
+    def stir(self) -> None:
+        """End its sleep."""
+        if self.alarm is not None and not self.alarm.done():
+            self.alarm.set_result(None)
+
+
+class AsyncWaitingRoom:
+    """All tasks of one event loop that wait for locks of one server, as threads do in a `WaitingRoom`."""
+
+    def __init__(self, connect: Callable[..., Any]) -> None:
+        self.channel = new_channel()
+        self._connect = connect
+        self._subscription = SharedLine(self._subscribe)
+        self._waiters: Waiters[WaitingTask] = Waiters()
+        self._next_look: asyncio.TimerHandle | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether wake-ups arrive."""
+        return self._subscription.line is not None
+
+    async def join(self, lock: bytes, id: bytes) -> WaitingTask:
+        """Enter; raises redis-py's errors when the subscription cannot be had."""
+        await self._subscription.open()
+        waiter = WaitingTask(lock, id, self.channel)
+        self._waiters.add(waiter)
+        if self._next_look is None:
+            self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
+        return waiter
+
+    def leave(self, waiter: WaitingTask) -> None:
+        """Leave."""
+        self._waiters.remove(waiter)
+        if not self._waiters and self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+
+    async def wait(self, waiter: WaitingTask, until: float) -> bytes | None:
+        """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told."""
+        if not waiter.woken and not self.open:
+            until = await self._mend(until)
+        if not waiter.woken:
+            loop = asyncio.get_running_loop()
+            waiter.alarm = loop.create_future()
+            timer = loop.call_later(until - time.monotonic(), waiter.stir)
+            try:
+                await waiter.alarm
+            finally:
+                timer.cancel()
+                waiter.alarm = None
+        return waiter.heed()
+
+    async def _mend(self, until: float) -> float:
+        """Subscribe anew, and return how long to sleep then: not for long without a subscription."""
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                await self._subscription.open()
+        except (RedisError, OSError):
+            # The scripts that the waiters call say what is wrong with the server.
+            return min(until, time.monotonic() + LOOK_EVERY)
+        return until
+
+    def _look(self) -> None:
+        self._waiters.wake_first()
+        self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
+
+    async def _subscribe(self) -> Line:
+        line: Line = await self._connect(self._waiters.hear)
+        try:
+            await line.ask(pack(b"SUBSCRIBE", self.channel))
+        except BaseException:
+            line.close()
+            raise
+        line.lost.add_done_callback(lambda _: self._waiters.wake_all())
+        self._waiters.wake_all()  # what was said meanwhile went unheard
+        return line
+
+
+_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Server, AsyncServer]] = weakref.WeakKeyDictionary()
+_adding = threading.Lock()
+
+
+def async_server_of(server: Server) -> AsyncServer:
+    """Return the server as the running event loop sees it."""
+    loop = asyncio.get_running_loop()
+    try:
+        return _by_loop[loop][server]
+    except KeyError:
+        pass
+    with _adding:
+        for other in list(_by_loop):
+            if other.is_closed():
+                del _by_loop[other]
+        kind = AsyncUnlocked if isinstance(server, Unlocked) else AsyncServer
+        return _by_loop.setdefault(loop, {}).setdefault(server, kind(server))
+
+
+def _after_fork() -> None:
+    global _by_loop, _adding, _inherited
+    _inherited = _by_loop  # kept, for their destructors would disturb the parent's connections
+    _by_loop = weakref.WeakKeyDictionary()
+    _adding = threading.Lock()
+
+
+_inherited: Any = None
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,195 @@
+"""A connection for asyncio on which many requests are under way at once.
+
+redis-py opens it, with its passwords, its TLS and its unix sockets. From then on the loop hands what arrives to whoever
+waits for it, so that there is no task that reads, nothing to cancel, and no pool to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from copy import copy
+from typing import Any
+
+from redis._parsers import BaseParser
+from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
+
+GRACE = 0.02
+"""Seconds for a loop that was blocked to read what came meanwhile, before it calls the server silent."""
+
+
+class Line(asyncio.Protocol):
+    """An open connection whose answers come in the order of the requests."""
+
+    def __init__(self, connection: Any, patience: float, hear: Callable[[Any], None] | None = None) -> None:
+        """Take over a connection of redis-py; `hear` is told whatever answers no request."""
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the connection is closed, by whomever."""
+        self._connection = connection
+        self._transport = connection._writer.transport
+        self._patience = patience
+        self._hear = hear
+        self._asked: deque[asyncio.Future[Any] | None] = deque()
+        self._unread = b""
+        self._silent = False
+        self._transport.set_protocol(self)
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a point in asking."""
+        return not self._silent and not self._transport.is_closing()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits for an answer."""
+        return all(answer is None or answer.done() for answer in self._asked)
+
+    async def ask(self, request: bytes) -> Any:
+        """Send the request and return the answer.
+
+        Raises what the server answers, TimeoutError when it does not in time, and ConnectionError.
+        """
+        if self._transport.is_closing():
+            raise ConnectionError("The connection is closed.")
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+        self._transport.write(request)
+        self._asked.append(answer)
+        timer = loop.call_later(self._patience, loop.call_later, GRACE, self._give_up, answer)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+            if self._silent and self.idle:
+                self.close()
+
+    def tell(self, request: bytes) -> None:
+        """Send the request, if that is possible still, and let nobody wait for the answer."""
+        if not self._transport.is_closing():
+            self._transport.write(request)
+            self._asked.append(None)
+
+    def close(self) -> None:
+        """Close the connection when everything is sent."""
+        self._connection._close()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
+        self._connection._close()
+
+    def _give_up(self, answer: asyncio.Future[Any]) -> None:
+        """Let this one go with an error; the others may still get an answer, but nobody asks here any more."""
+        if not answer.done():
+            self._silent = True
+            answer.set_exception(TimeoutError(f"no answer within {self._patience:g} s"))
+
+    # What the loop calls
+
+    def data_received(self, data: bytes) -> None:
+        """Hand out the answers that are complete."""
+        self._unread += data
+        at = 0
+        try:
+            while at < len(self._unread):
+                reply, at = _parse(self._unread, at)
+                if self._asked:
+                    _settle(self._asked.popleft(), reply)
+                elif self._hear is not None:
+                    self._hear(reply)
+        except _Incomplete:
+            pass
+        except (InvalidResponse, ValueError):
+            self.abort()
+        self._unread = self._unread[at:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Tell everybody."""
+        reason = "Connection closed by server." if error is None else f"Connection lost: {error}"
+        for answer in self._asked:
+            _settle(answer, ConnectionError(reason))
+        self._asked.clear()
+        self._connection._close()
+        self.lost.set_result(None)
+
+
+def _settle(answer: asyncio.Future[Any] | None, reply: Any) -> None:
+    if answer is None or answer.done():
+        return
+    if isinstance(reply, RedisError):
+        answer.set_exception(reply)
+    else:
+        answer.set_result(reply)
+
+
+class _Incomplete(Exception):
+    """The rest of the reply has not arrived."""
+
+
+def _parse(data: bytes, at: int) -> tuple[Any, int]:
+    """Return the reply (RESP2) that begins there, and where it ends."""
+    end = data.find(b"\r\n", at)
+    if end < 0:
+        raise _Incomplete
+    kind, line, at = data[at : at + 1], data[at + 1 : end], end + 2
+    match kind:
+        case b":":
+            return int(line), at
+        case b"$":
+            end = at + int(line)
+            if end < at:
+                return None, at
+            if len(data) < end + 2:
+                raise _Incomplete
+            return data[at:end], end + 2
+        case b"*":
+            items = []
+            for _ in range(int(line)):
+                item, at = _parse(data, at)
+                items.append(item)
+            return items, at
+        case b"+":
+            return line, at
+        case b"-":
+            return BaseParser.parse_error(line.decode(errors="replace")), at  # type: ignore[no-untyped-call]
+    raise InvalidResponse(f"Protocol error: {data[:100]!r}")
+
+
+class SharedLine:
+    """A line that is opened by the first who needs it, for all."""
+
+    def __init__(self, connect: Callable[[], Coroutine[Any, Any, Line]]) -> None:
+        self._connect = connect
+        self._line: Line | None = None
+        self._opening: asyncio.Future[Exception | None] | None = None
+
+    @property
+    def line(self) -> Line | None:
+        """The line, if it is open."""
+        return self._line if self._line is not None and self._line.usable else None
+
+    async def open(self) -> Line:
+        """Return the line; raises redis-py's errors when it cannot be had."""
+        while (line := self.line) is None:
+            opening = self._opening
+            if opening is None:
+                await self._open()
+                continue
+            await asyncio.wait([opening])  # not the future itself, which would be cancelled with one of those who wait
+            error = opening.result()
+            if error is not None:
+                raise copy(error)
+        return line
+
+    async def _open(self) -> None:
+        opening = self._opening = asyncio.get_running_loop().create_future()
+        failure = None
+        try:
+            self._line = await self._connect()
+        except (RedisError, OSError) as error:
+            failure = error
+            raise
+        finally:  # also cancelled: then one of those who wait opens it
+            self._opening = None
+            opening.set_result(failure)
