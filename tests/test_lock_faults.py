@@ -165,6 +165,17 @@ def test_a_lost_reply_to_release_is_no_false_error(client, proxy, retries):
     assert not Lock(client, "a").locked()
 
 
+def test_a_lost_reply_to_reset_still_tells_that_the_lock_was_held(client, proxy):
+    with client_of(proxy.url) as behind:
+        holder = Lock(client, "a")
+        holder.acquire()
+        assert Lock(behind, "b").reset() is False
+        proxy.drop_next_reply(containing=b"EVALSHA")
+        assert Lock(behind, "a").reset(fence=holder.fence) is True
+        assert proxy.dropped == 1
+    assert not holder.locked()
+
+
 def test_a_repeated_release_does_not_free_the_next_holders_lock(client, proxy):
     with client_of(proxy.url) as behind:
         first, second = Lock(behind, "a"), Lock(client, "a", timeout=10)

@@ -21,7 +21,7 @@ from ..exceptions import LockBackendError
 from . import events, scripts
 from .keys import LockKeys, held_keys, milliseconds
 from .lease import Lease
-from .owner import LockInfo, parse
+from .owner import LockInfo, new_id, parse
 
 RETRY_FOR = 5.0
 """Seconds for which an unreachable server is tried again, when the caller's own deadline is not nearer."""
@@ -204,9 +204,9 @@ def renewal(leases: list[Lease]) -> Call:
 
 def reset(name: str, keys: LockKeys, fence: int | None) -> Steps[int]:
     """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
-    call = Call(
-        scripts.RESET, (keys.lock, keys.held, keys.queue), (name.encode(), b"" if fence is None else b"%d" % fence)
-    )
+    receipt = keys.receipt + new_id().encode()
+    args = (name.encode(), b"" if fence is None else b"%d" % fence)
+    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, receipt), args)
     _, reply = yield from attempt(name, call, math.inf)
     return int(reply)
 

@@ -1,7 +1,10 @@
 -- Take the lock from whoever holds it and hand it to the first waiter.
--- KEYS  1 lock, 2 index of held locks, 3 queue
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipt of this reset
 -- ARGV  1 name, 2 fence of the acquisition to end ('': any)
 -- Returns 1 when freed, 0 when nobody held it, -1 when another acquisition holds it.
+if redis.call('EXISTS', KEYS[4]) == 1 then  -- done before, and that reply was lost
+  return 1
+end
 local value = redis.call('GET', KEYS[1])
 local fence = value and fence_of(value) or '0'
 if fence == '0' then
@@ -11,5 +14,6 @@ if ARGV[2] ~= '' and ARGV[2] ~= fence then
   return -1
 end
 redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('SET', KEYS[4], '', 'PX', RECEIPT_LIFE_MS)
 hand_over(KEYS[1], KEYS[3], '')
 return 1
