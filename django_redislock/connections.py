@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+from django.conf import settings as django_settings
 from django.core.cache import caches
 from django.core.cache.backends.base import InvalidCacheBackendError
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.module_loading import import_string
 from redis import Redis
 
 from . import conf
@@ -19,7 +22,7 @@ def get_client(using: str | None = None) -> Redis:
     Opens no connection. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
     """
     settings = conf.get()
-    if using is None and settings.url is not None:
+    if settings.url is not None and using in (None, URL):
         return _client_of_url(settings.url)
     alias = using or settings.cache_alias
     try:
@@ -41,7 +44,8 @@ def client_of_cache(cache: Any) -> Redis | None:
     """Return the client to the primary of a Redis cache (django-redis or Django's own), or None for another cache."""
     client: Any = None
     if hasattr(getattr(cache, "client", None), "get_client"):  # django-redis
-        client = cache.client.get_client(write=True)
+        with suppress(NotImplementedError):  # sharded: no one server holds all
+            client = cache.client.get_client(write=True)
     elif hasattr(getattr(cache, "_cache", None), "get_client"):  # Django's own
         client = cache._cache.get_client(write=True)
     return client if isinstance(client, Redis) else None
@@ -49,14 +53,19 @@ def client_of_cache(cache: Any) -> Redis | None:
 
 def connection_names() -> list[str]:
     """Return the cache aliases whose servers may hold locks: that of the settings first, then the caches of this package."""
-    from django.conf import settings as django_settings
-
     settings = conf.get()
     first = [URL] if settings.url is not None else [settings.cache_alias]
-    ours = [
-        alias for alias, cache in django_settings.CACHES.items() if cache["BACKEND"].startswith("django_redislock.")
-    ]
+    ours = [alias for alias, cache in django_settings.CACHES.items() if _is_ours(cache["BACKEND"])]
     return first + [alias for alias in ours if alias not in first]
+
+
+def _is_ours(backend: str) -> bool:
+    """Tell whether a backend is one of this package, or derived from one."""
+    try:
+        bases = import_string(backend).__mro__
+    except ImportError:  # misspelt, or its extra is not installed: to be told, not to be passed over
+        return backend.startswith("django_redislock.")
+    return any(base.__module__.startswith("django_redislock.cache") for base in bases)
 
 
 URL = "url"

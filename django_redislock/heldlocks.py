@@ -15,7 +15,7 @@ from django.utils.translation import gettext
 from redis import Redis
 
 from . import conf
-from .connections import URL, connection_names, get_client
+from .connections import connection_names, get_client
 from .core import Lock, LockInfo, held_locks
 from .core.listing import read_locks
 from .core.server import server_of
@@ -59,7 +59,7 @@ def clients(connection: str | None = None) -> tuple[dict[str, Redis], dict[str, 
         if connection not in (None, name):
             continue
         try:
-            client = get_client(_using(name))
+            client = get_client(name)
         except ImproperlyConfigured as error:
             failed[name] = str(error)
             continue
@@ -100,22 +100,18 @@ def find(connection: str, names: Iterable[str]) -> dict[str, LockInfo]:
 
     Raises ImproperlyConfigured and LockBackendError.
     """
-    client = get_client(_using(connection))
+    client = get_client(connection)
     return {info.name: info for info in read_locks(client, names, conf.get().key_prefix, retry_for=RETRY_FOR)}
 
 
 def force_release(connection: str, name: str, fence: int, by: object) -> bool:
     """Take the lock from the acquisition with that fence, if it still holds it; `by` is told in the log and the signal."""
-    return Lock(get_client(_using(connection)), name, prefix=conf.get().key_prefix).reset(fence=fence, by=by)
+    return Lock(get_client(connection), name, prefix=conf.get().key_prefix).reset(fence=fence, by=by)
 
 
 def reason(error: ImproperlyConfigured | LockBackendError) -> str:
     """Return why a connection could not be read, in words."""
     return error.cause if isinstance(error, LockBackendError) else str(error)
-
-
-def _using(connection: str) -> str | None:
-    return None if connection == URL and conf.get().url is not None else connection
 
 
 def _place(client: Any) -> Any:
