@@ -3,12 +3,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from django.conf import settings
 
-from tests.support import Proxy, PythonProcess, RedisServer, Server
+from tests.support import (
+    Config,
+    PostgresServer,
+    Proxy,
+    PythonProcess,
+    RedisServer,
+    Server,
+    create_tables,
+    sqlite_file,
+    using_databases,
+)
 
 
 def pytest_report_header() -> str:
@@ -74,3 +86,24 @@ def run_python() -> Iterator[Callable[..., PythonProcess]]:
             return process
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path, django_db_blocker: Any) -> Iterator[Config]:
+    """The default database of this test: a file of SQLite or one of PostgreSQL, with the tables of tests.bank.
+
+    Unlike that of Django's tests it commits, and other threads and processes can use it.
+    """
+    from tests.bank.models import Account, Entry, SavingsAccount
+
+    config = sqlite_file(tmp_path) if request.param == "sqlite" else request.getfixturevalue("postgres").new_database()
+    with django_db_blocker.unblock(), using_databases(default=config):
+        create_tables(Account, SavingsAccount, Entry)
+        Account.objects.create(pk=1)
+        yield config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .counts import command_counts, counting, monitoring
+from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .processes import PythonProcess, say
 from .programs import find_program
 from .proxy import Proxy
@@ -10,15 +11,21 @@ from .servers import RedisServer, Server, free_port
 from .waiting import wait_until
 
 __all__ = [
+    "Config",
+    "PostgresServer",
     "Proxy",
     "PythonProcess",
     "RedisServer",
     "Server",
     "command_counts",
     "counting",
+    "create_tables",
+    "drop_connections",
     "find_program",
     "free_port",
     "monitoring",
     "say",
+    "sqlite_file",
+    "using_databases",
     "wait_until",
 ]
