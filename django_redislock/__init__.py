@@ -13,7 +13,7 @@ from .exceptions import (
     StaleFence,
     TaskAlreadyRunning,
 )
-from .facade import lock, locked
+from .facade import lock, locked, locked_atomic
 
 __version__ = "0.1.0"
 
@@ -29,4 +29,5 @@ __all__ = [
     "TaskAlreadyRunning",
     "lock",
     "locked",
+    "locked_atomic",
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, ParamSpec, TypeVar
+
+from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
 from . import conf, signals  # noqa: F401  (signals: so that they are sent)
 from .connections import get_client
@@ -14,6 +16,7 @@ from .core.keys import MAX_SECONDS, Seconds, check_name
 from .core.lock import Lock
 from .core.server import Unlocked
 from .exceptions import AcquireTimeout
+from .transactions import UntilCommitLock, WatchedLock, in_atomic
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,15 +35,29 @@ def lock(
     on_lost: Callable[[Lock], object] | None = None,
     using: str | None = None,
     kind: str = "lock",
+    until_commit: bool | None = None,
 ) -> Lock:
     """Return the lock `name` on the Redis that the settings name, or on that of the cache alias `using`.
 
     What is not given comes from ``DJANGO_REDISLOCK``; see `Lock` for the rest.
+
+    `until_commit`: True for what is written to the database under the lock. Then a release inside ``atomic()``, or inside a
+    request with ATOMIC_REQUESTS, happens after the commit or the rollback of the outermost block, of all databases in use (with
+    autocommit off, after the next ``commit()`` or ``rollback()``). The lock is renewed until then, and the same transaction
+    may take it again. If it is lost before the commit, the transaction is rolled back and LockLost raised. Under REPEATABLE
+    READ or SERIALIZABLE a transaction that has read before it took the lock still sees the state of then; `locked_atomic`
+    takes the lock first.
+
+    With None such a release happens at once and is logged as a mistake, once for each place in the code; with False, for
+    locks that guard nothing in the database, it is not logged.
     """
+    if until_commit is not None and not isinstance(until_commit, bool):
+        raise TypeError(f"until_commit must be True, False or None, not {until_commit!r}")
     settings = conf.get()
     if not settings.enabled:
         return Lock(_UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, id=id, label=label, kind=kind)
-    return Lock(
+    kind_of_lock = WatchedLock if until_commit is None else UntilCommitLock if until_commit else Lock
+    return kind_of_lock(
         get_client(using),
         name,
         expire=settings.expire if expire is None else expire,
@@ -57,6 +74,24 @@ def lock(
 
 
 _UNLOCKED = Unlocked()
+
+
+@contextmanager
+def locked_atomic(name: str, *, database: str | None = None, **options: Any) -> Iterator[Lock]:
+    """Hold a lock around a transaction on `database`: taken before its begin, released after its commit or rollback.
+
+    `options` are those of `lock`. Raises RuntimeError inside another atomic block of that database, whose commit would come
+    too late, and what taking the lock raises. When the lock was lost before the commit, the transaction is rolled back and
+    LockLost raised.
+    """
+    if in_atomic(connections[database or DEFAULT_DB_ALIAS]):
+        raise RuntimeError(
+            f"locked_atomic({name!r}) cannot be used inside an atomic block, or a request with ATOMIC_REQUESTS, which ends "
+            "after it. Use lock(..., until_commit=True) there."
+        )
+    with lock(name, until_commit=False, **options) as held, transaction.atomic(using=database):
+        yield held
+        held.raise_if_lost()
 
 
 def locked(
