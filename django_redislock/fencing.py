@@ -1,0 +1,122 @@
+"""Fenced writes: a row takes nothing from an earlier holder of its lock than the one that wrote or claimed it last.
+
+A lock in Redis cannot stop a holder that was frozen for longer than the lock's life from waking up and writing. The row can::
+
+    class Invoice(FencedModel): ...
+
+    with lock(f"invoice:{pk}") as held:
+        invoice = Invoice.objects.get(pk=pk)
+        invoice.claim(held)
+        ...
+        invoice.save_fenced(held)
+
+See Martin Kleppmann, "How to do distributed locking" (2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from asgiref.sync import sync_to_async
+from django.db import models, router, transaction
+from django.db.models.functions import Greatest
+
+from .core.base import BaseLock
+from .exceptions import LockLost, StaleFence
+
+if TYPE_CHECKING:
+    _BigIntegerField = models.BigIntegerField[int, int]
+else:
+    _BigIntegerField = models.BigIntegerField
+
+
+class FenceField(_BigIntegerField):
+    """A fence that no ``save()`` lowers, fenced or not; to migrations and the database a plain BigIntegerField."""
+
+    def pre_save(self, model_instance: models.Model, add: bool) -> Any:
+        value = super().pre_save(model_instance, add)
+        return value if add else Greatest(models.F(self.attname), value, output_field=self)
+
+    def deconstruct(self) -> Any:
+        name, _, args, kwargs = super().deconstruct()
+        return name, "django.db.models.BigIntegerField", args, kwargs
+
+
+class FencedModel(models.Model):
+    """A row with the fence of the last holder that wrote or claimed it.
+
+    Give the methods the held lock, or its fence as an int. Each raises LockLost when the lock is known to be lost, StaleFence
+    when a later holder was here, and DoesNotExist when the row is gone. A holder may write as often as it likes.
+
+    Only these methods look at the fence: ``save()``, ``update()`` and ``delete()`` ask nobody, unless they come after `claim`
+    in the same transaction.
+    """
+
+    fence = FenceField(default=0, editable=False)
+
+    class Meta:
+        abstract = True
+
+    def claim(self, held: BaseLock | int, *, using: str | None = None) -> None:
+        """Refuse from now on what earlier holders write, and reload the row.
+
+        The first thing to do with a row whose new state depends on the old one: what an earlier holder writes late is
+        seen here, or refused. In a transaction it locks the row until the commit, so that whatever else is done
+        there, also to other rows, is done only if the claim stands.
+        """
+        self._claim(_name_and_fence(self, held), using)
+
+    def save_fenced(
+        self, held: BaseLock | int, *, update_fields: Iterable[str] | None = None, using: str | None = None
+    ) -> None:
+        """Save, unless a later holder wrote or claimed the row."""
+        self._save_fenced(_name_and_fence(self, held), update_fields, using)
+
+    async def aclaim(self, held: BaseLock | int, *, using: str | None = None) -> None:
+        """See `claim`."""
+        await sync_to_async(self._claim)(_name_and_fence(self, held), using)
+
+    async def asave_fenced(
+        self, held: BaseLock | int, *, update_fields: Iterable[str] | None = None, using: str | None = None
+    ) -> None:
+        """See `save_fenced`."""
+        await sync_to_async(self._save_fenced)(_name_and_fence(self, held), update_fields, using)
+
+    def _claim(self, name_and_fence: tuple[str, int], using: str | None) -> None:
+        using = using or router.db_for_write(type(self), instance=self)
+        self._advance_fence(name_and_fence, using)
+        self.refresh_from_db(using=using)
+
+    def _save_fenced(
+        self, name_and_fence: tuple[str, int], update_fields: Iterable[str] | None, using: str | None
+    ) -> None:
+        using = using or router.db_for_write(type(self), instance=self)
+        adding = self._state.adding
+        with transaction.atomic(using=using):
+            if not adding:
+                self._advance_fence(name_and_fence, using)  # and keeps the row locked until the commit
+            self.fence = name_and_fence[1]
+            self.save(force_insert=adding, update_fields=update_fields, using=using)
+
+    def _advance_fence(self, name_and_fence: tuple[str, int], using: str) -> None:
+        # The table that has the column, for Django would update that of a parent in two steps. In one, the database looks at
+        # the condition again after it waited for another transaction's write.
+        table = self._meta.get_field("fence").model
+        row = table._base_manager.using(using).filter(pk=getattr(self, table._meta.pk.attname))
+        name, fence = name_and_fence
+        if row.filter(fence__lte=fence).update(fence=fence):
+            return
+        if row.exists():
+            raise StaleFence(name, fence)
+        raise type(self).DoesNotExist(f"{self._meta.object_name} {self.pk!r} does not exist.")
+
+
+def _name_and_fence(row: FencedModel, held: BaseLock | int) -> tuple[str, int]:
+    if isinstance(held, BaseLock):
+        if held.lost is not None:
+            raise LockLost(held.name, held.lost)
+        return held.name, held.fence
+    if not isinstance(held, int) or isinstance(held, bool):
+        raise TypeError(f"held must be a lock or its fence, an int, not {type(held).__name__}")
+    return f"{row._meta.label} {row.pk}", held
