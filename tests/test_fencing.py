@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
+import redis.asyncio
 from asgiref.sync import sync_to_async
 from django.core.management import call_command
 from django.db import IntegrityError, connection, models, transaction
@@ -17,6 +18,7 @@ from django.db.models.signals import post_save
 from django.test.utils import CaptureQueriesContext, isolate_apps
 
 from django_redislock import LockLost, NotAcquired, StaleFence, lock
+from django_redislock.core import AsyncLock
 from django_redislock.fencing import FencedModel
 from tests.bank import programs
 from tests.bank.models import Account, Entry, SavingsAccount
@@ -232,6 +234,17 @@ class TestAsync:
             held_before = before.fence
         asyncio.run(main())
         assert stored()[0] == 5
+
+    def test_with_an_asynchronous_lock(self, account, redis_url):
+        async def main():
+            async with redis.asyncio.from_url(redis_url) as client, AsyncLock(client, "account:1") as held:
+                account.balance = 5
+                await account.asave_fenced(held)
+                await sync_to_async(drop_connections)()
+                return held.fence
+
+        fence = asyncio.run(main())
+        assert stored() == (5, fence)
 
 
 def in_thread(function):
