@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from django.core.cache.backends.base import BaseCache
@@ -16,6 +17,11 @@ else:
     Base = object
 
 
+@lru_cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
+
+
 class RedisBackend(Base):
     """What the mixins need to know of the backend that they are put in front of."""
 
@@ -24,7 +30,7 @@ class RedisBackend(Base):
         try:
             return server_of(self._redis(made))
         except TypeError as error:
-            log.warning("The cache works without locks: %s.", error)
+            _warn_once(f"The cache works without locks: {error}.")
             return None
 
     def _redis(self, made: str) -> Redis:
