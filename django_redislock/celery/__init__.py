@@ -1,0 +1,18 @@
+"""Celery tasks of which one instance runs at a time.
+
+Put ``@single_instance`` under ``@shared_task`` or ``@app.task``, or derive a task from `SingleInstanceTask`. The lock is taken
+around the whole execution and released before callbacks run and before the result is stored, however the task ends.
+"""
+
+from __future__ import annotations
+
+from django.core.checks import register
+
+from ..checks import TAG
+from .mark import check_marks, single_instance
+from .options import SingleInstanceOptions
+from .task import Execution, SingleInstanceMixin, SingleInstanceTask
+
+__all__ = ["Execution", "SingleInstanceMixin", "SingleInstanceOptions", "SingleInstanceTask", "single_instance"]
+
+register(check_marks, TAG)

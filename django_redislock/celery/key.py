@@ -1,0 +1,127 @@
+"""Which executions of a task are the same: a key made from its arguments.
+
+Producer and worker must come to the same key, though one has what the caller gave and the other what the serializer made of
+it. So arguments count as they look after a journey through kombu's JSON: a tuple is a list, an enum its value, the keys of a
+dict are strings, and datetimes, UUIDs, decimals and bytes are themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from django.db.models import Model
+from kombu.utils import json as kombu_json
+
+from ..core.keys import MAX_NAME
+
+Key = str | Sequence[str] | Callable[..., str] | None
+
+
+def lock_name(task: str, key: str) -> str:
+    """Return the name of the lock of a task and a key; an empty key stands for all arguments."""
+    task = task.replace("%", "%25").replace(":", "%3A")  # so that no task's key reads as a part of another's name
+    name = f"celery:{task}:{key}" if key else f"celery:{task}"
+    name = name.encode(errors="backslashreplace").decode()
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 33]}:{_hash(name)}"
+
+
+def make(key: Key, bound: inspect.BoundArguments) -> str:
+    """Return the key of these arguments.
+
+    `key` is a format string over the parameters (``"report:{customer_id}"``), a list of those that count (``[]``: none, one
+    lock for the task), a callable that takes what the task takes and returns a string, or None: all arguments count.
+    Raises TypeError when an argument that counts has no stable form.
+    """
+    bound.apply_defaults()
+    if callable(key):
+        return _text(key(*map(_seen, bound.args), **{name: _seen(value) for name, value in bound.kwargs.items()}))
+    arguments = _by_name(bound)
+    if isinstance(key, str):
+        try:
+            return key.format(**{name: _seen(value) for name, value in arguments.items()})
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
+            raise TypeError(
+                f"key={key!r} cannot be made from {arguments!r}: {type(error).__name__}: {error}"
+            ) from error
+    if key is not None:
+        arguments = {name: arguments.get(name) for name in key}
+        if not arguments:
+            return ""
+    return digest(arguments)
+
+
+def digest(arguments: Mapping[str, Any]) -> str:
+    """Return a hash of the arguments: the same for what is the same to a worker, another for 1, "1" and True."""
+    try:
+        return _hash(_sorted_json(arguments, _DigestEncoder))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"no key can be made from the arguments {arguments!r}: {error}. Name the parameters that count, as in "
+            'key=["customer_id"] or key="{customer_id}", or give a callable.'
+        ) from error
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature, without evaluating annotations, whose names may exist for type checkers only."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return inspect.signature(function, annotation_format=annotationlib.Format.FORWARDREF)
+    return inspect.signature(function)
+
+
+def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return all arguments by name; those that ``**kwargs`` took count by their own names."""
+    arguments = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments = arguments.pop(parameter.name) | arguments
+    return arguments
+
+
+def _sorted_json(value: object, encoder: type[_Encoder]) -> str:
+    plain = json.loads(json.dumps(value, cls=encoder))  # first, so that the keys that are sorted are strings
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _text(key: object) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"the callable given as key must return a str, not {type(key).__name__}")
+    return key
+
+
+class _Encoder(kombu_json.JSONEncoder):
+    def default(self, value: Any) -> Any:
+        if hasattr(value, "model_dump"):  # pydantic; Celery dumps it on its way out
+            return value.model_dump(mode="json")
+        return super().default(value)
+
+
+class _DigestEncoder(_Encoder):
+    """Also takes what only pickle can carry."""
+
+    def default(self, value: Any) -> Any:
+        if isinstance(value, Model):
+            if value.pk is None:
+                raise TypeError(f"{value!r} is not saved, so nothing tells it from others")
+            return {"__type__": "model", "__value__": [value._meta.label, value.pk]}
+        if isinstance(value, (set, frozenset)):
+            return {"__type__": "set", "__value__": sorted(digest({"": member}) for member in value)}
+        return super().default(value)
+
+
+def _seen(value: Any) -> Any:
+    """Return an argument as a worker sees it; what JSON cannot carry stays as it is."""
+    try:
+        return kombu_json.loads(_sorted_json(value, _Encoder))
+    except (TypeError, ValueError):
+        return value

@@ -1,0 +1,98 @@
+"""``@single_instance``, and how it reaches the task.
+
+A task's class is made from the function by ``Celery._task_from_fun``, later and once for each app, with the base that
+``@shared_task`` names. Celery has no hook there, so importing this module adds one: a marked function gets the mixin put in
+front of its base, exactly as if the base and the options had been written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, Unpack, overload
+from weakref import WeakSet
+
+from celery import Celery, Task, _state
+from celery.local import Proxy
+from django.core.checks import CheckMessage, Error
+
+from .options import Mark, SingleInstanceOptions
+from .task import SingleInstanceMixin
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ATTRIBUTE = "__single_instance__"
+
+
+_marks: WeakSet[Mark] = WeakSet()
+
+
+@overload
+def single_instance(function: F, /) -> F: ...
+@overload
+def single_instance(**options: Unpack[SingleInstanceOptions]) -> Callable[[F], F]: ...
+def single_instance(function: Any = None, /, **options: Any) -> Any:
+    """Let one instance of a task run at a time: put it under ``@shared_task`` or ``@app.task``, bare or with options.
+
+    What is not given comes from ``DJANGO_REDISLOCK["CELERY"]``; see `SingleInstanceOptions`. Raises TypeError and ValueError for
+    bad options, and TypeError for anything but a function.
+    """
+
+    def mark(function: F) -> F:
+        if issubclass(type(function), Proxy) or isinstance(function, Task):
+            raise TypeError(
+                "@single_instance must stand below @shared_task or @app.task, next to the function:\n\n"
+                "    @shared_task\n    @single_instance\n    def ..."
+            )
+        if isinstance(function, type):
+            raise TypeError(
+                "@single_instance marks functions; write a task class as class X(SingleInstanceTask), with its options as "
+                "the attribute single_instance = {...}"
+            )
+        if not callable(function) or not hasattr(function, "__dict__"):
+            raise TypeError(f"@single_instance marks functions, not {function!r}; options are given by name")
+        mark = Mark(function, options)
+        setattr(function, ATTRIBUTE, mark)
+        _marks.add(mark)
+        return function
+
+    return mark if function is None else mark(function)
+
+
+_task_from_fun = Celery._task_from_fun
+
+
+def _task_from_marked_fun(
+    self: Celery, fun: Callable[..., Any], name: str | None = None, base: Any = None, **options: Any
+) -> Any:
+    mark = getattr(fun, ATTRIBUTE, None)
+    if mark is not None:
+        if "single_instance" in options:
+            raise TypeError(f"{mark.function} has both @single_instance and single_instance=...; use one of them")
+        options["single_instance"] = mark
+        base = base or self.Task
+        if not issubclass(base, SingleInstanceMixin):
+            base = type(base.__name__, (SingleInstanceMixin, base), {"__module__": base.__module__})
+    return _task_from_fun(self, fun, name, base, **options)
+
+
+Celery._task_from_fun = _task_from_marked_fun  # type: ignore[assignment, method-assign]
+
+
+def check_marks(**kwargs: object) -> list[CheckMessage]:
+    """Tell of functions that carry ``@single_instance`` though no task was made from them."""
+    for app in list(_state._get_active_apps()):  # type: ignore[attr-defined]
+        try:
+            if app.autofinalize:
+                app.finalize(auto=True)
+        except Exception as error:  # of whichever task; it would come again, in a worker
+            return [Error(f"{app!r} cannot make its tasks: {type(error).__name__}: {error}", id="redislock.E011")]
+    return [
+        Error(
+            f"{mark.function} is marked with @single_instance, but no task holds that mark.",
+            hint="Put @shared_task or @app.task directly above @single_instance; a decorator between them must use "
+            "functools.wraps. Two tasks of one name are one task: the first.",
+            id="redislock.E010",
+        )
+        for mark in sorted(_marks, key=lambda mark: mark.function)
+        if not mark.effective
+    ]

@@ -1,0 +1,178 @@
+"""The options of a single-instance task: checked where they are written, completed from the settings where they are used."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from string import Formatter
+from typing import Any, Literal, TypedDict
+
+from .. import conf
+from ..core.keys import Seconds, check_expire, check_timeout
+from .key import Key, signature_of
+
+OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
+
+
+class SingleInstanceOptions(TypedDict, total=False):
+    """What ``@single_instance(...)`` and ``single_instance={...}`` take; the rest comes from ``DJANGO_REDISLOCK["CELERY"]``."""
+
+    scope: Literal["run"]
+    """When the lock is held. "run": while the body runs."""
+    key: Key
+    """Which executions exclude each other; None: those with the same arguments. See `key.make`."""
+    expire: Seconds
+    auto_renewal: bool
+    max_hold: Seconds | None
+    on_conflict: OnConflict
+    """What a duplicate does. A callable gets the task and the TaskAlreadyRunning: what it returns is the task's result."""
+    wait: Seconds
+    """Seconds that ``on_conflict="wait"`` waits before it raises."""
+    skip_result: Any
+    """What a task returns that ``on_conflict="skip"`` skipped."""
+    on_backend_error: Literal["raise", "run", "reschedule"]
+    """What a task does that cannot start because Redis does not answer."""
+    lock_direct_calls: bool
+    """Whether ``task(...)``, a plain call of the function, takes the lock too."""
+    reschedule_delay: Seconds
+    """Seconds, on average, until a rescheduled task tries again."""
+    reschedule_limit: int | None
+    """How often one task id is rescheduled at most, before its conflict is raised."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every option, with the value in force now."""
+
+    scope: str
+    expire: float
+    auto_renewal: bool
+    max_hold: float | None
+    on_conflict: str | Callable[..., Any]
+    wait: float
+    on_backend_error: str
+    key: Key = None
+    skip_result: Any = None
+    lock_direct_calls: bool = False
+    reschedule_delay: float = 10.0
+    reschedule_limit: int | None = 100
+
+
+NAMES = tuple(field.name for field in fields(Options))
+
+
+class Mark:
+    """What ``@single_instance`` leaves on a function."""
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self.options = check(options, function)
+        self.function = f"{function.__module__}.{function.__qualname__}"
+        self.effective = False
+        """Whether a task class has it."""
+
+
+def complete(given: Mapping[str, Any]) -> Options:
+    """Return the options given, and the rest from the settings."""
+    settings = conf.get().celery
+    return Options(**{**{name: getattr(settings, name) for name in NAMES if hasattr(settings, name)}, **given})
+
+
+def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
+    """Return the options of a task of this function; raises TypeError or ValueError that names what is wrong."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"single_instance must be a dict of options, not {type(given).__name__}")
+    checked: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in NAMES:
+            near = difflib.get_close_matches(str(name), NAMES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}."
+            raise TypeError(f"single_instance has no option {name!r}: {hint}")
+        if name == "expire" and value is None:
+            continue  # as everywhere: the life that the settings give
+        checked[name] = _CHECKS[name](value, name) if name in _CHECKS else value
+    _check_parameters(checked.get("key"), function)
+    return checked
+
+
+def _one_of(*choices: str) -> Callable[[object, str], object]:
+    def check(value: object, name: str) -> object:
+        if value not in choices:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
+        return value
+
+    return check
+
+
+_check_policy = _one_of("raise", "skip", "reschedule", "wait")
+
+
+def _check_on_conflict(value: object, name: str) -> object:
+    return value if callable(value) else _check_policy(value, name)
+
+
+def _check_flag(value: object, name: str) -> object:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def _check_wait(value: object, name: str) -> object:
+    if value is None:
+        raise TypeError(f"{name} must be a number of seconds or a timedelta, not None: a worker would wait for ever")
+    return check_timeout(value)
+
+
+def _check_limit(value: object, name: str) -> object:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int or None, not {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, not {value!r}")
+    return value
+
+
+def _check_key(value: object, name: str) -> object:
+    if value == "":
+        raise ValueError(f"{name} must not be empty; one lock whatever the arguments is {name}=[]")
+    if value is None or isinstance(value, str) or callable(value):
+        return value
+    if isinstance(value, Sequence) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise TypeError(f"{name} must be a format string, a list of parameter names, a callable or None, not {value!r}")
+
+
+_CHECKS: dict[str, Callable[[Any, str], object]] = {
+    "scope": _one_of("run"),
+    "key": _check_key,
+    "expire": check_expire,
+    "auto_renewal": _check_flag,
+    "max_hold": lambda value, name: None if value is None else check_expire(value, name),
+    "on_conflict": _check_on_conflict,
+    "wait": _check_wait,
+    "on_backend_error": _one_of("raise", "run", "reschedule"),
+    "lock_direct_calls": _check_flag,
+    "reschedule_delay": check_expire,
+    "reschedule_limit": _check_limit,
+}
+
+
+def _check_parameters(key: Key, function: Callable[..., Any] | None) -> None:
+    """Raise ValueError when the key names something that is no parameter of the function."""
+    if key is None or callable(key) or function is None:
+        return
+    if isinstance(key, str):
+        wanted = [field.split(".")[0].split("[")[0] for _, field, _, _ in Formatter().parse(key) if field is not None]
+    else:
+        wanted = list(key)
+    parameters = signature_of(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in wanted:
+        if name not in parameters:
+            raise ValueError(
+                f"key names {name!r}, which is no parameter of {getattr(function, '__qualname__', function)}: "
+                f"{', '.join(parameters) or 'it has none'}"
+            )

@@ -1,0 +1,1 @@
+"""A small Celery app with Django, for workers in processes of their own."""

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import os
+
+from celery import Celery
+
+app = Celery("celery_site", include=["tests.celery_site.tasks", "tests.celery_site.forms"])
+app.conf.update(
+    broker_connection_retry_on_startup=True,
+    result_expires=600,
+    worker_prefetch_multiplier=1,
+    worker_hijack_root_logger=False,
+    worker_cancel_long_running_tasks_on_connection_loss=True,
+)
+
+
+def use(server_url: str) -> None:
+    """Have the broker and the results in databases of their own, for every test empties that of the locks."""
+    base = server_url.rpartition("/")[0]
+    app.conf.update(broker_url=f"{base}/1", result_backend=f"{base}/2")
+
+
+if "REDISLOCK_TEST_URL" in os.environ:
+    use(os.environ["REDISLOCK_TEST_URL"])

@@ -1,0 +1,103 @@
+"""What the tests with workers stand on: workers that are kept for a whole module, and questions about what came of a task."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from celery import states
+from celery.result import AsyncResult, GroupResult
+from kombu import pools
+
+from tests.celery_site.app import app, use
+from tests.celery_site.diary import DIRECTORY, Diary
+from tests.support import Server, wait_until
+from tests.support.worker import Worker
+
+# A solo worker does one thing at a time, so there are two of them.
+POOLS = {"prefork": (1, 4), "threads": (1, 4), "solo": (2, 1)}
+
+
+class Workers:
+    """Starts workers for the tests of one module, each pool once."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._directory = directory
+        self._stack = stack
+        self._run = uuid.uuid4().hex[:8]
+        self._pools: dict[str, list[Worker]] = {}
+        self._started: list[Worker] = []
+
+    def of(self, pool: str) -> list[Worker]:
+        """Return the workers of the pool that the module's tests share."""
+        if pool not in self._pools:
+            count, concurrency = POOLS[pool]
+            self._pools[pool] = [self.start(pool, number, concurrency=concurrency) for number in range(count)]
+        return [worker.wait_ready() for worker in self._pools[pool]]
+
+    def start(self, pool: str, number: int = 0, *options: str, name: str = "", **more: Any) -> Worker:
+        """Start one more worker, on the queue of its pool or of this name."""
+        queue = f"{self._run}-{name or pool}"
+        log = self._directory / f"{queue}-{number}.log"
+        worker = self._stack.enter_context(Worker(queue, pool, log, *options, number=number, **more))
+        self._started.append(worker)
+        return worker
+
+    def dismiss(self) -> None:
+        """Tell all to end, so that they do it at the same time."""
+        for worker in self._started:
+            worker.signal(signal.SIGTERM)
+
+    def start_all(self) -> None:
+        """Start the workers of every pool, so that they get ready at the same time."""
+        for pool, (count, concurrency) in POOLS.items():
+            self._pools[pool] = [self.start(pool, number, concurrency=concurrency) for number in range(count)]
+
+
+@contextmanager
+def workers(server: Server, directory: Path) -> Iterator[Workers]:
+    """Set the app up for this server, and give workers that end with the block."""
+    use(server.url)
+    os.environ[DIRECTORY] = str(directory)
+    try:
+        with ExitStack() as stack:
+            crew = Workers(directory, stack)
+            yield crew
+            crew.dismiss()
+    finally:
+        del os.environ[DIRECTORY]
+        pools.reset()
+        app._after_fork()  # it forgets its pools, as in a forked child
+        consumer = app.backend.result_consumer
+        consumer.stop()
+        consumer._pubsub = None  # so that a result that is garbage-collected later does not look for its server
+        app.backend.client.close()
+
+
+class Stage:
+    """The queue of some workers, and a diary of a name that no other test has."""
+
+    def __init__(self, workers: list[Worker], gated: bool = False) -> None:
+        self.workers = workers
+        self.queue = workers[0].queue
+        self.name = f"{'gated' if gated else 'free'}-{uuid.uuid4().hex}"  # the tasks read from it whether to wait
+        self.diary = Diary(self.name)
+
+    def publish(self, task: Any, *args: object, **options: Any) -> AsyncResult[Any]:
+        """Publish the task with the stage's name as its first argument, to the stage's queue."""
+        return task.apply_async((self.name, *args), queue=self.queue, **options)
+
+    @property
+    def log(self) -> str:
+        return "\n".join(worker.log for worker in self.workers)
+
+
+def ended(result: AsyncResult[Any] | GroupResult, timeout: float = 30) -> AsyncResult[Any]:
+    """Wait until the task is in a terminal state."""
+    wait_until(lambda: result.state in states.READY_STATES, timeout, f"{result.id} ends; it is {result.state}")
+    return result

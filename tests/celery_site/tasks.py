@@ -1,0 +1,167 @@
+"""Tasks that note when they run; what they do in between comes with the arguments."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+from celery import shared_task
+from celery.exceptions import Ignore, Reject
+
+from django_redislock.celery import single_instance
+from tests.celery_site.diary import Diary
+
+
+def act(task: Any, name: str, how: str = "return") -> Any:
+    """Start, wait at the gate if the name asks for it, and end in the way that is asked for."""
+    diary = Diary(name)
+    with diary.run(task.request.id):
+        if name.startswith("gated"):
+            diary.wait_at_gate()
+        match how:
+            case "return":
+                return f"ran {task.request.id}"
+            case "fail":
+                raise ZeroDivisionError(name)
+            case "retry":
+                if task.request.retries < 2:
+                    # Not at once: Celery stores RETRY after it has published the retry, at times over its result.
+                    raise task.retry(countdown=0.3, max_retries=2)
+                return task.request.retries
+            case "ignore":
+                raise Ignore
+            case "reject":
+                raise Reject("not wanted")
+            case "replace":
+                raise task.replace(plain.si(name).set(queue=task.request.delivery_info["routing_key"]))
+            case "exit":
+                raise SystemExit(1)
+            case "sleep":  # until a signal comes
+                time.sleep(60)
+            case "deaf":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(60)
+            case "until lost":
+                diary.note("held", fence=task.single_instance.lock.fence)
+                deadline = time.monotonic() + 20
+                while task.single_instance.lost is None and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                try:
+                    task.single_instance.raise_if_lost()
+                except Exception as error:
+                    diary.note("told", error=type(error).__name__)
+                return "finished all the same"
+    raise ValueError(how)
+
+
+@shared_task
+def plain(name: str) -> str:
+    """A task without a lock."""
+    Diary(name).note("plain")
+    return "plain"
+
+
+@shared_task
+def gather(results: list[Any]) -> int:
+    """The body of a chord."""
+    return len(results)
+
+
+@shared_task
+def note_error(request: Any, error: BaseException, traceback: object, name: str = "") -> None:
+    Diary(name).note("errback", error=type(error).__name__)
+
+
+# One for each policy. A life of a minute, so that a lock that is left behind does not look like one that is released.
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, reschedule_delay=0.3)
+def refuse(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, on_conflict="skip", skip_result="skipped")
+def skip(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, on_conflict="wait", wait=30)
+def wait(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, on_conflict="wait", wait=0.2)
+def wait_shortly(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True, max_retries=0)
+@single_instance(key="{name}", expire=60, on_conflict="reschedule", reschedule_delay=0.2, reschedule_limit=None)
+def reschedule(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=2)
+def reschedule_twice(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+def decide(task: Any, error: Exception) -> Any:
+    """Return the holder as the duplicate's result."""
+    return ["decided", type(error).__name__, task.name]
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, on_conflict=decide)
+def call(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60)
+def nested(self: Any, name: str, depth: int = 0) -> Any:
+    """A task that calls itself, like a function and through Celery."""
+    if depth:
+        return f"ran {self.request.id}"
+    return [self(name, 1), self.apply((name, 1)).get(disable_sync_subtasks=False)]
+
+
+# For the deaths of workers: a life that a test can wait for.
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=2)
+def mortal(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True, acks_late=True, reject_on_worker_lost=True)
+@single_instance(key="{name}", expire=2, reschedule_delay=0.3)
+def mortal_late(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True, autoretry_for=(Exception,), retry_backoff=False, default_retry_delay=0.3, max_retries=3)
+@single_instance(key="{name}", expire=60)
+def autoretry(self: Any, name: str, how: str = "return") -> Any:
+    diary = Diary(name)
+    with diary.run(self.request.id):
+        if name.startswith("gated"):
+            diary.wait_at_gate()
+        if self.request.retries < 2:
+            raise ZeroDivisionError(name)
+        return self.request.retries
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=2, on_backend_error="run")
+def run_without(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=2, on_backend_error="reschedule", reschedule_delay=0.5)
+def try_later(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)

@@ -1,0 +1,206 @@
+"""What kills a task: limits, revokes, signals, dead children and hosts, a server that goes away. With real workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from django_redislock import LockBackendError
+from django_redislock.core import held_locks
+from tests.celery_site import tasks
+from tests.celery_site.app import app
+from tests.celery_site.harness import Stage, Workers, ended, workers
+from tests.support import wait_until
+from tests.support.worker import Worker
+
+pytestmark = pytest.mark.processes
+
+LIFE = 2
+"""Seconds that a lock of the mortal tasks lives without its holder."""
+
+
+@pytest.fixture(scope="module")
+def crew(server, tmp_path_factory) -> Iterator[Workers]:
+    with workers(server, tmp_path_factory.mktemp("faults")) as crew:
+        yield crew
+
+
+@pytest.fixture
+def stage(crew) -> Iterator[Stage]:
+    stage = Stage(crew.of("prefork"))
+    yield stage
+    assert stage.diary.events("overlap") == []
+
+
+@pytest.fixture(autouse=True)
+def no_lock_is_left(client) -> Iterator[None]:
+    yield
+    wait_until(lambda: not list(held_locks(client)), 10, "all locks are released")
+
+
+def runs(stage: Stage, task) -> dict:
+    """Publish a task that lasts until a signal comes, and wait until it runs."""
+    result = stage.publish(task, "sleep")
+    return {"result": result, **stage.diary.wait_for("start")}
+
+
+def free_within(task, stage: Stage, seconds: float) -> None:
+    wait_until(lambda: task.lock_info(stage.name) is None, seconds, "the lock is free")
+
+
+# Ends that the child notices: the lock is free at once, though its life is a minute
+
+
+def test_soft_time_limit(stage):
+    result = stage.publish(tasks.refuse, "sleep", soft_time_limit=1)
+    assert type(ended(result).result).__name__ == "SoftTimeLimitExceeded"
+    assert tasks.refuse.lock_info(stage.name) is None
+    assert ended(stage.publish(tasks.refuse)).state == "SUCCESS"
+
+
+def test_soft_time_limit_while_waiting_for_the_lock(stage, client):
+    """The waiter leaves the queue, so that the next one is served."""
+    holder = runs(stage, tasks.wait)
+    waiter = stage.publish(tasks.wait, soft_time_limit=1)
+    wait_until(lambda: tasks.wait.lock_info(stage.name).waiting == 1)
+    assert type(ended(waiter).result).__name__ == "SoftTimeLimitExceeded"
+    wait_until(lambda: tasks.wait.lock_info(stage.name).waiting == 0)
+    app.control.revoke(holder["result"].id, terminate=True)
+    assert ended(stage.publish(tasks.wait)).state == "SUCCESS"
+
+
+def test_revoke_with_terminate(stage):
+    run = runs(stage, tasks.refuse)
+    app.control.revoke(run["result"].id, terminate=True)  # SIGTERM
+    assert ended(run["result"]).state == "REVOKED"
+    free_within(tasks.refuse, stage, 5)
+    assert ended(stage.publish(tasks.refuse)).state == "SUCCESS"
+
+
+def test_system_exit_in_the_body(stage):
+    stage.publish(tasks.refuse, "exit")
+    stage.diary.wait_for("end")
+    free_within(tasks.refuse, stage, 5)
+    assert ended(stage.publish(tasks.refuse)).state == "SUCCESS"
+
+
+# Ends that nobody can answer to: the lock ends by its life
+
+
+@pytest.mark.parametrize("how", ["sleep", "deaf"])
+def test_hard_time_limit(stage, how):
+    """Celery reports it some time before the child is dead; the lock is not released for the report."""
+    result = stage.publish(tasks.mortal, how, time_limit=1)
+    assert type(ended(result).result).__name__ == "TimeLimitExceeded"
+    free_within(tasks.mortal, stage, LIFE + 1)
+    assert ended(stage.publish(tasks.mortal)).state == "SUCCESS"
+
+
+def test_child_killed(stage):
+    run = runs(stage, tasks.mortal)
+    os.kill(run["pid"], signal.SIGKILL)
+    killed = time.monotonic()
+    results = [ended(stage.publish(tasks.mortal))]
+    while results[-1].state != "SUCCESS":
+        results.append(ended(stage.publish(tasks.mortal)))
+    assert stage.diary.events("start")[-1]["at"] - killed <= LIFE + 1
+    assert type(ended(run["result"]).result).__name__ == "WorkerLostError"
+
+
+def test_child_killed_and_its_message_delivered_again(stage):
+    """The only copy of the message meets the lock of its own dead run; it is neither dropped nor refused."""
+    result = stage.publish(tasks.mortal_late, "sleep")
+    first = stage.diary.wait_for("start")
+    os.kill(first["pid"], signal.SIGKILL)
+    second = stage.diary.wait_for("start", 2, timeout=LIFE + 10)
+    assert second["id"] == first["id"]
+    assert second["at"] - first["at"] <= LIFE + 5
+    app.control.revoke(result.id, terminate=True)
+    free_within(tasks.mortal_late, stage, 10)
+
+
+def test_main_process_and_children_killed(crew):
+    worker = crew.start("prefork", name="doomed", concurrency=2).wait_ready()
+    stage = Stage([worker])
+    runs(stage, tasks.mortal)
+    worker.kill()
+    free_within(tasks.mortal, stage, LIFE + 1)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+def test_warm_shutdown_lets_the_task_finish(crew, pool):
+    worker = crew.start(pool, name=f"warm-{pool}", concurrency=1).wait_ready()
+    stage = Stage([worker], gated=True)
+    result = stage.publish(tasks.refuse)
+    stage.diary.wait_for("start")
+    worker.signal(signal.SIGTERM)
+    assert tasks.refuse.lock_info(stage.name) is not None
+    stage.diary.open_gate()
+    assert worker.wait() == 0
+    assert result.state == "SUCCESS"
+    assert tasks.refuse.lock_info(stage.name) is None
+
+
+def test_cold_shutdown(crew):
+    worker = crew.start("prefork", name="cold", concurrency=1).wait_ready()
+    stage = Stage([worker])
+    runs(stage, tasks.refuse)
+    worker.signal(signal.SIGQUIT)
+    worker.wait()
+    free_within(tasks.refuse, stage, 5)
+
+
+# The lock's own faults
+
+
+@pytest.fixture(params=["prefork", "threads", "solo"])
+def pool(request) -> str:
+    return request.param
+
+
+def test_a_lost_lock_is_told_to_the_body_and_its_result_stands(crew, pool):
+    stage = Stage(crew.of(pool))
+    result = stage.publish(tasks.mortal, "until lost")
+    stage.diary.wait_for("held")
+    assert tasks.mortal.unlock(stage.name)
+    assert stage.diary.wait_for("told")["error"] == "LockLost"
+    assert ended(result).result == "finished all the same"
+    assert f"Lock 'celery:{tasks.mortal.name}:{stage.name}'" in stage.log
+    assert " was lost: " in stage.log
+
+
+@pytest.fixture
+def apart(crew, own_server, settings) -> Iterator[Worker]:
+    """A worker whose locks live on a server of their own, which the test may kill."""
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url}
+    name = f"apart-{own_server.port}"
+    worker = crew.start("solo", name=name, concurrency=1, env={"REDISLOCK_TEST_LOCKS": own_server.url})
+    yield worker.wait_ready()
+    worker.close()
+
+
+def test_redis_down_at_the_start(apart, own_server):
+    stage = Stage([apart])
+    own_server.stop()
+    assert type(ended(stage.publish(tasks.refuse)).result) is LockBackendError
+    assert ended(stage.publish(tasks.run_without)).state == "SUCCESS"
+    assert "runs without its lock, for Redis does not answer" in apart.log
+    later = stage.publish(tasks.try_later)
+    wait_until(lambda: later.state == "RETRY", 20)
+    own_server.start()
+    assert ended(later).result == f"ran {later.id}"
+    assert len(stage.diary.events("start")) == 2
+
+
+def test_redis_down_at_the_release(apart, own_server):
+    stage = Stage([apart], gated=True)
+    result = stage.publish(tasks.mortal)
+    stage.diary.wait_for("start")
+    own_server.stop()
+    stage.diary.open_gate()
+    assert ended(result).result == f"ran {result.id}"
+    assert "could not release its lock, which ends by its expiry" in apart.log
