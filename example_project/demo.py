@@ -47,6 +47,8 @@ class Demo:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.processes: list[Process] = []
+        self.addresses: list[tuple[str, int]] = []
+        """Host and port of each process of the site."""
 
     def start(self, port: int) -> None:
         """Start Valkey, two processes of the site, and a worker with two children."""
@@ -57,10 +59,7 @@ class Demo:
             "DJANGO_SUPERUSER_PASSWORD": LOGIN,
             "REBUILD_EVERY": "12",
         }
-        with listen(port) as shared:
-            self.site = shared.getsockname()
-            serve = (sys.executable, "serve.py", "--fd", shared.fileno())
-            sites = [self.run(f"site-{n}", *serve, pass_fds=[shared.fileno()]) for n in (1, 2)]
+        sites = [self.run_site(1, port), self.run_site(2, 0)]
         self.worker = self.run_celery("worker", "--pool", "prefork", "--concurrency", 2, "--without-mingle")
 
         django.setup()
@@ -91,6 +90,12 @@ class Demo:
             else:
                 return f"redis://127.0.0.1:{port}/0"
 
+    def run_site(self, number: int, port: int) -> Process:
+        with listen(port) as listening:  # from here to the process, so that nobody can take the port in between
+            self.addresses.append(listening.getsockname())
+            file = listening.fileno()
+            return self.run(f"site-{number}", sys.executable, "serve.py", "--fd", file, pass_fds=[file])
+
     def start_beat(self) -> None:
         self.run_celery("beat", "--schedule", self.directory / "beat", "--pidfile", "")
 
@@ -107,7 +112,7 @@ class Demo:
         import main_job
 
         rows = [
-            row("40 clients ask for a cold report", main_job.clients_on_a_cold_report, *self.site),
+            row("40 clients ask for a cold report", main_job.clients_on_a_cold_report, self.addresses),
             row("20 publishes of one task at once", main_job.simultaneous_publishes),
         ]
         # Not before: with one worker busy for beat, the duplicates above would wait until they are none any more.
@@ -121,9 +126,9 @@ class Demo:
 
     def serve(self) -> NoReturn:
         """Stay up until a signal comes."""
-        address = "http://{}:{}/".format(*self.site)
-        say(f"\nThe site   {address}")
-        say(f"Its admin  {address}admin/  (login {LOGIN}, password {LOGIN})")
+        first, second = (f"http://{host}:{port}/" for host, port in self.addresses)
+        say(f"\nThe site   {first}  (and its second process: {second})")
+        say(f"Its admin  {first}admin/  (login {LOGIN}, password {LOGIN})")
         say("Ctrl-C ends it and every process that it started.")
         while True:
             time.sleep(0.5)
@@ -166,7 +171,7 @@ def say(line: str = "") -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help="stay up afterwards, until Ctrl-C")
-    parser.add_argument("--port", type=int, default=8000, help="of the site (8000); if it is taken, a free one")
+    parser.add_argument("--port", type=int, default=8000, help="of the site (8000); if it is taken, a free one is used")
     arguments = parser.parse_args()
     sys.stdout.reconfigure(errors="replace")
     for number in SIGNALS:

@@ -34,10 +34,10 @@ class Outcome(NamedTuple):
     lines: list[str]
 
 
-def clients_on_a_cold_report(host: str, port: int) -> Outcome:
-    def ask() -> tuple[str, str, bytes, float]:
+def clients_on_a_cold_report(addresses: list[tuple[str, int]]) -> Outcome:
+    def ask(number: int) -> tuple[str, str, bytes, float]:
         started = time.perf_counter()
-        connection = http.client.HTTPConnection(host, port, timeout=60)
+        connection = http.client.HTTPConnection(*addresses[number % len(addresses)], timeout=60)
         connection.request("GET", f"/{YEAR}.json")
         response = connection.getresponse()
         body = response.read()
@@ -62,7 +62,7 @@ def clients_on_a_cold_report(host: str, port: int) -> Outcome:
 
 def simultaneous_publishes() -> Outcome:
     before = journal.runs(YEAR, "task")
-    tasks = at_once(20, lambda: rebuild_report.delay(YEAR))
+    tasks = at_once(20, lambda number: rebuild_report.delay(YEAR))
     results = {task.id: task.get(timeout=60, propagate=False) for task in tasks}
     computed = journal.runs(YEAR, "task") - before
     ran = [id for id, result in results.items() if isinstance(result, dict)]
@@ -134,18 +134,18 @@ def running_holder() -> LockInfo:
     return wait_until(holder, 30, "a worker runs the task")
 
 
-def at_once(count: int, function: Callable[[], Any]) -> list[Any]:
-    """Call the function in so many threads at the same time, and return what they returned."""
+def at_once(count: int, function: Callable[[int], Any]) -> list[Any]:
+    """Call the function in so many threads at the same time, each with a number, and return what they returned."""
     barrier, results, errors = threading.Barrier(count), [], []
 
-    def call() -> None:
+    def call(number: int) -> None:
         barrier.wait()
         try:
-            results.append(function())
+            results.append(function(number))
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=call, daemon=True) for _ in range(count)]
+    threads = [threading.Thread(target=call, args=[number], daemon=True) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,7 +1,4 @@
-"""Serve the site with waitress: ``python serve.py --port 8000``, or on a listening socket that was handed over.
-
-Several processes may serve the same socket, as the demo does.
-"""
+"""Serve the site with waitress: ``python serve.py --port 8000``, or on a listening socket that was handed over."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def test_the_demo_holds_and_leaves_nothing_behind(start_demo: Callable[..., Demo
 def test_the_demo_serves_until_ctrl_c(start_demo: Callable[..., Demo], tmp_path: Path) -> None:
     demo = start_demo("--serve", "--port", free_port())
     wait_until(lambda: demo.said("Ctrl-C ends"), timeout=180)
-    address = re.search(r"http://127\.0\.0\.1:(\d+)/\n", demo.text)
+    address = re.search(r"The site +http://127\.0\.0\.1:(\d+)/ ", demo.text)
     assert address is not None
     site = Site(int(address[1]))
     text = site.get(f"/{datetime.now(UTC).year}/")
