@@ -75,8 +75,10 @@ def _run(execution: Execution) -> Iterator[None]:
 
 if TYPE_CHECKING:
     _Task = Task[Any, Any]
+    _DjangoTask = DjangoTask[Any, Any]
 else:
     _Task = object
+    _DjangoTask = DjangoTask
 
 
 class SingleInstanceMixin(_Task):
@@ -294,5 +296,5 @@ def _release(lock: Lock) -> None:
         raise
 
 
-class SingleInstanceTask(SingleInstanceMixin, DjangoTask[Any, Any]):
+class SingleInstanceTask(SingleInstanceMixin, _DjangoTask):
     """A task that runs one instance at a time: ``@shared_task(base=SingleInstanceTask, single_instance={"expire": 60})``."""
