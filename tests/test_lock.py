@@ -23,7 +23,7 @@ from django_redislock import (
     StaleFence,
     TaskAlreadyRunning,
 )
-from django_redislock.core import Lock, held_locks, reset_all
+from django_redislock.core import Lock, RLock, held_locks, reset_all
 from django_redislock.core.keys import lock_keys
 from tests.support import counting, monitoring, wait_until
 
@@ -411,6 +411,24 @@ def test_the_bodys_exception_is_not_replaced_by_that_of_the_release(client, capl
         raise ValueError("mine")
     assert isinstance(caught.value.__context__, LockLost)
     assert "could not be released" in caplog.text
+
+
+def test_a_body_that_fails_after_several_locks_were_lost_ends(client):
+    with pytest.raises(ZeroDivisionError), Lock(client, "a"), Lock(client, "b"), Lock(client, "c"):
+        client.flushdb()
+        raise ZeroDivisionError
+
+
+def test_an_rlock_left_through_another_object_is_forgotten_by_all(client):
+    first, second = RLock(client, "a"), RLock(client, "a")
+    first.acquire()
+    second.acquire()
+    second.release()
+    first.release()
+    assert second.lost is None
+    assert second.id is None
+    assert second.acquire(blocking=False)
+    second.release()
 
 
 @pytest.mark.parametrize(

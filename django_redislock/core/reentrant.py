@@ -22,8 +22,15 @@ class Reentrant(BaseLock):
     def _key(self) -> tuple[Server, LockKeys, Any]:
         return self._server, self._keys, self._me()
 
-    def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
+    def _inside(self) -> Lease | None:
+        """Return the acquisition that the caller is in, and forget one that it left through another object."""
         lease = _entered.get(self._key())
+        if lease is None:
+            self._leases.pop(self._me(), None)
+        return lease
+
+    def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
+        lease = self._inside()
         if lease is None:
             acquired = yield from super()._acquire(timeout, listening)
             if acquired:
@@ -37,11 +44,10 @@ class Reentrant(BaseLock):
         return True
 
     def _own(self) -> Lease:
-        lease = _entered.get(self._key())
-        if lease is None:
-            self._leases.pop(self._me(), None)
-            return super()._own()
-        return lease
+        return self._inside() or super()._own()
+
+    def _latest(self) -> Lease | None:
+        return self._inside() or super()._latest()
 
     def _release(self) -> Steps[None]:
         lease = self._own()
