@@ -13,7 +13,7 @@ from .exceptions import (
     StaleFence,
     TaskAlreadyRunning,
 )
-from .facade import lock, locked, locked_atomic
+from .facade import alock, lock, locked, locked_atomic
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "NotAcquired",
     "StaleFence",
     "TaskAlreadyRunning",
+    "alock",
     "lock",
     "locked",
     "locked_atomic",

@@ -1,4 +1,4 @@
-"""`lock()` and `@locked`: the lock with the client and the defaults of the settings."""
+"""`lock()`, `alock()` and `@locked`: the lock with the client and the defaults of the settings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
 from . import conf, signals  # noqa: F401  (signals: so that they are sent)
 from .connections import get_client
+from .core.aio import AsyncLock
+from .core.base import BaseLock
 from .core.keys import MAX_SECONDS, Seconds, check_name
 from .core.lock import Lock
 from .core.server import Unlocked
@@ -20,6 +22,7 @@ from .transactions import UntilCommitLock, WatchedLock, in_atomic
 
 P = ParamSpec("P")
 R = TypeVar("R")
+L = TypeVar("L", bound=BaseLock)
 
 
 def lock(
@@ -53,24 +56,70 @@ def lock(
     """
     if until_commit is not None and not isinstance(until_commit, bool):
         raise TypeError(f"until_commit must be True, False or None, not {until_commit!r}")
-    settings = conf.get()
-    if not settings.enabled:
-        return Lock(_UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, id=id, label=label, kind=kind)
     kind_of_lock = WatchedLock if until_commit is None else UntilCommitLock if until_commit else Lock
-    return kind_of_lock(
-        get_client(using),
+    if not conf.get().enabled:
+        kind_of_lock = Lock
+    return _made(
+        kind_of_lock,
         name,
-        expire=settings.expire if expire is None else expire,
-        auto_renewal=settings.auto_renewal if auto_renewal is None else auto_renewal,
-        max_hold=settings.max_hold if max_hold is None else max_hold,
+        using,
+        expire=expire,
+        auto_renewal=auto_renewal,
+        max_hold=max_hold,
         id=id,
         blocking=blocking,
-        timeout=settings.timeout if timeout is None and blocking else timeout,
+        timeout=timeout,
         label=label,
         on_lost=on_lost,
         kind=kind,
-        prefix=settings.key_prefix,
     )
+
+
+def alock(
+    name: str,
+    *,
+    expire: Seconds | None = None,
+    auto_renewal: bool | None = None,
+    max_hold: Seconds | None = None,
+    id: str | None = None,
+    blocking: bool = True,
+    timeout: Seconds | None = None,
+    label: str | None = None,
+    on_lost: Callable[[AsyncLock], object] | None = None,
+    using: str | None = None,
+    kind: str = "lock",
+) -> AsyncLock:
+    """Return the lock `name` as `lock` does, for asyncio: ``async with alock("invoice:42", timeout=10): ...``.
+
+    Tasks, threads and processes share its name and its queue. See `AsyncLock` for what differs for tasks.
+    """
+    return _made(
+        AsyncLock,
+        name,
+        using,
+        expire=expire,
+        auto_renewal=auto_renewal,
+        max_hold=max_hold,
+        id=id,
+        blocking=blocking,
+        timeout=timeout,
+        label=label,
+        on_lost=on_lost,
+        kind=kind,
+    )
+
+
+def _made(kind_of_lock: type[L], name: str, using: str | None, **options: Any) -> L:
+    """Return the lock with the client of the settings, and with their defaults for what is None."""
+    settings = conf.get()
+    if not settings.enabled:
+        told = {key: options[key] for key in ("id", "label", "kind")}
+        return kind_of_lock(_UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, **told)
+    defaults = ["expire", "auto_renewal", "max_hold"] + (["timeout"] if options["blocking"] else [])
+    for key in defaults:
+        if options[key] is None:
+            options[key] = getattr(settings, key)
+    return kind_of_lock(get_client(using), name, prefix=settings.key_prefix, **options)
 
 
 _UNLOCKED = Unlocked()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,6 +23,10 @@ from .reentrant import Reentrant
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+
+_works_for: ContextVar[Callable[[], asyncio.Task[Any] | None]] = ContextVar("works_for", default=lambda: None)
+"""The task that acquired last, for threads that work for it: ``sync_to_async`` and ``asyncio.to_thread`` run in its context."""
 
 
 def _coroutine_function(method: F) -> F:
@@ -52,7 +58,7 @@ class AsyncLock(BaseLock):
     """
 
     def _me(self) -> Any:
-        return acting_for.get() or _current_task()
+        return acting_for.get() or _current_task() or _works_for.get()()
 
     def _run(self, steps: Callable[[bool], Steps[T]]) -> Coroutine[Any, Any, T]:
         return self._run_for(_current_task(), steps)
@@ -131,6 +137,7 @@ class AsyncLock(BaseLock):
             raise RuntimeError("an AsyncLock is acquired by a task")
         if me in self._coming:  # it would wait for itself
             raise AlreadyAcquired(self.name)
+        _works_for.set(weakref.ref(me))
         self._coming.add(me)
         try:
             return (yield from super()._acquire(timeout, listening))

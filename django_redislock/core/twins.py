@@ -49,6 +49,8 @@ def asyncio_twin(kind: type, settings: dict[str, Any]) -> Any:
     ours = {key: value for key, value in settings.items() if key not in _APART and (key in known or value)}
     if "connection_pool" in ours:
         ours["connection_pool"] = _Primary(ours["connection_pool"])
+    # Without a name, whose answers nobody needs, a connection that the server refuses still gets to read why.
+    ours |= {"driver_info": None} if "driver_info" in known else {"lib_name": None, "lib_version": None}
     return twin(**ours, retry=Retry(NoBackoff(), 0))
 
 

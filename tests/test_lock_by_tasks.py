@@ -1,0 +1,43 @@
+"""What the tests of Lock ask of it, asked of AsyncLock: each thread of those tests has a task that uses the lock for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import test_lock, test_lock_faults, test_lock_waiting
+from tests.support.tasks import Tasks, lock_for_threads
+
+# What is not about the Lock of this process, or about signals, forks and names of threads.
+OMITTED = {
+    "test_the_owner_is_known",
+    "test_errors_pickle_and_carry_their_data",
+    "test_a_forked_child_owns_nothing_of_its_parents",
+    "test_a_fork_while_threads_wait_harms_neither_side",
+    "test_a_signal_that_raises_anywhere_leaves_no_lock_and_no_broken_connection",
+    "test_an_interrupted_waiter_leaves_the_queue",
+    "test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins",
+}
+MODULES = (test_lock, test_lock_waiting, test_lock_faults)
+
+globals().update(
+    {
+        name: pytest.mark.processes(test) if module is test_lock_faults else test
+        for module in MODULES
+        for name, test in vars(module).items()
+        if name.startswith("test_") and name not in OMITTED
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def tasks() -> Iterator[Tasks]:
+    with Tasks() as tasks:
+        yield tasks
+
+
+@pytest.fixture(autouse=True)
+def _tasks_use_the_lock(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in MODULES:
+        monkeypatch.setattr(module, "Lock", lock_for_threads(tasks))
