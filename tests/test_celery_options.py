@@ -326,6 +326,16 @@ def test_an_app_that_cannot_make_its_tasks_is_an_error_of_the_system_check(app):
     assert said.endswith("cannot make its tasks: ValueError: expire must be between 0.001 and 316224000 seconds, not 0")
 
 
+def test_options_that_nobody_reads_are_an_error_of_the_system_check(app):
+    @app.task(name="unread", single_instance={"expire": 5})
+    def unread():
+        pass
+
+    assert found("redislock.E012") == {
+        "The task unread has options single_instance={...}, but is no SingleInstanceTask."
+    }
+
+
 def test_marks_that_have_their_effect_are_fine(app):
     def careful(function):
         @functools.wraps(function)

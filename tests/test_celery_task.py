@@ -188,6 +188,7 @@ def test_nothing_is_locked_where_locks_are_off(client, make, settings):
     settings.DJANGO_REDISLOCK = {"ENABLED": False}
     with Lock(client, task._name((), {})):
         assert task.apply().get() == [None, [task._name((), {})]], "of the holder, who is not in the way"
+        assert task.lock_info() is None
 
 
 # Direct calls and recursion

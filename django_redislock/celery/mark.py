@@ -7,7 +7,7 @@ front of its base, exactly as if the base and the options had been written out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, Unpack, overload
 from weakref import WeakSet
 
@@ -79,14 +79,24 @@ Celery._task_from_fun = _task_from_marked_fun  # type: ignore[assignment, method
 
 
 def check_marks(**kwargs: object) -> list[CheckMessage]:
-    """Tell of functions that carry ``@single_instance`` though no task was made from them."""
+    """Tell of functions and tasks that ask to be single-instance and are not."""
+    found: list[CheckMessage] = []
     for app in list(_state._get_active_apps()):  # type: ignore[attr-defined]
         try:
-            if app.autofinalize:
-                app.finalize(auto=True)
+            tasks = app.tasks if app.autofinalize else {}
         except Exception as error:  # of whichever task; it would come again, in a worker
             return [Error(f"{app!r} cannot make its tasks: {type(error).__name__}: {error}", id="redislock.E011")]
-    return [
+        # The mixin takes the options away: where they still are, nobody has read them.
+        found += [
+            Error(
+                f"The task {name} has options single_instance={{...}}, but is no SingleInstanceTask.",
+                hint="Give it base=SingleInstanceTask, or @single_instance(...) in place of the options.",
+                id="redislock.E012",
+            )
+            for name, task in tasks.items()
+            if isinstance(getattr(task, "single_instance", None), Mapping)
+        ]
+    return found + [
         Error(
             f"{mark.function} is marked with @single_instance, but no task holds that mark.",
             hint="Put @shared_task or @app.task directly above @single_instance; a decorator between them must use "

@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import logging
 import random
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,6 +26,7 @@ from celery.result import AsyncResult
 from .. import conf
 from ..connections import get_client
 from ..core import Lock, LockInfo, events
+from ..core.server import Unlocked
 from ..exceptions import LockBackendError, LockError, LockLost, LossRecord, NotAcquired, TaskAlreadyRunning
 from . import options as options_of
 from .key import lock_name, make, signature_of
@@ -60,17 +61,22 @@ class Execution:
             raise LockLost(self.lost.name, self.lost)
 
 
-# What runs in this thread or greenlet, outermost first: a task may call itself, or be applied within itself.
-_running: ContextVar[tuple[Execution, ...]] = ContextVar("django_redislock_executions", default=())
+class _Running(threading.local):
+    executions: tuple[Execution, ...] = ()
+    """What runs in this thread or greenlet, outermost first: a task may call itself, or be applied within itself."""
+
+
+_running = _Running()
 
 
 @contextmanager
 def _run(execution: Execution) -> Iterator[None]:
-    token = _running.set((*_running.get(), execution))
+    before = _running.executions
+    _running.executions = (*before, execution)
     try:
         yield
     finally:
-        _running.reset(token)
+        _running.executions = before
 
 
 if TYPE_CHECKING:
@@ -108,7 +114,7 @@ class SingleInstanceMixin(_Task):
     @property
     def single_instance(self) -> Execution:
         """The execution that runs now in this thread; outside of one, or without a lock, it is never lost."""
-        for execution in reversed(_running.get()):
+        for execution in reversed(_running.executions):
             if execution.task == self.name:
                 return execution
         return Execution(self.name)
@@ -148,7 +154,7 @@ class SingleInstanceMixin(_Task):
         if not conf.get().enabled or (request is None and not options.lock_direct_calls):
             return super().__call__(*args, **kwargs)
         name, task_id = self._name(args, kwargs, request), None if request is None else request.id
-        for outer in _running.get():
+        for outer in _running.executions:
             if outer.lock is not None and outer.lock.name == name:
                 with _run(Execution(self.name, task_id, outer.lock)):
                     return super().__call__(*args, **kwargs)
@@ -173,7 +179,11 @@ class SingleInstanceMixin(_Task):
     def _traced_request(self) -> Context | None:
         """Return the request of the execution that begins with this call, or None when a task is called like a function."""
         request = self.request_stack.top
-        if request is None or request.called_directly or any(outer.task_id == request.id for outer in _running.get()):
+        if (
+            request is None
+            or request.called_directly
+            or any(outer.task_id == request.id for outer in _running.executions)
+        ):
             return None
         return request
 
@@ -269,7 +279,7 @@ class SingleInstanceMixin(_Task):
     def _lock(self, name: str, label: str = "") -> Lock:
         options, settings = self._options, conf.get()
         return Lock(
-            get_client(),
+            get_client() if settings.enabled else Unlocked(),
             name,
             expire=options.expire,
             auto_renewal=options.auto_renewal,
