@@ -9,6 +9,7 @@ means that every line of the table held.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import platform
@@ -181,28 +182,29 @@ def main() -> int:
         directory = Path(name)
         logging.basicConfig(filename=directory / "demo.log", level=logging.INFO)
         demo = Demo(directory)
-        held = serving = False
+        status, serving = 1, False
         try:
-            held = run(demo, arguments.port)
-            if held and arguments.serve:
-                serving = True
-                demo.serve()
-        except SystemExit:  # a signal
+            if run(demo, arguments.port):
+                status = 0
+                if arguments.serve:
+                    serving = True
+                    demo.serve()
+        except SystemExit as signalled:
             say("\nEnding every process.")
-            if not serving:
-                raise
+            status = 0 if serving else signalled.code
         except Exception as error:
-            held = False
+            status = 1
             log.exception("The demo failed.")
             say(f"\nFAILED: {error}")
         finally:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
+            gc.collect()  # Celery's results take leave of Valkey when they go: let them go before it ends
             end_all(demo.processes)
-        if not held:
+        if status == 1:
             for path in sorted(directory.glob("*.log")):
                 say(f"\n--- the end of {path.name}\n{tail(path)}")
-    return 0 if held else 1
+    return status
 
 
 def run(demo: Demo, port: int) -> bool:
