@@ -88,12 +88,16 @@ class AsyncLock(BaseLock):
 
     async def __aenter__(self) -> Self:
         await self._run(self._enter)
+        self._entrants.append(self._me())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._run(lambda _: self._exit(error))
+        entered = self._entered()
+        if entered is not None:
+            self._entrants.remove(entered)
+        await self._run_for(entered, lambda _: self._exit(error))
 
     @_coroutine_function
     def extend(self, expire: Seconds | None = None) -> Coroutine[Any, Any, None]:
@@ -128,6 +132,17 @@ class AsyncLock(BaseLock):
         within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners.
         """
         return await self._run(lambda _: self._reset(fence, by))
+
+    def _entered(self) -> asyncio.Task[Any] | None:
+        """Return the task that entered the block which the current one leaves: another one if that of a generator is closed."""
+        me = self._me()
+        if me in self._entrants:
+            return me  # type: ignore[no-any-return]
+        ended = [task for task in self._entrants if task.done()]
+        for candidates in (self._entrants, ended):
+            if len(candidates) == 1:
+                return candidates[0]  # type: ignore[no-any-return]
+        return None
 
     # The steps, where a task differs from a thread
 

@@ -69,7 +69,9 @@ class BaseLock(ABC):
         self.on_lost = on_lost
         self.kind = kind
         self._leases: dict[Any, Lease] = {}  # by the thread or task that acquired
-        self._coming: set[Any] = set()  # tasks that acquire now
+        # Of an AsyncLock: the tasks that acquire now, and those that entered an ``async with`` block, each as often as it did.
+        self._coming: set[Any] = set()
+        self._entrants: list[Any] = []
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
