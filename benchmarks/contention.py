@@ -58,7 +58,7 @@ def measure(url: str, processes: int, inside: float, outside: float) -> None:
     fair: dict = {make: [] for make in makers}
     sent: dict = {}
     with redis.Redis.from_url(url) as client:
-        for number in range(ROUNDS):
+        for _ in range(ROUNDS):
             for make in makers:
                 client.flushdb()
                 waits = run(make, url, processes, inside, outside)

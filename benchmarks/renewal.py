@@ -6,6 +6,7 @@ import multiprocessing
 import resource
 import threading
 import time
+from pathlib import Path
 
 import redis
 from common import NAMES, ours, python_redis_lock_renewed, server, table
@@ -16,8 +17,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def memory() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def holder(make, url, pipe) -> None:
