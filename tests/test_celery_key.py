@@ -11,7 +11,7 @@ from decimal import Decimal
 import pytest
 from django.contrib.auth.models import Group, User
 from django.utils.translation import gettext_lazy
-from hypothesis import assume, given, strategies as st
+from hypothesis import assume, example, given, strategies as st
 from kombu.utils import json as kombu_json
 
 from django_redislock.celery.key import digest, lock_name, make, signature_of
@@ -225,6 +225,9 @@ def test_a_callable_takes_what_the_task_takes():
 
 
 @given(st.text(min_size=1, max_size=5), st.text(max_size=5), st.text(min_size=1, max_size=5), st.text(max_size=5))
+@example("a", "b:c", "a:b", "c")
+@example("a", "b", "a:b", "")
+@example("a%3Ab", "c", "a:b", "c")
 def test_two_tasks_never_share_a_lock(task, key, other, other_key):
     assume(task != other)
     assert lock_name(task, key) != lock_name(other, other_key)

@@ -102,6 +102,20 @@ def test_a_retried_execution_competes_again_and_is_not_its_own_duplicate(client,
     assert names(client) == []
 
 
+def test_a_retry_waits_for_its_former_run_to_end(client, make):
+    """That run has published the retry before it ends, and the retry may be faster."""
+    task = make(lambda self: "ran")
+    former = Lock(client, task._name((), {}), label=f"{task.name}[the-id]")
+    former.acquire()
+    results = []
+    thread = threading.Thread(target=lambda: results.append(task.apply(task_id="the-id").result))
+    thread.start()
+    wait_until(lambda: former.owner().waiting == 1)
+    former.release()
+    thread.join(timeout=20)
+    assert results == ["ran"]
+
+
 def test_a_duplicate_is_told_who_runs(client, make, caplog):
     task = make(lambda self, a: "ran")
     caplog.set_level(logging.INFO, logger="django_redislock")
@@ -233,6 +247,15 @@ def test_another_key_within_a_run_is_another_lock(client, make):
     assert task.apply((1,)).get() == [f"celery:{task.name}:1", f"celery:{task.name}:2"]
     with held(client, task, 2):
         assert type(task.apply((1,)).result) is TaskAlreadyRunning
+
+
+def test_a_direct_call_within_a_run_takes_no_other_lock(client, make):
+    def body(self, a):
+        return self(2) if a == 1 else names(client)
+
+    task = make(body, key="{a}")
+    with held(client, task, 2):
+        assert task.apply((1,)).get() == [f"celery:{task.name}:1", f"celery:{task.name}:2"]
 
 
 def test_another_thread_does_not_enter_again(client, make):
