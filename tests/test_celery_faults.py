@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -103,12 +102,9 @@ def test_hard_time_limit(stage, how):
 def test_child_killed(stage):
     run = runs(stage, tasks.mortal)
     os.kill(run["pid"], signal.SIGKILL)
-    killed = time.monotonic()
-    results = [ended(stage.publish(tasks.mortal))]
-    while results[-1].state != "SUCCESS":
-        results.append(ended(stage.publish(tasks.mortal)))
-    assert stage.diary.events("start")[-1]["at"] - killed <= LIFE + 1
+    free_within(tasks.mortal, stage, LIFE + 1)
     assert type(ended(run["result"]).result).__name__ == "WorkerLostError"
+    assert ended(stage.publish(tasks.mortal)).state == "SUCCESS"
 
 
 def test_child_killed_and_its_message_delivered_again(stage):
@@ -118,7 +114,6 @@ def test_child_killed_and_its_message_delivered_again(stage):
     os.kill(first["pid"], signal.SIGKILL)
     second = stage.diary.wait_for("start", 2, timeout=LIFE + 10)
     assert second["id"] == first["id"]
-    assert second["at"] - first["at"] <= LIFE + 5
     app.control.revoke(result.id, terminate=True)
     free_within(tasks.mortal_late, stage, 10)
 
