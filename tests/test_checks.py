@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 from django.core import checks
 from django.core.management import call_command
@@ -7,6 +9,12 @@ from django.core.management.base import SystemCheckError
 
 NOWHERE = "redis://127.0.0.1:1/0"  # nobody answers there: a check that connected would fail
 REDIS = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": NOWHERE}
+
+
+@pytest.fixture(autouse=True)
+def _no_marks_of_other_tests():
+    """Functions that other tests marked as single-instance tasks are told of for as long as they live."""
+    gc.collect()
 
 
 @pytest.fixture

@@ -117,7 +117,12 @@ def test_waiting_threads_share_one_connection_and_never_starve_the_holder(redis_
     assert connections <= 2 + 16 + 2
 
 
-def test_a_thousand_waiting_threads_block_one_connection(client):
+def test_a_thousand_waiting_threads_block_one_connection(own_server):
+    with own_server.client() as client:
+        _a_thousand_wait(client)
+
+
+def _a_thousand_wait(client):
     names = [f"lock {i}" for i in range(10)]
     before = len(subscribed(client))
     holders = [Lock(client, name, expire=120) for name in names]

@@ -118,7 +118,8 @@ class BaseLock(ABC):
             if (other is me or self._given_id) and not before.foreign and before.loss is None:
                 raise AlreadyAcquired(self.name)
         lease = self._new_lease(self._given_id or owner.new_id())
-        claim = protocol.Claim(lease, owner.record(self.kind, self.label, self.expire, self.auto_renewal), timeout)
+        about = owner.record(self.kind, self.label, self.expire, self.auto_renewal)
+        claim = protocol.Claim(lease, about, timeout, given_id=self._given_id is not None)
         try:
             if not (yield from protocol.acquire(claim, listening)):
                 return False

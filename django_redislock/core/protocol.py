@@ -33,6 +33,7 @@ class Call(NamedTuple):
     """Run a script; the result is its reply.
 
     When there is no answer, `undo` is sent after it, so that it leaves nothing behind should the server come to it later.
+    That is only for what nobody will repeat: else the undo of the first try could arrive after the second one.
     """
 
     script: scripts.Script
@@ -113,6 +114,8 @@ class Claim:
     lease: Lease
     record: bytes
     timeout: float | None
+    given_id: bool
+    """The id may be used again, by whoever knows it."""
 
     def call(self, channel: bytes, join: bool, ticket: bytes) -> Call:
         lease = self.lease
@@ -125,7 +128,8 @@ class Claim:
             b"1" if join else b"0",
             ticket,
         )
-        return Call(scripts.ACQUIRE, lease.keys[:4], args, undo=partial(give_back, lease, channel))
+        undo = None if self.given_id else partial(give_back, lease, channel)
+        return Call(scripts.ACQUIRE, lease.keys[:4], args, undo)
 
 
 def acquire(claim: Claim, waiting: bool) -> Steps[bool]:

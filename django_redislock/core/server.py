@@ -67,6 +67,9 @@ class Link:
                 return self._receive()
         except ResponseError:
             raise
+        except ConnectionError:  # the call will be repeated, and an undo that arrives later would undo that
+            self.connection.disconnect()
+            raise
         except BaseException:
             self._abort(call)
             raise

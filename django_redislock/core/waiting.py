@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from redis.exceptions import RedisError, TimeoutError
 
@@ -21,7 +22,7 @@ LOOK_EVERY = 0.5
 class Waiter:
     """One thread or task that waits for one lock."""
 
-    __slots__ = ("channel", "id", "lock", "woken", "word")
+    __slots__ = ("__weakref__", "channel", "id", "lock", "woken", "word")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         self.lock = lock
@@ -54,12 +55,12 @@ W = TypeVar("W", bound=Waiter)
 
 
 class Waiters(Generic[W]):
-    """Who waits here for which lock."""
+    """Who waits here for which lock; one whom a signal interrupted on the way in is forgotten by himself."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._by_lock: dict[bytes, dict[bytes, W]] = {}  # in the order of their coming; by id
-        self._by_id: dict[bytes, W] = {}
+        self._by_lock: dict[bytes, WeakValueDictionary[bytes, W]] = {}  # in the order of their coming; by id
+        self._by_id: WeakValueDictionary[bytes, W] = WeakValueDictionary()
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
@@ -67,17 +68,18 @@ class Waiters(Generic[W]):
     def add(self, waiter: W) -> None:
         """Take in who comes to wait."""
         with self._mutex:
-            self._by_lock.setdefault(waiter.lock, {})[waiter.id] = waiter
+            self._by_lock.setdefault(waiter.lock, WeakValueDictionary())[waiter.id] = waiter
             self._by_id[waiter.id] = waiter
 
     def remove(self, waiter: W) -> None:
         """Let go who does not wait any more."""
         with self._mutex:
             self._by_id.pop(waiter.id, None)
-            same = self._by_lock.get(waiter.lock, {})
-            same.pop(waiter.id, None)
-            if not same:
-                self._by_lock.pop(waiter.lock, None)
+            same = self._by_lock.get(waiter.lock)
+            if same is not None:
+                same.pop(waiter.id, None)
+                if not same:
+                    del self._by_lock[waiter.lock]
 
     def find(self, wanted: Callable[[W], bool]) -> W | None:
         """Return the first that is wanted."""
@@ -96,7 +98,9 @@ class Waiters(Generic[W]):
         """Wake the first waiter for each lock."""
         with self._mutex:
             for same in self._by_lock.values():
-                next(iter(same.values())).wake()
+                for first in same.values():
+                    first.wake()
+                    break
 
     def wake_all(self, but: W | None = None) -> None:
         """Wake everybody."""
@@ -135,7 +139,9 @@ class WaitingRoom:
         self.channel = new_channel()
         self._connect = connect
         self._connection: Any = None
-        self._reading = threading.Lock()  # held by whoever uses the connection
+        self._subscribing = threading.Lock()
+        self._reader: WaitingThread | None = None
+        self._turn = threading.Lock()  # guards who becomes the reader
         self._waiters: Waiters[WaitingThread] = Waiters()
         self._next_look = 0.0
 
@@ -147,9 +153,7 @@ class WaitingRoom:
     def join(self, lock: bytes, id: bytes) -> WaitingThread:
         """Enter; raises redis-py's errors when the subscription cannot be had."""
         if self._connection is None:
-            with self._reading:
-                if self._connection is None:
-                    self._subscribe()
+            self._subscribe()
         waiter = WaitingThread(lock, id, self.channel)
         if not self._waiters:  # nobody looked while the room was empty, and there is no need to look at once
             self._next_look = time.monotonic() + LOOK_EVERY
@@ -159,17 +163,18 @@ class WaitingRoom:
     def leave(self, waiter: WaitingThread) -> None:
         """Leave, and see to it that somebody reads on."""
         self._waiters.remove(waiter)
+        self._stop_reading(waiter)
         self._pass_on()
 
     def wait(self, waiter: WaitingThread, until: float) -> bytes | None:
         """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told."""
         while not waiter.woken and (left := until - time.monotonic()) > 0:
             waiter.asleep = True  # before the attempt to read: who stops reading later, looks for a sleeper
-            if self._reading.acquire(blocking=False):
+            if self._may_read(waiter):
                 try:
                     self._read(waiter, until)
                 finally:
-                    self._reading.release()
+                    self._stop_reading(waiter)
             else:
                 waiter.stirred.wait(left)
                 waiter.stirred.clear()
@@ -179,9 +184,21 @@ class WaitingRoom:
         self._pass_on()
         return word
 
+    # A signal may interrupt the reader anywhere, so its turn is a name rather than a lock: `leave` takes it back in any case.
+
+    def _may_read(self, waiter: WaitingThread) -> bool:
+        with self._turn:
+            if self._reader is None:
+                self._reader = waiter
+            return self._reader is waiter
+
+    def _stop_reading(self, waiter: WaitingThread) -> None:
+        if self._reader is waiter:
+            self._reader = None
+
     def _pass_on(self) -> None:
         """Let one of the sleepers read, if nobody does."""
-        if self._reading.locked():
+        if self._reader is not None:
             return
         sleeper = self._waiters.find(lambda waiter: waiter.asleep)
         if sleeper is not None:
@@ -192,7 +209,6 @@ class WaitingRoom:
         try:
             if self._connection is None:
                 self._subscribe()
-                self._waiters.wake_all()  # what was said meanwhile went unheard
             while not waiter.woken and (now := time.monotonic()) < until:
                 if now >= self._next_look:
                     self._next_look = now + LOOK_EVERY
@@ -217,16 +233,20 @@ class WaitingRoom:
             raise
 
     def _subscribe(self) -> None:
-        connection = self._connect()
-        try:
-            connection.connect()
-            connection.send_command("SUBSCRIBE", self.channel, check_health=False)
-            connection.read_response(disable_decoding=True)
-        except BaseException:
-            connection.disconnect()
-            raise
-        self._connection = connection
+        with self._subscribing:
+            if self._connection is not None:
+                return
+            connection = self._connect()
+            try:
+                connection.connect()
+                connection.send_command("SUBSCRIBE", self.channel, check_health=False)
+                connection.read_response(disable_decoding=True)
+            except BaseException:
+                connection.disconnect()
+                raise
+            self._connection = connection
         self._next_look = time.monotonic() + LOOK_EVERY
+        self._waiters.wake_all()  # what was said meanwhile went unheard
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None

@@ -34,7 +34,9 @@ class Watchdog:
         self._alarm = native.Alarm()
         self._starting = threading.Lock()
         self._next = math.inf
-        """When the thread looks again."""
+        """When the thread looks again; set by the thread alone, so that an interrupted `add` leaves no false belief."""
+        self._wish = 0.0
+        """When it was last asked to look."""
         self._running: object = None
         """What the running thread knows that it is the one by."""
 
@@ -50,7 +52,7 @@ class Watchdog:
         if self._running is None:
             self._start()
         if lease.next_renewal < self._next:
-            self._next = lease.next_renewal
+            self._wish = lease.next_renewal
             self._alarm.ring()
 
     def remove(self, lease: Lease) -> bool:
@@ -71,11 +73,11 @@ class Watchdog:
 
     def _run(self, mine: object) -> None:
         while self._running is mine:
-            planned, self._next = self._next, math.inf  # whoever adds a lease from now on rings
+            self._next = math.inf  # whoever adds a lease from now on rings
             now = time.monotonic()
             leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
-            # Without leases it still wakes at the time once planned: else each short hold would have to wake it.
-            idle = planned if planned > now else math.inf
+            # Without leases it still wakes at the time it was asked for: else each short hold would have to wake it.
+            idle = self._wish if self._wish > now else math.inf
             soonest = min((lease.next_renewal for lease in leases), default=idle)
             if soonest > now:
                 leases.clear()  # nobody is kept alive by the sleeping watchdog
