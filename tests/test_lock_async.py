@@ -274,6 +274,8 @@ def test_a_loop_that_is_closed_with_its_tasks_pending_leaves_nothing_renewed(acl
     wait_until(lambda: not client.exists(KEYS.lock))
     wait_until(lambda: "ended without releasing" in caplog.text)
     task._log_destroy_pending = False
+    with suppress(RuntimeError):  # its block cannot be left without a loop; here, and not whenever it is collected
+        task.get_coro().close()
 
 
 def test_on_lost_is_called_in_the_loop_of_the_holder(aclient, client):
@@ -289,7 +291,7 @@ def test_on_lost_is_called_in_the_loop_of_the_holder(aclient, client):
         async with AsyncLock(aclient, "a", expire=0.5, on_lost=stop):
             client.delete(KEYS.lock)
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.sleep(20)
+                await asyncio.sleep(5)
             raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine") as caught:
@@ -597,7 +599,7 @@ def test_tasks_threads_and_processes_are_served_first_come_first_served(aclient,
 def test_a_thousand_waiting_tasks_use_one_blocked_connection(aclient, client):
     names = [f"lock {i}" for i in range(10)]
     served = []
-    before = len(client.client_list())
+    before = {found["id"] for found in client.client_list()}
 
     async def wait(number):
         name = names[number % 10]
@@ -616,11 +618,10 @@ def test_a_thousand_waiting_tasks_use_one_blocked_connection(aclient, client):
         await asyncio.gather(*tasks)
         return found
 
-    found = asyncio.run(main())
-    assert len(found) - before <= 2, "one for commands, one that listens"
-    assert len([one for one in found if int(one["sub"])]) == 1
+    mine = [found for found in asyncio.run(main()) if found["id"] not in before]
+    assert sorted(int(found["sub"]) for found in mine) == [0, 1], "one for commands, one that listens"
     assert sorted(served) == list(range(1000))
-    wait_until(lambda: len(client.client_list()) <= before)
+    wait_until(lambda: {found["id"] for found in client.client_list()} <= before)
 
 
 def test_a_crowd_that_finds_no_server_is_told_at_once(proxy):
