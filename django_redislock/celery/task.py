@@ -121,14 +121,14 @@ class SingleInstanceMixin(_Task):
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
         """Return who runs the task with these arguments now, or None. Raises LockBackendError when Redis cannot answer."""
-        return self._lock(self._name(args, kwargs)).owner()
+        return self._lock(self._name(args, kwargs), self._options).owner()
 
     def unlock(self, *args: Any, **kwargs: Any) -> bool:
         """Take the lock of these arguments from whoever holds it, and tell whether it was held.
 
         The former holder is not stopped: it is told of the loss within a third of the lock's life.
         """
-        return self._lock(self._name(args, kwargs)).reset()
+        return self._lock(self._name(args, kwargs), self._options).reset()
 
     # Publishing
 
@@ -142,7 +142,7 @@ class SingleInstanceMixin(_Task):
         except TypeError:
             pass  # Celery's own check tells, or without that the worker does
         else:
-            key = make(self._options.key, bound)
+            key = self._key(bound)
             options["headers"] = {**(options.get("headers") or {}), KEY_HEADER: key}
         return super().apply_async(args, kwargs, *others, **options)
 
@@ -158,7 +158,7 @@ class SingleInstanceMixin(_Task):
             if outer.lock is not None and outer.lock.name == name:
                 with _run(Execution(self.name, task_id, outer.lock)):
                     return super().__call__(*args, **kwargs)
-        lock = self._lock(name, f"{self.name}[{task_id or 'direct call'}]")
+        lock = self._lock(name, options, f"{self.name}[{task_id or 'direct call'}]")
         try:
             try:
                 acquired, holder = self._acquire(lock, options)
@@ -273,11 +273,14 @@ class SingleInstanceMixin(_Task):
         headers = {} if request is None else request.headers or {}
         key = headers.get(KEY_HEADER)
         if not isinstance(key, str):
-            key = make(self._options.key, self._signature.bind(*args, **kwargs))
+            key = self._key(self._signature.bind(*args, **kwargs))
         return lock_name(self.name, key)
 
-    def _lock(self, name: str, label: str = "") -> Lock:
-        options, settings = self._options, conf.get()
+    def _key(self, bound: inspect.BoundArguments) -> str:
+        return make(self._given_options.get("key"), bound)
+
+    def _lock(self, name: str, options: Options, label: str = "") -> Lock:
+        settings = conf.get()
         return Lock(
             get_client() if settings.enabled else Unlocked(),
             name,
