@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import threading
 import time
 import types
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -23,7 +25,7 @@ from django_redislock.core import AsyncLock, AsyncRLock, Lock
 from django_redislock.core.aioserver import async_server_of
 from django_redislock.core.flight import Wanted, fly
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.server import server_of
+from django_redislock.core.server import pack, server_of
 from tests import lock_programs
 from tests.support import RedisServer, counting, find_program, free_port, wait_until
 from tests.test_cache_clients import sentinel  # noqa: F401 - a fixture
@@ -84,24 +86,28 @@ def test_tls_will_do(tmp_path, kind):
     make = [find_program("openssl", package="openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     subprocess.run([*make, "-keyout", key, "-out", certificate, *names], check=True, capture_output=True)
     options = {"tls_cert_file": certificate, "tls_key_file": key, "tls_ca_cert_file": certificate}
-    with RedisServer(program, tls_port=str(port), tls_auth_clients="no", **options):
+    with RedisServer(program, tls_port=str(port), tls_auth_clients="no", **options) as server:
         client = kind(host="127.0.0.1", port=port, ssl=True, ssl_ca_certs=str(certificate))
 
         async def main():
             async with AsyncLock(client, "a") as lock:
                 task = asyncio.create_task(hold(AsyncLock(client, "a")))
-                await asyncio.sleep(0)
-                await until(lambda: not lock_is_free(task))
+                await until_queued(lock)
                 assert await lock.owned()
             assert await task
+            server.pause()  # a server that does not take its leave keeps no loop from ending
 
+        started = time.monotonic()
         asyncio.run(main())
+        assert time.monotonic() - started < 10
+        server.resume()
         if kind is redis.Redis:
             client.close()
 
 
-def lock_is_free(task):
-    return task.done()
+async def until_queued(lock):
+    while not (await lock.owner()).waiting:
+        await asyncio.sleep(0.005)
 
 
 async def hold(lock):
@@ -627,7 +633,7 @@ def test_a_thousand_waiting_tasks_use_one_blocked_connection(aclient, client):
 def test_a_crowd_that_finds_no_server_is_told_at_once(proxy):
     """All wait for the same attempt to connect, and not each for its own after the other's."""
     proxy.black_hole()
-    client = redis.asyncio.from_url(proxy.url, socket_timeout=0.5)
+    client = redis.asyncio.Redis(port=proxy.port, db=1, socket_timeout=0.5)  # it has to say which database it wants
 
     async def main():
         started = time.monotonic()
@@ -640,13 +646,41 @@ def test_a_crowd_that_finds_no_server_is_told_at_once(proxy):
     asyncio.run(main())
 
 
-def test_who_opens_the_connection_for_all_may_be_cancelled(aclient):
+def test_who_opens_the_connection_for_all_may_be_cancelled_and_who_waits_for_it_too(aclient):
     async def main():
         tasks = [asyncio.create_task(AsyncLock(aclient, f"lock {i}").acquire()) for i in range(20)]
         await asyncio.sleep(0)
+        tasks[1].cancel()  # who waits for the other one to open it
         tasks[0].cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(results[0]), *results[1:]] == [asyncio.CancelledError, *[True] * 19]
+        assert results[2:] == [True] * 18
+        assert {type(result) for result in results[:2]} == {asyncio.CancelledError}
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_fell_silent_is_left_and_what_was_asked_on_it_is_undone(redis_url, client):
+    """The server does what it is told on that connection, but no answer comes."""
+    aclient = redis.asyncio.from_url(redis_url, socket_timeout=0.4)
+
+    async def main():
+        async with AsyncLock(aclient, "a"):
+            pass
+        line = async_server_of(server_of(aclient))._commands.line
+        line.tell(pack(b"CLIENT", b"REPLY", b"OFF"))
+        first = asyncio.create_task(AsyncLock(aclient, "a", expire=60).acquire())
+        await until(lambda: client.exists(KEYS.lock))
+        await asyncio.sleep(0.2)
+        second = asyncio.create_task(AsyncLock(aclient, "b", expire=60).acquire())
+        with pytest.raises(LockBackendError, match="no answer"):
+            await first
+        assert not second.done()
+        async with asyncio.timeout(0.3), AsyncLock(aclient, "c"):  # over another one
+            pass
+        with pytest.raises(LockBackendError, match="no answer"):
+            await second
+        await until(lambda: not client.exists(KEYS.lock, lock_keys("redislock", "b").lock), timeout=1)
+        await asyncio.wait_for(asyncio.shield(line.lost), 1)
 
     asyncio.run(main())
 
@@ -691,6 +725,20 @@ def test_loops_one_after_the_other_leave_no_connection(aclient, client):
         asyncio.run(main())
         async_to_sync(main)()
     wait_until(lambda: len(client.client_list()) <= before)
+
+
+def test_an_ended_loop_is_not_kept(aclient):
+    ended = []
+
+    async def main():
+        ended.append(weakref.ref(asyncio.get_running_loop()))
+        async with AsyncLock(aclient, "a"):
+            pass
+
+    for _ in range(3):
+        asyncio.run(main())
+    gc.collect()
+    assert [loop() for loop in ended[:-1]] == [None, None]
 
 
 def test_loops_in_several_threads_at_once_share_one_lock(aclient, client):
@@ -818,6 +866,29 @@ def test_a_forked_child_owns_nothing_of_its_parents(aclient, client):
             pass
 
     asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_that_runs_the_loop_of_its_parent_has_connections_of_its_own(aclient, client):
+    async def cycle():
+        async with AsyncLock(aclient, "a"):
+            return async_server_of(server_of(aclient))
+
+    loop = asyncio.new_event_loop()
+    mine = loop.run_until_complete(cycle())
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            assert loop.run_until_complete(cycle()) is not mine
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert loop.run_until_complete(cycle()) is mine
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
 
 
 def test_a_cycle_is_two_commands_and_a_contended_one_at_most_four(aclient, client):

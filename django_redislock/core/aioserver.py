@@ -11,9 +11,10 @@ import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
-from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError
 
 from .line import Line, SharedLine
 from .protocol import Await, Call, Compute, Effect, Join, Leave, Pause, Steps
@@ -95,22 +96,17 @@ class AsyncServer:
     async def call(self, call: Call) -> Any:
         """Run a script and return its reply."""
         line = await self._commands.open()
+        undo = None if call.undo is None else partial(_undoing, call.undo)
         try:
             try:
-                return await line.ask(_request(call))
+                return await line.ask(_request(call), undo)
             except NoScriptError:
-                return await line.ask(_request(call, whole=True))
+                return await line.ask(_request(call, whole=True), undo)
         except ReadOnlyError as error:
             if not self._server.settings.get("connection_pool"):
                 raise
             line.close()  # the next connection goes where the primary is now
             raise ConnectionError("The server is no primary any more.") from error
-        except (ResponseError, GeneratorExit):
-            raise
-        except BaseException:
-            if call.undo is not None:  # on the same connection it comes after what the call may still do
-                line.tell(_request(call.undo(), whole=True))
-            raise
 
     async def _send(self, call: Call) -> None:
         """Have a script run without waiting for the reply."""
@@ -160,6 +156,10 @@ def _request(call: Call, whole: bool = False) -> bytes:
     """Return the command that runs the script, by its digest or as a whole."""
     how = (b"EVAL", call.script.text) if whole else (b"EVALSHA", call.script.sha)
     return pack(*how, b"%d" % len(call.keys), *call.keys, *call.args)
+
+
+def _undoing(undo: Callable[[], Call]) -> bytes:
+    return _request(undo(), whole=True)
 
 
 class AsyncUnlocked(AsyncServer):

@@ -13,7 +13,7 @@ from copy import copy
 from typing import Any
 
 from redis._parsers import BaseParser
-from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
 
 GRACE = 0.02
 """Seconds for a loop that was blocked to read what came meanwhile, before it calls the server silent."""
@@ -45,8 +45,8 @@ class Line(asyncio.Protocol):
         """Whether nobody waits for an answer."""
         return all(answer is None or answer.done() for answer in self._asked)
 
-    async def ask(self, request: bytes) -> Any:
-        """Send the request and return the answer.
+    async def ask(self, request: bytes, undo: Callable[[], bytes] | None = None) -> Any:
+        """Send the request and return the answer; when none comes, or nobody waits for it any more, send what undoes it.
 
         Raises what the server answers, TimeoutError when it does not in time, and ConnectionError.
         """
@@ -59,6 +59,12 @@ class Line(asyncio.Protocol):
         timer = loop.call_later(self._patience, loop.call_later, GRACE, self._give_up, answer)
         try:
             return await answer
+        except (ResponseError, GeneratorExit):
+            raise
+        except BaseException:
+            if undo is not None:
+                self.tell(undo())  # on the same connection it comes after what the request may still do
+            raise
         finally:
             timer.cancel()
             if self._silent and self.idle:
