@@ -177,7 +177,9 @@ class BaseLock(ABC):
         seconds = None if expire is None else check_expire(expire)
         lease = self._own()
         if lease.loss is None:
-            lease.expire = lease.expire if seconds is None else seconds
+            if seconds is not None:
+                lease.change(seconds)
+                watchdog.hurry(lease)
             yield from self._renew(lease)
         self._raise_loss(lease)
 

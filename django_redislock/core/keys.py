@@ -102,8 +102,11 @@ def check_wait(blocking: object, timeout: object) -> float | None:
 
 
 def milliseconds(seconds: float) -> bytes:
-    """Return a checked life as Redis wants it: bytes, because hiredis 3.5 can crash while it formats an int."""
-    return b"%d" % round(seconds * 1000)
+    """Return a checked life as Redis wants it, not shorter than it is believed to be.
+
+    As bytes, because hiredis 3.5 can crash while it formats an int.
+    """
+    return b"%d" % math.ceil(seconds * 1000)
 
 
 def _seconds(value: object, argument: str) -> float:

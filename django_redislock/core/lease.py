@@ -60,13 +60,26 @@ class Lease:
         """Note that the lock was acquired by a command sent at `sent`."""
         self.fence = fence
         self.acquired = sent
-        self.renewed(sent)
+        self.renewed(sent, self.expire)
 
-    def renewed(self, sent: float) -> None:
+    def renewed(self, sent: float, life: float) -> None:
         """Note that the lock got a new life by a command sent at `sent`."""
+        life = min(life, self.expire)  # which may have been shortened meanwhile
         self.failures = 0
-        self.deadline = sent + self.expire
-        self.next_renewal = sent + self.expire / 3
+        self.deadline = sent + life
+        self.next_renewal = sent + life / 3
+
+    def change(self, expire: float) -> None:
+        """Note that a command with another life is about to be sent: without an answer, count on the shorter of the two."""
+        now = time.monotonic()
+        self.expire = expire
+        self.deadline = min(self.deadline, now + expire)
+        self.next_renewal = min(self.next_renewal, now + expire / 3)
+
+    @property
+    def mark(self) -> bytes:
+        """What the value of the lock begins with while it is held by this acquisition, or by the id that was given."""
+        return f"{self.id}\n{self.fence}".encode() if self.fence else self.id.encode()
 
     @property
     def foreign(self) -> bool:

@@ -178,8 +178,11 @@ def give_back(lease: Lease, channel: bytes = b"") -> Call:
     """Return the call that releases the lease, or drops its claim on the queue of that channel."""
     id = lease.id.encode()
     keys = lease.keys
+    fence = b"%d" % lease.fence if lease.fence else b""
     return Call(
-        scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipt + id), (id, lease.name.encode(), channel)
+        scripts.RELEASE,
+        (keys.lock, keys.held, keys.queue, keys.receipt + id),
+        (id, lease.name.encode(), channel, fence),
     )
 
 
@@ -192,17 +195,21 @@ def release(lease: Lease) -> Steps[bool]:
 
 
 def renew(lease: Lease) -> Steps[bool]:
-    """Give the lease its full life again; False when it is not held any more."""
-    sent, reply = yield from attempt(lease.name, renewal([lease]), max(lease.deadline, time.monotonic()))
+    """Give the lease its life, a shorter one, too; False when it is not held any more."""
+    life = lease.expire
+    until = max(lease.deadline, time.monotonic())
+    sent, reply = yield from attempt(lease.name, renewal([lease], shorten=True), until)
     if reply[0]:
-        lease.renewed(sent)
+        lease.renewed(sent, life)
     return bool(reply[0])
 
 
-def renewal(leases: list[Lease]) -> Call:
-    """Return the one call that renews all the leases."""
+def renewal(leases: list[Lease], shorten: bool = False) -> Call:
+    """Return the one call that renews all the leases; `shorten`: also one whose life in Redis is longer than it should be."""
     keys = [key for lease in leases for key in (lease.keys.lock, lease.keys.held)]
-    args = [arg for lease in leases for arg in (lease.id.encode(), milliseconds(lease.expire), lease.name.encode())]
+    args = [b"1" if shorten else b"0"]
+    for lease in leases:
+        args += (lease.mark, milliseconds(lease.expire), lease.name.encode())
     return Call(scripts.RENEW, tuple(keys), tuple(args))
 
 

@@ -51,6 +51,14 @@ class Watchdog:
         self._leases[key] = weakref.ref(lease, abandoned)
         if self._running is None:
             self._start()
+        self._hurry(lease)
+
+    def hurry(self, lease: Lease) -> None:
+        """Look in time for the lease, if it is renewed at all; its next renewal was brought forward."""
+        if id(lease) in self._leases:
+            self._hurry(lease)
+
+    def _hurry(self, lease: Lease) -> None:
         if lease.next_renewal < self._next:
             self._wish = lease.next_renewal
             self._alarm.ring()
@@ -115,6 +123,7 @@ class Watchdog:
         return False
 
     def _renew(self, server: Server, leases: list[Lease], patience: float) -> None:
+        lives = [lease.expire for lease in leases]
         sent = time.monotonic()
         try:
             server.renewals.limit(patience)
@@ -122,9 +131,9 @@ class Watchdog:
         except (RedisError, OSError) as error:
             self._unknown(leases, error)
             return
-        for lease, renewed in zip(leases, replies, strict=True):
+        for lease, life, renewed in zip(leases, lives, replies, strict=True):
             if renewed:
-                lease.renewed(sent)
+                lease.renewed(sent, life)
             elif self.remove(lease):  # else it was released meanwhile, and nothing is wrong
                 lease.lose(GONE)
 

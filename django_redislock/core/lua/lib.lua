@@ -50,13 +50,13 @@ end
 -- Write the caller into a lock that is free or reserved for it (`value` is what the key holds), and return its fence.
 local function take(lock, held, counter, value, id, name, record, now, life_ms)
   local fence = value and fence_of(value) or '0'
+  index(held, name, now, life_ms)  -- first: should it fail, nothing is taken
   if fence ~= '0' then  -- taken before, and that reply was lost
     redis.call('PEXPIRE', lock, life_ms)
   else
     fence = next_fence(counter, now)
     redis.call('SET', lock, id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. record, 'PX', life_ms)
   end
-  index(held, name, now, life_ms)
   return fence
 end
 

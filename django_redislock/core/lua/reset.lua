@@ -13,7 +13,7 @@ end
 if ARGV[2] ~= '' and ARGV[2] ~= fence then
   return -1
 end
-redis.call('ZREM', KEYS[2], ARGV[1])
+redis.pcall('ZREM', KEYS[2], ARGV[1])
 redis.call('SET', KEYS[4], '', 'PX', RECEIPT_LIFE_MS)
 hand_over(KEYS[1], KEYS[3], '')
 return 1
