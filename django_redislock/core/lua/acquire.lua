@@ -6,8 +6,13 @@ local id, life_ms = ARGV[1], tonumber(ARGV[2])
 local now = now_us()
 local value = redis.call('GET', KEYS[1])
 
-if not value and redis.call('EXISTS', KEYS[4]) == 1 then
-  value = hand_over(KEYS[1], KEYS[4], id)
+local left, silent
+if value and not is_of(value, id) then
+  left, silent = ms_left(KEYS[1], value, now)
+end
+if silent or not value and redis.call('EXISTS', KEYS[4]) == 1 then
+  value = hand_over(KEYS[1], KEYS[4], id, silent)
+  left = RESERVED_MS
 end
 
 if value and not is_of(value, id) then
@@ -19,7 +24,7 @@ if value and not is_of(value, id) then
   elseif ARGV[7] ~= '' then
     redis.call('ZREM', KEYS[4], entry)
   end
-  return {redis.call('PTTL', KEYS[1]), ticket}
+  return {left, ticket}
 end
 
 return tonumber(take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms))

@@ -5,8 +5,13 @@
 -- Returns {'value', value}, {'compute', fence}, {'wait', fence of who computes, ms until another try makes sense (negative:
 -- unknown)}, or {'cycle'} when who computes waits for the caller.
 local id, life_ms, name, channel = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5]
+local now = now_us()
 local lock = redis.call('GET', KEYS[1])
 local mine = lock and is_of(lock, id)
+local left, silent
+if lock and not mine then
+  left, silent = ms_left(KEYS[1], lock, now)
+end
 
 local function leave()
   if channel ~= '' then
@@ -25,9 +30,9 @@ if value and (ARGV[7] == '' or redis.sha1hex(value) ~= ARGV[7]) then
 end
 
 -- There is no turn to keep: whoever computes does it for all who wait.
-if not lock or mine then
+if not lock or mine or silent then
   leave()
-  return {'compute', take(KEYS[1], KEYS[2], KEYS[3], lock, id, name, ARGV[4], now_us(), life_ms)}
+  return {'compute', take(KEYS[1], KEYS[2], KEYS[3], lock, id, name, ARGV[4], now, life_ms)}
 end
 
 if #ARGV > 7 then
@@ -50,9 +55,9 @@ if #ARGV > 7 then
 end
 
 if ARGV[6] == '1' then
-  redis.call('ZADD', KEYS[4], 'NX', whole(now_us()), channel .. '\n' .. id)
+  redis.call('ZADD', KEYS[4], 'NX', whole(now), channel .. '\n' .. id)
   redis.call('PEXPIRE', KEYS[4], QUEUE_LIFE_MS)
 else
   leave()
 end
-return {'wait', fence_of(lock), redis.call('PTTL', KEYS[1])}
+return {'wait', fence_of(lock), left}

@@ -1,10 +1,12 @@
 -- What several scripts share; put in front of each of them when they are loaded.
 --
 -- The value of a lock key is  id \n fence \n acquired (ms) \n record  and its expiry is the lock's life.
--- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id.
+-- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
+-- id \n 0 \n end (ms) \n channel , and it stays a while after its end, to tell who did not come.
 -- A queue is a sorted set of  channel \n id  by the ticket (server clock, us) that each waiter drew.
 
 local RESERVED_MS = 500       -- a signalled waiter claims within this, or the next one is served
+local REMEMBERED_MS = 5000    -- then it is known for so long that its process does not answer
 local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
 local RECEIPT_LIFE_MS = 30000 -- outlives every retry of one release
 local FENCE_LIFE_MS = 86400000 -- the clock may step back by less than this and fences still grow
@@ -60,9 +62,21 @@ local function take(lock, held, counter, value, id, name, record, now, life_ms)
   return fence
 end
 
+-- Return how many ms are left of what the lock key holds (negative: unknown), and when a reservation was not claimed, the
+-- channel of the process that did not come.
+local function ms_left(lock, value, now)
+  local ends, channel = string.match(value, '^[^\n]*\n0\n(%d+)\n(.*)$')
+  if not ends then
+    return redis.call('PTTL', lock)
+  end
+  local left = tonumber(ends) - math.floor(now / 1000)
+  return left, left <= 0 and channel or nil
+end
+
 -- Reserve a free lock for the first waiter that still listens, and return what the lock key then holds (false: nothing).
--- A waiter whose connection is gone is passed over. `own` is the caller's id: it need not be told.
-local function hand_over(lock, queue, own)
+-- A waiter whose connection is gone is passed over, and so is everybody on the channel of a process that is `silent`: told
+-- of it, they come back to the queue when they can. `own` is the caller's id: it need not be told.
+local function hand_over(lock, queue, own, silent)
   while true do
     local first = redis.call('ZPOPMIN', queue)[1]
     if not first then
@@ -71,9 +85,9 @@ local function hand_over(lock, queue, own)
     end
     local channel, id = string.match(first, '^(.-)\n(.*)$')
     local told = id == own or redis.pcall('PUBLISH', channel, id)
-    if told ~= 0 then
-      local value = id .. '\n0\n0\n'
-      redis.call('SET', lock, value, 'PX', RESERVED_MS)
+    if told ~= 0 and (channel ~= silent or id == own) then
+      local value = id .. '\n0\n' .. whole(math.floor(now_us() / 1000) + RESERVED_MS) .. '\n' .. channel
+      redis.call('SET', lock, value, 'PX', RESERVED_MS + REMEMBERED_MS)
       return value
     end
   end
