@@ -20,7 +20,7 @@ from .line import Line, SharedLine
 from .protocol import Await, Call, Compute, Effect, Join, Leave, Pause, Steps
 from .server import Server, Unlocked, pack
 from .twins import asyncio_twin
-from .waiting import LOOK_EVERY, Waiter, Waiters, new_channel
+from .waiting import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel
 
 UNDO_WITHIN = 1.0
 """Seconds for which a cancelled task may have to connect once more, to take back what it asked for."""
@@ -80,8 +80,8 @@ class AsyncServer:
                 return await (self._send(effect) if cancelled else self.call(effect))
             case Join(lock, id):
                 return await self.room.join(lock, id)
-            case Await(waiter, until):
-                return await self.room.wait(waiter, until)
+            case Await(waiter, until, look):
+                return await self.room.wait(waiter, until, look)
             case Leave(waiter):
                 return self.room.leave(waiter)
             case Pause(seconds):
@@ -193,6 +193,7 @@ class AsyncWaitingRoom:
         self._connect = connect
         self._subscription = SharedLine(self._subscribe)
         self._waiters: Waiters[WaitingTask] = Waiters()
+        self._pulse = Pulse()
         self._next_look: asyncio.TimerHandle | None = None
 
     @property
@@ -216,8 +217,13 @@ class AsyncWaitingRoom:
             self._next_look.cancel()
             self._next_look = None
 
-    async def wait(self, waiter: WaitingTask, until: float) -> bytes | None:
-        """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told."""
+    async def wait(self, waiter: WaitingTask, until: float, look: float) -> bytes | None:
+        """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told.
+
+        The first waiter for a lock sleeps until `look` at most.
+        """
+        if look < until and self._waiters.is_first(waiter):
+            until = look
         if not waiter.woken and not self.open:
             until = await self._mend(until)
         if not waiter.woken:
@@ -242,11 +248,23 @@ class AsyncWaitingRoom:
         return until
 
     def _look(self) -> None:
+        line = self._subscription.line
+        if line is not None:
+            try:
+                if self._pulse.check():
+                    line.say(pack(b"PING"))
+            except ConnectionError:
+                line.abort()
         self._waiters.wake_first()
         self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
 
+    def _hear(self, reply: Any) -> None:
+        self._pulse.beat()
+        self._waiters.hear(reply)
+
     async def _subscribe(self) -> Line:
-        line: Line = await self._connect(self._waiters.hear)
+        line: Line = await self._connect(self._hear)
+        self._pulse = Pulse()
         try:
             await line.ask(pack(b"SUBSCRIBE", self.channel))
         except BaseException:

@@ -19,7 +19,7 @@ from ..exceptions import LockBackendError
 from . import events
 from .keys import lock_keys, milliseconds
 from .owner import record
-from .protocol import MAX_SLEEP, RETRY_FOR, Await, Call, Compute, Join, Leave, Steps, attempt, give_back
+from .protocol import RETRY_FOR, Call, Compute, Join, Leave, Steps, attempt, give_back, sleep
 from .scripts import Script
 from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, computing, lease_name, outer
 from .watchdog import watchdog
@@ -89,8 +89,7 @@ def _seek(
                 if waiter is None:
                     _, waiter = yield from attempt(name, Join(keys.lock, id), patience)
                     continue
-                left = (reply[2] + 1) / 1000 if reply[2] >= 0 else MAX_SLEEP
-                word = yield Await(waiter, min(until, time.monotonic() + min(left, MAX_SLEEP)))
+                word = yield sleep(waiter, until, reply[2])
                 if word is None:
                     continue
                 return b"value", word

@@ -96,22 +96,33 @@ class Lease:
     @property
     def loss(self) -> LossRecord | None:
         """Why and when the lock was lost, or None while it is held; local and free."""
-        if self._loss is None and time.monotonic() >= self.deadline:
+        if self._loss is None and time.monotonic() >= self.deadline and not self.foreign:
             self.lose(f"its life of {self.expire:g} s ended without a renewal")
         return self._loss
 
     def lose(self, reason: str) -> None:
         """Note that the lock was lost, and report it once."""
+        if self.note_loss(reason):
+            self.report_loss()
+
+    def note_loss(self, reason: str) -> bool:
+        """Note that the lock was lost; False when that is known."""
         with self._losing:
             if self._loss is not None:
-                return
+                return False
             self._loss = LossRecord(self.name, self.id, self.fence, reason, time.time())
+        return True
+
+    def report_loss(self) -> None:
+        """Tell everybody of the loss, which may take them any time."""
+        if self._loss is None:
+            return
         events.emit(
             "lost",
             "Lock %r (fence %d) was lost: %s.",
             self.name,
             self.fence,
-            reason,
+            self._loss.reason,
             name=self.name,
             fence=self.fence,
             record=self._loss,

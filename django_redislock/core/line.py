@@ -76,6 +76,10 @@ class Line(asyncio.Protocol):
             self._transport.write(request)
             self._asked.append(None)
 
+    def say(self, request: bytes) -> None:
+        """Send what is not a request: whatever comes back goes to `hear`."""
+        self._transport.write(request)
+
     def close(self) -> None:
         """Close the connection when everything is sent."""
         self._connection._close()

@@ -50,10 +50,14 @@ class Join(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Sleep until the waiter is woken or until this time on the monotonic clock; the result is what it was told, or None."""
+    """Sleep until the waiter is woken or until this time on the monotonic clock; the result is what it was told, or None.
+
+    `look` is when what holds the lock ends: then the first waiter of each process is up.
+    """
 
     waiter: Any
     until: float
+    look: float
 
 
 class Leave(NamedTuple):
@@ -160,8 +164,7 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
                 _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until)
                 continue
             left_ms, ticket = reply
-            left = (left_ms + 1) / 1000 if left_ms >= 0 else MAX_SLEEP
-            yield Await(waiter, min(until, time.monotonic() + min(left, MAX_SLEEP)))
+            yield sleep(waiter, until, left_ms)
     except (LockBackendError, GeneratorExit):
         raise
     except BaseException:
@@ -172,6 +175,13 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
     finally:
         if waiter is not None:
             yield Leave(waiter)
+
+
+def sleep(waiter: Any, until: float, left_ms: int) -> Await:
+    """Return the sleep of a waiter whose lock has so many milliseconds left (negative: nobody knows)."""
+    now = time.monotonic()
+    look = now + (left_ms + 1) / 1000 if left_ms >= 0 else math.inf
+    return Await(waiter, min(until, now + MAX_SLEEP), look)
 
 
 def give_back(lease: Lease, channel: bytes = b"") -> Call:

@@ -189,8 +189,8 @@ class Server:
                 return self.call(effect)
             case Join(lock, id):
                 return self.room.join(lock, id)
-            case Await(waiter, until):
-                return self.room.wait(waiter, until)
+            case Await(waiter, until, look):
+                return self.room.wait(waiter, until, look)
             case Leave(waiter):
                 return self.room.leave(waiter)
             case Pause(seconds):

@@ -2,11 +2,13 @@
 
 A waiter sleeps until a message with its id arrives on the process's own channel. There is no thread for this: one of the
 waiters reads the connection for all, and passes that duty on when it leaves. Messages can be lost (a broken connection, a
-frozen process that was served first), so the first waiter for each lock also looks by itself twice a second.
+frozen process that was served first), so the first waiter for each lock also looks by itself twice a second, and when what
+holds the lock ends.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -14,9 +16,13 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from redis.exceptions import RedisError, TimeoutError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 LOOK_EVERY = 0.5
+QUIET = 10.0
+"""Seconds after which a subscription on which nothing came is asked whether it is alive."""
+ANSWER_WITHIN = 1.0
+"""Seconds that it has for the answer."""
 
 
 class Waiter:
@@ -88,11 +94,16 @@ class Waiters(Generic[W]):
 
     def hear(self, reply: Any) -> None:
         """Wake whom a message is for; it is an id, and perhaps a word after it."""
-        kind, _, message = reply
+        kind, *_, message = reply
         id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
         found = self._by_id.get(id)
         if found is not None:
             found.wake(word if told else None)
+
+    def is_first(self, waiter: W) -> bool:
+        """Whether nobody waits longer for the same lock."""
+        with self._mutex:
+            return next(iter(self._by_lock.get(waiter.lock, {}).values()), None) is waiter
 
     def wake_first(self) -> None:
         """Wake the first waiter for each lock."""
@@ -108,6 +119,30 @@ class Waiters(Generic[W]):
             for waiter in self._by_id.values():
                 if waiter is not but:
                     waiter.wake()
+
+
+class Pulse:
+    """Tells when a subscription is to be asked whether it is alive: a router may have forgotten it, and then nobody is told."""
+
+    def __init__(self) -> None:
+        self._heard = time.monotonic()
+        self._asked = -math.inf
+
+    def beat(self) -> None:
+        """Note that something came."""
+        self._heard = time.monotonic()
+
+    def check(self) -> bool:
+        """Tell whether to send a PING now; raises ConnectionError when the last one was not answered in time."""
+        now = time.monotonic()
+        if now < self._heard + QUIET:
+            return False
+        if self._asked < self._heard:
+            self._asked = now
+            return True
+        if now > self._asked + ANSWER_WITHIN:
+            raise ConnectionError("The subscription is dead.")
+        return False
 
 
 def new_channel() -> bytes:
@@ -143,6 +178,7 @@ class WaitingRoom:
         self._reader: WaitingThread | None = None
         self._turn = threading.Lock()  # guards who becomes the reader
         self._waiters: Waiters[WaitingThread] = Waiters()
+        self._pulse = Pulse()
         self._next_look = 0.0
 
     @property
@@ -166,8 +202,13 @@ class WaitingRoom:
         self._stop_reading(waiter)
         self._pass_on()
 
-    def wait(self, waiter: WaitingThread, until: float) -> bytes | None:
-        """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told."""
+    def wait(self, waiter: WaitingThread, until: float, look: float) -> bytes | None:
+        """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told.
+
+        The first waiter for a lock sleeps until `look` at most.
+        """
+        if look < until and self._waiters.is_first(waiter):
+            until = look
         while not waiter.woken and (left := until - time.monotonic()) > 0:
             waiter.asleep = True  # before the attempt to read: who stops reading later, looks for a sleeper
             if self._may_read(waiter):
@@ -214,12 +255,15 @@ class WaitingRoom:
                     self._next_look = now + LOOK_EVERY
                     self._waiters.wake_first()
                     continue
+                if self._pulse.check():
+                    self._connection.send_command("PING", check_health=False)
                 # Reading with a timeout is a system call less than asking first whether there is something to read.
                 self._connection._sock.settimeout(min(until, self._next_look) - now)
                 try:
                     reply = self._connection.read_response(disable_decoding=True, disconnect_on_error=False)
                 except TimeoutError:
                     continue
+                self._pulse.beat()
                 self._waiters.hear(reply)
         except (RedisError, OSError):
             # The scripts that the waiters call say what is wrong with the server; here it only means to look more often.
@@ -244,6 +288,7 @@ class WaitingRoom:
             except BaseException:
                 connection.disconnect()
                 raise
+            self._pulse = Pulse()
             self._connection = connection
         self._next_look = time.monotonic() + LOOK_EVERY
         self._waiters.wake_all()  # what was said meanwhile went unheard

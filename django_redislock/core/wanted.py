@@ -29,12 +29,10 @@ class ValueLease(Lease):
 
     ended = False
 
-    def lose(self, reason: str) -> None:
-        """Note that the right was lost."""
-        with self._losing:
-            if self._loss is None:
-                self._loss = LossRecord(self.name, self.id, self.fence, reason, time.time())
-                events.log.info("What is being computed for %r will not be stored: %s.", self.name, reason)
+    def report_loss(self) -> None:
+        """Log it: nobody else needs to know."""
+        if self._loss is not None:
+            events.log.info("What is being computed for %r will not be stored: %s.", self.name, self._loss.reason)
 
 
 computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=())
