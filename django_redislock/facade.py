@@ -16,7 +16,7 @@ from .core.aio import AsyncLock
 from .core.base import BaseLock
 from .core.keys import MAX_SECONDS, Seconds, check_name
 from .core.lock import Lock
-from .core.server import Unlocked
+from .core.server import UNLOCKED
 from .exceptions import AcquireTimeout
 from .transactions import UntilCommitLock, WatchedLock, in_atomic
 
@@ -114,15 +114,12 @@ def _made(kind_of_lock: type[L], name: str, using: str | None, **options: Any) -
     settings = conf.get()
     if not settings.enabled:
         told = {key: options[key] for key in ("id", "label", "kind")}
-        return kind_of_lock(_UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, **told)
+        return kind_of_lock(UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, **told)
     defaults = ["expire", "auto_renewal", "max_hold"] + (["timeout"] if options["blocking"] else [])
     for key in defaults:
         if options[key] is None:
             options[key] = getattr(settings, key)
     return kind_of_lock(get_client(using), name, prefix=settings.key_prefix, **options)
-
-
-_UNLOCKED = Unlocked()
 
 
 @contextmanager

@@ -170,17 +170,17 @@ def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
     """The watchdog's call was made with the old life and arrives after the new one was set."""
     server = server_of(client)
     lock = Lock(client, "a", expire=0.9)
-    call, at_gate, gate, arrived = server.renewals.call, threading.Event(), threading.Event(), threading.Event()
+    call, at_gate, gate, arrived = server.renew, threading.Event(), threading.Event(), threading.Event()
 
-    def late(what):
+    def late(*what):
         at_gate.set()
         gate.wait(10)
-        reply = call(what)
+        reply = call(*what)
         arrived.set()
         return reply
 
     with lock:
-        server.renewals.call = late
+        server.renew = late
         try:
             assert at_gate.wait(5)
             lock.extend(60)
@@ -189,7 +189,7 @@ def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
             assert lock.ttl() > 50
         finally:
             gate.set()
-            server.renewals.call = call
+            del server.renew
         lived(1.5)
         assert lock.owned()
         lock.raise_if_lost()
@@ -199,17 +199,17 @@ def test_a_renewal_that_overlaps_a_shortening_does_not_let_the_belief_outlive_th
     """The watchdog's call was made with the old life, and is answered after the new one was set."""
     server = server_of(client)
     lock = Lock(client, "a", expire=3)
-    call, at_gate, gate, answered = server.renewals.call, threading.Event(), threading.Event(), threading.Event()
+    call, at_gate, gate, answered = server.renew, threading.Event(), threading.Event(), threading.Event()
 
-    def late(what):
-        reply = call(what)
+    def late(*what):
+        reply = call(*what)
         at_gate.set()
         gate.wait(10)
         answered.set()
         return reply
 
     with lock:
-        server.renewals.call = late
+        server.renew = late
         try:
             assert at_gate.wait(5)
             lock.extend(0.5)
@@ -219,7 +219,7 @@ def test_a_renewal_that_overlaps_a_shortening_does_not_let_the_belief_outlive_th
             assert lock._latest().deadline <= time.monotonic() + 0.5
         finally:
             gate.set()
-            server.renewals.call = call
+            del server.renew
         lived(1)
         assert lock.owned()
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from django_redislock.core import Lock, RLock
+from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import Proxy, RedisServer, wait_until
@@ -55,9 +55,7 @@ def test_frozen_servers_do_not_keep_the_locks_of_another_one_from_being_renewed(
     with ExitStack() as stack:
         servers = [stack.enter_context(RedisServer()) for _ in range(4)]
         frozen = [
-            Lock(stack.enter_context(server.client()), f"lock {i}", expire=1.5)
-            for server in servers
-            for i in range(3)
+            Lock(stack.enter_context(server.client()), f"lock {i}", expire=1.5) for server in servers for i in range(3)
         ]
         mine = Lock(client, "mine", expire=1.5, on_lost=told.append)
         mine.acquire()

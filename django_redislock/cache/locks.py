@@ -12,10 +12,8 @@ from .. import conf
 from ..core import Lock, held_locks
 from ..core.keys import MAX_SECONDS, Seconds
 from ..core.owner import new_id
-from ..core.server import Unlocked
+from ..core.server import UNLOCKED
 from .base import RedisBackend
-
-_UNLOCKED = Unlocked()
 
 
 class LocksMixin(RedisBackend):
@@ -56,7 +54,7 @@ class LocksMixin(RedisBackend):
             id = new_id()
         settings = conf.get()
         if not settings.enabled:
-            return Lock(_UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, id=id, label=label)
+            return Lock(UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, id=id, label=label)
         return Lock(
             client or self._redis(name),
             name,

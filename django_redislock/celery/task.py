@@ -26,7 +26,7 @@ from celery.result import AsyncResult
 from .. import conf
 from ..connections import get_client
 from ..core import Lock, LockInfo, events
-from ..core.server import Unlocked
+from ..core.server import UNLOCKED
 from ..exceptions import LockBackendError, LockError, LockLost, LossRecord, NotAcquired, TaskAlreadyRunning
 from . import options as options_of
 from .key import lock_name, make, signature_of
@@ -282,7 +282,7 @@ class SingleInstanceMixin(_Task):
     def _lock(self, name: str, options: Options, label: str = "") -> Lock:
         settings = conf.get()
         return Lock(
-            get_client() if settings.enabled else Unlocked(),
+            get_client() if settings.enabled else UNLOCKED,
             name,
             expire=options.expire,
             auto_renewal=options.auto_renewal,

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ..exceptions import AlreadyAcquired
 from .aioserver import acting_for, async_server_of
 from .base import BaseLock
 from .keys import Seconds, check_wait
@@ -150,14 +149,8 @@ class AsyncLock(BaseLock):
         me = self._me()
         if me is None:
             raise RuntimeError("an AsyncLock is acquired by a task")
-        if me in self._coming:  # it would wait for itself
-            raise AlreadyAcquired(self.name)
         _works_for.set(weakref.ref(me))
-        self._coming.add(me)
-        try:
-            return (yield from super()._acquire(timeout, listening))
-        finally:
-            self._coming.discard(me)
+        return (yield from super()._acquire(timeout, listening))
 
     def _release(self) -> Steps[None]:
         lease = self._own()

@@ -69,8 +69,8 @@ class BaseLock(ABC):
         self.on_lost = on_lost
         self.kind = kind
         self._leases: dict[Any, Lease] = {}  # by the thread or task that acquired
-        # Of an AsyncLock: the tasks that acquire now, and those that entered an ``async with`` block, each as often as it did.
-        self._coming: set[Any] = set()
+        self._coming: dict[Any, object] = {}  # who acquires now
+        # Of an AsyncLock: the tasks that entered an ``async with`` block, each as often as it did.
         self._entrants: list[Any] = []
 
     def __repr__(self) -> str:
@@ -112,11 +112,21 @@ class BaseLock(ABC):
     # The steps of each operation; `Lock` and `AsyncLock` have them done
 
     def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
-        me = self._me()
-        for other, before in list(self._leases.items()):
-            # With an id of the caller's choice Redis cannot tell this object's threads apart.
-            if (other is me or self._given_id) and not before.foreign and before.loss is None:
+        me, turn = self._me(), object()
+        # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart; one would wait for itself.
+        key = me if self._given_id is None else None
+        try:
+            if self._coming.setdefault(key, turn) is not turn:
                 raise AlreadyAcquired(self.name)
+            for other, before in list(self._leases.items()):
+                if (other is me or key is None) and not before.foreign and before.loss is None:
+                    raise AlreadyAcquired(self.name)
+            return (yield from self._acquire_now(me, timeout, listening))
+        finally:
+            if self._coming.get(key) is turn:
+                del self._coming[key]
+
+    def _acquire_now(self, me: Any, timeout: float | None, listening: bool) -> Steps[bool]:
         lease = self._new_lease(self._given_id or owner.new_id())
         about = owner.record(self.kind, self.label, self.expire, self.auto_renewal)
         claim = protocol.Claim(lease, about, timeout, given_id=self._given_id is not None)

@@ -6,10 +6,12 @@ A greenlet starves behind one that computes, so the watchdog must be a real thre
 from __future__ import annotations
 
 import _thread
+import math
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 
@@ -31,6 +33,32 @@ def start(run: Callable[[], None], name: str) -> None:
         threading.Thread(target=run, name=name, daemon=True).start()
     else:
         original["start_new_thread"](run, ())
+
+
+def together(functions: list[Callable[[], None]]) -> None:
+    """Call all the functions at the same time, and return when all have returned."""
+    if not functions:
+        return
+
+    def call(function: Callable[[], None], returned: Alarm) -> None:
+        try:
+            function()
+        finally:
+            returned.ring()
+
+    mine, *others = functions
+    running = []
+    for other in others:
+        returned = Alarm()
+        try:
+            start(partial(call, other, returned), "redislock-renewal")
+        except RuntimeError:  # no further thread is to be had
+            other()
+        else:
+            running.append(returned)
+    mine()
+    for returned in running:
+        returned.sleep(math.inf)
 
 
 class Alarm:

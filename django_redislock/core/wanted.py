@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..exceptions import LossRecord
 from . import events
 from .keys import MAX_NAME, lock_keys
 from .lease import Lease

@@ -1,7 +1,8 @@
 """The watchdog: one thread per process that renews all held locks.
 
 After Redisson's: a lock is renewed every third of its life, and the watchdog dies with its process. Beyond it, all that are
-due go out in one call per server; no answer is not yet a loss (it is tried again until the deadline); losses are reported.
+due go out in one call per server, to all servers at once; no answer is not yet a loss (it is tried again until the deadline);
+losses are reported.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from functools import partial
 
 from redis.exceptions import RedisError
 
@@ -103,11 +104,11 @@ class Watchdog:
         shortest = min(lease.expire for lease in leases)
         # Those that are due soon go along, so that many locks settle into few calls.
         due = [lease for lease in leases if lease.next_renewal <= now + lease.expire / 6 and self._wanted(lease, now)]
-        servers = {lease.server for lease in due}
-        for server in servers:
-            mine = [lease for lease in due if lease.server is server]
-            for start in range(0, len(mine), BATCH):
-                self._renew(server, mine[start : start + BATCH], max(SOONEST, min(server.timeout, shortest / 4)))
+        patience = max(SOONEST, shortest / 4)
+        by_server: dict[Server, list[Lease]] = {}
+        for lease in due:
+            by_server.setdefault(lease.server, []).append(lease)
+        native.together([partial(self._renew_all, server, mine, patience) for server, mine in by_server.items()])
 
     def _wanted(self, lease: Lease, now: float) -> bool:
         """Whether the lease is to be renewed; if not, it is dropped, with a word why."""
@@ -122,12 +123,15 @@ class Watchdog:
             _not_renewed(lease.name, lease.fence, reason)
         return False
 
+    def _renew_all(self, server: Server, leases: list[Lease], patience: float) -> None:
+        for start in range(0, len(leases), BATCH):
+            self._renew(server, leases[start : start + BATCH], patience)
+
     def _renew(self, server: Server, leases: list[Lease], patience: float) -> None:
         lives = [lease.expire for lease in leases]
         sent = time.monotonic()
         try:
-            server.renewals.limit(patience)
-            replies: Iterable[int] = server.renewals.call(renewal(leases))
+            replies = server.renew(renewal(leases), patience)
         except (RedisError, OSError) as error:
             self._unknown(leases, error)
             return
@@ -135,7 +139,7 @@ class Watchdog:
             if renewed:
                 lease.renewed(sent, life)
             elif self.remove(lease):  # else it was released meanwhile, and nothing is wrong
-                lease.lose(GONE)
+                _lost(lease, GONE)
 
     def _unknown(self, leases: list[Lease], error: Exception) -> None:
         """No answer: try again soon, and give up at the deadline only."""
@@ -148,7 +152,16 @@ class Watchdog:
                 pause = min(SOONEST * 2**lease.failures, lease.expire / 10)
                 lease.next_renewal = min(now + pause, lease.deadline)
             elif self.remove(lease):
-                lease.lose(f"no answer from Redis until its life of {lease.expire:g} s ended ({error})")
+                _lost(lease, f"no answer from Redis until its life of {lease.expire:g} s ended ({error})")
+
+
+def _lost(lease: Lease, reason: str) -> None:
+    """Note the loss at once, and tell of it from another thread: those who are told may take their time."""
+    if lease.note_loss(reason):
+        try:
+            native.start(lease.report_loss, "redislock-loss")
+        except RuntimeError:  # no further thread is to be had
+            lease.report_loss()
 
 
 def _not_renewed(name: str, fence: int, reason: str) -> None:
