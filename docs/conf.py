@@ -1,11 +1,16 @@
 """How the pages are built: ``tox run -e docs``."""
 
-import os
+from __future__ import annotations
+
 from importlib.metadata import version as version_of
 
 import django
+from django.conf import settings
 
-os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+settings.configure(
+    DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+    INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "django.contrib.admin", "django_redislock"],
+)
 django.setup()
 
 project = "django-redislock"
