@@ -13,7 +13,7 @@ from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
 from tests.celery_site.harness import Stage, Workers, ended, workers
-from tests.support import wait_until
+from tests.support import BUSY, wait_until
 from tests.support.worker import Worker
 
 pytestmark = pytest.mark.processes
@@ -38,7 +38,7 @@ def stage(crew) -> Iterator[Stage]:
 @pytest.fixture(autouse=True)
 def no_lock_is_left(client) -> Iterator[None]:
     yield
-    wait_until(lambda: not list(held_locks(client)), 10, "all locks are released")
+    wait_until(lambda: not list(held_locks(client)), 30, "all locks are released")
 
 
 def runs(stage: Stage, task) -> dict:
@@ -48,7 +48,7 @@ def runs(stage: Stage, task) -> dict:
 
 
 def free_within(task, stage: Stage, seconds: float) -> None:
-    wait_until(lambda: task.lock_info(stage.name) is None, seconds, "the lock is free")
+    wait_until(lambda: task.lock_info(stage.name) is None, seconds + BUSY, "the lock is free")
 
 
 # Ends that the child notices: the lock is free at once, though its life is a minute

@@ -56,7 +56,7 @@ def on_stage(stage: Stage) -> Iterator[Stage]:
 @pytest.fixture(autouse=True)
 def no_lock_is_left(client) -> Iterator[None]:
     yield
-    wait_until(lambda: not list(held_locks(client)), 10, "all locks are released")
+    wait_until(lambda: not list(held_locks(client)), 30, "all locks are released")
 
 
 only_prefork = pytest.mark.parametrize("pool", ["prefork"], indirect=True)

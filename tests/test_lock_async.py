@@ -27,7 +27,7 @@ from django_redislock.core.flight import Wanted, fly
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.server import pack, server_of
 from tests import lock_programs
-from tests.support import RedisServer, counting, find_program, free_port, wait_until
+from tests.support import BUSY, RedisServer, counting, find_program, free_port, wait_until
 from tests.test_cache_clients import sentinel  # noqa: F401 - a fixture
 
 KEYS = lock_keys("redislock", "a")
@@ -550,7 +550,7 @@ def test_a_timeout_around_acquire_takes_back_the_place_in_the_queue(aclient, cli
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await lock.acquire()
-        assert 0.2 <= time.monotonic() - started < 0.7
+        assert 0.2 <= time.monotonic() - started < 0.2 + BUSY
 
     asyncio.run(main())
 
@@ -568,7 +568,7 @@ def test_in_a_black_hole_a_cancelled_task_is_back_within_a_second(client, proxy,
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await lock.acquire()
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 1 + BUSY
 
     asyncio.run(main())
 
@@ -649,7 +649,7 @@ def test_a_crowd_that_finds_no_server_is_told_at_once(proxy):
         tasks = [asyncio.create_task(AsyncLock(client, f"lock {i}").acquire()) for i in range(50)]
         tasks[0].cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - started < 2.5
+        assert time.monotonic() - started < 1 + BUSY
         assert {type(result) for result in results[1:]} == {LockBackendError}
 
     asyncio.run(main())

@@ -16,7 +16,7 @@ from django_redislock.core import AsyncLock, Lock, RLock, waiting
 from django_redislock.core.keys import lock_keys, milliseconds
 from django_redislock.core.server import server_of
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import Proxy, monitoring, say, wait_until
+from tests.support import BUSY, Proxy, monitoring, say, wait_until
 
 
 def key_of(name):
@@ -127,7 +127,7 @@ def test_a_force_released_holder_does_not_live_on_in_its_successor_of_the_same_i
     Lock(client, "a").reset()
     successor = Lock(client, "a", id="given", expire=30)
     successor.acquire(blocking=False)
-    wait_until(lambda: stale.lost, timeout=2, message="the former holder is told")
+    wait_until(lambda: stale.lost, timeout=10, message="the former holder is told")
     with pytest.raises(LockLost):
         stale.release()
     assert successor.owned()
@@ -347,7 +347,7 @@ def test_a_frozen_process_holds_up_a_free_lock_once_and_not_for_each_of_its_thre
         wait_until(lambda: client.zcard(queue_of("a")) == count + 1)
     freed = time.monotonic()
     thread.join(30)
-    assert taken[0] - freed < 1.1
+    assert taken[0] - freed < 0.5 + BUSY, "one reservation, not one for each of its threads"
 
 
 def test_waiters_for_a_short_lived_lock_do_not_look_all_of_them_at_its_every_end(client):

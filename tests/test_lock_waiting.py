@@ -10,7 +10,7 @@ import redis
 
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
-from tests.support import monitoring, wait_until
+from tests.support import BUSY, monitoring, wait_until
 
 
 def waiters(client, name, count, results, **options):
@@ -58,7 +58,7 @@ def test_the_deadline_holds_when_every_race_is_lost(client):
     barger.start()
     started = time.monotonic()
     assert Lock(client, "a").acquire(timeout=1) is False
-    assert 1 <= time.monotonic() - started < 1.5
+    assert 1 <= time.monotonic() - started < 1 + BUSY
     stop.set()
     barger.join()
 
@@ -95,7 +95,7 @@ def test_a_waiter_wakes_at_the_holders_expiry(client):
     Lock(client, "a", expire=0.4, auto_renewal=False).acquire()
     started = time.monotonic()
     assert Lock(client, "a", expire=60).acquire(timeout=20)
-    assert time.monotonic() - started < 0.9
+    assert time.monotonic() - started < 0.4 + BUSY
 
 
 def test_waiting_threads_share_one_connection_and_never_starve_the_holder(redis_url):
@@ -191,7 +191,7 @@ def test_a_release_that_nobody_hears_keeps_nobody_waiting(client):
     for thread in threads:
         thread.join(timeout=10)
     assert sorted(results) == list(range(5))
-    assert time.monotonic() - freed < 1.5
+    assert time.monotonic() - freed < 1 + BUSY
 
 
 def test_an_idle_subscription_that_the_server_closed_is_no_error(client):
@@ -227,7 +227,7 @@ def test_a_reservation_that_nobody_claims_passes_on(client):
         assert client.get(keys.lock).startswith(b"ghost-id\n0\n"), "reserved for the first"
         thread.join(timeout=10)
         assert results
-        assert time.monotonic() - freed < 1.2
+        assert time.monotonic() - freed < 1 + BUSY
 
 
 def _port(client):

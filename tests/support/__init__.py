@@ -8,9 +8,10 @@ from .processes import PythonProcess, say
 from .programs import find_program
 from .proxy import Proxy
 from .servers import RedisServer, Server, free_port
-from .waiting import wait_until
+from .waiting import BUSY, wait_until
 
 __all__ = [
+    "BUSY",
     "Config",
     "PostgresServer",
     "Proxy",

@@ -54,7 +54,7 @@ class PythonProcess:
         for line in self._process.stdout:
             self.lines.append(json.loads(line))
 
-    def wait_for(self, timeout: float = 20, **values: object) -> dict[str, Any]:
+    def wait_for(self, timeout: float = 60, **values: object) -> dict[str, Any]:
         """Return the next line that has these values, skipping others; AssertionError when the process ends without."""
 
         def found() -> dict[str, Any] | None:
@@ -77,14 +77,14 @@ class PythonProcess:
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
-    def finish(self, timeout: float = 30) -> list[dict[str, Any]]:
+    def finish(self, timeout: float = 90) -> list[dict[str, Any]]:
         """Wait for the end and return every line said; AssertionError when it failed or left something open."""
         status = self.wait(timeout)
         assert status == 0, f"The process ended with {status}; it said {self.lines}\n{self.errors}"
         assert "ResourceWarning" not in self.errors, self.errors
         return self.lines
 
-    def wait(self, timeout: float = 30) -> int:
+    def wait(self, timeout: float = 60) -> int:
         """Wait for the end and return the exit status, negative for a signal."""
         status = self._process.wait(timeout)
         self._reader.join(timeout)

@@ -55,7 +55,7 @@ class Worker:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def wait_ready(self, timeout: float = 40) -> Self:
+    def wait_ready(self, timeout: float = 90) -> Self:
         """Wait until it takes tasks."""
 
         def ready() -> bool:
