@@ -6,5 +6,6 @@ from .aio import AsyncLock, AsyncRLock
 from .listing import held_locks, reset_all
 from .lock import Lock, RLock
 from .owner import LockInfo
+from .quorum import QuorumLock
 
-__all__ = ["AsyncLock", "AsyncRLock", "Lock", "LockInfo", "RLock", "held_locks", "reset_all"]
+__all__ = ["AsyncLock", "AsyncRLock", "Lock", "LockInfo", "QuorumLock", "RLock", "held_locks", "reset_all"]

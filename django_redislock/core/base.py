@@ -35,6 +35,8 @@ class BaseLock(ABC):
     Raises TypeError and ValueError for bad arguments.
     """
 
+    _lease_kind = Lease
+
     def __init__(
         self,
         client: Any,
@@ -181,7 +183,7 @@ class BaseLock(ABC):
             if error is None:
                 raise
             events.log.warning("Lock %r could not be released after its block failed: %s", self.name, failure)
-            _chain(error, failure)
+            chain(error, failure)
 
     def _extend(self, expire: Seconds | None) -> Steps[None]:
         seconds = None if expire is None else check_expire(expire)
@@ -218,7 +220,9 @@ class BaseLock(ABC):
     # Acquisitions
 
     def _new_lease(self, id: str) -> Lease:
-        return Lease(self._server, self.name, self._keys, id, self.expire, self._me(), self.max_hold, weakref.ref(self))
+        return self._lease_kind(
+            self._server, self.name, self._keys, id, self.expire, self._me(), self.max_hold, weakref.ref(self)
+        )
 
     def _own(self) -> Lease:
         """Return the caller's acquisition, or that of the given id, wherever it was acquired."""
@@ -259,7 +263,7 @@ class BaseLock(ABC):
         )
 
 
-def _chain(error: BaseException, failure: BaseException) -> None:
+def chain(error: BaseException, failure: BaseException) -> None:
     """Hang the failure under the end of the error's own chain, so that a traceback shows both."""
     failure.__context__ = None  # raised while the error was handled, it leads back to it: the chain would have no end
     while error.__context__ is not None:

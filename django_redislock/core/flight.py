@@ -19,7 +19,7 @@ from ..exceptions import LockBackendError
 from . import events
 from .keys import lock_keys, milliseconds
 from .owner import record
-from .protocol import RETRY_FOR, Call, Compute, Join, Leave, Steps, attempt, give_back, sleep
+from .protocol import Call, Compute, Join, Leave, Steps, attempt, give_back, sleep
 from .scripts import Script
 from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, computing, lease_name, outer
 from .watchdog import watchdog
@@ -159,7 +159,7 @@ def _settle(
         (fence, lease.name.encode(), b"" if life is None else b"%d" % life, replaced, data),
     )
     now = time.monotonic()
-    _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + RETRY_FOR)
+    _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)
     if reply == 0:
         events.log.info("What was computed for %r was not stored: a newer value is there.", lease.name)
     elif reply == -1 and lease.fence and time.monotonic() >= lease.deadline:

@@ -16,6 +16,8 @@ from .keys import LockKeys
 if TYPE_CHECKING:
     from .server import Server
 
+RETRY_FOR = 5.0
+"""Seconds for which an unreachable server is tried again, when the caller's own deadline is not nearer."""
 GONE = "it expired, was force-released, or the server lost its data"
 
 
@@ -25,6 +27,8 @@ class Lease:
     It is held until `deadline` on the monotonic clock, counted from when the last successful command was *sent*, so that
     the local belief always ends before the key does in Redis.
     """
+
+    retry_for = RETRY_FOR
 
     def __init__(
         self,

@@ -20,11 +20,9 @@ from redis.exceptions import AuthenticationError, ConnectionError, RedisError
 from ..exceptions import LockBackendError
 from . import events, scripts
 from .keys import LockKeys, held_keys, milliseconds
-from .lease import Lease
+from .lease import RETRY_FOR, Lease
 from .owner import LockInfo, new_id, parse
 
-RETRY_FOR = 5.0
-"""Seconds for which an unreachable server is tried again, when the caller's own deadline is not nearer."""
 MAX_SLEEP = 30.0
 """Seconds after which a waiter looks again in any case; a queue lives four times as long."""
 
@@ -83,14 +81,14 @@ T = TypeVar("T")
 Steps = Generator[Effect, Any, T]
 
 
-def attempt(name: str, effect: Call | Join, until: float) -> Steps[tuple[float, Any]]:
+def attempt(name: str, effect: Call | Join, until: float, retry_for: float = RETRY_FOR) -> Steps[tuple[float, Any]]:
     """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
 
     Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that
-    stays away for longer than `RETRY_FOR`, or past `until`, raises LockBackendError. So does, without another try, one that
+    stays away for longer than `retry_for`, or past `until`, raises LockBackendError. So does, without another try, one that
     stays silent for as long as the client's own socket timeout, and any other error.
     """
-    give_up = min(until, time.monotonic() + RETRY_FOR)
+    give_up = min(until, time.monotonic() + retry_for)
     tries = 0
     while True:
         sent = time.monotonic()
@@ -154,14 +152,14 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
             last = time.monotonic() >= until
             join = waiter is not None and not last
             channel = waiter.channel if waiter is not None else b""
-            sent, reply = yield from attempt(lease.name, claim.call(channel, join, ticket), until)
+            sent, reply = yield from attempt(lease.name, claim.call(channel, join, ticket), until, lease.retry_for)
             if isinstance(reply, int):
                 lease.begin(reply, sent)
                 return True
             if last:
                 return False
             if waiter is None:
-                _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until)
+                _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until, lease.retry_for)
                 continue
             left_ms, ticket = reply
             yield sleep(waiter, until, left_ms)
@@ -200,7 +198,7 @@ def release(lease: Lease) -> Steps[bool]:
     """Release the lock; False when it was not the lease's any more."""
     # After the deadline the lock has ended by itself, so there is no sense in trying for longer.
     until = max(lease.deadline, time.monotonic())
-    _, reply = yield from attempt(lease.name, give_back(lease), until)
+    _, reply = yield from attempt(lease.name, give_back(lease), until, lease.retry_for)
     return bool(reply)
 
 
@@ -208,7 +206,7 @@ def renew(lease: Lease) -> Steps[bool]:
     """Give the lease its life, a shorter one, too; False when it is not held any more."""
     life = lease.expire
     until = max(lease.deadline, time.monotonic())
-    sent, reply = yield from attempt(lease.name, renewal([lease], shorten=True), until)
+    sent, reply = yield from attempt(lease.name, renewal([lease], shorten=True), until, lease.retry_for)
     if reply[0]:
         lease.renewed(sent, life)
     return bool(reply[0])
@@ -223,12 +221,12 @@ def renewal(leases: list[Lease], shorten: bool = False) -> Call:
     return Call(scripts.RENEW, tuple(keys), tuple(args))
 
 
-def reset(name: str, keys: LockKeys, fence: int | None) -> Steps[int]:
+def reset(name: str, keys: LockKeys, fence: int | None, until: float = math.inf) -> Steps[int]:
     """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
     receipt = keys.receipt + new_id().encode()
     args = (name.encode(), b"" if fence is None else b"%d" % fence)
     call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, receipt), args)
-    _, reply = yield from attempt(name, call, math.inf)
+    _, reply = yield from attempt(name, call, until)
     return int(reply)
 
 

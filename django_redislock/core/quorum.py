@@ -1,0 +1,366 @@
+"""Redlock: one lock on several independent servers, held while most of them hold it.
+
+The algorithm is that of Redis' documentation ("Distributed Locks with Redis"), with one change: instead of trying again at
+random times, every caller takes the servers in the order in which they were given and waits in their queues. Who holds one
+server's lock waits only for servers further on, so that nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from redis import Redis
+
+from ..exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockError, LockLost, LossRecord, NotAcquired
+from . import events, protocol
+from .base import chain
+from .keys import Seconds, check_wait
+from .lease import Lease
+from .lock import Lock
+from .owner import LockInfo, new_id
+from .protocol import Steps
+from .server import server_of
+
+T = TypeVar("T")
+
+
+class _PartLease(Lease):
+    """What is held on one server: to lose it is not yet to lose the lock, and a server that is away is not waited for."""
+
+    retry_for = 0.0
+
+    def report_loss(self) -> None:
+        part = self.holder()
+        holding = None if part is None else part.holding()
+        if holding is not None:
+            holding.report_loss()
+
+
+class _Part(Lock):
+    """The lock on one of the servers, for one acquisition of the whole."""
+
+    _lease_kind = _PartLease
+    holding: Callable[[], _Holding | None]
+    shared_id: str
+
+    def _new_lease(self, id: str) -> Lease:
+        return super()._new_lease(self.shared_id)
+
+    def _tell(self, event: str, lease: Lease) -> None:
+        """Say nothing: what happens to the whole is told."""
+
+
+class _Holding:
+    """One acquisition of the whole."""
+
+    def __init__(self, whole: QuorumLock) -> None:
+        self.whole = weakref.ref(whole)
+        self.name = whole.name
+        self.id = new_id()
+        self.needed = len(whole._servers) // 2 + 1
+        self.pid = os.getpid()
+        self.parts: list[_Part] = []
+        """Those that were acquired, and not released yet."""
+        self.released = 0
+        self.complete = False
+        self._loss: LossRecord | None = None
+        self._losing = threading.Lock()
+
+    @property
+    def loss(self) -> LossRecord | None:
+        if self._loss is None:
+            self.report_loss()
+        return self._loss
+
+    @property
+    def alive(self) -> int:
+        return sum(part.lost is None for part in self.parts)
+
+    def report_loss(self) -> None:
+        """Report the loss of the whole, once, if it is one."""
+        lost = self.complete and self.released + self.alive < self.needed  # asking may report, so not within
+        with self._losing:
+            if not lost or self._loss is not None:
+                return
+            reason = f"fewer than {self.needed} of its servers hold it still"
+            self._loss = LossRecord(self.name, self.id, 0, reason, time.time())
+        events.emit(
+            "lost", "Quorum lock %r was lost: %s.", self.name, reason, name=self.name, fence=0, record=self._loss
+        )
+        whole = self.whole()
+        if whole is not None and whole.on_lost is not None:
+            try:
+                whole.on_lost(whole)
+            except Exception:
+                events.log.exception("on_lost of lock %r failed.", self.name)
+
+
+class QuorumLock:
+    """A lock that is held on most of several independent servers, so that it outlives the loss of some of them.
+
+    `clients` are redis-py clients of at least three servers that do not replicate each other; everybody must give them in the
+    same order. The rest is as for `Lock`, and so are the methods, but for three things: there is no fence, as servers that
+    do not know each other cannot draw increasing numbers together; there is no `id`; and a server that does not answer costs
+    its client's socket timeout at every step.
+
+    Its limits are those of Redlock: it relies on the servers' clocks running at about the same speed, and a server that
+    lost its data must stay away for one `expire`. For a lock that guards more than efficiency see `Lock` and its fence.
+
+    Raises TypeError and ValueError for bad arguments.
+    """
+
+    def __init__(
+        self,
+        clients: Iterable[Redis],
+        name: str,
+        *,
+        expire: Seconds | None = None,
+        auto_renewal: bool = True,
+        max_hold: Seconds | None = None,
+        blocking: bool = True,
+        timeout: Seconds | None = None,
+        label: str | None = None,
+        on_lost: Callable[[Any], object] | None = None,
+        kind: str = "lock",
+        prefix: str = "redislock",
+    ) -> None:
+        self._servers = [server_of(client) for client in clients]
+        if len(self._servers) < 3 or len(set(self._servers)) < len(self._servers):
+            raise ValueError(
+                "clients must be of at least three different servers: most of them must outlive the others"
+            )
+        self._options: dict[str, Any] = {
+            "expire": expire,
+            "auto_renewal": auto_renewal,
+            "max_hold": max_hold,
+            "label": label,
+            "kind": kind,
+            "prefix": prefix,
+        }
+        checked = Lock(
+            self._servers[0], name, on_lost=on_lost, **self._options
+        )  # what it says of the arguments, is said now
+        self._keys = checked._keys
+        self.name = name
+        self.on_lost = on_lost
+        self._with_timeout = check_wait(blocking, timeout)
+        self._held: dict[threading.Thread, _Holding] = {}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} on {len(self._servers)} servers>"
+
+    # This acquisition, known without asking
+
+    @property
+    def lost(self) -> LossRecord | None:
+        """Why this acquisition was lost, or None while it is held; local and free."""
+        holding = self._mine()
+        return None if holding is None else holding.loss
+
+    def raise_if_lost(self) -> None:
+        """Raise LockLost if this acquisition was lost: call it before each irreversible step. Local and free."""
+        self._raise_loss(self._own())
+
+    # The operations
+
+    def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> bool:
+        """Acquire the lock, and tell whether it was acquired.
+
+        Waits up to `timeout` seconds, for ever with None; `blocking=False` tries once. Raises AlreadyAcquired when this
+        thread holds it through this object, and LockBackendError when too many servers cannot answer.
+        """
+        seconds = check_wait(blocking, timeout)
+        before = self._mine()
+        if before is not None and before.loss is None:
+            raise AlreadyAcquired(self.name)
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        while True:
+            holding = _Holding(self)
+            try:
+                complete = self._collect(holding, until)
+                if complete:
+                    self._held[threading.current_thread()] = holding
+                    events.emit("acquired", "Quorum lock %r acquired.", self.name, name=self.name, fence=0)
+                    return True
+            except BaseException:
+                self._give_back(holding)
+                raise
+            self._give_back(holding)
+            if time.monotonic() >= until:
+                return False
+
+    def release(self) -> None:
+        """Release the lock on all servers and wake the next waiter.
+
+        Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError when
+        too many servers cannot answer: then it may be repeated, and else the lock ends by its expiry.
+        """
+        holding = self._own()
+        cause = ""
+        for part in list(holding.parts):
+            try:
+                part.release()
+                holding.released += 1
+            except LockLost:
+                pass
+            except LockBackendError as error:
+                cause = error.cause
+                continue
+            holding.parts.remove(part)
+        lost = holding.loss
+        if cause and lost is None and holding.released < holding.needed:
+            raise LockBackendError(self.name, cause)
+        self._forget(holding)
+        self._raise_loss(holding)
+        events.emit("released", "Quorum lock %r released.", self.name, name=self.name, fence=0)
+
+    def extend(self, expire: Seconds | None = None) -> None:
+        """Give the held lock a new life of `expire` seconds from now (None: of its own).
+
+        Raises NotAcquired, LockLost and LockBackendError as `release` does.
+        """
+        holding = self._own()
+        extended, cause = 0, ""
+        for part in holding.parts:
+            try:
+                part.extend(expire)
+                extended += 1
+            except LockLost:
+                continue
+            except LockBackendError as error:
+                cause = error.cause
+        self._raise_loss(holding)
+        if extended < holding.needed:
+            raise LockBackendError(self.name, cause)
+
+    def owner(self) -> LockInfo | None:
+        """Return who holds the lock on most servers now, or None. Raises LockBackendError when too many cannot answer."""
+        found = [info for (info,) in self._ask(lambda until: protocol.read([self.name], [self._keys], until))]
+        votes = Counter(info.id for info in found if info is not None)
+        for id, count in votes.most_common(1):
+            if count >= self._needed:
+                infos: list[LockInfo] = [info for info in found if info is not None and info.id == id]
+                # That many must end before it is free.
+                return sorted(infos, key=lambda info: info.ttl)[count - self._needed]
+        return None
+
+    def locked(self) -> bool:
+        """Return whether anybody holds the lock now."""
+        return self.owner() is not None
+
+    def owned(self) -> bool:
+        """Return whether this thread's acquisition holds the lock, asked of the servers now."""
+        holding, holder = self._mine(), self.owner()
+        return holding is not None and holder is not None and holder.id == holding.id
+
+    def ttl(self) -> float | None:
+        """Return the seconds left of the lock's life, or None when nobody holds it."""
+        holder = self.owner()
+        return None if holder is None else holder.ttl
+
+    def reset(self, by: object = None) -> bool:
+        """Take the lock from whoever holds it, wake the next waiter, and tell whether any server held it.
+
+        The former holder is not stopped: it is told of the loss within a third of its life.
+        """
+        freed = 1 in self._ask(lambda until: protocol.reset(self.name, self._keys, None, until))
+        if freed:
+            message = "Quorum lock %r was force-released by %s."
+            who = by or "this program"
+            events.emit("force_released", message, self.name, who, name=self.name, fence=None, user=by)
+        return freed
+
+    def __enter__(self) -> Self:
+        seconds = self._with_timeout
+        if not (self.acquire() if seconds is None else self.acquire(timeout=seconds)):
+            raise AcquireTimeout(self.name, seconds)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if (
+            self._mine() is None and threading.current_thread() in self._held
+        ):  # a forked child leaves its parent's block
+            return
+        try:
+            self.release()
+        except LockError as failure:
+            if error is None:
+                raise
+            events.log.warning("Lock %r could not be released after its block failed: %s", self.name, failure)
+            chain(error, failure)
+
+    # Steps
+
+    @property
+    def _needed(self) -> int:
+        return len(self._servers) // 2 + 1
+
+    def _collect(self, holding: _Holding, until: float) -> bool:
+        """Take one server after another; False when one was not free in time, or too much was lost while waiting."""
+        missing = 0
+        for server in self._servers:
+            part = _Part(server, self.name, **self._options)
+            part.holding, part.shared_id = weakref.ref(holding), holding.id
+            try:
+                left = max(0.0, until - time.monotonic())
+                acquired = part.acquire(timeout=None if left == math.inf else left)
+            except LockBackendError as error:
+                missing += 1
+                if len(self._servers) - missing < holding.needed:
+                    raise LockBackendError(
+                        self.name, f"{missing} of {len(self._servers)} servers: {error.cause}"
+                    ) from error
+                continue
+            if not acquired:
+                return False
+            holding.parts.append(part)
+        holding.complete = holding.alive >= holding.needed
+        return holding.complete
+
+    def _give_back(self, holding: _Holding) -> None:
+        for part in holding.parts:
+            with suppress(LockError):
+                part.release()
+
+    def _ask(self, question: Callable[[float], Steps[T]]) -> list[T]:
+        """Return the answers of the servers that answer at once; raises LockBackendError when they are too few."""
+        answers, cause = [], ""
+        for server in self._servers:
+            try:
+                answers.append(server.run(question(time.monotonic())))
+            except LockBackendError as error:
+                cause = error.cause
+        if len(answers) < self._needed:
+            raise LockBackendError(self.name, cause)
+        return answers
+
+    def _mine(self) -> _Holding | None:
+        holding = self._held.get(threading.current_thread())
+        return holding if holding is not None and holding.pid == os.getpid() else None
+
+    def _own(self) -> _Holding:
+        holding = self._mine()
+        if holding is None:
+            raise NotAcquired(self.name)
+        return holding
+
+    def _forget(self, holding: _Holding) -> None:
+        if self._mine() is holding:
+            del self._held[threading.current_thread()]
+
+    def _raise_loss(self, holding: _Holding) -> None:
+        loss = holding.loss
+        if loss is not None:
+            self._forget(holding)
+            raise LockLost(self.name, loss)

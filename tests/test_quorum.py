@@ -1,0 +1,243 @@
+"""The lock on a majority of independent servers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from django_redislock.core import Lock, QuorumLock
+from django_redislock.core.keys import lock_keys
+from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired
+from tests.support import RedisServer, wait_until
+
+KEYS = lock_keys("redislock", "a")
+
+
+@pytest.fixture(scope="module")
+def started():
+    with ExitStack() as stack:
+        yield [stack.enter_context(RedisServer()) for _ in range(3)]
+
+
+@pytest.fixture
+def servers(started):
+    """Three servers of which a test may stop some."""
+    yield started
+    for server in started:
+        if server.process is None:
+            server.start()
+        server.resume()
+
+
+@pytest.fixture
+def clients(servers):
+    with ExitStack() as stack:
+        found = [stack.enter_context(server.client(socket_timeout=1)) for server in servers]
+        for client in found:
+            client.flushall()
+        yield found
+
+
+def holders(clients):
+    return [client.exists(KEYS.lock) for client in clients]
+
+
+def test_it_is_held_on_all_servers_and_leaves_them_all(clients):
+    lock = QuorumLock(clients, "a", label="me")
+    with lock:
+        assert holders(clients) == [1, 1, 1]
+        assert lock.locked()
+        assert lock.owned()
+        assert 25 < lock.ttl() <= 30
+        assert lock.owner().label == "me"
+        assert lock.lost is None
+        lock.raise_if_lost()
+    assert holders(clients) == [0, 0, 0]
+    assert not lock.locked()
+    assert not lock.owned()
+    assert lock.owner() is None
+    assert lock.ttl() is None
+
+
+def test_it_keeps_everybody_else_out(clients):
+    mine, other = QuorumLock(clients, "a"), QuorumLock(clients, "a", timeout=0.1)
+    with mine:
+        assert not other.acquire(blocking=False)
+        with pytest.raises(AcquireTimeout), other:
+            pass
+        with pytest.raises(AlreadyAcquired):
+            mine.acquire()
+        with pytest.raises(NotAcquired):
+            other.release()
+    with other:
+        assert holders(clients) == [1, 1, 1]
+
+
+def test_who_gets_only_some_servers_gives_them_back(clients):
+    with Lock(clients[1], "a"):
+        assert not QuorumLock(clients, "a").acquire(timeout=0.1)
+        assert holders(clients) == [0, 1, 0]
+        assert [client.exists(KEYS.queue) for client in clients] == [0, 0, 0]
+
+
+def test_many_wait_their_turn(clients):
+    inside, worst, turns = [], [], []
+
+    def work(number):
+        for _ in range(5):
+            with QuorumLock(clients, "a"):
+                inside.append(number)
+                worst.append(len(inside))
+                inside.remove(number)
+                turns.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(turns) == 30
+    assert max(worst) == 1
+
+
+def test_one_server_may_be_away(servers, clients):
+    lock = QuorumLock(clients, "a", expire=0.9)
+    with lock:
+        servers[0].stop()
+        lock.extend(0.6)
+        wait_until(lambda: holders(clients[1:]) == [1, 1])
+        assert lock.owned()
+        lock.raise_if_lost()
+    with lock:
+        assert holders(clients[1:]) == [1, 1]
+        assert not QuorumLock(clients, "a").acquire(blocking=False)
+    assert holders(clients[1:]) == [0, 0]
+
+
+def test_without_most_servers_nothing_is_known(servers, clients):
+    lock = QuorumLock(clients, "a")
+    servers[0].stop()
+    servers[2].stop()
+    with pytest.raises(LockBackendError, match="2 of 3 servers"):
+        lock.acquire()
+    assert holders(clients[1:2]) == [0]
+    for question in (lock.locked, lock.ttl, lock.owner, lock.reset):
+        with pytest.raises(LockBackendError):
+            question()
+
+
+def test_a_release_that_most_servers_do_not_answer_may_be_repeated(servers, clients):
+    lock = QuorumLock(clients, "a", expire=60)
+    lock.acquire()
+    for server in servers[:2]:
+        server.pause()
+    with pytest.raises(LockBackendError):
+        lock.release()
+    assert lock.lost is None
+    for server in servers[:2]:
+        server.resume()
+    lock.release()
+    assert holders(clients) == [0, 0, 0]
+    with pytest.raises(NotAcquired):
+        lock.release()
+
+
+def test_a_minority_may_lose_it(clients, caplog):
+    told = []
+    lock = QuorumLock(clients, "a", expire=0.6, on_lost=told.append)
+    with lock:
+        Lock(clients[0], "a").reset()
+        wait_until(lambda: lock._mine().alive == 2)
+        lock.raise_if_lost()
+    assert not told
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert holders(clients) == [0, 0, 0]
+
+
+def test_the_loss_of_most_is_told_once(clients, caplog):
+    told = []
+    lock = QuorumLock(clients, "a", expire=0.6, on_lost=told.append)
+    lock.acquire()
+    assert QuorumLock(clients, "a").reset(by="me")
+    wait_until(lambda: told)
+    assert lock.lost.name == "a"
+    with pytest.raises(LockLost):
+        lock.raise_if_lost()
+    with QuorumLock(clients, "a") as successor:
+        with pytest.raises(NotAcquired):
+            lock.release()
+        assert successor.owned()
+    with lock:
+        lock.raise_if_lost()
+    assert told == [lock]
+    assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
+
+
+def test_servers_that_stay_away_are_a_loss_at_the_deadline(servers, clients):
+    told = []
+    lock = QuorumLock(clients, "a", expire=0.6, on_lost=told.append)
+    lock.acquire()
+    servers[1].stop()
+    servers[2].stop()
+    wait_until(lambda: told)
+    with pytest.raises(LockLost):
+        lock.release()
+    assert holders(clients[:1]) == [0]
+
+
+def test_it_is_renewed_while_it_is_held_and_ends_without(clients):
+    with QuorumLock(clients, "a", expire=0.5) as lock:
+        assert not QuorumLock(clients, "a").acquire(timeout=1.2)
+        lock.raise_if_lost()
+    mortal = QuorumLock(clients, "a", expire=0.5, auto_renewal=False)
+    mortal.acquire()
+    with QuorumLock(clients, "a", timeout=20), pytest.raises(LockLost):
+        mortal.release()
+
+
+def test_the_error_of_a_block_is_kept(clients):
+    lock = QuorumLock(clients, "a")
+    with pytest.raises(ZeroDivisionError), lock:
+        lock.reset()
+        raise ZeroDivisionError
+    with lock:
+        pass
+
+
+@pytest.mark.processes
+def test_a_forked_child_owns_nothing(clients):
+    lock = QuorumLock(clients, "a")
+    with lock:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                lock.__exit__(None, None, None)
+                with pytest.raises(NotAcquired):
+                    lock.release()
+                status = 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert lock.owned()
+
+
+def test_bad_arguments_are_told_at_once(clients):
+    with pytest.raises(ValueError, match="clients"):
+        QuorumLock(clients[:2], "a")
+    with pytest.raises(ValueError, match="clients"):
+        QuorumLock([clients[0], *clients[:2]], "a")
+    with pytest.raises(TypeError, match="client"):
+        QuorumLock([None, *clients], "a")
+    with pytest.raises(ValueError, match="expire"):
+        QuorumLock(clients, "a", expire=-1)
+    with pytest.raises(TypeError, match="on_lost"):
+        QuorumLock(clients, "a", on_lost=1)
+    with pytest.raises(ValueError, match="timeout"):
+        QuorumLock(clients, "a").acquire(blocking=False, timeout=1)
+    assert "3 servers" in repr(QuorumLock(clients, "a"))
