@@ -25,7 +25,8 @@ from django_redislock.core import AsyncLock, AsyncRLock, Lock
 from django_redislock.core.aioserver import async_server_of
 from django_redislock.core.flight import Wanted, fly
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.server import pack, server_of
+from django_redislock.core.server import server_of
+from django_redislock.core.wire import pack
 from tests import lock_programs
 from tests.support import BUSY, RedisServer, counting, find_program, free_port, wait_until
 from tests.test_cache_clients import sentinel  # noqa: F401 - a fixture

@@ -303,16 +303,20 @@ def test_a_subscription_that_died_in_silence_starves_no_task(client, redis_url, 
         asyncio.run(main())
 
 
+def subscriptions(client):
+    return [found["id"] for found in client.client_list() if int(found["sub"])]
+
+
 def test_a_quiet_subscription_that_lives_is_kept(client, monkeypatch):
     monkeypatch.setattr(waiting, "QUIET", 0.2)
     with Lock(client, "a"):
-        thread = start(lambda: Lock(client, "a").acquire(timeout=3))
+        thread = start(lambda: Lock(client, "a").acquire(timeout=30))
         wait_until(lambda: client.zcard(queue_of("a")) == 1)
-        before = [found["id"] for found in client.client_list() if int(found["sub"])]
+        before = wait_until(lambda: subscriptions(client))
         with monitoring(client) as sent:
             lived(2)
         assert sent.count("PING") >= 2
-        assert [found["id"] for found in client.client_list() if int(found["sub"])] == before
+        assert subscriptions(client) == before
     thread.join(10)
 
 

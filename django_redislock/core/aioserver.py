@@ -18,9 +18,10 @@ from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, Redi
 
 from .line import Line, SharedLine
 from .protocol import Await, Call, Compute, Effect, Join, Leave, Pause, Steps
-from .server import Server, Unlocked, pack
+from .server import Server, Unlocked
 from .twins import asyncio_twin
 from .waiting import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel
+from .wire import pack
 
 UNDO_WITHIN = 1.0
 """Seconds for which a cancelled task may have to connect once more, to take back what it asked for."""

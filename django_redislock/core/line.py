@@ -12,8 +12,9 @@ from collections.abc import Callable, Coroutine
 from copy import copy
 from typing import Any
 
-from redis._parsers import BaseParser
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
+
+from .wire import Incomplete, parse
 
 GRACE = 0.02
 """Seconds for a loop that was blocked to read what came meanwhile, before it calls the server silent."""
@@ -31,7 +32,7 @@ class Line(asyncio.Protocol):
         self._patience = patience
         self._hear = hear
         self._asked: deque[asyncio.Future[Any] | None] = deque()
-        self._unread = b""
+        self._unread = bytearray()
         self._silent = False
         self._transport.set_protocol(self)
 
@@ -103,16 +104,16 @@ class Line(asyncio.Protocol):
         at = 0
         try:
             while at < len(self._unread):
-                reply, at = _parse(self._unread, at)
+                reply, at = parse(self._unread, at)
                 if self._asked:
                     _settle(self._asked.popleft(), reply)
                 elif self._hear is not None:
                     self._hear(reply)
-        except _Incomplete:
+        except Incomplete:
             pass
         except (InvalidResponse, ValueError):
             self.abort()
-        self._unread = self._unread[at:]
+        del self._unread[:at]
 
     def connection_lost(self, error: Exception | None) -> None:
         """Tell everybody."""
@@ -131,39 +132,6 @@ def _settle(answer: asyncio.Future[Any] | None, reply: Any) -> None:
         answer.set_exception(reply)
     else:
         answer.set_result(reply)
-
-
-class _Incomplete(Exception):
-    """The rest of the reply has not arrived."""
-
-
-def _parse(data: bytes, at: int) -> tuple[Any, int]:
-    """Return the reply (RESP2) that begins there, and where it ends."""
-    end = data.find(b"\r\n", at)
-    if end < 0:
-        raise _Incomplete
-    kind, line, at = data[at : at + 1], data[at + 1 : end], end + 2
-    match kind:
-        case b":":
-            return int(line), at
-        case b"$":
-            end = at + int(line)
-            if end < at:
-                return None, at
-            if len(data) < end + 2:
-                raise _Incomplete
-            return data[at:end], end + 2
-        case b"*":
-            items = []
-            for _ in range(int(line)):
-                item, at = _parse(data, at)
-                items.append(item)
-            return items, at
-        case b"+":
-            return line, at
-        case b"-":
-            return BaseParser.parse_error(line.decode(errors="replace")), at  # type: ignore[no-untyped-call]
-    raise InvalidResponse(f"Protocol error: {data[:100]!r}")
 
 
 class SharedLine:

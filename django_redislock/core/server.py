@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError, TimeoutError
+from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry
 
 from . import scripts
 from .protocol import Await, Call, Compute, Effect, Join, Leave, Pause, Steps
 from .twins import thread_twin
 from .waiting import WaitingRoom
+from .wire import Wire, pack
 
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 16
@@ -43,62 +44,45 @@ OURS = frozenset(
 T = TypeVar("T")
 
 
-def pack(*parts: bytes) -> bytes:
-    """Return a command as it is sent."""
-    frame = [b"*%d\r\n" % len(parts)]
-    frame += [b"$%d\r\n%b\r\n" % (len(part), part) for part in parts]
-    return b"".join(frame)
-
-
-class Link:
+class Link(Wire):
     """One connection on which scripts are called."""
-
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
 
     def call(self, call: Call) -> Any:
         """Run the script and return its reply; any failure closes the connection, so that no reply is left behind."""
         try:
-            self._send(b"EVALSHA", call.script.sha, call)
+            self._ask(b"EVALSHA", call.script.sha, call)
             try:
-                return self._receive()
+                return self.receive()
             except NoScriptError:
-                self._send(b"EVAL", call.script.text, call)
-                return self._receive()
+                self._ask(b"EVAL", call.script.text, call)
+                return self.receive()
+        except ReadOnlyError as error:
+            if not hasattr(self.connection, "connection_pool"):
+                raise
+            self.close()  # Sentinel tells where the primary is now, when the next connection asks
+            raise ConnectionError("The server is no primary any more.") from error
         except ResponseError:
             raise
         except ConnectionError:  # the call will be repeated, and an undo that arrives later would undo that
-            self.connection.disconnect()
+            self.close()
             raise
         except BaseException:
             self._abort(call)
             raise
 
-    def _send(self, command: bytes, script: bytes, call: Call) -> None:
-        request = pack(command, script, b"%d" % len(call.keys), *call.keys, *call.args)
-        if self.connection._sock is None:
-            self.connection.connect()  # by itself, sending does not ask Sentinel where the primary is
-        self.connection.send_packed_command([request], check_health=False)
-
-    def _receive(self) -> Any:
-        return self.connection.read_response(disable_decoding=True, disconnect_on_error=False)
+    def _ask(self, command: bytes, script: bytes, call: Call) -> None:
+        self.send(pack(command, script, b"%d" % len(call.keys), *call.keys, *call.args))
 
     def _abort(self, call: Call) -> None:
         """Close the connection, and have undone what the call may still do: on the same connection it comes after it."""
         try:
-            if call.undo is not None and self.connection._sock is not None:
+            if call.undo is not None and self.open:
                 undo = call.undo()
-                self._send(b"EVAL", undo.script.text, undo)
+                self._ask(b"EVAL", undo.script.text, undo)
         except (RedisError, OSError):
             pass  # then the server never sees it, or is gone
         finally:
-            self.connection.disconnect()
-
-    def limit(self, seconds: float) -> None:
-        """Let no reply take longer than so many seconds."""
-        self.connection.socket_timeout = self.connection.socket_connect_timeout = seconds
-        if self.connection._sock is not None:
-            self.connection._sock.settimeout(seconds)
+            self.close()
 
 
 class Server:
@@ -124,7 +108,7 @@ class Server:
         )  # all, those in use too; a link lost to a signal drops out
         self._returned = threading.Condition(threading.Lock())
         self._wanted = 0
-        self.room = WaitingRoom(self.connection)
+        self.room = WaitingRoom(lambda: Wire(self.connection()))
         self._renewals = Link(self.connection())
 
     def connection(self) -> Any:
@@ -211,7 +195,7 @@ class Unlocked(Server):
     """A server that grants everything and remembers nothing: what ``ENABLED: False`` runs on."""
 
     def __init__(self) -> None:
-        self.room = WaitingRoom(self.connection)
+        self.room = WaitingRoom(lambda: Wire(self.connection()))
 
     def renew(self, call: Call, patience: float) -> Any:
         """Grant it."""

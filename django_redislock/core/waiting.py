@@ -18,6 +18,8 @@ from weakref import WeakValueDictionary
 
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
+from .wire import Wire, pack
+
 LOOK_EVERY = 0.5
 QUIET = 10.0
 """Seconds after which a subscription on which nothing came is asked whether it is alive."""
@@ -170,10 +172,10 @@ class WaitingThread(Waiter):
 class WaitingRoom:
     """All threads of this process that wait for locks of one server."""
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
+    def __init__(self, connect: Callable[[], Wire]) -> None:
         self.channel = new_channel()
         self._connect = connect
-        self._connection: Any = None
+        self._wire: Wire | None = None
         self._subscribing = threading.Lock()
         self._reader: WaitingThread | None = None
         self._turn = threading.Lock()  # guards who becomes the reader
@@ -184,11 +186,11 @@ class WaitingRoom:
     @property
     def open(self) -> bool:
         """Whether wake-ups arrive."""
-        return self._connection is not None
+        return self._wire is not None
 
     def join(self, lock: bytes, id: bytes) -> WaitingThread:
         """Enter; raises redis-py's errors when the subscription cannot be had."""
-        if self._connection is None:
+        if self._wire is None:
             self._subscribe()
         waiter = WaitingThread(lock, id, self.channel)
         if not self._waiters:  # nobody looked while the room was empty, and there is no need to look at once
@@ -248,19 +250,18 @@ class WaitingRoom:
     def _read(self, waiter: WaitingThread, until: float) -> None:
         """Read messages until one is for this waiter, and wake those whom the others are for."""
         try:
-            if self._connection is None:
-                self._subscribe()
+            wire = self._wire or self._subscribe()
             while not waiter.woken and (now := time.monotonic()) < until:
                 if now >= self._next_look:
                     self._next_look = now + LOOK_EVERY
                     self._waiters.wake_first()
                     continue
                 if self._pulse.check():
-                    self._connection.send_command("PING", check_health=False)
+                    wire.send(pack(b"PING"))
                 # Reading with a timeout is a system call less than asking first whether there is something to read.
-                self._connection._sock.settimeout(min(until, self._next_look) - now)
+                wire.wait(min(until, self._next_look) - now)
                 try:
-                    reply = self._connection.read_response(disable_decoding=True, disconnect_on_error=False)
+                    reply = wire.receive()
                 except TimeoutError:
                     continue
                 self._pulse.beat()
@@ -276,24 +277,24 @@ class WaitingRoom:
             self._waiters.wake_all()
             raise
 
-    def _subscribe(self) -> None:
+    def _subscribe(self) -> Wire:
         with self._subscribing:
-            if self._connection is not None:
-                return
-            connection = self._connect()
+            if self._wire is not None:
+                return self._wire
+            wire = self._connect()
             try:
-                connection.connect()
-                connection.send_command("SUBSCRIBE", self.channel, check_health=False)
-                connection.read_response(disable_decoding=True)
+                wire.send(pack(b"SUBSCRIBE", self.channel))
+                wire.receive()
             except BaseException:
-                connection.disconnect()
+                wire.close()
                 raise
             self._pulse = Pulse()
-            self._connection = connection
+            self._wire = wire
         self._next_look = time.monotonic() + LOOK_EVERY
         self._waiters.wake_all()  # what was said meanwhile went unheard
+        return wire
 
     def _close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.disconnect()
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()

@@ -1,0 +1,136 @@
+"""Requests and replies as they are on the wire (RESP2), and a connection spoken to directly.
+
+redis-py opens the connection, with its passwords, its TLS and its unix sockets. Its own way to send and to parse is made for
+more than a lock needs, and costs a good part of a wake-up.
+"""
+
+from __future__ import annotations
+
+from builtins import TimeoutError as TimeoutError_
+from typing import Any
+
+from redis._parsers import BaseParser
+from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
+
+
+class Incomplete(Exception):
+    """The rest of the reply has not arrived: so many bytes at least."""
+
+    def __init__(self, missing: int) -> None:
+        super().__init__(missing)
+        self.missing = missing
+
+
+def pack(*parts: bytes) -> bytes:
+    """Return a command as it is sent."""
+    frame = [b"*%d\r\n" % len(parts)]
+    frame += [b"$%d\r\n%b\r\n" % (len(part), part) for part in parts]
+    return b"".join(frame)
+
+
+def parse(data: bytearray, at: int) -> tuple[Any, int]:
+    """Return the reply that begins there, and where it ends; what the server calls an error is returned as one.
+
+    Raises Incomplete, and InvalidResponse or ValueError for what is no reply.
+    """
+    end = data.find(b"\r\n", at)
+    if end < 0:
+        raise Incomplete(1)
+    kind, line, at = bytes(data[at : at + 1]), bytes(data[at + 1 : end]), end + 2
+    match kind:
+        case b":":
+            return int(line), at
+        case b"$":
+            end = at + int(line)
+            if end < at:
+                return None, at
+            if len(data) < end + 2:
+                raise Incomplete(end + 2 - len(data))
+            with memoryview(data) as view:
+                return bytes(view[at:end]), end + 2
+        case b"*":
+            items = []
+            for _ in range(int(line)):
+                item, at = parse(data, at)
+                items.append(item)
+            return items, at
+        case b"+":
+            return line, at
+        case b"-":
+            return BaseParser.parse_error(line.decode(errors="replace")), at  # type: ignore[no-untyped-call]
+    raise InvalidResponse(f"Protocol error: {bytes(data[:100])!r}")
+
+
+class Wire:
+    """A connection of redis-py, for one thread at a time."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self._unread = bytearray()
+
+    def send(self, request: bytes) -> None:
+        """Send, and connect before if need be. Raises ConnectionError and TimeoutError, and what connecting does."""
+        if self.connection._sock is None:
+            self._unread = bytearray()
+            self.connection.connect()
+        try:
+            self.connection._sock.sendall(request)
+        except OSError as error:
+            raise _told(error) from error
+
+    def receive(self) -> Any:
+        """Return the next reply; one that calls itself an error is raised.
+
+        Raises ConnectionError, and TimeoutError when the socket's time is over: then what has arrived is kept for the next call.
+        """
+        while True:
+            try:
+                reply, end = parse(self._unread, 0)
+                break
+            except Incomplete as incomplete:
+                self._read(incomplete.missing)
+            except ValueError as error:
+                raise InvalidResponse(f"Protocol error: {error}") from error
+        del self._unread[:end]
+        if isinstance(reply, RedisError):
+            raise reply
+        return reply
+
+    def _read(self, missing: int) -> None:
+        sock = self.connection._sock
+        if sock is None:
+            raise ConnectionError("The connection is closed.")
+        try:
+            data = sock.recv(min(max(missing, 4096), 1 << 20))
+        except OSError as error:
+            raise _told(error) from error
+        if not data:
+            raise ConnectionError("Connection closed by server.")
+        self._unread += data
+
+    def limit(self, seconds: float) -> None:
+        """Let nothing take longer than so many seconds from now on."""
+        self.connection.socket_timeout = self.connection.socket_connect_timeout = seconds
+        self.wait(seconds)
+
+    def wait(self, seconds: float) -> None:
+        """Let receiving take so long, on this connection."""
+        if self.connection._sock is not None:
+            self.connection._sock.settimeout(seconds)
+
+    @property
+    def open(self) -> bool:
+        """Whether there is a connection."""
+        return self.connection._sock is not None
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another one."""
+        self.connection.disconnect()
+
+
+def _told(error: OSError) -> RedisError:
+    """Return the error as redis-py calls it."""
+    # The socket's own timeout, not the kernel's ETIMEDOUT, which ends the connection.
+    if isinstance(error, TimeoutError_) and error.errno is None:
+        return TimeoutError("Timeout on the socket")
+    return ConnectionError(f"Connection lost: {error}")
