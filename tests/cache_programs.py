@@ -135,3 +135,12 @@ def cache_is_computing(cache: Any, key: str) -> bool:
 
     made = cache._made(key, None)
     return Lock(cache._redis(made), f"cache:{made}").locked()
+
+
+def celebrate(whom: str, year: int) -> dict[str, Any]:
+    """Compute a value in whatever process it is."""
+    return {"greeting": f"{whom} {year}", "pid": os.getpid()}
+
+
+async def acelebrate(whom: str, year: int) -> dict[str, Any]:
+    return celebrate(whom, year)

@@ -31,7 +31,7 @@ class Line(asyncio.Protocol):
         self._patience = patience
         self._hear = hear
         self._asked: deque[asyncio.Future[Any] | None] = deque()
-        self._unread = b""
+        self._unread = bytearray()
         self._silent = False
         self._transport.set_protocol(self)
 
@@ -112,7 +112,7 @@ class Line(asyncio.Protocol):
             pass
         except (InvalidResponse, ValueError):
             self.abort()
-        self._unread = self._unread[at:]
+        del self._unread[:at]
 
     def connection_lost(self, error: Exception | None) -> None:
         """Tell everybody."""
@@ -137,12 +137,12 @@ class _Incomplete(Exception):
     """The rest of the reply has not arrived."""
 
 
-def _parse(data: bytes, at: int) -> tuple[Any, int]:
+def _parse(data: bytearray, at: int) -> tuple[Any, int]:
     """Return the reply (RESP2) that begins there, and where it ends."""
     end = data.find(b"\r\n", at)
     if end < 0:
         raise _Incomplete
-    kind, line, at = data[at : at + 1], data[at + 1 : end], end + 2
+    kind, line, at = bytes(data[at : at + 1]), bytes(data[at + 1 : end]), end + 2
     match kind:
         case b":":
             return int(line), at
@@ -152,7 +152,8 @@ def _parse(data: bytes, at: int) -> tuple[Any, int]:
                 return None, at
             if len(data) < end + 2:
                 raise _Incomplete
-            return data[at:end], end + 2
+            with memoryview(data) as view:
+                return bytes(view[at:end]), end + 2
         case b"*":
             items = []
             for _ in range(int(line)):
@@ -163,7 +164,7 @@ def _parse(data: bytes, at: int) -> tuple[Any, int]:
             return line, at
         case b"-":
             return BaseParser.parse_error(line.decode(errors="replace")), at  # type: ignore[no-untyped-call]
-    raise InvalidResponse(f"Protocol error: {data[:100]!r}")
+    raise InvalidResponse(f"Protocol error: {bytes(data[:100])!r}")
 
 
 class SharedLine:
