@@ -58,7 +58,8 @@ Url = Annotated[str, Kind("a URL that begins with redis://, rediss:// or unix://
 Prefix = Annotated[str, Kind("a non-empty string without braces", keys.check_prefix)]
 Life = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a timedelta", keys.check_expire)]
 Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _wait)]
-OnWaitTimeout = Annotated[str, _one_of("compute", "raise")]
+OnWaitTimeout = Annotated[str, _one_of("compute", "raise", "stale")]
+Share = Annotated[float, Kind("a number from 0 to 1", keys.check_share)]
 Scope = Annotated[str, _one_of("run")]
 OnConflict = Annotated[
     str | Callable[..., Any],
@@ -76,6 +77,7 @@ class CacheSettings:
     max_hold: Life | None = 300.0
     wait: Wait | None = 30.0
     on_wait_timeout: OnWaitTimeout = "compute"
+    jitter: Share = 0.0
 
 
 @dataclass(frozen=True)

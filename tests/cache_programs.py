@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import redis
@@ -135,3 +139,58 @@ def cache_is_computing(cache: Any, key: str) -> bool:
 
     made = cache._made(key, None)
     return Lock(cache._redis(made), f"cache:{made}").locked()
+
+
+def celebrate(whom: str, year: int) -> dict[str, Any]:
+    """Compute a value in whatever process it is."""
+    return {"greeting": f"{whom} {year}", "pid": os.getpid()}
+
+
+async def acelebrate(whom: str, year: int) -> dict[str, Any]:
+    return celebrate(whom, year)
+
+
+def compute_many_keys(url: str, count: int, tasks: bool) -> None:
+    """At a line, want so many keys at once, each computed in 10 ms; say how many this process computed."""
+    cache = cache_at(url, OPTIONS={"LOCK": {"WAIT": 60, "ON_WAIT_TIMEOUT": "raise"}})
+    cache.get_or_set(f"warm {os.getpid()}", lambda: 1)
+    computed = []
+
+    def compute(key: str) -> str:
+        computed.append(key)
+        time.sleep(0.01)  # the work
+        return f"value of {key}"
+
+    async def acompute(key: str) -> str:
+        computed.append(key)
+        await asyncio.sleep(0.01)  # the work
+        return f"value of {key}"
+
+    async def all_at_once() -> list[str]:
+        return await asyncio.gather(*[cache.aget_or_set(key, partial(acompute, key), 60) for key in keys])
+
+    keys = [f"k{number}" for number in range(count)]
+    random.shuffle(keys)
+    say(event="ready")
+    input()
+    if tasks:
+        values = asyncio.run(all_at_once())
+    else:
+        with ThreadPoolExecutor(50) as pool:
+            values = list(pool.map(lambda key: cache.get_or_set(key, partial(compute, key), 60), keys))
+    assert values == [f"value of {key}" for key in keys]
+    assert not flights._flights
+    say(event="done", computed=len(computed), threads=threading.active_count())
+
+
+def work_in_steps(url: str, steps: int) -> None:
+    """Compute in steps, each begun by a line."""
+    cache = cache_at(url, OPTIONS={"LOCK": {"EXPIRE": 1}})
+
+    def compute() -> str:
+        for step in range(steps):
+            say(event="step", step=step)
+            input()
+        return "v"
+
+    say(event="got", value=cache.get_or_set("k", compute, 60))

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from asgiref.sync import sync_to_async
+from django.test import override_settings
 
-from tests.cache_programs import BACKENDS, cache_at, followers
-from tests.support import wait_until
+from django_redislock.core import Lock, held_locks
+from django_redislock.core.keys import lock_keys
+from django_redislock.exceptions import AcquireTimeout
+from tests.cache_programs import BACKENDS, cache_at, commands, followers
+from tests.support import monitoring, wait_until
 
 
 @pytest.fixture(params=BACKENDS)
@@ -133,3 +139,211 @@ def test_options_are_those_of_get_or_set(cache):
         asyncio.run(cache.aget_or_set("k", lambda: 1, nonsense=1))
     assert asyncio.run(cache.aget_or_set("k", lambda: 1, 60, version=2, wait=5, expire=3)) == 1
     assert cache.get("k", version=2) == 1
+
+
+def test_a_hit_is_one_get_over_a_connection_of_its_own(cache, client):
+    cache.set("k", "v")
+
+    async def main():
+        await cache.aget_or_set("warm", lambda: 1)
+        with monitoring(client) as sent:
+            assert await cache.aget_or_set("k", lambda: 1 / 0) == "v"
+        return sent
+
+    assert asyncio.run(main()) == ["GET :1:k"]
+
+
+def test_a_miss_takes_three_round_trips(cache, client):
+    async def compute():
+        return "v"
+
+    async def main():
+        await cache.aget_or_set("warm", compute)
+        with monitoring(client) as sent:
+            assert await cache.aget_or_set("k", compute) == "v"
+        return commands(sent)
+
+    assert asyncio.run(main()) == ["GET", "EVALSHA", "EVALSHA"]
+
+
+def test_with_an_async_default_no_thread_is_started(cache):
+    """Neither for the hit nor for the miss, nor for those who wait: sync_to_async has nothing to do with it."""
+    work = Work()
+
+    async def main():
+        before = threading.active_count()
+        tasks = [asyncio.ensure_future(cache.aget_or_set("k", work.async_, 60)) for _ in range(20)]
+        while followers() < 19:
+            await asyncio.sleep(0.01)
+        work.end.set()
+        assert await asyncio.gather(*tasks) == [["v"]] * 20
+        assert await cache.aget_or_set("k", work.async_, 60) == ["v"]
+        watchdog = sum(thread.name.startswith("redislock-watchdog") for thread in threading.enumerate())
+        assert threading.active_count() - watchdog <= before
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("leader", ["thread", "task"])
+def test_threads_and_tasks_of_a_process_share_one_flight(cache, client, leader):
+    work = Work()
+    first = threading.Event()
+
+    def compute():
+        first.set()
+        return work.sync()
+
+    async def acompute():
+        first.set()
+        return await work.async_()
+
+    async def main(pool):
+        with monitoring(client) as sent:
+            if leader == "thread":
+                leading = asyncio.wrap_future(pool.submit(cache.get_or_set, "k", compute, 60))
+            else:
+                leading = asyncio.ensure_future(cache.aget_or_set("k", acompute, 60))
+            await until(first.is_set)
+            waiting = [asyncio.ensure_future(cache.aget_or_set("k", acompute, 60)) for _ in range(5)]
+            waiting += [asyncio.wrap_future(pool.submit(cache.get_or_set, "k", compute, 60)) for _ in range(5)]
+            await until(lambda: followers() == 10)
+            work.end.set()
+            values = await asyncio.gather(leading, *waiting)
+        assert values == [["v"]] * 11
+        assert sorted(commands(sent)) == ["EVALSHA"] * 2 + ["GET"] * 11
+
+    cache.get_or_set("warm", lambda: 1)
+    with ThreadPoolExecutor(12) as pool:
+
+        async def warmed():
+            await cache.aget_or_set("warm", lambda: 1)
+            await cache.aget_or_set("warm too", lambda: 1)
+            await main(pool)
+
+        asyncio.run(asyncio.wait_for(warmed(), 30))
+    assert work.calls == 1
+
+
+def test_a_cancelled_leader_is_followed_by_another(cache, client):
+    calls = []
+
+    async def compute():
+        calls.append(1)
+        if len(calls) == 1:
+            await asyncio.sleep(60)
+        return "v"
+
+    async def main():
+        leader = asyncio.ensure_future(cache.aget_or_set("k", compute, 60))
+        await until(lambda: calls)
+        others = [asyncio.ensure_future(cache.aget_or_set("k", compute, 60)) for _ in range(5)]
+        await until(lambda: followers() == 5)
+        leader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leader
+        assert await asyncio.wait_for(asyncio.gather(*others), 10) == ["v"] * 5
+
+    asyncio.run(main())
+    assert len(calls) == 2
+    assert not list(held_locks(client))
+
+
+def test_a_cancelled_follower_disturbs_nobody(cache):
+    work = Work()
+
+    async def main():
+        tasks = [asyncio.ensure_future(cache.aget_or_set("k", work.async_, 60)) for _ in range(5)]
+        await until(lambda: followers() == 4)
+        tasks[2].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[2]
+        work.end.set()
+        return await asyncio.gather(*tasks[:2], *tasks[3:])
+
+    assert asyncio.run(main()) == [["v"]] * 4
+    assert work.calls == 1
+
+
+def test_one_who_waits_for_another_process_and_is_cancelled_leaves_no_trace(cache, client):
+    """The lock is held by somebody else: by a plain lock of that name here."""
+
+    async def main():
+        with Lock(client, "cache::1:k"):
+            task = asyncio.ensure_future(cache.aget_or_set("k", lambda: 1, 60))
+            queue = lock_keys("redislock", "cache::1:k").queue
+            await until(lambda: client.zcard(queue) == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: client.zcard(queue) == 0)
+        assert await cache.aget_or_set("k", lambda: "v", 60) == "v"
+
+    asyncio.run(main())
+
+
+def test_a_task_that_gives_up_waiting(cache):
+    work = Work()
+
+    async def main():
+        leader = asyncio.ensure_future(cache.aget_or_set("k", work.async_, 60))
+        await until(lambda: work.calls)
+        with pytest.raises(AcquireTimeout):
+            await cache.aget_or_set("k", work.async_, 60, wait=0.1, on_wait_timeout="raise")
+        assert await cache.aget_or_set("k", work.async_, 60, wait=0.1, on_wait_timeout={"a": 1}) == {"a": 1}
+        work.end.set()
+        assert await leader == ["v"]
+
+    asyncio.run(main())
+    assert work.calls == 1
+
+
+def test_a_thread_that_blocks_the_loop_of_the_leading_task_does_not_wait_for_it(cache):
+    work = Work()
+
+    async def main():
+        leader = asyncio.ensure_future(cache.aget_or_set("k", work.async_, 60))
+        await until(lambda: work.calls)
+        began = time.monotonic()
+        assert cache.get_or_set("k", lambda: "own", 60) == "own"
+        assert time.monotonic() - began < 10, "far below the 30 s that a caller waits at most"
+        work.end.set()
+        await leader
+
+    asyncio.run(main())
+
+
+def test_each_loop_has_connections_of_its_own_and_closes_them(cache, client):
+    async def main():
+        await cache.aget_or_set("k", lambda: 1)
+        return {connection["id"] for connection in client.client_list()}
+
+    def ids():
+        return {connection["id"] for connection in client.client_list()}
+
+    before = ids()
+    opened = (asyncio.run(main()) | asyncio.run(main())) - before
+    assert opened
+    wait_until(lambda: not opened & ids())
+
+
+def test_disabled_it_takes_async_defaults_all_the_same(cache):
+    async def compute():
+        return "v"
+
+    with override_settings(DJANGO_REDISLOCK={"ENABLED": False}):
+        assert asyncio.run(cache.aget_or_set("k", compute)) == "v"
+    assert asyncio.run(cache.aget_or_set("l", compute, 0)) == "v"
+    assert asyncio.run(cache.aget_or_set("m", compute, lock=False)) == "v"
+    assert cache.get("k") == "v"
+    assert cache.get("l") is None
+    assert cache.get("m") == "v"
+
+
+def test_a_value_of_several_megabytes_arrives(cache):
+    value = "x" * 3_000_000
+
+    async def main():
+        assert await cache.aget_or_set("k", lambda: value) == value
+        assert await cache.aget_or_set("k", lambda: 1 / 0) == value
+
+    asyncio.run(main())

@@ -214,8 +214,13 @@ BAD = [
     ({"max_hold": 0}, ValueError, "max_hold"),
     ({"max_hold": []}, TypeError, "max_hold"),
     ({"auto_renewal": 1}, TypeError, "auto_renewal"),
-    ({"on_wait_timeout": "stale"}, ValueError, "on_wait_timeout"),
-    ({"on_wait_timeout": 3}, ValueError, "on_wait_timeout"),
+    ({"on_wait_timeout": "hope"}, ValueError, "on_wait_timeout"),
+    ({"stale": -1}, ValueError, "stale"),
+    ({"refresh_before": "5"}, TypeError, "refresh_before"),
+    ({"refresh": "later"}, ValueError, "refresh"),
+    ({"should_cache": True}, TypeError, "should_cache"),
+    ({"jitter": 1.5}, ValueError, "jitter"),
+    ({"jitter": "1"}, TypeError, "jitter"),
     ({"lock": "yes"}, TypeError, "lock"),
     ({"blocking": True}, TypeError, "blocking"),
 ]
@@ -250,7 +255,7 @@ def test_options_are_copied_out_and_never_taken_out_of_the_settings(redis_url, b
 
 def test_a_client_without_locks_makes_it_the_base_class(redis_url, client, caplog):
     class Odd(DjangoRedisCache):
-        def _redis(self, made):
+        def _redis(self, made, write=True):
             return object()
 
     cache = Odd(redis_url, {})

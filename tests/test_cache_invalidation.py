@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +13,7 @@ import redis
 from django.test import override_settings
 
 from django_redislock.core import Lock, held_locks, reset_all
+from django_redislock.core.invalidate import glob_to_regex
 from tests.cache_programs import BACKENDS, cache_at, commands, followers
 from tests.support import monitoring, wait_until
 
@@ -24,6 +28,12 @@ def cache(redis_url, backend):
     return cache_at(redis_url, backend)
 
 
+def in_a_loop(awaitable):
+    """Await it in a loop of a thread's own, as if somewhere else."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, awaitable).result(20)
+
+
 EVENTS = {
     "delete": (lambda cache, client: cache.delete("k"), None),
     "delete_many": (lambda cache, client: cache.delete_many(k for k in ["other", "k"]), None),
@@ -34,6 +44,23 @@ EVENTS = {
     "set that deletes": (lambda cache, client: cache.set("k", "newer", 0), None),
     "set_many that deletes": (lambda cache, client: cache.set_many({"k": "newer"}, -1), None),
     "set, then delete": (lambda cache, client: (cache.set("k", "newer"), cache.delete("k")), None),
+    "set, then touch": (lambda cache, client: (cache.set("k", "newer"), cache.touch("k", 90)), "newer"),
+    "set, then touch that deletes": (lambda cache, client: (cache.set("k", "newer"), cache.touch("k", 0)), None),
+    "touch that deletes": (lambda cache, client: cache.touch("k", -1), None),
+    "incr": (lambda cache, client: (cache.set("k", 7), cache.incr("k")), 8),
+    "decr": (lambda cache, client: (cache.set("k", 7), cache.decr("k", 2)), 5),
+    "incr_version": (lambda cache, client: (cache.set("k", "newer"), cache.incr_version("k")), None),
+    "decr_version": (lambda cache, client: (cache.set("k", "newer"), cache.decr_version("k")), None),
+    "incr_version to it": (
+        lambda cache, client: (cache.set("k", "newer", version=0), cache.incr_version("k", version=0)),
+        "newer",
+    ),
+    "get_or_set without a lock": (lambda cache, client: cache.get_or_set("k", lambda: "newer", lock=False), "newer"),
+    "adelete": (lambda cache, client: in_a_loop(cache.adelete("k")), None),
+    "aset": (lambda cache, client: in_a_loop(cache.aset("k", "newer")), "newer"),
+    "adelete_many": (lambda cache, client: in_a_loop(cache.adelete_many(["k"])), None),
+    "atouch": (lambda cache, client: in_a_loop(cache.atouch("k", 0)), None),
+    "aclear": (lambda cache, client: in_a_loop(cache.aclear()), None),
     "set by a plain client": (lambda cache, client: client.set(":1:k", "7"), 7),
     "flush by a plain client": (lambda cache, client: client.flushall(), None),
     "force-release": (lambda cache, client: reset_all(client), None),
@@ -157,3 +184,103 @@ def test_a_deletion_when_redis_is_down_may_be_forgiven(own_server):
     assert not cache.delete("k")
     cache.delete_many(["k"])
     cache.set("k", 1, 0)
+
+
+ONLY_DJANGO_REDIS = {
+    "delete_pattern": lambda cache: cache.delete_pattern("k*"),
+    "delete_pattern of a class": lambda cache: cache.delete_pattern("[a-k]"),
+    "delete_pattern, prefix": lambda cache: cache.delete_pattern("*", prefix=""),
+    "expire": lambda cache: cache.expire("k", 0),
+    "pexpire": lambda cache: cache.pexpire("k", -1),
+    "expire_at": lambda cache: cache.expire_at("k", 1),
+    "pexpire_at": lambda cache: cache.pexpire_at("k", int(time.time() * 1000) - 5),
+}
+
+
+@pytest.mark.parametrize("event", ONLY_DJANGO_REDIS)
+def test_what_django_redis_deletes_by(redis_url, client, event):
+    cache = cache_at(redis_url)
+    assert cache.get_or_set("k", lambda: (ONLY_DJANGO_REDIS[event](cache) and None) or "stale", 60) == "stale"
+    assert cache.get("k") is None
+    assert not list(held_locks(client))
+
+
+@pytest.mark.parametrize("pattern", ["x*", "k?", "K", r"\*", r"\?", "[a-k]k"])
+def test_a_pattern_that_does_not_match_ends_nothing(redis_url, pattern):
+    cache = cache_at(redis_url)
+    assert cache.get_or_set("k", lambda: cache.delete_pattern(pattern) or "v", 60) == "v"
+    assert cache.get("k") == "v"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*",
+        "a?c",
+        "a[b]c",
+        "[ab]*",
+        "[^b]*",
+        "a[a-c]c",
+        r"a\*c",
+        r"\a*",
+        "a.c",
+        "[",
+        "a[",
+        "a[^b]c",
+        "[a",
+        "]",
+        "[]a]",
+        "[c-a]*",
+        r"a[\]]",
+    ],
+)
+def test_patterns_match_as_those_of_redis(client, pattern):
+    names = ["abc", "a*c", "a.c", "bbc", "a", "[", "]", "a[", "a]", "^"]
+    for name in names:
+        client.set(name, 1)
+    found = {name.decode() for name in client.keys(pattern)}
+    matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
+    missed = {name for name in found if not matches(name)}
+    assert not missed, "more may match, but never less"
+
+
+def test_a_pattern_ends_computations_of_its_own_version_only(redis_url):
+    cache = cache_at(redis_url)
+    assert cache.get_or_set("k", lambda: cache.delete_pattern("*", version=2) or "v", 60) == "v"
+    assert cache.get("k") == "v"
+
+
+@pytest.mark.filterwarnings("ignore::django.core.cache.CacheKeyWarning")
+def test_a_pattern_and_a_key_too_long_for_a_name(redis_url):
+    cache = cache_at(redis_url)
+    long = "k" * 3000
+    assert cache.get_or_set(long, lambda: (cache.delete_pattern("k*") and None) or "v", 60) == "v"
+    assert cache.get(long) is None
+
+
+# While an old value is replaced, there is one in the cache
+
+REPLACED = {
+    "set of the same": (lambda cache: cache.set("k", "old", 500), "old"),
+    "touch": (lambda cache: cache.touch("k", 500), "old"),
+    "delete": (lambda cache: cache.delete("k"), None),
+    "set": (lambda cache: cache.set("k", "newer", 500), "newer"),
+    "touch that deletes": (lambda cache: cache.touch("k", 0), None),
+    "incr_version": (lambda cache: cache.incr_version("k"), None),
+    "clear": (lambda cache: cache.clear(), None),
+    "nothing": (lambda cache: None, "computed"),
+}
+
+
+@pytest.mark.parametrize("event", REPLACED)
+def test_nothing_is_stored_over_what_happened_while_an_old_value_was_replaced(cache, client, event):
+    happen, after = REPLACED[event]
+    cache.set("k", "old", 50)
+
+    def compute():
+        happen(cache)
+        return "computed"
+
+    assert cache.get_or_set("k", compute, 60, refresh_before=55) == "computed"
+    assert cache.get("k") == after
+    assert not list(held_locks(client))

@@ -115,6 +115,7 @@ BAD_CACHE = [
     *[("WAIT", value) for value in BAD_WAITS],
     *[("AUTO_RENEWAL", value) for value in (1, None)],
     *[("ON_WAIT_TIMEOUT", value) for value in ("", "Raise", 1, None)],
+    *[("JITTER", value) for value in (-0.1, 1.1, "0.5", True, None)],
 ]
 BAD_CELERY = [
     *[("EXPIRE", value) for value in [*BAD_LIVES, None]],

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from django.core.exceptions import ImproperlyConfigured
 
+from .decorators import cached
 from .django import DjangoRedisCache
 from .mixin import ComputeOnceMixin
+from .pages import cache_page
 
 if TYPE_CHECKING:
     from .django_redis import RedisCache
 
-__all__ = ["ComputeOnceMixin", "DjangoRedisCache", "RedisCache"]
+__all__ = ["ComputeOnceMixin", "DjangoRedisCache", "RedisCache", "cache_page", "cached"]
 
 
 def __getattr__(name: str) -> Any:

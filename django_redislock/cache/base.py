@@ -33,15 +33,15 @@ class RedisBackend(Base):
             _warn_once(f"The cache works without locks: {error}.")
             return None
 
-    def _redis(self, made: str) -> Redis:
-        """Return the client of the primary that holds the key."""
+    def _redis(self, made: str, write: bool = True) -> Redis:
+        """Return the client of the primary that holds the key, or of what it is read from."""
         raise NotImplementedError
 
     def _every_redis(self) -> list[Redis]:
         """Return a client for each primary."""
         raise NotImplementedError
 
-    def _made(self, key: Any, version: int | None) -> str:
+    def _made(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
         """Return the key in Redis."""
         raise NotImplementedError
 

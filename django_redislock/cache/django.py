@@ -14,13 +14,13 @@ from .mixin import ComputeOnceMixin
 class DjangoRedisCache(ComputeOnceMixin, RedisCache):
     """Django's own Redis backend, with a `get_or_set` that computes once."""
 
-    def _redis(self, made: str) -> Redis:
-        return self._cache.get_client(made, write=True)
+    def _redis(self, made: str, write: bool = True) -> Redis:
+        return self._cache.get_client(made, write=write)
 
     def _every_redis(self) -> list[Redis]:
         return [self._redis("")]
 
-    def _made(self, key: Any, version: int | None) -> str:
+    def _made(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
         return self.make_key(key, version)
 
     def _is_kept(self, timeout: float | None) -> bool:

@@ -12,21 +12,24 @@ from redis import Redis
 
 from ..core.wanted import MISSING
 from .base import as_bytes
+from .invalidation import ExpiringMixin
 from .mixin import ComputeOnceMixin
 
 
-class RedisCache(ComputeOnceMixin, DjangoRedisBase):  # type: ignore[misc]
+class RedisCache(ComputeOnceMixin, ExpiringMixin, DjangoRedisBase):  # type: ignore[misc]
     """django-redis's backend, with a `get_or_set` that computes once."""
 
-    def _redis(self, made: str) -> Any:
+    def _redis(self, made: str, write: bool = True) -> Any:
         client = self.client
-        return client.get_server(made) if isinstance(client, ShardClient) else client.get_client(write=True)
+        return client.get_server(made) if isinstance(client, ShardClient) else client.get_client(write=write)
 
     def _every_redis(self) -> list[Redis]:
         client = self.client
         return list(client._serverdict.values()) if isinstance(client, ShardClient) else [client.get_client(write=True)]
 
-    def _made(self, key: Any, version: int | None, prefix: str | None = None, client: object = None) -> str:
+    def _made(
+        self, key: Any, version: int | None, prefix: str | None = None, client: object = None, **kwargs: Any
+    ) -> str:
         return self.client.make_key(key, version=version, prefix=prefix)  # type: ignore[no-any-return]
 
     def _is_kept(self, timeout: float | None) -> bool:

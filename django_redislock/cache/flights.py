@@ -1,87 +1,215 @@
-"""Threads of one process that want the same value share one flight to it: one goes, the others wait for it here."""
+"""Threads and tasks of one process that want the same value share one flight to it: one goes, the others wait for it here.
+
+Written once, as the protocol is: without I/O, for the drivers of threads and of asyncio.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
+import random
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..core.flight import fly
-from ..core.wanted import MISSING, Landing, Wanted, outer
+from ..core.flight import ELSEWHERE, fly, fly_together
+from ..core.protocol import Follow, Steps
+from ..core.wanted import MISSING, Landing, Owner, Wanted, outer
 from ..exceptions import AcquireTimeout, LockBackendError
+
+SPREAD = 0.1
+"""Those who are to compute when their wait is over wait longer by up to this share, so that not all do so at once."""
+
+
+class Caller(NamedTuple):
+    """Who wants a value: a thread or a task, and where it hears of wake-ups."""
+
+    owner: Owner
+    room: Any
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop of a task."""
+        return self.owner.get_loop() if isinstance(self.owner, asyncio.Task) else None
 
 
 class Flight:
     """One flight, and where those who wait for it learn how it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: Caller | None = None) -> None:
         self.pid = os.getpid()
+        self.loop = None if caller is None else caller.loop
         self.followers = 0
         self.outcome = Landing()
         self.landed: Future[Landing] = Future()
+
+    def blocked_by(self, caller: Caller) -> bool:
+        """Whether the caller is a thread that keeps the flight's own event loop from going on."""
+        return self.loop is not None and caller.loop is None and self.loop is _running_loop()
 
 
 _flights: dict[Hashable, Flight] = {}
 _mutex = threading.Lock()
 
 
-def value_of(want: Wanted, wait: float | None, compute_after_wait: bool) -> Any:
-    """Return the value: computed by one of all the threads and processes that want it now.
+def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) -> Steps[Landing]:
+    """Return the value, or what `want.default` raised: by one of all the threads, tasks and processes that want it now.
 
-    Waits for another one's for `wait` seconds; then computes it here, once for all threads of this process whose time is
-    over, or raises AcquireTimeout. Raises what `want.default` raises, and redis-py's errors.
+    Waits for another one's for `wait` seconds. Then `on_timeout` decides: "compute" it here, once for all of this process
+    whose time is over; "raise" AcquireTimeout; another value is returned, or what it returns when called.
     """
     place = (want.server, want.key)
+    compute = on_timeout in ("compute", "stale")  # "stale": with an old value one does not come here
+    if wait is not None and compute:
+        wait *= random.uniform(1, 1 + SPREAD)  # noqa: S311
     until = math.inf if wait is None else time.monotonic() + wait
     while True:
-        landing = _share(place, until, want)
+        landing = yield from _share(place, until, want, caller)
         if landing.empty:
-            if not compute_after_wait:
+            if on_timeout == "raise":
                 raise AcquireTimeout(want.name, wait)
-            landing = _share((*place, "alone"), until + (wait or 0), want, last=True)
+            if not compute:
+                return Landing(value=on_timeout() if callable(on_timeout) else on_timeout)
+            landing = yield from _share((*place, "alone"), until + (wait or 0), want, caller, last=True)
             if landing.empty:
-                landing = _lead(want, until, last=True)
+                landing = yield from _lead(want, caller, until, last=True)
+        landing = _own_copy(landing, want)
+        if landing.error is not None or landing.value is not MISSING or landing.absent:
+            return landing
+
+
+def renewed(want: Wanted, caller: Caller, old: bytes, value: Any, wait: float) -> Steps[Landing]:
+    """Return a new value in place of an old one, or the old one where somebody else makes a new one.
+
+    Waits `wait` seconds for that; 0: not at all.
+    """
+    landing = yield from refresh(want, caller, old, time.monotonic() + wait if wait else -math.inf)
+    landing = _own_copy(landing, want)
+    if landing.error is not None or landing.value is not MISSING:
+        return landing
+    want.tally.stale_served += 1
+    return Landing(value=value)
+
+
+def refresh(want: Wanted, caller: Caller, old: bytes, until: float) -> Steps[Landing]:
+    """Replace an old value, or wait for who does."""
+    return _share((want.server, want.key), until, want, caller, old=old)
+
+
+def values_of(
+    wants: list[Wanted], default: Callable[[list[Any]], Any], caller: Caller, wait: float | None, on_timeout: Any
+) -> Steps[dict[str, Landing]]:
+    """Return many values, by their keys in Redis: each computed once over all who want it now.
+
+    Those that nobody is after are computed together by one call of `default`; only then the others are waited for, so that
+    nobody waits who keeps another one waiting. A key that `default` has nothing for is left out.
+    """
+    until = math.inf if wait is None else time.monotonic() + wait
+    landings: dict[str, Landing] = {}
+    first = yield from _share_many(wants, default, caller)
+    for want in wants:
+        landing = _own_copy(first.get(want.key, Landing()), want)
+        if landing.value is MISSING and landing.error is None and not landing.absent:
+            left = None if until == math.inf else max(0.0, until - time.monotonic())
+            landing = yield from value_of(want, caller, left, on_timeout)
+        if not landing.absent:
+            landings[want.key] = landing
         if landing.error is not None:
-            try:
-                raise landing.error.with_traceback(landing.trace)
-            finally:
-                del landing  # or the error's traceback would hold the error
-        value = landing.value
-        if value is MISSING and landing.data is not None:
-            value = want.unpack(landing.data)
-        if value is not MISSING:
-            return value
+            break
+    return landings
 
 
-def _share(place: Hashable, until: float, want: Wanted, last: bool = False) -> Landing:
+def _share_many(wants: list[Wanted], default: Callable[[list[Any]], Any], caller: Caller) -> Steps[dict[str, Landing]]:
+    """Lead the flights that nobody leads; return how those ended that did not meet another process's."""
+    flights: dict[str, Flight] = {}
+    nested = bool(outer(wants[0].server))
+    try:
+        if not nested:
+            with _mutex:
+                for want in wants:
+                    flight = Flight(caller)
+                    if _flights.setdefault((want.server, want.key), flight) is flight:
+                        flights[want.key] = flight
+        mine = [want for want in wants if nested or want.key in flights]
+        if not mine:
+            return {}
+        try:
+            landings = yield from fly_together(mine, caller.owner, default)
+        except LockBackendError as error:
+            cause = error.__cause__ or error
+            landings = [Landing(error=cause, trace=cause.__traceback__, shared=True)] * len(mine)
+        ended: dict[str, Landing] = {}
+        for want, landing in zip(mine, landings, strict=True):
+            if landing is ELSEWHERE:
+                continue
+            ended[want.key] = landing
+            if want.key in flights and _shareable(landing):
+                flights[want.key].outcome = landing._replace(value=MISSING)
+        return ended
+    finally:
+        for want in wants:
+            if want.key in flights:
+                _close((want.server, want.key), flights[want.key])
+
+
+def is_flying(want: Wanted) -> bool:
+    """Whether somebody in this process is after the value now."""
+    return (want.server, want.key) in _flights
+
+
+def brought(landing: Landing) -> Any:
+    """Return the value, or raise the error: not in the generators, which no StopIteration gets out of."""
+    if landing.error is None:
+        return landing.value
+    try:
+        raise landing.error.with_traceback(landing.trace)
+    finally:
+        del landing  # or the error's traceback would hold the error
+
+
+def _own_copy(landing: Landing, want: Wanted) -> Landing:
+    if landing.value is MISSING and landing.data is not None:
+        return landing._replace(value=want.unpack(landing.data))
+    return landing
+
+
+def _share(
+    place: Hashable, until: float, want: Wanted, caller: Caller, last: bool = False, old: bytes | None = None
+) -> Steps[Landing]:
     """Lead the flight to this place or wait for who does; an empty landing when the time is over."""
     if outer(want.server):
         # Who computes another value meanwhile goes by itself, so that Redis sees who waits for whom, and no circle of them.
-        return _lead(want, until, last)
+        return (yield from _lead(want, caller, until, last, old))
+    waited = False
     while True:
-        flight = Flight()
+        flight = Flight(caller)
         try:
             with _mutex:
                 found = _flights.setdefault(place, flight)
                 found.followers += found is not flight
             if found is flight:
-                landing = _lead(want, until, last)
+                landing = yield from _lead(want, caller, until, last, old)
                 if _shareable(landing):
                     flight.outcome = landing._replace(value=MISSING)  # each makes its own copy
                 return landing
         finally:
             _close(place, flight)
-        try:
-            landing = found.landed.result(None if until == math.inf else max(0.0, until - time.monotonic()))
-        except TimeoutError:
+        if until == -math.inf:
+            return Landing()
+        if found.blocked_by(caller):
+            return (yield from _lead(want, caller, until, last=True, old=old))
+        want.tally.waited += not waited
+        waited, began = True, time.monotonic()
+        followed = yield Follow(found.landed, until)
+        want.tally.seconds_waited += time.monotonic() - began
+        if followed is None:
             _close(place, found, wake=False)  # should its leader never come back, it is not waited for again
             return Landing()
-        if landing.shared:
-            return landing
+        if followed.shared:
+            return followed  # type: ignore[no-any-return]
 
 
 def _close(place: Hashable, flight: Flight, wake: bool = True) -> None:
@@ -92,10 +220,9 @@ def _close(place: Hashable, flight: Flight, wake: bool = True) -> None:
         flight.landed.set_result(flight.outcome)
 
 
-def _lead(want: Wanted, until: float, last: bool) -> Landing:
-    server = want.server
+def _lead(want: Wanted, caller: Caller, until: float, last: bool, old: bytes | None = None) -> Steps[Landing]:
     try:
-        return server.run(fly(want, threading.current_thread(), until, server.room.open, last))
+        return (yield from fly(want, caller.owner, until, caller.room.open, last, old))
     except LockBackendError as error:
         cause = error.__cause__ or error  # as the backend without locks would raise it
         return Landing(error=cause, trace=cause.__traceback__, shared=True)
@@ -111,6 +238,13 @@ def _shareable(landing: Landing) -> bool:
             and all(kind.__name__ != "SoftTimeLimitExceeded" for kind in type(error).__mro__)
         )
     )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _after_fork() -> None:

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+import threading
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
-from asgiref.sync import async_to_sync, sync_to_async
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
 from .. import conf
-from ..core.flight import invalidate
-from ..core.keys import Seconds, check_expire, check_timeout
-from ..core.server import Server
+from ..core.aioserver import async_server_of
+from ..core.flight import peek
+from ..core.keys import Seconds
+from ..core.server import server_of
+from ..core.tally import Tally
 from ..core.wanted import MISSING, Wanted
 from ..exceptions import LockBackendError
-from .flights import value_of
+from .background import in_task, in_thread
+from .calling import called, current_task
+from .counters import alias_of, tally_of
+from .flights import Caller, brought, renewed, value_of
+from .invalidation import InvalidatingMixin
 from .locks import LocksMixin
+from .many import ManyMixin
+from .options import PLAIN, Asked, Options, checked, lengthened
+from .ordered import OrderedMixin, check_orderable
 
 OPTION = "CACHES[…]['OPTIONS']['LOCK']"
 
 
-class ComputeOnceMixin(LocksMixin):
+class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
     """Put it left of a Redis cache backend, and give it the methods of `RedisBackend`."""
 
     def __init__(self, server: Any, params: dict[str, Any]) -> None:
         options = dict(params.get("OPTIONS") or {})  # the dict is shared by all instances of the alias
         self._lock_options = options.pop("LOCK", {})
         conf.override(conf.CacheSettings(), self._lock_options, OPTION)
+        self._made_with = server, params
         super().__init__(server, {**params, "OPTIONS": options})  # type: ignore[call-arg]
 
     def get_or_set(
@@ -41,46 +51,91 @@ class ComputeOnceMixin(LocksMixin):
         *,
         lock: bool = True,
         wait: Seconds | None = None,
-        on_wait_timeout: str | None = None,
+        on_wait_timeout: Any = None,
         expire: Seconds | None = None,
         auto_renewal: bool | None = None,
         max_hold: Seconds | None = None,
+        stale: Seconds | None = None,
+        refresh_before: Seconds | None = None,
+        refresh: Literal["inline", "thread", "celery"] = "inline",
+        should_cache: Callable[[Any], object] | None = None,
+        jitter: float | None = None,
     ) -> Any:
         """Return the value of the key; when it is missing, have one of all callers compute it by `default()` and store it.
 
-        The others wait for it at most `wait` seconds; then `on_wait_timeout` says "compute", for oneself, or "raise"
-        AcquireTimeout. `expire` is the life in seconds of the right to compute, renewed while `default` runs (`auto_renewal`),
-        at most for `max_hold` seconds; another one takes over when it ends. What is not given comes from
-        ``OPTIONS["LOCK"]`` and ``DJANGO_REDISLOCK["CACHE"]``. A value that was deleted or set meanwhile is not overwritten.
+        The others wait for it at most `wait` seconds. Then `on_wait_timeout` says "compute", for oneself, "raise"
+        AcquireTimeout, "stale", to take the old value if there is one, or gives a value to return (a function: what it
+        returns). `expire` is the life in seconds of the right to compute, renewed while `default` runs (`auto_renewal`), at
+        most for `max_hold` seconds; another one takes over when it ends. `jitter`, from 0 to 1, is the share by which
+        timeouts are shortened at random. What is not given comes from ``OPTIONS["LOCK"]`` and
+        ``DJANGO_REDISLOCK["CACHE"]``. A value that was deleted or set meanwhile is not overwritten; one that `should_cache`
+        returns false for is not stored, but returned to all who wait for it.
+
+        With `stale` a value lives so many seconds longer, and `refresh_before` seconds before its timeout it is due: then
+        one caller computes a new one, by `refresh` "inline", in a "thread" or in a "celery" worker, while everybody else
+        gets the old one at once; with ``on_wait_timeout="stale"`` only after waiting.
 
         Without `lock`, with a default that is not callable or a timeout of 0 this is Django's own method. Raises what
         `default` raises, and redis-py's errors, if the base class does.
         """
-        given = _checked(lock, wait, on_wait_timeout, expire, auto_renewal, max_hold)
-        if not lock or not callable(default):
+        if (
+            lock is True
+            and refresh == "inline"
+            and wait is on_wait_timeout is expire is auto_renewal is max_hold is stale is refresh_before is None
+            and should_cache is None
+            and jitter is None
+        ):
+            given = PLAIN
+        else:
+            given = checked(
+                lock=lock,
+                wait=wait,
+                on_wait_timeout=on_wait_timeout,
+                expire=expire,
+                auto_renewal=auto_renewal,
+                max_hold=max_hold,
+                stale=stale,
+                refresh_before=refresh_before,
+                refresh=refresh,
+                should_cache=should_cache,
+                jitter=jitter,
+            )
+            if not given.lock:
+                return super().get_or_set(key, default, timeout, version)
+        if not callable(default):
             return super().get_or_set(key, default, timeout, version)
-        value = self.get(key, MISSING, version=version)
-        if value is not MISSING:
-            return value
-        settings = conf.get()
-        made = self._made(key, version)
-        server = self._server_of(made)
-        if server is None or not settings.enabled or not self._is_kept(timeout):
+        if given.refresh == "celery":
+            check_orderable(default)
+        if not given.due:
+            value = self.get(key, MISSING, version=version)
+            if value is not MISSING:
+                self._tally.hits += 1
+                return value
+        asked = self._asked(key, default, timeout, version, given)
+        if asked is None:
             return super().get_or_set(key, default, timeout, version)
-        own = replace(conf.override(settings.cache, self._lock_options, OPTION), **given)
-        want = Wanted(
-            server=server,
-            prefix=settings.key_prefix,
-            key=made,
-            default=default,
-            pack=lambda value: self._pack(made, value, timeout),
-            unpack=lambda data: self._unpack(made, data),
-            expire=own.expire,
-            auto_renewal=own.auto_renewal,
-            max_hold=own.max_hold,
-            forgiving=self._is_forgiving(),
-        )
-        return value_of(want, own.wait, own.on_wait_timeout == "compute")
+        want = asked.want
+        caller = Caller(threading.current_thread(), want.server.room)
+        if given.due:
+            try:
+                reader = server_of(self._redis(want.key, write=False))
+                data, left = reader.run(peek(want.key, with_life=True))
+            except LockBackendError as error:
+                data, left = self._unread(error)
+            value = self._unpacked(want.key, data)
+            if value is not MISSING and data is not None:
+                if left == -1 or left > given.due * 1000:
+                    want.tally.hits += 1
+                    return value
+                if given.refresh != "inline":
+                    if given.refresh == "thread":
+                        in_thread(want, data)
+                    else:
+                        self._order(asked, key, default, timeout, version, data)
+                    want.tally.stale_served += 1
+                    return value
+                return brought(want.server.run(renewed(want, caller, data, value, asked.patience())))
+        return brought(want.server.run(value_of(want, caller, asked.wait, asked.on_wait_timeout)))
 
     async def aget_or_set(
         self,
@@ -90,28 +145,43 @@ class ComputeOnceMixin(LocksMixin):
         version: int | None = None,
         **options: Any,
     ) -> Any:
-        """Do as `get_or_set`; `default` may be a coroutine function, too.
+        """Do as `get_or_set`; `default` may be a coroutine function, too, or return something awaitable.
 
-        A thread of its own waits, and nothing else with it. Sync defaults run where `sync_to_async` runs them.
+        Everything happens in the event loop, over connections of its own: nothing of `sync_to_async` is taken up while it
+        waits. Other defaults run where `sync_to_async` runs them. With ``refresh="thread"`` a task refreshes.
         """
-        if not callable(default):
-            return await sync_to_async(self.get_or_set)(key, default, timeout, version, **options)
-        value = await self.aget(key, MISSING, version=version)
-        if value is not MISSING:
-            return value
-
-        async def compute() -> Any:
-            if inspect.iscoroutinefunction(default):
-                return await default()
-            value = await sync_to_async(default)()
-            return await value if inspect.isawaitable(value) else value
-
-        executor = ThreadPoolExecutor(1, thread_name_prefix="redislock-get-or-set")
+        given = checked(**options) if options else PLAIN
+        if given.refresh == "celery":
+            check_orderable(default)
+        asked = self._asked(key, lambda: called(default), timeout, version, given) if callable(default) else None
+        if asked is None or not given.lock:
+            return await self._aget_or_set_unlocked(key, default, timeout, version)
+        want = asked.want
         try:
-            get_or_set = sync_to_async(self.get_or_set, thread_sensitive=False, executor=executor)
-            return await get_or_set(key, lambda: async_to_sync(compute)(), timeout, version, **options)
-        finally:
-            executor.shutdown(wait=False)
+            reader = async_server_of(server_of(self._redis(want.key, write=False)))
+            data, left = await reader.run(peek(want.key, with_life=bool(given.due)))
+        except LockBackendError as error:
+            data, left = self._unread(error)
+        value = self._unpacked(want.key, data)
+        server = async_server_of(want.server)
+        caller = Caller(current_task(), server.room)
+        if value is not MISSING and data is not None:
+            if not given.due or left == -1 or left > given.due * 1000:
+                want.tally.hits += 1
+                return value
+            if given.refresh != "inline":
+                if given.refresh == "thread":
+                    in_task(want, data)
+                else:
+                    await asyncio.to_thread(self._order, asked, key, default, timeout, version, data)
+                want.tally.stale_served += 1
+                return value
+            return brought(await server.run(renewed(want, caller, data, value, asked.patience())))
+        return brought(await server.run(value_of(want, caller, asked.wait, asked.on_wait_timeout)))
+
+    def stats(self) -> Tally:
+        """Return what became of the calls of this process for this cache alias so far: counts since it started."""
+        return replace(self._tally)
 
     def locked_get_or_set(
         self,
@@ -149,83 +219,56 @@ class ComputeOnceMixin(LocksMixin):
                 self.set(key, value, timeout=timeout, version=version)
             return value
 
-    # What is computed must not be stored over what happened meanwhile. A `set` needs nothing: the value that is there then
-    # is seen when the computed one is to be stored. And `clear` takes the leases along, since they are in the same database.
-
-    def delete(self, key: Any, version: int | None = None, *args: Any, **kwargs: Any) -> bool:
-        """Delete the value; one that is being computed now will not be stored."""
-        self._invalidate([self._made(key, version, *args, **kwargs)])
-        return super().delete(key, version, *args, **kwargs)
-
-    def delete_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Delete the values; those that are being computed now will not be stored."""
-        keys = list(keys)
-        self._invalidate([self._made(key, version) for key in keys])
-        return super().delete_many(keys, version, *args, **kwargs)
-
-    def set(
-        self,
-        key: Any,
-        value: Any,
-        timeout: float | None = DEFAULT_TIMEOUT,
-        version: int | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Store the value."""
-        if not self._is_kept(timeout):  # it deletes
-            self._invalidate([self._made(key, version)])
-        return super().set(key, value, timeout, version, *args, **kwargs)
-
-    def set_many(
-        self,
-        data: dict[Any, Any],
-        timeout: float | None = DEFAULT_TIMEOUT,
-        version: int | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Store the values."""
-        if not self._is_kept(timeout):
-            self._invalidate([self._made(key, version) for key in data])
-        return super().set_many(data, timeout, version, *args, **kwargs)
-
-    def _invalidate(self, keys: list[str]) -> None:
+    def _asked(
+        self, key: Any, default: Any, timeout: float | None, version: int | None, given: Options
+    ) -> Asked | None:
+        """Return what is wanted; None when that is the base class's business."""
         settings = conf.get()
-        if not settings.enabled:
-            return
-        by_server: dict[Server, list[str]] = {}
-        for key in keys:
-            server = self._server_of(key)
-            if server is not None:
-                by_server.setdefault(server, []).append(key)
-        for server, its_keys in by_server.items():
-            try:
-                server.run(invalidate(settings.key_prefix, its_keys))
-            except LockBackendError as error:
-                if not self._is_forgiving():
-                    raise (error.__cause__ or error) from None
+        made = self._made(key, version)
+        server = self._server_of(made)
+        if server is None or not settings.enabled or not self._is_kept(timeout):
+            return None
+        own = self._settings
+        if given.settings:
+            own = replace(own, **given.settings)
+        want = Wanted(
+            server=server,
+            prefix=settings.key_prefix,
+            key=made,
+            default=default,
+            pack=lengthened(lambda value: self._pack(made, value, timeout), given.stale, own.jitter),
+            unpack=lambda data: self._unpack(made, data),
+            expire=own.expire,
+            auto_renewal=own.auto_renewal,
+            max_hold=own.max_hold,
+            forgiving=self._is_forgiving(),
+            should_cache=given.should_cache,
+            tally=self._tally,
+        )
+        on_timeout = own.on_wait_timeout if given.on_wait_timeout is None else given.on_wait_timeout
+        return Asked(want, own.wait, on_timeout, given)
 
+    @property
+    def _settings(self) -> conf.CacheSettings:
+        return conf.override(conf.get().cache, self._lock_options, OPTION)
 
-def _checked(
-    lock: object, wait: object, on_wait_timeout: object, expire: object, auto_renewal: object, max_hold: object
-) -> dict[str, Any]:
-    """Return those that are given, or raise TypeError or ValueError."""
-    given: dict[str, Any] = {}
-    if lock is not True and lock is not False:
-        raise TypeError(f"lock must be True or False, not {lock!r}")
-    if wait is not None:
-        given["wait"] = check_timeout(wait, "wait")
-    if on_wait_timeout is not None:
-        if on_wait_timeout not in ("compute", "raise"):
-            raise ValueError(f"on_wait_timeout must be 'compute' or 'raise', not {on_wait_timeout!r}")
-        given["on_wait_timeout"] = on_wait_timeout
-    if expire is not None:
-        given["expire"] = check_expire(expire)
-    if auto_renewal is not None:
-        if not isinstance(auto_renewal, bool):
-            raise TypeError(f"auto_renewal must be True or False, not {auto_renewal!r}")
-        given["auto_renewal"] = auto_renewal
-    if max_hold is not None:
-        given["max_hold"] = check_expire(max_hold, "max_hold")
-    return given
+    @cached_property
+    def _tally(self) -> Tally:
+        return tally_of(alias_of(type(self), *self._made_with))
+
+    def _unpacked(self, made: str, data: bytes | None) -> Any:
+        return MISSING if data is None else self._unpack(made, data)
+
+    def _unread(self, error: LockBackendError) -> tuple[None, int]:
+        """Do as the base class does when a value cannot be read."""
+        if not self._is_forgiving():
+            raise (error.__cause__ or error) from None
+        return None, -2
+
+    async def _aget_or_set_unlocked(self, key: Any, default: Any, timeout: float | None, version: int | None) -> Any:
+        value = await self.aget(key, MISSING, version=version)
+        if value is MISSING:
+            value = await called(default) if callable(default) else default
+            await self.aadd(key, value, timeout=timeout, version=version)
+            value = await self.aget(key, value, version=version)
+        return value

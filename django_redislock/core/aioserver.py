@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -17,7 +19,7 @@ from typing import Any, TypeVar
 from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError
 
 from .line import Line, SharedLine
-from .protocol import Await, Call, Compute, Effect, Join, Leave, Pause, Steps
+from .protocol import Await, Call, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .server import Server, Unlocked
 from .twins import asyncio_twin
 from .waiting import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel
@@ -79,6 +81,8 @@ class AsyncServer:
         match effect:
             case Call():
                 return await (self._send(effect) if cancelled else self.call(effect))
+            case Commands():
+                return await self.ask(effect)
             case Join(lock, id):
                 return await self.room.join(lock, id)
             case Await(waiter, until, look):
@@ -91,8 +95,10 @@ class AsyncServer:
                 try:
                     value = function()
                     return await value if inspect.isawaitable(value) else value, None
-                except BaseException as error:
+                except Exception as error:  # cancelled, the task is not to be kept waiting by what comes after it
                     return None, error
+            case Follow(made, until):
+                return await _outcome(made, until)
 
     async def call(self, call: Call) -> Any:
         """Run a script and return its reply."""
@@ -108,6 +114,13 @@ class AsyncServer:
                 raise
             line.close()  # the next connection goes where the primary is now
             raise ConnectionError("The server is no primary any more.") from error
+
+    async def ask(self, commands: Commands) -> list[Any]:
+        """Send commands and return their replies."""
+        line = await self._commands.open()
+        if len(commands.commands) == 1:
+            return [await line.ask(pack(*commands.commands[0]))]
+        return await asyncio.gather(*[line.ask(pack(*command)) for command in commands.commands])
 
     async def _send(self, call: Call) -> None:
         """Have a script run without waiting for the reply."""
@@ -151,6 +164,30 @@ class AsyncServer:
     def _close(self) -> None:
         for line in self._lines:
             line.close()
+
+
+async def _outcome(made: Future[Any], until: float) -> Any:
+    loop = asyncio.get_running_loop()
+    here = (
+        loop.create_future()
+    )  # of one's own: asyncio's would be cancelled for all with the first who does not wait on
+
+    def land(_: object = None) -> None:
+        if not here.done():
+            here.set_result(None)
+
+    def tell(_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
+            loop.call_soon_threadsafe(land)
+
+    made.add_done_callback(tell)
+    timer = None if until == math.inf else loop.call_later(max(0.0, until - time.monotonic()), land)
+    try:
+        await here
+    finally:
+        if timer is not None:
+            timer.cancel()
+    return made.result(0) if made.done() else None
 
 
 def _request(call: Call, whole: bool = False) -> bytes:

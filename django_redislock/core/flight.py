@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,46 +18,64 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from ..exceptions import LockBackendError
-from . import events
-from .keys import lock_keys, milliseconds
+from .compute import ABSENT, Ticket, compute, waits
+from .keys import milliseconds
 from .owner import record
-from .protocol import Call, Compute, Join, Leave, Steps, attempt, give_back, sleep
+from .protocol import Call, Commands, Join, Leave, Steps, attempt, give_back, sleep
 from .scripts import Script
-from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, computing, lease_name, outer
-from .watchdog import watchdog
+from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, lease_name, outer
 
 LEASE = Script("lease")
-SETTLE = Script("settle")
-INVALIDATE = Script("invalidate")
 
-BATCH = 1000
-"""Leases ended in one call at most, so that the server is not kept busy for long."""
+ELSEWHERE = Landing()
+"""Somebody else computes the value."""
 
 
-def fly(want: Wanted, owner: Owner, until: float, listening: bool, last: bool = False) -> Steps[Landing]:
+def fly(
+    want: Wanted, owner: Owner, until: float, listening: bool, last: bool = False, old: bytes | None = None
+) -> Steps[Landing]:
     """Get the value: as stored, or from whoever computes it, or by computing it.
 
     Waits until this time on the monotonic clock; `last`: not at all, and who is not to compute for all does so for itself.
-    `listening`: wake-ups arrive already. Raises LockBackendError.
+    `listening`: wake-ups arrive already. `old` is a value that is there and to be replaced. Raises LockBackendError.
     """
     lease = want.lease(owner)
-    replaced = b""
-    try:
-        while True:
-            verdict, told = yield from _seek(want, lease, replaced, -math.inf if last else until, listening)
-            if verdict != b"value":
-                break
-            value = want.unpack(told)
-            if value is not MISSING:
-                return Landing(told, value, shared=True)
-            replaced = hashlib.sha1(told, usedforsecurity=False).hexdigest().encode()
-    except LockBackendError:
-        if not want.forgiving:
-            raise
-        verdict, told = b"unreachable", b""
+    verdict, told, replaced, value = yield from look(want, lease, -math.inf if last else until, listening, old)
+    if verdict == b"value":
+        return Landing(told, value, shared=True)
     if verdict == b"wait" and not last:
         return Landing()
-    return (yield from _compute(want, lease, verdict, told, replaced))
+    (landing,) = yield from compute([Ticket(want, lease, verdict, told, replaced)], want.default)
+    return landing
+
+
+def look(
+    want: Wanted, lease: ValueLease, until: float, listening: bool, old: bytes | None = None
+) -> Steps[tuple[bytes, bytes, bytes, Any]]:
+    """Return a verdict as `_seek` does, the digest of the old value that is to be replaced, and the value if there is one.
+
+    Where Redis may be missing, the verdict is b"unreachable" then.
+    """
+    replaced = b"" if old is None else digest(old)
+    try:
+        while True:
+            verdict, told = yield from _seek(want, lease, replaced, until, listening)
+            if verdict == b"large":
+                _, (found,) = yield from attempt(want.name, Commands(((b"GET", want.key.encode()),)), math.inf)
+                if found is None:
+                    continue
+                verdict, told = b"value", found
+            if verdict != b"value":
+                return verdict, told, replaced, MISSING
+            value = want.unpack(told)
+            if value is not MISSING:
+                return verdict, told, replaced, value
+            replaced = digest(told)
+    except LockBackendError:
+        want.tally.errors += 1
+        if not want.forgiving:
+            raise
+        return b"unreachable", b"", replaced, MISSING
 
 
 def _seek(
@@ -75,7 +95,7 @@ def _seek(
             join = b"1" if waiter is not None and not last else b"0"
             call = Call(
                 LEASE,
-                (*keys[:4], want.key.encode(), _waits(want.prefix)),
+                (*keys[:4], want.key.encode(), waits(want.prefix)),
                 (id, milliseconds(want.expire), name.encode(), about, channel, join, replaced, *inside),
                 undo=partial(give_back, lease, channel),
             )
@@ -85,11 +105,19 @@ def _seek(
                 return b"cycle", b""
             if reply[0] == b"compute":
                 lease.begin(int(reply[1]), sent)
+                return b"compute", b"%b %b" % (reply[1], reply[2])
+            elif reply[0] == b"large":
+                return b"large", b""
             elif reply[0] == b"wait" and not last:
                 if waiter is None:
                     _, waiter = yield from attempt(name, Join(keys.lock, id), patience)
                     continue
+                if not lease.waited:
+                    lease.waited = True
+                    want.tally.waited += 1
+                began = time.monotonic()
                 word = yield sleep(waiter, until, reply[2])
+                want.tally.seconds_waited += time.monotonic() - began
                 if word is None:
                     continue
                 return b"value", word
@@ -105,94 +133,66 @@ def _seek(
             yield Leave(waiter)
 
 
-def _compute(want: Wanted, lease: ValueLease, verdict: bytes, told: bytes, replaced: bytes) -> Steps[Landing]:
-    mine = verdict == b"compute"
-    # Who does not wait any longer may settle for whoever computes still: a lease that stands proves that nothing was
-    # invalidated meanwhile. A reservation (fence 0) proves nothing.
-    fence = told if told != b"0" else b""
-    token = computing.set((*computing.get(), lease)) if mine else None
-    if mine and want.auto_renewal:
-        watchdog.add(lease)
-    try:
-        value, error = yield Compute(want.default)
-        if error is None:
-            try:
-                data, life = want.pack(value)
-                copy = want.unpack(data)
-            except Exception as failure:
-                error = failure
-        watchdog.remove(lease)
-        if error is not None:
-            if mine and not lease.foreign:
-                yield from _abandon(lease)
-            return Landing(error=error, trace=error.__traceback__, shared=True)
-        landing = Landing(data, value if copy is MISSING else copy, shared=verdict == b"unreachable")
-        if not fence or lease.foreign:
-            return landing
-        try:
-            stored = yield from _settle(want, lease, fence, data, life, replaced)
-        except LockBackendError:
-            if not want.forgiving:
-                raise
-            return landing._replace(shared=True)
-        return landing._replace(shared=stored)
-    except BaseException:
-        watchdog.remove(lease)
-        if mine and not lease.foreign:
-            with suppress(RedisError):
-                yield give_back(lease)
-        raise
-    finally:
-        lease.ended = True
-        if token is not None:
-            computing.reset(token)
+def take(want: Wanted, owner: Owner, old: bytes) -> Steps[bool]:
+    """Take the right to replace an old value for whom the id of the lease is given to; False when another one has it."""
+    verdict, *_ = yield from look(want, want.lease(owner), -math.inf, listening=False, old=old)
+    return verdict == b"compute"
 
 
-def _settle(
-    want: Wanted, lease: ValueLease, fence: bytes, data: bytes, life: int | None, replaced: bytes
-) -> Steps[bool]:
-    """Store the value if the lease of that fence stands and nothing newer is there; wake everybody."""
-    keys = lease.keys
-    call = Call(
-        SETTLE,
-        (keys.lock, keys.held, keys.queue, want.key.encode(), _waits(want.prefix)),
-        (fence, lease.name.encode(), b"" if life is None else b"%d" % life, replaced, data),
-    )
-    now = time.monotonic()
-    _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)
-    if reply == 0:
-        events.log.info("What was computed for %r was not stored: a newer value is there.", lease.name)
-    elif reply == -1 and lease.fence and time.monotonic() >= lease.deadline:
-        events.log.warning(
-            "What was computed for %r was not stored: it took longer than the right to compute lasts (expire, max_hold).",
-            lease.name,
-        )
-    elif reply == -1:
-        events.log.info("What was computed for %r was not stored: it was invalidated meanwhile.", lease.name)
-    return bool(reply == 1)
-
-
-def _abandon(lease: ValueLease) -> Steps[None]:
-    """End the lease without a value: one of those who wait computes next."""
+def give_up(want: Wanted) -> Steps[None]:
+    """End that right."""
     with suppress(LockBackendError):
-        yield from attempt(lease.name, give_back(lease), time.monotonic())
+        yield from attempt(want.name, give_back(want.lease(threading.current_thread())), time.monotonic())
 
 
-def invalidate(prefix: str, keys: list[str]) -> Steps[int]:
-    """End the leases of the values, so that what is being computed is not stored, and return how many there were."""
-    ended = 0
-    for start in range(0, len(keys), BATCH):
-        names = [lease_name(key) for key in keys[start : start + BATCH]]
-        locks = [lock_keys(prefix, name) for name in names]
-        call = Call(
-            INVALIDATE,
-            tuple(key for lock in locks for key in (lock.lock, lock.held, lock.queue)),
-            tuple(name.encode() for name in names),
-        )
-        _, reply = yield from attempt(names[0], call, time.monotonic())
-        ended += reply
-    return ended
+def fly_together(wants: list[Wanted], owner: Owner, default: Callable[[list[Any]], Any]) -> Steps[list[Landing]]:
+    """Get many values without waiting: those that nobody computes are computed here at once; the others are ELSEWHERE.
+
+    `default` takes the keys as their caller knows them, and returns a dict with what it has. Raises LockBackendError.
+    """
+    landings = [ELSEWHERE] * len(wants)
+    tickets: dict[int, Ticket] = {}
+    try:
+        for number, want in enumerate(wants):
+            lease = want.lease(owner)
+            verdict, told, replaced, value = yield from look(want, lease, -math.inf, listening=False)
+            if verdict == b"value":
+                landings[number] = Landing(told, value, shared=True)
+            elif verdict != b"wait":
+                tickets[number] = Ticket(want, lease, verdict, told, replaced)
+    except BaseException:
+        for ticket in tickets.values():
+            with suppress(RedisError):
+                yield give_back(ticket.lease)
+        raise
+    if tickets:
+        asked = [ticket.want for ticket in tickets.values()]
+
+        def values_of(found: Any) -> list[Any]:
+            if not isinstance(found, Mapping):
+                raise TypeError(f"the default of many keys must return a dict, not {type(found).__name__}")
+            return [found.get(want.asked_as, ABSENT) for want in asked]
+
+        made = yield from compute(list(tickets.values()), lambda: default([want.asked_as for want in asked]), values_of)
+        for number, landing in zip(tickets, made, strict=True):
+            landings[number] = landing
+    return landings
 
 
-def _waits(prefix: str) -> bytes:
-    return b"{%s}:waits" % prefix.encode()
+def peek_many(keys: list[str]) -> Steps[list[bytes | None]]:
+    """Read many values."""
+    command = (b"MGET", *[key.encode() for key in keys])
+    _, replies = yield from attempt(lease_name(keys[0]), Commands((command,)), time.monotonic())
+    return list(replies[0])
+
+
+def peek(key: str, with_life: bool) -> Steps[tuple[bytes | None, int]]:
+    """Read a value, and how many milliseconds it has left (-1: it stays; -2: unknown, or it has just ended)."""
+    commands = ((b"GET", key.encode()),) + (((b"PTTL", key.encode()),) if with_life else ())
+    _, replies = yield from attempt(lease_name(key), Commands(commands), time.monotonic())
+    return replies[0], replies[1] if with_life else -2
+
+
+def digest(data: bytes) -> bytes:
+    """Return by what the scripts know a value that is to be replaced."""
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest().encode()

@@ -101,6 +101,15 @@ def check_wait(blocking: object, timeout: object) -> float | None:
     return 0.0
 
 
+def check_share(value: object, argument: str = "value") -> float:
+    """Return a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{argument} must be a number from 0 to 1, not {value!r}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{argument} must be a number from 0 to 1, not {value!r}")
+    return float(value)
+
+
 def milliseconds(seconds: float) -> bytes:
     """Return a checked life as Redis wants it, not shorter than it is believed to be.
 

@@ -1,7 +1,7 @@
 """The algorithm of the lock, written once and without I/O.
 
 Each function is a generator: it yields what it wants done (`Call` a script, `Join` the waiting room, `Await` a wake-up,
-`Pause`, `Leave`) and is sent the result, or has the error thrown into it. A driver, synchronous or asyncio, does the rest.
+`Pause`, `Leave`, …) and is sent the result, or has the error thrown into it. A driver, synchronous or asyncio, does the rest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,12 @@ class Call(NamedTuple):
     keys: tuple[bytes, ...]
     args: tuple[bytes, ...]
     undo: Callable[[], Call] | None = None
+
+
+class Commands(NamedTuple):
+    """Send plain commands, all at once; the result is a list of their replies."""
+
+    commands: tuple[tuple[bytes, ...], ...]
 
 
 class Join(NamedTuple):
@@ -76,12 +83,22 @@ class Compute(NamedTuple):
     function: Callable[[], Any]
 
 
-Effect = Call | Join | Await | Leave | Pause | Compute
+class Follow(NamedTuple):
+    """Wait for what another thread or task of this process makes, until this time on the monotonic clock; the result is
+    that, or None when the time is over."""
+
+    made: Future[Any]
+    until: float
+
+
+Effect = Call | Commands | Join | Await | Leave | Pause | Compute | Follow
 T = TypeVar("T")
 Steps = Generator[Effect, Any, T]
 
 
-def attempt(name: str, effect: Call | Join, until: float, retry_for: float = RETRY_FOR) -> Steps[tuple[float, Any]]:
+def attempt(
+    name: str, effect: Call | Commands | Join, until: float, retry_for: float = RETRY_FOR
+) -> Steps[tuple[float, Any]]:
     """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
 
     Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that

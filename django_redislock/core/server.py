@@ -7,11 +7,13 @@ hours on a retry policy, or decode replies. Every call takes one for a moment; w
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from redis import Redis
@@ -21,7 +23,7 @@ from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, Redi
 from redis.retry import Retry
 
 from . import scripts
-from .protocol import Await, Call, Compute, Effect, Join, Leave, Pause, Steps
+from .protocol import Await, Call, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
 from .waiting import WaitingRoom
 from .wire import Wire, pack
@@ -70,6 +72,15 @@ class Link(Wire):
             self._abort(call)
             raise
 
+    def ask(self, commands: Commands) -> list[Any]:
+        """Send the commands and return their replies; any failure closes the connection."""
+        try:
+            self.send(b"".join([pack(*command) for command in commands.commands]))
+            return [self.receive() for _ in commands.commands]
+        except BaseException:
+            self.close()
+            raise
+
     def _ask(self, command: bytes, script: bytes, call: Call) -> None:
         self.send(pack(command, script, b"%d" % len(call.keys), *call.keys, *call.args))
 
@@ -115,14 +126,14 @@ class Server:
         """Return a new connection, not connected yet."""
         return self.connection_class(**self.settings, retry=Retry(NoBackoff(), 0))
 
-    def call(self, call: Call) -> Any:
-        """Run a script on a connection of its own for the moment."""
+    def call(self, call: Call | Commands) -> Any:
+        """Run a script, or commands, on a connection of its own for the moment."""
         try:
             link = self._free.pop()
         except IndexError:
             link = self._wait_for_link()
         try:
-            return link.call(call)
+            return link.ask(call) if isinstance(call, Commands) else link.call(call)
         except ConnectionError:
             self._free.clear()  # a server that went away took the idle connections with it
             raise
@@ -174,7 +185,7 @@ class Server:
 
     def _do(self, effect: Effect) -> Any:
         match effect:
-            case Call():
+            case Call() | Commands():
                 return self.call(effect)
             case Join(lock, id):
                 return self.room.join(lock, id)
@@ -189,6 +200,11 @@ class Server:
                     return function(), None
                 except BaseException as error:
                     return None, error
+            case Follow(made, until):
+                try:
+                    return made.result(None if until == math.inf else max(0.0, until - time.monotonic()))
+                except FutureTimeout:
+                    return None
 
 
 class Unlocked(Server):
@@ -201,8 +217,10 @@ class Unlocked(Server):
         """Grant it."""
         return self.call(call)
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: Call | Commands) -> Any:
         """Grant it."""
+        if isinstance(call, Commands):
+            return [None] * len(call.commands)
         match call.script:
             case scripts.ACQUIRE:
                 return int(time.time() * 1_000_000)  # a fence that grows all the same

@@ -7,7 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -16,8 +16,11 @@ from .keys import MAX_NAME, lock_keys
 from .lease import Lease
 from .owner import new_id
 from .server import Server
+from .tally import Tally
 
 MISSING: Any = object()
+KIND = "cache:"
+"""What the names of the leases begin with."""
 
 Owner = threading.Thread | asyncio.Task[Any]
 
@@ -26,6 +29,8 @@ class ValueLease(Lease):
     """The right to compute a value for all. To lose it is no error: then the value is not stored."""
 
     ended = False
+    waited = False
+    """Whether it came after waiting for somebody else's."""
 
     def report_loss(self) -> None:
         """Log it: nobody else needs to know."""
@@ -55,6 +60,13 @@ class Wanted:
     max_hold: float | None
     forgiving: bool
     """Without Redis compute all the same."""
+    should_cache: Callable[[Any], object] | None = None
+    """Whether a value is to be stored; one that is not goes to those who wait for it now."""
+    tally: Tally = field(default_factory=Tally)
+    id: str = ""
+    """Of the lease, when another process took it for this one."""
+    asked_as: Any = None
+    """The key as its caller knows it, when many are wanted together."""
 
     @property
     def name(self) -> str:
@@ -65,7 +77,7 @@ class Wanted:
         """Return a lease to be acquired."""
         name = self.name
         keys = lock_keys(self.prefix, name)
-        return ValueLease(self.server, name, keys, new_id(), self.expire, owner, self.max_hold, lambda: None)
+        return ValueLease(self.server, name, keys, self.id or new_id(), self.expire, owner, self.max_hold, lambda: None)
 
 
 class Landing(NamedTuple):
@@ -79,11 +91,13 @@ class Landing(NamedTuple):
     """Of the error, before anybody raised it again."""
     shared: bool = False
     """Whether it answers everybody who waited for it, too."""
+    absent: bool = False
+    """Whether who was to compute it had nothing."""
 
     @property
     def empty(self) -> bool:
         """Whether it brought nothing: the time to wait was over."""
-        return self.data is None and self.error is None
+        return self.data is None and self.error is None and not self.absent
 
 
 def outer(server: Server) -> list[str]:
@@ -93,7 +107,7 @@ def outer(server: Server) -> list[str]:
 
 def lease_name(key: str) -> str:
     """Return the name of the lock under which the value of the key is computed."""
-    name = f"cache:{key}"
+    name = KIND + key
     if len(name) <= MAX_NAME:
         return name
     digest = hashlib.sha256(key.encode()).hexdigest()

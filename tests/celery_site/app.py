@@ -4,7 +4,7 @@ import os
 
 from celery import Celery
 
-app = Celery("celery_site", include=["tests.celery_site.tasks", "tests.celery_site.forms"])
+app = Celery("celery_site", include=["tests.celery_site.tasks", "tests.celery_site.forms", "django_redislock.tasks"])
 app.conf.update(
     broker_connection_retry_on_startup=True,
     result_expires=600,

@@ -2,8 +2,9 @@
 -- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 the value, 6 which computation waits for which
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter ('': none), 6 '1' to join the queue,
 --       7 SHA-1 of a value that is too old ('': none), 8... names of what the caller computes meanwhile
--- Returns {'value', value}, {'compute', fence}, {'wait', fence of who computes, ms until another try makes sense (negative:
+-- Returns {'value', value}, {'large'} when a value is there that is better fetched by a GET, {'compute', fence, when the too old value ends (ms, '': there is none)}, {'wait', fence of who computes, ms until another try makes sense (negative:
 -- unknown)}, or {'cycle'} when who computes waits for the caller.
+local LARGE = 524288  -- bytes; Lua would make one copy more
 local id, life_ms, name, channel = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5]
 local now = now_us()
 local lock = redis.call('GET', KEYS[1])
@@ -19,20 +20,22 @@ local function leave()
   end
 end
 
-local value = redis.call('GET', KEYS[5])
-if value and (ARGV[7] == '' or redis.sha1hex(value) ~= ARGV[7]) then
+local large = redis.call('STRLEN', KEYS[5]) > LARGE and ARGV[7] == ''
+local value = not large and redis.call('GET', KEYS[5])
+if large or value and (ARGV[7] == '' or redis.sha1hex(value) ~= ARGV[7]) then
   leave()
   if mine then  -- a reservation, or a lease of which the reply was lost
     redis.call('ZREM', KEYS[2], name)
     hand_over(KEYS[1], KEYS[4], id)
   end
-  return {'value', value}
+  return large and {'large'} or {'value', value}
 end
 
 -- There is no turn to keep: whoever computes does it for all who wait.
 if not lock or mine or silent then
   leave()
-  return {'compute', take(KEYS[1], KEYS[2], KEYS[3], lock, id, name, ARGV[4], now, life_ms)}
+  local fence = take(KEYS[1], KEYS[2], KEYS[3], lock, id, name, ARGV[4], now, life_ms)
+  return {'compute', fence, value and whole(ends_at(KEYS[5], now)) or ''}
 end
 
 if #ARGV > 7 then

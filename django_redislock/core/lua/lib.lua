@@ -73,6 +73,12 @@ local function ms_left(lock, value, now)
   return left, left <= 0 and channel or nil
 end
 
+-- Return when the key ends (ms; 0: never).
+local function ends_at(key, now)
+  local left = redis.call('PTTL', key)
+  return left < 0 and 0 or math.floor(now / 1000) + left
+end
+
 -- Reserve a free lock for the first waiter that still listens, and return what the lock key then holds (false: nothing).
 -- A waiter whose connection is gone is passed over, and so is everybody on the channel of a process that is `silent`: told
 -- of it, they come back to the queue when they can. `own` is the caller's id: it need not be told.

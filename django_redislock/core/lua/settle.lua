@@ -1,23 +1,42 @@
 -- Store what was computed, unless something newer is there; end the lease, and wake everybody who waits for the value.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 the value, 5 which computation waits for which
--- ARGV  1 fence of the lease, 2 name, 3 life of the value (ms, '': for ever), 4 SHA-1 of the value that it replaces
---       ('': none), 5 the value
--- Returns 1 when stored, 0 when there is a newer value, -1 when the lease is not held (any more): then nothing is done.
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 the value, 5 which computation waits for which,
+--       6 where the value is put ready, when it is too large to be copied by Lua
+-- ARGV  1 fence of the lease, 2 name, 3 life of the value (ms, '': for ever, '0': it is only told to those who wait),
+--       4 SHA-1 of the value that it replaces ('': none), 5 when that one ends (ms, '': not known), 6 the value, when it is not put ready
+-- Returns 1 when stored or told, 0 when there is a newer value, -1 when the lease is not held (any more): then nothing is done.
+local CLOCK_MS = 20   -- what was read of a key's end may differ by this much between two calls
 local SMALL = 32768  -- bytes; a larger value is fetched by those who want it instead of being sent to each
 local lock = redis.call('GET', KEYS[1])
 if not lock or fence_of(lock) ~= ARGV[1] then
+  if KEYS[6] then
+    redis.call('UNLINK', KEYS[6])
+  end
   return -1
 end
 
 local current = redis.call('GET', KEYS[4])
-local stored = not current or (ARGV[4] ~= '' and redis.sha1hex(current) == ARGV[4])
-if stored and ARGV[3] ~= '' then
-  redis.call('SET', KEYS[4], ARGV[5], 'PX', ARGV[3])
-elseif stored then
-  redis.call('SET', KEYS[4], ARGV[5])
+local stored = not current
+if current and ARGV[4] ~= '' and redis.sha1hex(current) == ARGV[4] then
+  -- The same bytes with another end were set, or touched, meanwhile.
+  stored = ARGV[5] == '' or math.abs(ends_at(KEYS[4], now_us()) - ARGV[5]) <= CLOCK_MS
+end
+if KEYS[6] and not (stored and redis.call('EXISTS', KEYS[6]) == 1) then
+  redis.call('UNLINK', KEYS[6])
+  stored = false
+elseif KEYS[6] then
+  redis.call('RENAME', KEYS[6], KEYS[4])
+  if ARGV[3] == '' then
+    redis.call('PERSIST', KEYS[4])
+  else
+    redis.call('PEXPIRE', KEYS[4], ARGV[3])
+  end
+elseif stored and ARGV[3] == '' then
+  redis.call('SET', KEYS[4], ARGV[6])
+elseif stored and ARGV[3] ~= '0' then
+  redis.call('SET', KEYS[4], ARGV[6], 'PX', ARGV[3])
 end
 
-local word = stored and #ARGV[5] <= SMALL and '\n' .. ARGV[5] or ''
+local word = stored and not KEYS[6] and #ARGV[6] <= SMALL and '\n' .. ARGV[6] or ''
 for _, entry in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
   local channel, id = string.match(entry, '^(.-)\n(.*)$')
   redis.pcall('PUBLISH', channel, id .. word)

@@ -1,0 +1,59 @@
+"""Values computed anew while everybody goes on with the old ones."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from typing import Any
+
+from django.db import connections
+
+from ..core.aioserver import async_server_of
+from ..core.events import log
+from ..core.wanted import Landing, Wanted, computing
+from .calling import current_task
+from .flights import Caller, is_flying, refresh
+
+_tasks: set[asyncio.Task[Any]] = set()
+"""The loop itself keeps only weak references."""
+
+
+def in_thread(want: Wanted, old: bytes) -> None:
+    """Compute a new value in a thread, unless somebody does so already."""
+    if is_flying(want):
+        return
+
+    def run() -> None:
+        try:
+            caller = Caller(threading.current_thread(), want.server.room)
+            _report(want, want.server.run(refresh(want, caller, old, -math.inf)))
+        except Exception:
+            log.exception("The value of %r could not be computed anew.", want.key)
+        finally:
+            connections.close_all()  # of this thread
+
+    threading.Thread(target=run, name="redislock-refresh", daemon=True).start()
+
+
+def in_task(want: Wanted, old: bytes) -> None:
+    """Compute a new value in a task of the running loop, unless somebody does so already."""
+    if is_flying(want):
+        return
+
+    async def run() -> None:
+        computing.set(())  # it outlives the computation that it may have been asked for in
+        try:
+            server = async_server_of(want.server)
+            _report(want, await server.run(refresh(want, Caller(current_task(), server.room), old, -math.inf)))
+        except Exception:
+            log.exception("The value of %r could not be computed anew.", want.key)
+
+    task = asyncio.get_running_loop().create_task(run(), name="redislock-refresh")
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+
+
+def _report(want: Wanted, landing: Landing) -> None:
+    if landing.error is not None:
+        log.error("The value of %r could not be computed anew.", want.key, exc_info=landing.error)

@@ -1,0 +1,36 @@
+"""The counters of each cache alias: module-level, since Django makes a backend for every thread and task."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from django.conf import settings
+
+from ..core.tally import Tally
+
+_tallies: dict[str, Tally] = {}
+
+
+def tally_of(alias: str) -> Tally:
+    """Return the counters of the alias in this process."""
+    return _tallies.setdefault(alias, Tally())
+
+
+def alias_of(backend: type, location: Any, params: dict[str, Any]) -> str:
+    """Return the alias of a backend made with these arguments, "" when no alias of the settings is so."""
+    for alias, cache in settings.CACHES.items():
+        others = {key: value for key, value in cache.items() if key not in ("BACKEND", "LOCATION")}
+        module, _, name = cache["BACKEND"].rpartition(".")
+        named = name == backend.__name__ and f"{backend.__module__}.".startswith(f"{module}.")
+        if named and cache.get("LOCATION", "") == location and others == params:
+            return alias
+    return ""
+
+
+def _after_fork() -> None:
+    for tally in _tallies.values():
+        tally.__init__()  # type: ignore[misc]  # what the parent did was not done here
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,141 @@
+"""`cached`: what a function returns is kept in a cache, and computed once for all who call it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from asgiref.sync import iscoroutinefunction
+from django.core.cache import caches
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
+
+from ..core.wanted import MISSING
+from .mixin import ComputeOnceMixin
+from .options import checked
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def cached(
+    timeout: float | None = DEFAULT_TIMEOUT,
+    *,
+    key: str | Callable[..., str] | None = None,
+    using: str = "default",
+    version: int | None = None,
+    **options: Any,
+) -> Callable[[Callable[P, R]], Cached[P, R]]:
+    """Keep what the decorated function returns in the cache `using`, for `timeout` seconds; one of all callers computes it.
+
+    `key` is a format string over the function's bound arguments (``"user:{user_id}"``, ``"cart:{self.pk}"``) or a callable
+    that takes what the function takes; only a function without parameters needs none: its own name is the key then. `options`
+    are those of `get_or_set`. The function may be a coroutine function, and a method. ``function.invalidate(...)`` and
+    ``await function.ainvalidate(...)`` forget the value for these arguments, also one that is being computed.
+    """
+    checked(**options)
+    if not (key is None or callable(key) or isinstance(key, str)):
+        raise TypeError(f"key must be a format string or a function, not {key!r}")
+
+    def decorate(function: Callable[P, R]) -> Cached[P, R]:
+        if not callable(function):
+            raise TypeError(f"cached() decorates functions, not {function!r}; write @cached(timeout, key=...)")
+        return Cached(function, timeout, key, using, version, options)
+
+    return decorate
+
+
+class Cached(Generic[P, R]):
+    """A function whose values are kept in a cache."""
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        timeout: float | None,
+        key: str | Callable[..., str] | None,
+        using: str,
+        version: int | None,
+        options: dict[str, Any],
+        instance: Any = None,
+    ) -> None:
+        signature = inspect.signature(function)
+        if key is None and signature.parameters:
+            raise TypeError(f"cached() needs a key for {function.__qualname__}(), which has parameters")
+        functools.update_wrapper(self, function)
+        self.function = function
+        """The function itself, without the cache."""
+        self._signature = signature
+        self._timeout = timeout
+        self._key = key
+        self._using = using
+        self._version = version
+        self._options = options
+        self._instance = instance
+        self._is_async = iscoroutinefunction(function)
+        if self._is_async and sys.version_info >= (3, 12):
+            inspect.markcoroutinefunction(self)
+        elif self._is_async:
+            from asyncio import coroutines
+
+            self._is_coroutine = coroutines._is_coroutine  # type: ignore[attr-defined]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return the value for these arguments; of a coroutine function, a coroutine that does."""
+        bound = self._bound(args)
+        default = functools.partial(self.function, *bound, **kwargs)
+        cache: Any = caches[self._using]
+        key = self._key_of(bound, kwargs)
+        if not isinstance(cache, ComputeOnceMixin):  # a local one in tests, say
+            return self._plainly(cache, key, default)  # type: ignore[no-any-return]
+        get = cache.aget_or_set if self._is_async else cache.get_or_set
+        return get(key, default, self._timeout, self._version, **self._options)  # type: ignore[return-value]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Cached[P, R]:
+        """Return the method of the instance."""
+        if instance is None:
+            return self
+        settings = (self._timeout, self._key, self._using, self._version, self._options)
+        return Cached(self.function, *settings, instance)
+
+    def __repr__(self) -> str:
+        return f"<cached {self.function!r}>"
+
+    def key(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """Return the key of the value for these arguments."""
+        return self._key_of(self._bound(args), kwargs)
+
+    def invalidate(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Forget the value for these arguments, and tell whether there was one; what is being computed is not stored."""
+        return bool(caches[self._using].delete(self.key(*args, **kwargs), version=self._version))
+
+    async def ainvalidate(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Do as `invalidate`."""
+        return bool(await caches[self._using].adelete(self.key(*args, **kwargs), version=self._version))
+
+    def _plainly(self, cache: Any, key: str, default: Callable[[], Any]) -> Any:
+        if not self._is_async:
+            return cache.get_or_set(key, default, self._timeout, self._version)
+
+        async def get() -> Any:
+            value = await cache.aget(key, MISSING, version=self._version)
+            if value is MISSING:
+                value = await default()
+                await cache.aset(key, value, self._timeout, version=self._version)
+            return value
+
+        return get()
+
+    def _bound(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if self._instance is None else (self._instance, *args)
+
+    def _key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if self._key is None:
+            self._signature.bind(*args, **kwargs)
+            return f"{self.function.__module__}.{self.function.__qualname__}"
+        if callable(self._key):
+            return self._key(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return self._key.format(**bound.arguments)

@@ -1,0 +1,150 @@
+"""What is computed must not be stored over what happened to the key meanwhile.
+
+A value that is written needs nothing here: it is seen when the computed one is to be stored, and so is a new end of the old
+one. `clear` takes the leases along, since they are in the same database. Only what may leave no value ends the leases, before
+it happens: who computes from then on has seen what led to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
+from redis import Redis
+
+from .. import conf
+from ..core.invalidate import invalidate, leases_like
+from ..core.server import Server, server_of
+from ..exceptions import LockBackendError
+from .base import RedisBackend
+
+
+class InvalidatingMixin(RedisBackend):
+    """The methods that delete."""
+
+    def delete(self, key: Any, version: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        """Delete the value; one that is being computed now will not be stored."""
+        self._invalidate([self._made(key, version, *args, **kwargs)])
+        return super().delete(key, version, *args, **kwargs)
+
+    def delete_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Delete the values; those that are being computed now will not be stored."""
+        keys = list(keys)
+        self._invalidate([self._made(key, version) for key in keys])
+        return super().delete_many(keys, version, *args, **kwargs)
+
+    def set(
+        self,
+        key: Any,
+        value: Any,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        version: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Store the value."""
+        if not self._is_kept(timeout):  # it deletes
+            self._invalidate([self._made(key, version)])
+        return super().set(key, value, timeout, version, *args, **kwargs)
+
+    def set_many(
+        self,
+        data: dict[Any, Any],
+        timeout: float | None = DEFAULT_TIMEOUT,
+        version: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Store the values."""
+        if not self._is_kept(timeout):
+            self._invalidate([self._made(key, version) for key in data])
+        return super().set_many(data, timeout, version, *args, **kwargs)
+
+    def touch(
+        self, key: Any, timeout: float | None = DEFAULT_TIMEOUT, version: int | None = None, *args: Any, **kwargs: Any
+    ) -> bool:
+        """Give the value a new life; a timeout of 0 deletes it, and one that is being computed now will not be stored."""
+        if not self._is_kept(timeout):
+            self._invalidate([self._made(key, version)])
+        return super().touch(key, timeout, version, *args, **kwargs)
+
+    def incr_version(self, key: Any, delta: int = 1, version: int | None = None, *args: Any, **kwargs: Any) -> int:
+        """Move the value to another version; one that is being computed now for this version will not be stored."""
+        self._invalidate([self._made(key, version)])
+        return super().incr_version(key, delta, version, *args, **kwargs)
+
+    def _invalidate(self, keys: list[str]) -> None:
+        settings = conf.get()
+        if not settings.enabled:
+            return
+        by_server: dict[Server, list[str]] = {}
+        for key in keys:
+            server = self._server_of(key)
+            if server is not None:
+                by_server.setdefault(server, []).append(key)
+        for server, its_keys in by_server.items():
+            self._run(server, invalidate(settings.key_prefix, its_keys))
+
+    def _invalidate_like(self, servers: list[Redis], pattern: str) -> None:
+        """End the leases of all values whose keys match a pattern, as Redis's KEYS does."""
+        settings = conf.get()
+        if settings.enabled:
+            for client in servers:
+                self._run(server_of(client), leases_like(settings.key_prefix, pattern))
+
+    def _run(self, server: Server, steps: Any) -> None:
+        try:
+            server.run(steps)
+        except LockBackendError as error:
+            if not self._is_forgiving():
+                raise (error.__cause__ or error) from None
+
+
+class ExpiringMixin(InvalidatingMixin):
+    """What django-redis has beyond that."""
+
+    def delete_pattern(
+        self,
+        pattern: str,
+        version: int | None = None,
+        prefix: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int | None:
+        """Delete all values whose keys match; those that are being computed now will not be stored."""
+        made = self.client.make_pattern(pattern, version=version, prefix=prefix)  # type: ignore[attr-defined]
+        self._invalidate_like(self._every_redis(), made)
+        return super().delete_pattern(pattern, version, prefix, *args, **kwargs)  # type: ignore[misc, no-any-return]
+
+    def expire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Give the value a new life in seconds; 0 deletes it."""
+        self._expiring(key, version, timeout)
+        return super().expire(key, timeout, version, *args, **kwargs)  # type: ignore[misc]
+
+    def pexpire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Give the value a new life in milliseconds; 0 deletes it."""
+        self._expiring(key, version, timeout)
+        return super().pexpire(key, timeout, version, *args, **kwargs)  # type: ignore[misc]
+
+    def expire_at(self, key: Any, when: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Let the value end at a time; one in the past deletes it."""
+        self._ending(key, version, when, 1)
+        return super().expire_at(key, when, version, *args, **kwargs)  # type: ignore[misc]
+
+    def pexpire_at(self, key: Any, when: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Let the value end at a time; one in the past deletes it."""
+        self._ending(key, version, when, 1000)
+        return super().pexpire_at(key, when, version, *args, **kwargs)  # type: ignore[misc]
+
+    def _expiring(self, key: Any, version: int | None, timeout: Any) -> None:
+        left = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if left is not DEFAULT_TIMEOUT and left is not None and left <= 0:
+            self._invalidate([self._made(key, version)])
+
+    def _ending(self, key: Any, version: int | None, when: Any, units: int) -> None:
+        ends = when.timestamp() if isinstance(when, datetime) else when / units
+        if ends <= time.time() + 1:  # the server's clock may be ahead
+            self._invalidate([self._made(key, version)])

@@ -1,0 +1,182 @@
+"""`get_or_set` for many keys."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
+
+from ..core.aioserver import async_server_of
+from ..core.compute import ABSENT
+from ..core.flight import peek_many
+from ..core.server import Server, server_of
+from ..core.wanted import MISSING, Landing, Wanted
+from ..exceptions import LockBackendError
+from .base import RedisBackend
+from .calling import called, current_task
+from .flights import Caller, brought, values_of
+from .options import Asked, Options, checked
+
+Missing = Callable[[list[Any]], Any]
+
+
+class ManyMixin(RedisBackend):
+    """`get_or_set_many` and its twin."""
+
+    def get_or_set_many(
+        self,
+        keys: Iterable[Any],
+        default: Missing,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        version: int | None = None,
+        **options: Any,
+    ) -> dict[Any, Any]:
+        """Return the values of the keys; ``default(missing_keys)`` returns a dict with those that are missing.
+
+        Each missing key is computed once over all callers that want it, whatever other keys they want; a key that the dict
+        does not have is left out. `options` are those of `get_or_set` but for `stale`, `refresh_before` and `refresh`.
+        Raises what `default` raises, and redis-py's errors, if the base class does.
+        """
+        call = _Call(self, keys, default, timeout, version, options)
+        if not call.locked:
+            return self._get_or_set_many_unlocked(call)
+        for reader, some in call.by_reader():
+            try:
+                call.note(some, server_of(reader).run(peek_many(some)))
+            except LockBackendError as error:
+                call.note(some, self._unread_many(error, some))
+        for server, wants in call.missing(lambda key: default([key]).get(key, ABSENT)):
+            caller = Caller(threading.current_thread(), server.room)
+            call.take(server.run(values_of(wants, default, caller, call.wait, call.on_wait_timeout)))
+        return call.values()
+
+    async def aget_or_set_many(
+        self,
+        keys: Iterable[Any],
+        default: Missing,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        version: int | None = None,
+        **options: Any,
+    ) -> dict[Any, Any]:
+        """Do as `get_or_set_many`; `default` may be a coroutine function, too."""
+        call = _Call(self, keys, default, timeout, version, options)
+        if not call.locked:
+            return await self._aget_or_set_many_unlocked(call)
+        for reader, some in call.by_reader():
+            try:
+                call.note(some, await async_server_of(server_of(reader)).run(peek_many(some)))
+            except LockBackendError as error:
+                call.note(some, self._unread_many(error, some))
+
+        async def one(key: Any) -> Any:
+            return (await called(default, [key])).get(key, ABSENT)
+
+        for server, wants in call.missing(one):
+            tasks = async_server_of(server)
+            caller = Caller(current_task(), tasks.room)
+            steps = values_of(wants, partial(called, default), caller, call.wait, call.on_wait_timeout)
+            call.take(await tasks.run(steps))
+        return call.values()
+
+    def _unread_many(self, error: LockBackendError, keys: list[str]) -> list[bytes | None]:
+        if not self._is_forgiving():
+            raise (error.__cause__ or error) from None
+        return [None] * len(keys)
+
+    def _get_or_set_many_unlocked(self, call: _Call) -> dict[Any, Any]:
+        found = self.get_many(call.keys, version=call.version)
+        missing = [key for key in call.keys if key not in found]
+        if missing:
+            new = call.default(missing)
+            self.set_many(new, call.timeout, version=call.version)
+            found |= new
+        return found
+
+    async def _aget_or_set_many_unlocked(self, call: _Call) -> dict[Any, Any]:
+        found = await self.aget_many(call.keys, version=call.version)
+        missing = [key for key in call.keys if key not in found]
+        if missing:
+            new = await called(call.default, missing)
+            await self.aset_many(new, call.timeout, version=call.version)
+            found |= new
+        return found
+
+
+class _Call:
+    """One call for many keys, on its way from what is stored to what is wanted."""
+
+    def __init__(
+        self,
+        cache: Any,
+        keys: Iterable[Any],
+        default: Missing,
+        timeout: float | None,
+        version: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        wrong = options.keys() & {"stale", "refresh_before", "refresh"}
+        if wrong:
+            raise TypeError(f"get_or_set_many() has no option {min(wrong)!r}")
+        if not callable(default):
+            raise TypeError(f"default must be a function of the missing keys, not {default!r}")
+        self.cache = cache
+        self.keys = list(dict.fromkeys(keys))
+        self.default = default
+        self.timeout = timeout
+        self.version = version
+        self.given: Options = checked(**options)
+        self.made = {cache._made(key, version): key for key in self.keys}
+        self.found: dict[str, Any] = {}
+        self._asked: dict[str, Asked] = {}
+        for made, key in self.made.items() if self.given.lock else ():
+            asked = cache._asked(key, None, timeout, version, self.given)
+            if asked is None:
+                break
+            self._asked[made] = asked
+            self.wait, self.on_wait_timeout = asked.wait, asked.on_wait_timeout
+
+    @property
+    def locked(self) -> bool:
+        """Whether what is missing is computed under leases."""
+        return len(self._asked) == len(self.made)
+
+    def by_reader(self) -> list[tuple[Any, list[str]]]:
+        """Return the clients to read from, each with its keys in Redis."""
+        readers: dict[int, tuple[Any, list[str]]] = {}
+        one_server = len({asked.want.server for asked in self._asked.values()}) == 1
+        reader = None
+        for made in self.made:
+            reader = reader if one_server and reader is not None else self.cache._redis(made, write=False)
+            readers.setdefault(id(reader), (reader, []))[1].append(made)
+        return list(readers.values())
+
+    def note(self, made: list[str], data: list[bytes | None]) -> None:
+        """Take in what is stored."""
+        for key, value in zip(made, data, strict=True):
+            unpacked = self.cache._unpacked(key, value)
+            if unpacked is not MISSING:
+                self.found[key] = unpacked
+        self.cache._tally.hits += len(self.found.keys() & set(made))
+
+    def missing(self, one: Callable[[Any], Any]) -> list[tuple[Server, list[Wanted]]]:
+        """Return what is missing, by its servers; `one` computes it for one of the caller's keys."""
+        by_server: dict[Server, list[Wanted]] = {}
+        for made, asked in self._asked.items():
+            if made not in self.found:
+                key = self.made[made]
+                want = replace(asked.want, default=partial(one, key), asked_as=key)
+                by_server.setdefault(want.server, []).append(want)
+        return list(by_server.items())
+
+    def take(self, landings: dict[str, Landing]) -> None:
+        """Take in what was computed."""
+        for made, landing in landings.items():
+            self.found[made] = brought(landing)
+
+    def values(self) -> dict[Any, Any]:
+        """Return the values by the caller's keys, in their order."""
+        return {key: self.found[made] for made, key in self.made.items() if made in self.found}

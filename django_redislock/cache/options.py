@@ -1,0 +1,117 @@
+"""What `get_or_set` can be told, checked."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..core.keys import Seconds, check_expire, check_share, check_timeout
+from ..core.wanted import Wanted
+
+WORDS = ("compute", "raise", "stale")
+HOW = ("inline", "thread", "celery")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What one call was told."""
+
+    lock: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What it overrides of the alias's settings."""
+    on_wait_timeout: Any = None
+    stale: float = 0.0
+    refresh_before: float = 0.0
+    refresh: str = "inline"
+    should_cache: Callable[[Any], object] | None = None
+
+    @property
+    def due(self) -> float:
+        """The seconds before its end in Redis at which a value is to be computed anew; 0: it is not."""
+        return self.stale + self.refresh_before
+
+
+PLAIN = Options()
+
+
+def checked(
+    *,
+    lock: object = True,
+    wait: Seconds | None = None,
+    on_wait_timeout: Any = None,
+    expire: Seconds | None = None,
+    auto_renewal: object = None,
+    max_hold: Seconds | None = None,
+    stale: Seconds | None = None,
+    refresh_before: Seconds | None = None,
+    refresh: str = "inline",
+    should_cache: Callable[[Any], object] | None = None,
+    jitter: object = None,
+) -> Options:
+    """Return the options, or raise TypeError or ValueError."""
+    given: dict[str, Any] = {}
+    if lock is not True and lock is not False:
+        raise TypeError(f"lock must be True or False, not {lock!r}")
+    if wait is not None:
+        given["wait"] = check_timeout(wait, "wait")
+    if isinstance(on_wait_timeout, str) and on_wait_timeout not in WORDS:
+        raise ValueError(
+            f"on_wait_timeout must be 'compute', 'raise', 'stale' or a value, not {on_wait_timeout!r}; "
+            "give a string as a function that returns it"
+        )
+    if expire is not None:
+        given["expire"] = check_expire(expire)
+    if auto_renewal is not None:
+        if not isinstance(auto_renewal, bool):
+            raise TypeError(f"auto_renewal must be True or False, not {auto_renewal!r}")
+        given["auto_renewal"] = auto_renewal
+    if max_hold is not None:
+        given["max_hold"] = check_expire(max_hold, "max_hold")
+    if refresh not in HOW:
+        raise ValueError(f"refresh must be 'inline', 'thread' or 'celery', not {refresh!r}")
+    if should_cache is not None and not callable(should_cache):
+        raise TypeError(f"should_cache must be a function of the value, not {should_cache!r}")
+    if jitter is not None:
+        given["jitter"] = check_share(jitter, "jitter")
+    return Options(
+        lock,
+        given,
+        on_wait_timeout,
+        check_timeout(stale, "stale") or 0.0,
+        check_timeout(refresh_before, "refresh_before") or 0.0,
+        refresh,
+        should_cache,
+    )
+
+
+def lengthened(pack: Callable[[Any], tuple[bytes, int | None]], stale: float, jitter: float) -> Any:
+    """Return a `pack` that makes lives shorter by up to the share `jitter`, and then longer by `stale` seconds."""
+    return partial(_pack, pack, stale, jitter) if stale or jitter else pack
+
+
+def _pack(
+    pack: Callable[[Any], tuple[bytes, int | None]], stale: float, jitter: float, value: Any
+) -> tuple[bytes, int | None]:
+    data, life = pack(value)
+    if life is not None:
+        life = max(1, int(life * (1 - random.random() * jitter)) + int(stale * 1000))  # noqa: S311
+    return data, life
+
+
+class Asked(NamedTuple):
+    """A value that is wanted, and what its caller said of it."""
+
+    want: Wanted
+    wait: float | None
+    on_wait_timeout: Any
+    given: Options
+
+    def patience(self) -> float:
+        """How long to wait while there is an old value."""
+        if self.on_wait_timeout != "stale":
+            return 0.0
+        return threading.TIMEOUT_MAX if self.wait is None else self.wait

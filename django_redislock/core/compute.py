@@ -1,0 +1,185 @@
+"""From the right to compute values to the values in Redis: the protocol, without I/O."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from redis.exceptions import RedisError
+
+from ..exceptions import LockBackendError
+from . import events
+from .protocol import Call, Commands, Compute, Steps, attempt, give_back
+from .scripts import Script
+from .wanted import MISSING, Landing, ValueLease, Wanted, computing
+from .watchdog import watchdog
+
+SETTLE = Script("settle")
+
+LARGE = 524288
+"""Bytes. A larger value is put ready in pieces of this size, and then moved into place: in one piece it would take up twice
+its size in the server, and in a script three times."""
+READY_FOR = 60_000
+"""Milliseconds for which it stays there at most."""
+
+ABSENT: Any = object()
+"""In place of a value that was asked for together with others, and did not come."""
+
+
+class Ticket(NamedTuple):
+    """A value that is to be computed, and what Redis said to that."""
+
+    want: Wanted
+    lease: ValueLease
+    verdict: bytes
+    told: bytes
+    replaced: bytes
+    """The digest of the old value, b"" without."""
+
+    @property
+    def mine(self) -> bool:
+        """Whether it is computed for all."""
+        return self.verdict == b"compute"
+
+    @property
+    def fence(self) -> bytes:
+        """Of the lease under which it may be stored, b"" for none.
+
+        Who does not wait any longer may settle for whoever computes still: a lease that stands proves that nothing was
+        invalidated meanwhile. A reservation (fence 0) proves nothing.
+        """
+        fence = self.told.partition(b" ")[0]
+        return b"" if fence == b"0" else fence
+
+    @property
+    def ends(self) -> bytes:
+        """When the old value ends."""
+        return self.told.partition(b" ")[2]
+
+
+def compute(
+    tickets: Sequence[Ticket],
+    function: Callable[[], Any],
+    values_of: Callable[[Any], list[Any]] = lambda value: [value],
+) -> Steps[list[Landing]]:
+    """Call the function once, store what it returns, and return how it went; `values_of` takes that apart, one a ticket."""
+    mine = [ticket for ticket in tickets if ticket.mine]
+    token = computing.set((*computing.get(), *[ticket.lease for ticket in mine])) if mine else None
+    for want, lease, *_ in mine:
+        want.tally.taken_over += lease.waited
+        if want.auto_renewal:
+            watchdog.add(lease)
+    try:
+        result, error = yield Compute(function)
+        values = [ABSENT] * len(tickets)
+        if error is None:
+            try:
+                values = values_of(result)
+            except Exception as failure:
+                error = failure
+        landings = []
+        for ticket, value in zip(tickets, values, strict=True):
+            landings.append((yield from _land(ticket, value, error)))
+        return landings
+    except BaseException:
+        for _, lease, *_ in mine:
+            watchdog.remove(lease)
+            if not lease.foreign and not lease.ended:
+                with suppress(RedisError):
+                    yield give_back(lease)
+        raise
+    finally:
+        for _, lease, *_ in tickets:
+            lease.ended = True
+        if token is not None:
+            with suppress(ValueError):  # the generator is closed by another task than the one that ran it
+                computing.reset(token)
+
+
+def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Landing]:
+    want, lease, verdict, _, _ = ticket
+    tally = want.tally
+    if error is None and value is not ABSENT:
+        tally.computed += 1
+        try:
+            data, life = want.pack(value)
+            copy = want.unpack(data)
+            if want.should_cache is not None and not want.should_cache(value):
+                life = 0
+        except Exception as failure:
+            error = failure
+    watchdog.remove(lease)
+    if error is not None or value is ABSENT:
+        tally.errors += error is not None
+        if ticket.mine and not lease.foreign:
+            yield from _abandon(lease)
+        lease.ended = True
+        if error is None:
+            return Landing(absent=True)
+        return Landing(error=error, trace=error.__traceback__, shared=True)
+    landing = Landing(data, value if copy is MISSING else copy, shared=verdict == b"unreachable")
+    if not ticket.fence or lease.foreign:
+        return landing
+    try:
+        stored = yield from _settle(ticket, data, life)
+    except LockBackendError:
+        tally.errors += 1
+        if not want.forgiving:
+            raise
+        stored = True
+    lease.ended = True
+    return landing._replace(shared=stored)
+
+
+def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
+    """Store the value if the lease of that fence stands and nothing newer is there; wake everybody.
+
+    With a life of 0 it is only told to those who wait. What it replaces is known by its digest and by when it ends.
+    """
+    want, lease = ticket.want, ticket.lease
+    keys = lease.keys
+    ready: tuple[bytes, ...] = ()
+    if len(data) > LARGE and life != 0:
+        ready = (keys.receipt + lease.id.encode() + b":value",)
+        yield from attempt(lease.name, _pieces(ready[0], data), time.monotonic() + lease.retry_for)
+        data = b""
+    call = Call(
+        SETTLE,
+        (keys.lock, keys.held, keys.queue, want.key.encode(), waits(want.prefix), *ready),
+        (ticket.fence, lease.name.encode(), b"" if life is None else b"%d" % life, ticket.replaced, ticket.ends, data),
+    )
+    now = time.monotonic()
+    _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)
+    late = reply == -1 and bool(lease.fence) and time.monotonic() >= lease.deadline
+    want.tally.lease_lost += late
+    want.tally.fenced += reply != 1 and not late
+    if reply == 0:
+        events.log.info("What was computed for %r was not stored: a newer value is there.", lease.name)
+    elif late:
+        events.log.warning(
+            "What was computed for %r was not stored: it took longer than the right to compute lasts (expire, max_hold).",
+            lease.name,
+        )
+    elif reply == -1:
+        events.log.info("What was computed for %r was not stored: it was invalidated meanwhile.", lease.name)
+    return bool(reply == 1)
+
+
+def _pieces(key: bytes, data: bytes) -> Commands:
+    end = len(data) - 1
+    pieces = [(b"SETRANGE", key, b"%d" % at, data[at : at + LARGE]) for at in range(0, len(data), LARGE)]
+    # The last byte first, so that room is made once.
+    return Commands(((b"SETRANGE", key, b"%d" % end, data[end:]), (b"PEXPIRE", key, b"%d" % READY_FOR), *pieces))
+
+
+def _abandon(lease: ValueLease) -> Steps[None]:
+    """End the lease without a value: one of those who wait computes next."""
+    with suppress(LockBackendError):
+        yield from attempt(lease.name, give_back(lease), time.monotonic())
+
+
+def waits(prefix: str) -> bytes:
+    """Return the key that tells which computation waits for which."""
+    return b"{%s}:waits" % prefix.encode()

@@ -1,0 +1,220 @@
+"""get_or_set_many: each missing key is computed once over all callers, whatever other keys they want."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+from django.test import override_settings
+
+from django_redislock.cache import flights
+from django_redislock.core import Lock, held_locks
+from django_redislock.exceptions import AcquireTimeout
+from tests import cache_programs
+from tests.cache_programs import BACKENDS, cache_at, commands
+from tests.support import monitoring, wait_until
+
+
+@pytest.fixture(params=["sync", "async"])
+def many(request, cache):
+    """``many(keys, default, …)`` calls the method or its asynchronous twin."""
+    if request.param == "sync":
+        return cache.get_or_set_many
+    return lambda *args, **kwargs: asyncio.run(cache.aget_or_set_many(*args, **kwargs))
+
+
+@pytest.fixture(params=BACKENDS)
+def cache(request, redis_url):
+    return cache_at(redis_url, request.param)
+
+
+def upper(keys):
+    return {key: key.upper() for key in keys}
+
+
+def never(keys):
+    raise AssertionError(f"asked for {keys}")
+
+
+def test_what_is_missing_is_computed_in_one_call_and_stored(cache, client, many):
+    cache.set("b", "stored")
+    calls = []
+    values = many(["a", "b", "c", "a"], lambda keys: calls.append(keys) or upper(keys), 60)
+    assert values == {"a": "A", "b": "stored", "c": "C"}
+    assert list(values) == ["a", "b", "c"]
+    assert calls == [["a", "c"]]
+    assert cache.get_many(["a", "b", "c"]) == values
+    assert 59_000 < client.pttl(":1:a") <= 60_000
+    assert many(iter("abc"), never) == values
+    assert not list(held_locks(client))
+    assert not flights._flights
+
+
+def test_hits_are_one_mget(cache, client, many):
+    cache.set_many({"a": None, "b": 2})
+    many(["warm"], upper)
+    with monitoring(client) as sent:
+        assert many(["a", "b"], never) == {"a": None, "b": 2}
+    assert commands(sent) == ["MGET"]
+
+
+def test_no_keys(many):
+    assert many([], never) == {}
+
+
+def test_keys_without_a_value_are_left_out_and_free(cache, client, many):
+    assert many(["a", "b"], lambda keys: {"a": 1}) == {"a": 1}
+    assert cache.get("b") is None
+    assert not list(held_locks(client))
+    assert cache.get_or_set("b", lambda: 2) == 2
+
+
+def test_values_that_nobody_asked_for_are_not_stored(cache, many):
+    assert many(["a"], lambda keys: {"a": 1, "z": 26}) == {"a": 1}
+    assert cache.get("z") is None
+
+
+def test_the_defaults_error_comes_out_and_every_key_is_free(cache, client, many):
+    def fail(keys):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        many(["a", "b"], fail)
+    with pytest.raises(TypeError, match="must return a dict"):
+        many(["a", "b"], list)
+    assert not list(held_locks(client))
+    assert not flights._flights
+    assert many(["a", "b"], upper) == {"a": "A", "b": "B"}
+
+
+def test_bad_arguments(many):
+    for options in ({"stale": 5}, {"nonsense": 1}, {"refresh": "thread"}):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            many(["a"], upper, **options)
+    with pytest.raises(TypeError, match="default"):
+        many(["a"], {"a": 1})
+    with pytest.raises(ValueError, match="wait"):
+        many(["a"], upper, wait=-1)
+
+
+@pytest.mark.parametrize("settings", [{"ENABLED": False}, {}])
+def test_without_locks(cache, client, many, settings):
+    cache.set("b", "stored")
+    many(["warm"], upper)
+    with override_settings(DJANGO_REDISLOCK=settings), monitoring(client) as sent:
+        assert many(["a", "b"], upper, 60, lock=not settings) == {"a": "A", "b": "stored"}
+    assert ("EVALSHA" in commands(sent)) is not bool(settings)
+    assert cache.get("a") == "A"
+
+
+def test_a_key_deleted_meanwhile_is_not_stored_and_the_others_are(cache, many):
+    def compute(keys):
+        cache.delete("b")
+        return upper(keys)
+
+    assert many(["a", "b"], compute) == {"a": "A", "b": "B"}
+    assert cache.get_many(["a", "b"]) == {"a": "A"}
+
+
+def test_async_defaults(cache):
+    async def compute(keys):
+        await asyncio.sleep(0)
+        return upper(keys)
+
+    assert asyncio.run(cache.aget_or_set_many(["a", "b"], compute)) == {"a": "A", "b": "B"}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_overlapping_callers_in_opposite_orders_compute_each_key_once(redis_url, cache, asynchronous):
+    computed, lock = [], threading.Lock()
+    start = threading.Barrier(8)
+
+    def compute(keys):
+        with lock:
+            computed.extend(keys)
+        return upper(keys)
+
+    def one(number):
+        keys = [f"k{i}" for i in range(number, number + 5)]
+        start.wait(10)
+        keys = keys[:: 1 if number % 2 else -1]
+        if asynchronous:
+            return asyncio.run(cache.aget_or_set_many(keys, compute, 60))
+        return cache.get_or_set_many(keys, compute, 60)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        for number, values in enumerate(pool.map(one, range(8))):
+            assert values == {f"k{i}": f"K{i}" for i in range(number, number + 5)}
+    assert time.monotonic() - began < 10, "far below the 30 s that a caller waits at most"
+    assert sorted(computed) == sorted({f"k{i}" for i in range(12)})
+
+
+def test_a_single_key_shares_with_many(cache):
+    running, end = threading.Event(), threading.Event()
+
+    def compute(keys):
+        running.set()
+        assert end.wait(20)
+        return upper(keys)
+
+    with ThreadPoolExecutor(2) as pool:
+        several = pool.submit(cache.get_or_set_many, ["a", "b"], compute, 60)
+        assert running.wait(10)
+        one = pool.submit(cache.get_or_set, "b", lambda: 1 / 0, 60)
+        wait_until(lambda: cache_programs.followers() == 1)
+        end.set()
+        assert several.result(20) == {"a": "A", "b": "B"}
+        assert one.result(20) == "B"
+
+
+def test_what_another_process_computes_is_waited_for_after_the_rest_is_computed(cache, client, many):
+    """Another process's lease is a lock of that name."""
+    calls = []
+
+    def compute(keys):
+        calls.append(keys)
+        return upper(keys)
+
+    with Lock(client, "cache::1:b"):
+        with pytest.raises(AcquireTimeout, match="cache::1:b"):
+            many(["a", "b", "c"], compute, wait=0.1, on_wait_timeout="raise")
+        assert calls == [["a", "c"]]
+        assert many(["b", "d"], compute, wait=0.1, on_wait_timeout={"mine": 1}) == {"b": {"mine": 1}, "d": "D"}
+    assert many(["a", "b", "c"], compute) == {"a": "A", "b": "B", "c": "C"}
+    assert calls == [["a", "c"], ["d"], ["b"]]
+
+
+def test_nested(cache):
+    def outer(keys):
+        inner = cache.get_or_set_many(["x", "b"], lambda keys: {key: f"inner {key}" for key in keys})
+        return {key: [inner["x"], inner["b"]] for key in keys}
+
+    began = time.monotonic()
+    assert cache.get_or_set_many(["a", "b"], outer)["a"] == ["inner x", "inner b"]
+    assert time.monotonic() - began < 10
+
+
+def test_without_redis(own_server):
+    forgiving = cache_at(own_server.url, OPTIONS={"IGNORE_EXCEPTIONS": True})
+    strict = cache_at(own_server.url)
+    own_server.kill()
+    assert forgiving.get_or_set_many(["a", "b"], upper) == {"a": "A", "b": "B"}
+    assert asyncio.run(forgiving.aget_or_set_many(["a", "b"], upper)) == {"a": "A", "b": "B"}
+    with pytest.raises(redis.ConnectionError):
+        strict.get_or_set_many(["a", "b"], never)
+
+
+@pytest.mark.filterwarnings("ignore:(get|delete|delete_many) on sharded client")  # django-redis does so by itself
+def test_sharded(server, many):
+    urls = [server.url_of_db(8), server.url_of_db(9)]
+    cache = cache_at(urls, OPTIONS={"CLIENT_CLASS": "django_redis.client.ShardClient"})
+    keys = [f"k{number}" for number in range(20)]
+    assert cache.get_or_set_many(keys, upper) == upper(keys)
+    assert cache.get_or_set_many(keys, never) == upper(keys)
+    assert all(client.dbsize() for client in cache._every_redis())
+    cache.clear()

@@ -1,0 +1,340 @@
+"""Old values returned while one caller computes new ones, refused values, jitter, and what comes when the wait is over."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from django.core.cache import caches
+from django.test import override_settings
+
+from django_redislock.cache import flights
+from django_redislock.core import Lock, held_locks
+from django_redislock.exceptions import AcquireTimeout
+from tests import cache_programs
+from tests.cache_programs import BACKENDS, cache_at, commands, followers
+from tests.support import monitoring, wait_until
+from tests.support.worker import Worker
+
+
+@pytest.fixture(params=BACKENDS)
+def cache(request, redis_url):
+    return cache_at(redis_url, request.param)
+
+
+@pytest.fixture(params=["sync", "async"])
+def get(request, cache):
+    """``get("k", default, 60, …)`` calls get_or_set or its asynchronous twin."""
+    if request.param == "sync":
+        return cache.get_or_set
+
+    async def in_a_loop(*args, **kwargs):
+        value = await cache.aget_or_set(*args, **kwargs)
+        wait_for = [task for task in asyncio.all_tasks() if task.get_name() == "redislock-refresh"]
+        await asyncio.gather(*wait_for)
+        return value
+
+    return lambda *args, **kwargs: asyncio.run(in_a_loop(*args, **kwargs))
+
+
+def never():
+    raise AssertionError("computed although nobody should")
+
+
+class Work:
+    def __init__(self, value="new"):
+        self.value = value
+        self.calls = 0
+        self.running = threading.Event()
+        self.end = threading.Event()
+
+    def __call__(self):
+        self.calls += 1
+        self.running.set()
+        assert self.end.wait(20)
+        return self.value
+
+
+def make_stale(client, key=":1:k", left=10):
+    """Bring the end of a value that lives 60 + 30 seconds near, as if time had passed."""
+    assert client.expire(key, left)
+
+
+def test_a_value_lives_longer_by_stale(get, client):
+    assert get("k", lambda: "v", 60, stale=30) == "v"
+    assert 89_000 < client.pttl(":1:k") <= 90_000
+    assert get("k", never, 60, stale=30) == "v"
+
+
+def test_a_fresh_value_is_read_in_one_round_trip(cache, client):
+    cache.get_or_set("k", lambda: "v", 60, stale=30)
+    with monitoring(client) as sent:
+        assert cache.get_or_set("k", never, 60, stale=30) == "v"
+    assert commands(sent) == ["GET", "PTTL"]
+
+
+def test_a_value_that_stays_for_ever_is_never_due(get, cache):
+    cache.set("k", "v", None)
+    assert get("k", never, None, refresh_before=10) == "v"
+
+
+@pytest.mark.parametrize(
+    "options", [{"stale": 30}, {"refresh_before": 30}, {"stale": 20, "refresh_before": 10}], ids=str
+)
+def test_one_refreshes_and_everybody_else_has_the_old_value_at_once(cache, client, options):
+    cache.set("k", "old", 25)
+    work = Work()
+    with ThreadPoolExecutor(10) as pool:
+        first = pool.submit(cache.get_or_set, "k", work, 60, **options)
+        assert work.running.wait(10)
+        others = [pool.submit(cache.get_or_set, "k", never, 60, **options) for _ in range(9)]
+        assert [other.result(10) for other in others] == ["old"] * 9
+        elsewhere = asyncio.run(cache.aget_or_set("k", never, 60, **options))
+        assert elsewhere == "old"
+        work.end.set()
+        assert first.result(20) == "new"
+    assert work.calls == 1
+    assert cache.get("k") == "new"
+    assert client.pttl(":1:k") > 59_000
+    assert not list(held_locks(client))
+
+
+def test_what_another_process_refreshes_is_not_waited_for(cache, client, get):
+    """Another process's lease is a lock of that name."""
+    cache.set("k", "old", 10)
+    with Lock(client, "cache::1:k"):
+        assert get("k", never, 60, stale=30) == "old"
+        assert get("k", never, 60, stale=30, refresh="thread") == "old"
+        wait_until(lambda: not flights._flights)
+    assert get("k", lambda: "new", 60, stale=30) == "new"
+
+
+def test_in_the_background_everybody_has_the_old_value_at_once(get, cache, client):
+    cache.set("k", "old", 10)
+    calls = []
+    options = {"stale": 30, "refresh": "thread"}
+    assert get("k", lambda: calls.append(1) or "new", 60, **options) == "old"
+    wait_until(lambda: cache.get("k") == "new")
+    assert client.pttl(":1:k") > 89_000
+    assert get("k", never, 60, **options) == "new"
+    assert len(calls) == 1
+    wait_until(lambda: not list(held_locks(client)) and not flights._flights)
+
+
+def test_a_background_thread_is_one_for_all(cache):
+    cache.set("k", "old", 10)
+    work = Work()
+    assert cache.get_or_set("k", work, 60, stale=30, refresh="thread") == "old"
+    assert work.running.wait(10)
+    for _ in range(5):
+        assert cache.get_or_set("k", never, 60, stale=30, refresh="thread") == "old"
+    assert sum(thread.name == "redislock-refresh" for thread in threading.enumerate()) == 1
+    work.end.set()
+    wait_until(lambda: cache.get("k") == "new")
+    wait_until(lambda: not any(thread.name == "redislock-refresh" for thread in threading.enumerate()))
+
+
+def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, client, caplog):
+    cache.set("k", "old", 10)
+
+    def fail():
+        raise ValueError("mine")
+
+    assert get("k", fail, 60, stale=30, refresh="thread") == "old"
+    wait_until(lambda: "could not be computed anew" in caplog.text)
+    wait_until(lambda: not list(held_locks(client)))
+    assert cache.get("k") == "old"
+
+
+def test_an_inline_failure_is_the_callers_own(get, cache, client):
+    cache.set("k", "old", 10)
+
+    def fail():
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        get("k", fail, 60, stale=30)
+    assert cache.get("k") == "old"
+    assert not list(held_locks(client))
+
+
+def test_who_prefers_a_new_value_waits_for_it_and_then_takes_the_old_one(cache, client):
+    cache.set("k", "old", 10)
+    work = Work()
+    options = {"stale": 30, "on_wait_timeout": "stale"}
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(cache.get_or_set, "k", work, 60, **options)
+        assert work.running.wait(10)
+        assert cache.get_or_set("k", never, 60, wait=0.1, **options) == "old"
+        patient = pool.submit(cache.get_or_set, "k", never, 60, wait=20, **options)
+        wait_until(lambda: sum(info.waiting for info in held_locks(client)) == 1)
+        work.end.set()
+        assert first.result(20) == "new"
+        assert patient.result(20) == "new"
+
+
+def test_without_an_old_value_stale_is_to_compute(cache, client, get):
+    assert Lock(client, "cache::1:k").acquire()
+    assert get("k", lambda: "own", 60, wait=0.1, on_wait_timeout="stale") == "own"
+    assert cache.get("k") == "own"
+
+
+# When the wait is over
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [({"a": 1}, {"a": 1}), (0, 0), (False, False), (lambda: "text", "text"), (lambda: None, None)],
+)
+def test_any_value_may_be_the_answer_when_the_wait_is_over(client, get, answer, expected):
+    with Lock(client, "cache::1:k"):
+        assert get("k", never, 60, wait=0.1, on_wait_timeout=answer) == expected
+
+
+def test_raise(client, get):
+    with Lock(client, "cache::1:k"), pytest.raises(AcquireTimeout):
+        get("k", never, 60, wait=0, on_wait_timeout="raise")
+
+
+# Values that are not to be stored
+
+
+@pytest.mark.parametrize("value", [None, "no"])
+def test_a_refused_value_is_returned_and_not_stored(get, cache, client, value):
+    assert get("k", lambda: value, 60, should_cache=lambda found: found == "yes") == value
+    assert not cache.has_key("k")
+    assert not list(held_locks(client))
+    assert get("k", lambda: "yes", 60, should_cache=lambda found: found == "yes") == "yes"
+    assert cache.get("k") == "yes"
+
+
+def test_a_refused_value_goes_to_all_who_wait_for_it(redis_url, cache, client, run_python):
+    """In this process and in others: they do not compute one after another what nobody stores."""
+    other = run_python(cache_programs.ask, redis_url, "RedisCache", "k", "own", {}, {})
+    other.wait_for(event="ready")
+    work = Work("refused")
+    with ThreadPoolExecutor(6) as pool:
+        futures = [pool.submit(cache.get_or_set, "k", work, 60, should_cache=lambda value: False) for _ in range(6)]
+        assert work.running.wait(10)
+        other.send("ask")
+        wait_until(lambda: followers() == 5 and sum(info.waiting for info in held_locks(client)) == 1)
+        work.end.set()
+        assert [future.result(20) for future in futures] == ["refused"] * 6
+    assert other.wait_for(event="got")["value"] == "refused"
+    assert work.calls == 1
+    assert not cache.has_key("k")
+
+
+def test_a_failing_should_cache_is_the_callers_error(get, client):
+    with pytest.raises(ZeroDivisionError):
+        get("k", lambda: "v", 60, should_cache=lambda value: 1 / 0)
+    assert not list(held_locks(client))
+
+
+# Lives
+
+
+def test_jitter_shortens_lives_at_random(redis_url, client):
+    cache = cache_at(redis_url, OPTIONS={"LOCK": {"JITTER": 0.5}})
+    for number in range(20):
+        cache.get_or_set(f"k{number}", lambda: 1, 100)
+    lives = [client.pttl(f":1:k{number}") for number in range(20)]
+    assert all(49_000 < life <= 100_000 for life in lives)
+    assert len({life // 1000 for life in lives}) > 3
+    cache.get_or_set("forever", lambda: 1, None)
+    assert client.pttl(":1:forever") == -1
+    cache.get_or_set("exact", lambda: 1, 100, jitter=0)
+    assert client.pttl(":1:exact") > 99_000
+
+
+# Counters
+
+
+def test_counters(redis_url):
+    alias = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": redis_url, "KEY_PREFIX": "counted"}
+    with override_settings(CACHES={"default": alias, "counted": alias | {"VERSION": 2}}):
+        cache = caches["counted"]
+        before, elsewhere = cache.stats(), caches["default"].stats()
+        cache.get_or_set("k", lambda: 1)
+        cache.get_or_set("k", never)
+        with pytest.raises(ZeroDivisionError):
+            cache.get_or_set("fails", lambda: 1 / 0)
+        cache.get_or_set("deleted", lambda: cache.delete("deleted"))
+        cache.set("old", "old", 10)
+        cache.get_or_set("old", never, refresh="thread", stale=30, wait=0)
+        after = cache.stats()
+        assert caches["default"].stats() == elsewhere
+    change = {name: getattr(after, name) - getattr(before, name) for name in after.__slots__}
+    assert change["hits"] == 1
+    assert change["computed"] == 2
+    assert change["errors"] >= 1
+    assert change["fenced"] == 1
+    assert change["stale_served"] == 1
+    assert change["waited"] == change["taken_over"] == change["lease_lost"] == 0
+
+
+def test_counters_of_those_who_wait_and_take_over(cache, client):
+    before = cache.stats()
+    work = Work()
+    with ThreadPoolExecutor(3) as pool:
+        lock = Lock(client, "cache::1:k")
+        lock.acquire()
+        first = pool.submit(cache.get_or_set, "k", work, 60)
+        wait_until(lambda: sum(info.waiting for info in held_locks(client)) == 1)
+        second = pool.submit(cache.get_or_set, "k", never, 60)
+        wait_until(lambda: followers() == 1)
+        lock.release()
+        assert work.running.wait(10)
+        work.end.set()
+        assert first.result(20) == second.result(20) == "new"
+    after = cache.stats()
+    assert after.waited - before.waited == 2
+    assert after.taken_over - before.taken_over == 1
+    assert after.seconds_waited > before.seconds_waited
+    with override_settings(DJANGO_REDISLOCK={"CACHE": {"AUTO_RENEWAL": False}}):
+        cache.get_or_set("l", lambda: wait_until(lambda: not list(held_locks(client))), expire=0.1)
+    assert cache.stats().lease_lost - after.lease_lost == 1
+
+
+# By Celery
+
+
+def test_only_a_function_of_a_module_can_be_refreshed_by_celery(get):
+    for default in (lambda: 1, functools.partial(lambda: 1), Work()):
+        with pytest.raises(TypeError, match="default"):
+            get("k", default, 60, stale=30, refresh="celery")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_celery_worker_refreshes(server, client, tmp_path, asynchronous):
+    from tests.celery_site.app import app, use
+
+    use(server.url)
+    cache = caches["default"]
+    cache.set("k", "old", 10)
+    default = functools.partial(cache_programs.celebrate, "worker", year=2026)
+    if asynchronous:
+        default = functools.partial(cache_programs.acelebrate, "worker", year=2026)
+    options = {"stale": 30, "refresh": "celery", "jitter": 0}
+
+    def ask():
+        if asynchronous:
+            return asyncio.run(cache.aget_or_set("k", default, 60, **options))
+        return cache.get_or_set("k", default, 60, **options)
+
+    app.set_default()
+    with monitoring(client) as sent:
+        assert [ask() for _ in range(3)] == ["old"] * 3
+    assert sum(line.startswith("LPUSH") for line in sent) == 1, "one order, however many find it old"
+    with Worker("celery", "solo", tmp_path / "worker.log") as worker:
+        worker.wait_ready()
+        wait_until(lambda: cache.get("k") != "old", 20)
+    made = cache.get("k")
+    assert made["greeting"] == "worker 2026"
+    assert made["pid"] != threading.get_native_id()
+    assert client.pttl(":1:k") > 80_000
+    assert not list(held_locks(client))
