@@ -304,7 +304,7 @@ def test_a_subscription_that_died_in_silence_starves_no_task(client, redis_url, 
 
 
 def subscriptions(client):
-    return [found["id"] for found in client.client_list() if int(found["sub"])]
+    return {found["id"] for found in client.client_list() if int(found["sub"])}
 
 
 def test_a_quiet_subscription_that_lives_is_kept(client, monkeypatch):
