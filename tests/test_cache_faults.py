@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -229,3 +230,84 @@ def test_a_full_redis_fails_as_in_the_base_class_and_leaves_no_lease(backend):
         client.config_set("maxmemory", "0")
         assert not list(held_locks(client))
         assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
+
+
+# Tasks
+
+
+def test_tasks_without_redis_fail_as_the_base_class_does_or_compute(own_server, backend):
+    strict = cache_at(own_server.url, backend)
+    forgiving = cache_at(own_server.url, OPTIONS=FORGIVING)
+    work = Work()
+
+    async def main():
+        for cache in (strict, forgiving):
+            assert await cache.aget_or_set("warm", lambda: 1) == 1
+        own_server.kill()
+        with pytest.raises(redis.ConnectionError):
+            await strict.aget_or_set("k", lambda: 1)
+        tasks = [asyncio.ensure_future(forgiving.aget_or_set("k", work, 60)) for _ in range(5)]
+        await asyncio.to_thread(wait_until, lambda: followers() == 4, 60)
+        work.end.set()
+        assert await asyncio.gather(*tasks) == ["v"] * 5
+        assert work.calls == 1
+        own_server.start()
+        assert await forgiving.aget_or_set("k", lambda: "after", 60) == "after"
+        assert await strict.aget_or_set("k", lambda: "never", 60) == "after"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
+def test_redis_dies_before_a_task_stores_its_value(own_server, options):
+    cache = cache_at(own_server.url, OPTIONS=options)
+
+    async def compute():
+        own_server.kill()
+        return "v"
+
+    if options:
+        assert asyncio.run(cache.aget_or_set("k", compute, 60)) == "v"
+    else:
+        with pytest.raises(redis.ConnectionError):
+            asyncio.run(cache.aget_or_set("k", compute, 60))
+
+
+@pytest.mark.parametrize("of", ["lease", "settle"])
+def test_a_lost_reply_loses_nothing_for_tasks(proxy, client, of):
+    cache = cache_at(proxy.url)
+
+    async def compute():
+        if of == "settle":
+            proxy.drop_next_reply(containing=b"EVALSHA")
+        return "v"
+
+    async def main():
+        await cache.aget_or_set("warm", compute) if of == "lease" else await cache.aget_or_set("warm", lambda: 1)
+        if of == "lease":
+            proxy.drop_next_reply(containing=b"EVALSHA")
+        assert await asyncio.wait_for(cache.aget_or_set("k", compute, 60), 5) == "v"
+
+    asyncio.run(main())
+    assert proxy.dropped == 1
+    assert cache.get("k") == "v"
+    assert not list(held_locks(client))
+
+
+def test_a_short_socket_timeout_and_long_work_of_a_task(redis_url):
+    cache = cache_at(f"{redis_url}?socket_timeout=0.5")
+    elsewhere = cache_at(f"{redis_url}?socket_timeout=0.51")  # as if it were another process
+    running = threading.Event()
+
+    async def compute():
+        running.set()
+        await asyncio.sleep(3)  # the work
+        return "v"
+
+    async def main():
+        first = asyncio.ensure_future(cache.aget_or_set("k", compute, 60, expire=1))
+        await asyncio.to_thread(running.wait, 10)
+        assert await elsewhere.aget_or_set("k", lambda: "own", 60) == "v"
+        assert await first == "v"
+
+    asyncio.run(main())
