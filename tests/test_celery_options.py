@@ -31,7 +31,7 @@ def app():
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"scope": "queued"}, ValueError, "scope must be 'run', not 'queued'"),
+        ({"scope": "queue"}, ValueError, "scope must be 'run' or 'queued' or 'queued[+]run' or 'job', not 'queue'"),
         ({"on_conflict": "ignore"}, ValueError, "on_conflict must be 'raise' or 'skip' or 'reschedule' or 'wait'"),
         ({"on_conflict": None}, ValueError, "on_conflict must be"),
         ({"on_backend_error": "skip"}, ValueError, "on_backend_error must be 'raise' or 'run' or 'reschedule'"),

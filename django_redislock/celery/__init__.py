@@ -9,10 +9,19 @@ from __future__ import annotations
 from django.core.checks import register
 
 from ..checks import TAG
+from .execution import Execution
 from .mark import check_marks, single_instance
 from .options import SingleInstanceOptions
-from .task import Execution, SingleInstanceMixin, SingleInstanceTask
+from .publish import DuplicateResult
+from .task import SingleInstanceMixin, SingleInstanceTask
 
-__all__ = ["Execution", "SingleInstanceMixin", "SingleInstanceOptions", "SingleInstanceTask", "single_instance"]
+__all__ = [
+    "DuplicateResult",
+    "Execution",
+    "SingleInstanceMixin",
+    "SingleInstanceOptions",
+    "SingleInstanceTask",
+    "single_instance",
+]
 
 register(check_marks, TAG)
