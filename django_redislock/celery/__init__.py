@@ -6,11 +6,8 @@ around the whole execution and released before callbacks run and before the resu
 
 from __future__ import annotations
 
-from django.core.checks import register
-
-from ..checks import TAG
 from .execution import Execution
-from .mark import check_marks, single_instance
+from .mark import single_instance
 from .options import SingleInstanceOptions
 from .publish import DuplicateResult
 from .task import SingleInstanceMixin, SingleInstanceTask
@@ -23,5 +20,3 @@ __all__ = [
     "SingleInstanceTask",
     "single_instance",
 ]
-
-register(check_marks, TAG)
