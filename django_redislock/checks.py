@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -109,6 +110,16 @@ def check_ignored_exceptions(**kwargs: object) -> list[CheckMessage]:
     ]
 
 
+def check_celery_tasks(**kwargs: object) -> list[CheckMessage]:
+    if "celery" not in sys.modules:
+        return []  # then there are no tasks, and importing Celery would only cost time
+    try:
+        from .celery.mark import check_tasks
+    except ImportError:  # an older Celery, with which single-instance tasks cannot be used
+        return []
+    return check_tasks()
+
+
 CHECKS = (
     check_unknown_keys,
     check_values,
@@ -117,6 +128,7 @@ CHECKS = (
     check_url_or_alias,
     check_renewal_can_keep_up,
     check_ignored_exceptions,
+    check_celery_tasks,
 )
 
 

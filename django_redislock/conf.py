@@ -60,7 +60,8 @@ Life = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a t
 Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _wait)]
 OnWaitTimeout = Annotated[str, _one_of("compute", "raise", "stale")]
 Share = Annotated[float, Kind("a number from 0 to 1", keys.check_share)]
-Scope = Annotated[str, _one_of("run")]
+SCOPES = ("run", "queued", "queued+run", "job")
+Scope = Annotated[str, _one_of(*SCOPES)]
 OnConflict = Annotated[
     str | Callable[..., Any],
     Kind(f"{_CONFLICT.wanted} or a callable", lambda value: value if callable(value) else _CONFLICT.read(value)),
@@ -91,6 +92,7 @@ class CelerySettings:
     max_hold: Life | None = None
     wait: Wait = 10.0
     on_backend_error: OnBackendError = "raise"
+    queue_life: Life = 3600.0
 
 
 @dataclass(frozen=True)

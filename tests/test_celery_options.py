@@ -31,7 +31,7 @@ def app():
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"scope": "queued"}, ValueError, "scope must be 'run', not 'queued'"),
+        ({"scope": "queue"}, ValueError, "scope must be 'run' or 'queued' or 'queued[+]run' or 'job', not 'queue'"),
         ({"on_conflict": "ignore"}, ValueError, "on_conflict must be 'raise' or 'skip' or 'reschedule' or 'wait'"),
         ({"on_conflict": None}, ValueError, "on_conflict must be"),
         ({"on_backend_error": "skip"}, ValueError, "on_backend_error must be 'raise' or 'run' or 'reschedule'"),
@@ -334,6 +334,29 @@ def test_options_that_nobody_reads_are_an_error_of_the_system_check(app):
     assert found("redislock.E012") == {
         "The task unread has options single_instance={...}, but is no SingleInstanceTask."
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "warned"),
+    [
+        ({"auto_renewal": False, "expire": 60}, 61, True),
+        ({"auto_renewal": False, "expire": 60}, 60, False),
+        ({"auto_renewal": False, "expire": 60}, None, False),
+        ({"auto_renewal": False, "expire": 60, "scope": "queued"}, 61, False),
+        ({"expire": 60}, 61, False),
+    ],
+)
+@pytest.mark.parametrize("of_the_app", [True, False])
+def test_a_life_that_is_shorter_than_the_time_limit_is_warned_of(app, options, limit, warned, of_the_app):
+    app.conf.task_time_limit = limit if of_the_app else None
+
+    @app.task(name="long", time_limit=None if of_the_app else limit)
+    @single_instance(**options)
+    def long():
+        pass
+
+    expected = {"The task long may run for 61 s, but its lock ends after 60 s."} if warned else set()
+    assert found("redislock.W010") == expected
 
 
 def test_marks_that_have_their_effect_are_fine(app):

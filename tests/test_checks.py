@@ -163,3 +163,24 @@ def test_exceptions_ignored_everywhere(found, settings):
     settings.DJANGO_REDIS_IGNORE_EXCEPTIONS = True
     assert list(found({})) == ["redislock.W003"]
     assert found({}, default=REDIS | {"OPTIONS": {"IGNORE_EXCEPTIONS": False}}) == {}
+
+
+def test_the_checks_of_tasks_import_no_celery(run_python):
+    code = (
+        "import django, sys; django.setup(); from django.core.checks import run_checks; run_checks(tags=['redislock']); "
+        "say(imported='celery' in sys.modules)"
+    )
+    assert run_python(code).finish() == [{"imported": False}]
+
+
+def test_options_that_nobody_reads_are_found_though_the_package_was_not_imported(run_python):
+    code = "\n".join(
+        [
+            "import celery, django; django.setup(); from django.core.checks import run_checks",
+            "app = celery.Celery()",
+            "@app.task(name='unread', single_instance={'expire': 5})",
+            "def unread(): pass",
+            "say(ids=[message.id for message in run_checks(tags=['redislock'])])",
+        ]
+    )
+    assert run_python(code).finish() == [{"ids": ["redislock.E012"]}]

@@ -51,6 +51,7 @@ def test_every_documented_default():
             max_hold=None,
             wait=10,
             on_backend_error="raise",
+            queue_life=3600,
         ),
     )
 
@@ -124,6 +125,7 @@ BAD_CELERY = [
     *[("AUTO_RENEWAL", value) for value in (1, None)],
     *[("SCOPE", value) for value in ("", "queue", 1, None)],
     *[("ON_CONFLICT", value) for value in ("", "drop", 1, None)],
+    *[("QUEUE_LIFE", value) for value in [*BAD_LIVES, None]],
     *[("ON_BACKEND_ERROR", value) for value in ("", "skip", 1, None)],
 ]
 CASES = [

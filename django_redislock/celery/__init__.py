@@ -6,13 +6,17 @@ around the whole execution and released before callbacks run and before the resu
 
 from __future__ import annotations
 
-from django.core.checks import register
-
-from ..checks import TAG
-from .mark import check_marks, single_instance
+from .execution import Execution
+from .mark import single_instance
 from .options import SingleInstanceOptions
-from .task import Execution, SingleInstanceMixin, SingleInstanceTask
+from .publish import DuplicateResult
+from .task import SingleInstanceMixin, SingleInstanceTask
 
-__all__ = ["Execution", "SingleInstanceMixin", "SingleInstanceOptions", "SingleInstanceTask", "single_instance"]
-
-register(check_marks, TAG)
+__all__ = [
+    "DuplicateResult",
+    "Execution",
+    "SingleInstanceMixin",
+    "SingleInstanceOptions",
+    "SingleInstanceTask",
+    "single_instance",
+]

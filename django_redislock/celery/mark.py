@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from celery import Celery, Task, _state
 from celery.local import Proxy
-from django.core.checks import CheckMessage, Error
+from django.core.checks import CheckMessage, Error, Warning
 
 from .options import Mark, SingleInstanceOptions
 from .task import SingleInstanceMixin
@@ -78,7 +78,7 @@ def _task_from_marked_fun(
 Celery._task_from_fun = _task_from_marked_fun  # type: ignore[assignment, method-assign]
 
 
-def check_marks(**kwargs: object) -> list[CheckMessage]:
+def check_tasks() -> list[CheckMessage]:
     """Tell of functions and tasks that ask to be single-instance and are not."""
     found: list[CheckMessage] = []
     for app in list(_state._get_active_apps()):  # type: ignore[attr-defined]
@@ -96,6 +96,7 @@ def check_marks(**kwargs: object) -> list[CheckMessage]:
             for name, task in tasks.items()
             if isinstance(getattr(task, "single_instance", None), Mapping)
         ]
+        found += [message for task in tasks.values() for message in _check_life(app, task)]
     return found + [
         Error(
             f"{mark.function} is marked with @single_instance, but no task holds that mark.",
@@ -105,4 +106,20 @@ def check_marks(**kwargs: object) -> list[CheckMessage]:
         )
         for mark in sorted(_marks, key=lambda mark: mark.function)
         if not mark.effective
+    ]
+
+
+def _check_life(app: Celery, task: Any) -> list[CheckMessage]:
+    """Tell of a task that may still run when the life of its lock has ended."""
+    if not isinstance(task, SingleInstanceMixin):
+        return []
+    options, limit = task._options, task.time_limit or app.conf.task_time_limit
+    if options.auto_renewal or options.scope == "queued" or not limit or limit <= options.expire:
+        return []
+    return [
+        Warning(
+            f"The task {task.name} may run for {limit:g} s, but its lock ends after {options.expire:g} s.",
+            hint="Leave auto_renewal on, or give it an expire that is longer than its time_limit.",
+            id="redislock.W010",
+        )
     ]

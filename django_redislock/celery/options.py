@@ -19,8 +19,9 @@ OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
 class SingleInstanceOptions(TypedDict, total=False):
     """What ``@single_instance(...)`` and ``single_instance={...}`` take; the rest comes from ``DJANGO_REDISLOCK["CELERY"]``."""
 
-    scope: Literal["run"]
-    """When the lock is held. "run": while the body runs."""
+    scope: Literal["run", "queued", "queued+run", "job"]
+    """When the lock is held. "run": while the body runs; "queued": from publishing to the start; "queued+run": both, so that one
+    waits and one runs at most; "job": from publishing to the end, over retries."""
     key: Key
     """Which executions exclude each other; None: those with the same arguments. See `key.make`."""
     expire: Seconds
@@ -32,6 +33,13 @@ class SingleInstanceOptions(TypedDict, total=False):
     """Seconds that ``on_conflict="wait"`` waits before it raises."""
     skip_result: Any
     """What a task returns that ``on_conflict="skip"`` skipped."""
+    on_duplicate: Literal["return", "raise"]
+    """What publishing a duplicate does where the scope begins with it: return the holder's result as a `DuplicateResult`, or raise
+    TaskAlreadyRunning. What has an id already (the members of canvases, retries) is published in any case."""
+    queue_life: Seconds
+    """Seconds that a message holds the lock at most while it waits in its queue; more by its countdown, less by its expiry."""
+    keep_for: Seconds
+    """Seconds that the lock stays after the body has returned or failed, so that the task starts no more often than that."""
     on_backend_error: Literal["raise", "run", "reschedule"]
     """What a task does that cannot start because Redis does not answer."""
     lock_direct_calls: bool
@@ -53,7 +61,10 @@ class Options:
     on_conflict: str | Callable[..., Any]
     wait: float
     on_backend_error: str
+    queue_life: float
     key: Key = None
+    on_duplicate: str = "return"
+    keep_for: float = 0.0
     skip_result: Any = None
     lock_direct_calls: bool = False
     reschedule_delay: float = 10.0
@@ -145,13 +156,16 @@ def _check_key(value: object, name: str) -> object:
 
 
 _CHECKS: dict[str, Callable[[Any, str], object]] = {
-    "scope": _one_of("run"),
+    "scope": _one_of(*conf.SCOPES),
     "key": _check_key,
     "expire": check_expire,
     "auto_renewal": _check_flag,
     "max_hold": lambda value, name: None if value is None else check_expire(value, name),
     "on_conflict": _check_on_conflict,
     "wait": _check_wait,
+    "on_duplicate": _one_of("return", "raise"),
+    "queue_life": check_expire,
+    "keep_for": lambda value, name: check_timeout(value, name) or 0.0,
     "on_backend_error": _one_of("raise", "run", "reschedule"),
     "lock_direct_calls": _check_flag,
     "reschedule_delay": check_expire,

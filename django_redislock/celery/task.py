@@ -11,72 +11,45 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-import threading
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from celery import Task
+from celery import Task, signals
 from celery.app.task import Context
 from celery.contrib.django.task import DjangoTask
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject, Retry
 from celery.result import AsyncResult
+from celery.utils import uuid
 
 from .. import conf
 from ..connections import get_client
-from ..core import Lock, LockInfo, events
-from ..core.server import UNLOCKED
-from ..exceptions import LockBackendError, LockError, LockLost, LossRecord, NotAcquired, TaskAlreadyRunning
+from ..core import LockInfo, events
+from ..core.handover import Delivery, Ending, ExecutionLock, confirm, waiting_id
+from ..core.server import UNLOCKED, server_of
+from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
+from .execution import Execution, release, run, running
 from .key import lock_name, make, signature_of
 from .options import Mark, Options
+from .publish import DuplicateResult, life, shown
 
 KEY_HEADER = "single_instance_key"
 """Carries the key of a message, so that producers and workers of different versions agree."""
 RESCHEDULED_HEADER = "single_instance_rescheduled"
 """Carries how often a message has been rescheduled."""
+MESSAGE_HEADER = "single_instance_message"
+"""Tells one message from another of the same task id, where a message may come twice."""
+AGAIN_HEADER = "single_instance_again"
+"""Says that a message may be a copy of one that is being worked off."""
+DONE_LIFE = 3600.0
+"""Seconds for which a message is known as worked off: as long as a broker may take to deliver it again."""
+DIRECT = "direct call"
+"""Stands for the id in the label of a call that has none."""
 MOMENT = 1.0
 """Seconds given to a holder that is about to end: one that has published its own retry, or a lock that changes hands."""
-
-
-class Execution:
-    """One execution of a single-instance task, as its body sees it: ``self.single_instance``."""
-
-    def __init__(self, task: str, task_id: str | None = None, lock: Lock | None = None) -> None:
-        self.task = task
-        self.task_id = task_id
-        """None in a direct call."""
-        self.lock = lock
-        """None in a call that takes no lock."""
-
-    @property
-    def lost(self) -> LossRecord | None:
-        """Why the lock was lost, or None while it is held; local and free."""
-        return None if self.lock is None else self.lock.lost
-
-    def raise_if_lost(self) -> None:
-        """Raise LockLost if the lock was lost: call it before each irreversible step. Local and free."""
-        if self.lost is not None:
-            raise LockLost(self.lost.name, self.lost)
-
-
-class _Running(threading.local):
-    executions: tuple[Execution, ...] = ()
-    """What runs in this thread or greenlet, outermost first: a task may call itself, or be applied within itself."""
-
-
-_running = _Running()
-
-
-@contextmanager
-def _run(execution: Execution) -> Iterator[None]:
-    before = _running.executions
-    _running.executions = (*before, execution)
-    try:
-        yield
-    finally:
-        _running.executions = before
 
 
 if TYPE_CHECKING:
@@ -114,37 +87,119 @@ class SingleInstanceMixin(_Task):
     @property
     def single_instance(self) -> Execution:
         """The execution that runs now in this thread; outside of one, or without a lock, it is never lost."""
-        for execution in reversed(_running.executions):
+        for execution in reversed(running.executions):
             if execution.task == self.name:
                 return execution
         return Execution(self.name)
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
-        """Return who runs the task with these arguments now, or None. Raises LockBackendError when Redis cannot answer."""
-        return self._lock(self._name(args, kwargs), self._options).owner()
+        """Return who runs the task with these arguments now, or waits to run it, or None.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
+        found = (lock.owner() for lock in self._locks(args, kwargs))
+        return next((info for info in found if info is not None), None)
 
     def unlock(self, *args: Any, **kwargs: Any) -> bool:
         """Take the lock of these arguments from whoever holds it, and tell whether it was held.
 
-        The former holder is not stopped: it is told of the loss within a third of the lock's life.
+        The former holder is not stopped: it is told of the loss within a third of the lock's life. A message that waits in its
+        queue is not withdrawn either. Raises LockBackendError when Redis cannot answer.
         """
-        return self._lock(self._name(args, kwargs), self._options).reset()
+        freed = [lock.reset() for lock in self._locks(args, kwargs)]
+        return any(freed)
 
     # Publishing
 
-    def apply_async(self, args: Any = None, kwargs: Any = None, *others: Any, **options: Any) -> AsyncResult[Any]:
-        """Publish the task with its key in a header; see Celery for the arguments.
+    def apply_async(
+        self, args: Any = None, kwargs: Any = None, task_id: str | None = None, *others: Any, **options: Any
+    ) -> AsyncResult[Any]:
+        """Publish the task with its key in a header, and where the scope begins here, with its lock; see Celery for the arguments.
 
-        Raises TypeError when an argument that counts has no stable form.
+        Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says.
         """
         try:
             bound = self._signature.bind(*(args or ()), **(kwargs or {}))
         except TypeError:
-            pass  # Celery's own check tells, or without that the worker does
-        else:
-            key = self._key(bound)
-            options["headers"] = {**(options.get("headers") or {}), KEY_HEADER: key}
-        return super().apply_async(args, kwargs, *others, **options)
+            # Celery's own check tells, or without that the worker does
+            return super().apply_async(args, kwargs, task_id, *others, **options)
+        key = self._key(bound)
+        headers = {**(options.get("headers") or {}), KEY_HEADER: key}
+        if self.acks_late:
+            headers[MESSAGE_HEADER] = secrets.token_hex(8)
+        options["headers"] = headers
+        ours = self._options
+        if ours.scope == "run" or not conf.get().enabled or self.app.conf.task_always_eager:
+            return super().apply_async(args, kwargs, task_id, *others, **options)
+        known, task_id = task_id is not None, task_id or uuid()
+        lock = self._waiting_lock(key, task_id, ours, options, shown(bound))
+        if not known:
+            duplicate = self._claim(lock, ours)
+            if duplicate is not None:
+                return duplicate
+        else:  # somebody waits for what comes of that id: a canvas, or who wants the result of a retry
+            with self._ready_without(lock, ours):
+                lock.acquire(blocking=False)
+        try:
+            return super().apply_async(args, kwargs, task_id, *others, **options)
+        except BaseException:
+            release(lock)
+            raise
+
+    def _claim(self, lock: ExecutionLock, options: Options) -> DuplicateResult | None:
+        """Take the lock for a message, or return the result of who holds it."""
+        holder = None
+        with self._ready_without(lock, options):
+            if lock.acquire(blocking=False):
+                return None
+            holder = lock.owner()
+            if holder is None and not lock.acquire(timeout=MOMENT):
+                holder = lock.owner()
+        if holder is None:
+            return None  # it changes hands too fast; that one waits or runs is made sure of at the start
+        error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
+        events.emit(
+            "conflict",
+            "%s is not published, for the lock has been held for %.1f s by %s (on_duplicate: %s).",
+            self.name,
+            holder.age,
+            holder.holder,
+            options.on_duplicate,
+            name=lock.name,
+            holder=holder,
+            task=self.name,
+            task_id=None,
+            on_conflict=options.on_duplicate,
+        )
+        task_id = holder.label.removeprefix(f"{self.name}[").removesuffix("]")
+        if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
+            raise error
+        return DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+
+    @contextmanager
+    def _ready_without(self, lock: ExecutionLock, options: Options) -> Iterator[None]:
+        """Let a message go out without its lock when Redis does not answer, if that is wanted."""
+        try:
+            yield
+        except LockBackendError:
+            if options.on_backend_error != "run":
+                raise
+            events.log.warning("%s is published without its lock, for Redis does not answer.", lock.label)
+
+    def _waiting_lock(
+        self, key: str, task_id: str, ours: Options, options: Mapping[str, Any], arguments: str = ""
+    ) -> ExecutionLock:
+        """Return the lock that a message of this id holds while it waits."""
+        expires = options.get("expires", self.expires)
+        return self._lock(
+            lock_name(self.name, key, "celery" if ours.scope == "job" else "celery-queue"),
+            ours,
+            f"{self.name}[{task_id}]",
+            id=waiting_id(task_id),
+            expire=life(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
+            auto_renewal=False,
+            details={"arguments": arguments},
+        )
 
     # Running
 
@@ -153,28 +208,70 @@ class SingleInstanceMixin(_Task):
         options, request = self._options, self._traced_request()
         if not conf.get().enabled or (request is None and not options.lock_direct_calls):
             return super().__call__(*args, **kwargs)
-        name, task_id = self._name(args, kwargs, request), None if request is None else request.id
-        for outer in _running.executions:
+        key = self._key_of(args, kwargs, request)
+        name, task_id = lock_name(self.name, key), None if request is None else request.id
+        for outer in running.executions:
             if outer.lock is not None and outer.lock.name == name:
-                with _run(Execution(self.name, task_id, outer.lock)):
+                with run(Execution(self.name, task_id, outer.lock)):
                     return super().__call__(*args, **kwargs)
-        lock = self._lock(name, options, f"{self.name}[{task_id or 'direct call'}]")
+        queued = None
+        if request is not None and task_id is not None and options.scope in ("queued", "queued+run"):
+            queued = self._waiting_lock(key, task_id, options, {})
+        if options.scope == "queued":
+            _leave_queue(queued)
+            with run(Execution(self.name, task_id)):
+                return super().__call__(*args, **kwargs)
+        lock = self._running_lock(name, options, request, args, kwargs)
         try:
             try:
                 acquired, holder = self._acquire(lock, options)
             except LockBackendError as error:
                 if options.on_backend_error == "reschedule":
-                    self._reschedule(error, options, request, options.reschedule_limit)
+                    self._reschedule(error, options, request, options.reschedule_limit, queued)
                 if options.on_backend_error != "run":
                     raise
                 events.log.warning("%s runs without its lock, for Redis does not answer.", lock.label)
             else:
+                if lock.worked_off:
+                    events.log.info("%s has been worked off before; this copy of its message is dropped.", lock.label)
+                    raise Ignore("worked off before")
                 if not acquired:
-                    return self._conflict(lock, holder, options, request)
-            with _run(Execution(self.name, task_id, lock)):
+                    return self._conflict(lock, holder, options, request, queued)
+            _leave_queue(queued)
+            with run(Execution(self.name, task_id, lock)), self._ending(lock, options, request):
                 return super().__call__(*args, **kwargs)
+        except _Rescheduled:
+            queued = None
+            raise
         finally:
-            _release(lock)
+            release(lock)
+            _leave_queue(queued)
+
+    @contextmanager
+    def _ending(self, lock: ExecutionLock, options: Options, request: Context | None) -> Iterator[None]:
+        """See how the body ends, and have the lock end accordingly."""
+        ending, delivery = Ending(), lock.delivery
+        marked = options.expire if delivery is not None and delivery.mark else 0.0
+        kept = Ending(marked, f"{'' if delivery is None else delivery.id}:kept", options.keep_for)
+        ended = kept if options.keep_for else Ending(marked)
+        try:
+            yield
+            ending = ended
+        except Retry as retry:
+            ending = Ending(marked)
+            if options.scope == "job" and delivery is not None:
+                waits = life(self.app, options.queue_life, None, retry.when, None)
+                ending = Ending(marked, delivery.id, waits)
+            raise
+        except (Ignore, Reject):  # it is for the task to say what becomes of its message
+            raise
+        except Exception:
+            ending = ended
+            raise
+        finally:
+            lock.ending = ending
+            if ending.marked and request is not None and delivery is not None:
+                request.update(single_instance_delivery=(lock.name, delivery))
 
     def _traced_request(self) -> Context | None:
         """Return the request of the execution that begins with this call, or None when a task is called like a function."""
@@ -182,15 +279,17 @@ class SingleInstanceMixin(_Task):
         if (
             request is None
             or request.called_directly
-            or any(outer.task_id == request.id for outer in _running.executions)
+            or any(outer.task_id == request.id for outer in running.executions)
         ):
             return None
         return request
 
-    def _acquire(self, lock: Lock, options: Options) -> tuple[bool, LockInfo | None]:
+    def _acquire(self, lock: ExecutionLock, options: Options) -> tuple[bool, LockInfo | None]:
         """Return whether the lock was acquired, and else who holds it, as far as that can be known."""
         if lock.acquire(timeout=options.wait if options.on_conflict == "wait" else 0):
             return True, None
+        if lock.worked_off:
+            return False, None
         with suppress(LockBackendError):  # that the lock is held is known, so this is no reason to run without it
             holder = lock.owner()
             # It may have ended between the two questions. A run that retries has published its successor before it ends.
@@ -201,7 +300,14 @@ class SingleInstanceMixin(_Task):
             return False, holder
         return False, None
 
-    def _conflict(self, lock: Lock, holder: LockInfo | None, options: Options, request: Context | None) -> Any:
+    def _conflict(
+        self,
+        lock: ExecutionLock,
+        holder: LockInfo | None,
+        options: Options,
+        request: Context | None,
+        queued: ExecutionLock | None,
+    ) -> Any:
         """Do what the options say about a duplicate: return the task's result, or raise."""
         error = TaskAlreadyRunning(
             lock.name,
@@ -209,9 +315,10 @@ class SingleInstanceMixin(_Task):
             None if holder is None else holder.ttl,
         )
         policy, limit = options.on_conflict, options.reschedule_limit
-        if request is not None and holder is not None and holder.label == lock.label:
+        again = lock.delivery is not None and lock.delivery.again and holder is None
+        if request is not None and (again or (holder is not None and holder.label == lock.label)):
             # The same id: a retry whose former run goes on, or a message delivered twice. It may be the only copy.
-            policy, limit = "reschedule", None
+            policy, limit, again = "reschedule", None, True
         events.emit(
             "conflict",
             "%s finds the lock held for %.1f s by %s (on_conflict: %s).",
@@ -231,10 +338,18 @@ class SingleInstanceMixin(_Task):
         if policy == "skip":
             return options.skip_result
         if policy == "reschedule":
-            self._reschedule(error, options, request, limit)
+            self._reschedule(error, options, request, limit, queued, again)
         raise error
 
-    def _reschedule(self, error: LockError, options: Options, request: Context | None, limit: int | None) -> NoReturn:
+    def _reschedule(
+        self,
+        error: LockError,
+        options: Options,
+        request: Context | None,
+        limit: int | None,
+        queued: ExecutionLock | None,
+        again: bool = False,
+    ) -> NoReturn:
         """Publish the same message again for later, or raise the error where that cannot be done.
 
         As `Task.retry` does, but without spending one of the task's retries. And the state is stored before the message is
@@ -247,9 +362,11 @@ class SingleInstanceMixin(_Task):
         if limit is not None and before >= limit:
             raise error
         delay = options.reschedule_delay * random.uniform(0.5, 1.5)  # noqa: S311
-        message = self.signature_from_request(
-            request, countdown=delay, retries=request.retries, headers={**headers, RESCHEDULED_HEADER: before + 1}
-        )
+        headers = {**headers, RESCHEDULED_HEADER: before + 1} | ({AGAIN_HEADER: True} if again else {})
+        message = self.signature_from_request(request, countdown=delay, retries=request.retries, headers=headers)
+        if queued is not None:  # it waits again, and is still the one that waits
+            with suppress(LockBackendError):
+                queued.acquire(blocking=False)
         try:
             if not (self.ignore_result or request.ignore_result):
                 self.backend.mark_as_retry(message.options["task_id"], error, request=request)
@@ -257,7 +374,7 @@ class SingleInstanceMixin(_Task):
         except Exception as failure:
             raise error from failure
         events.log.info("%s[%s] is published again, to start in %.1f s.", self.name, request.id, delay)
-        raise Ignore(f"published again: {error}")
+        raise _Rescheduled(f"published again: {error}")
 
     # The lock
 
@@ -270,43 +387,98 @@ class SingleInstanceMixin(_Task):
         return signature_of(self.run)
 
     def _name(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
+        return lock_name(self.name, self._key_of(args, kwargs, request))
+
+    def _key_of(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
         headers = {} if request is None else request.headers or {}
         key = headers.get(KEY_HEADER)
-        if not isinstance(key, str):
-            key = self._key(self._signature.bind(*args, **kwargs))
-        return lock_name(self.name, key)
+        return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs))
 
     def _key(self, bound: inspect.BoundArguments) -> str:
         return make(self._given_options.get("key"), bound)
 
-    def _lock(self, name: str, options: Options, label: str = "") -> Lock:
+    def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
+        """Return every lock of these arguments that the scope knows; the one of what runs first."""
+        options, key = self._options, self._key_of(args, kwargs)
+        if options.scope != "queued":
+            yield self._lock(lock_name(self.name, key), options)
+        if options.scope in ("queued", "queued+run"):
+            yield self._lock(lock_name(self.name, key, "celery-queue"), options)
+
+    def _running_lock(
+        self, name: str, options: Options, request: Context | None, args: Any, kwargs: Any
+    ) -> ExecutionLock:
+        if request is None:
+            return self._lock(name, options, f"{self.name}[{DIRECT}]")
+        details = {"worker": request.hostname or ""}
+        with suppress(TypeError):  # wrong arguments; the body tells
+            details["arguments"] = shown(self._signature.bind(*args, **kwargs))
+        label, delivery = f"{self.name}[{request.id}]", self._delivery(request)
+        return self._lock(name, options, label, delivery=delivery, details=details)
+
+    def _delivery(self, request: Context) -> Delivery:
+        headers, id, mark = request.headers or {}, waiting_id(request.id or ""), ""
+        again = bool((request.delivery_info or {}).get("redelivered") or headers.get(AGAIN_HEADER))
+        if self.acks_late and not request.is_eager:
+            mark = f"{id}:{request.retries}:{headers.get(MESSAGE_HEADER, '')}"
+        return Delivery(id, mark, again and bool(mark))
+
+    def _lock(self, name: str, options: Options, label: str = "", **more: Any) -> ExecutionLock:
         settings = conf.get()
-        return Lock(
+        return ExecutionLock(
             get_client() if settings.enabled else UNLOCKED,
             name,
-            expire=options.expire,
-            auto_renewal=options.auto_renewal,
-            max_hold=options.max_hold,
             label=label,
             kind="celery",
             prefix=settings.key_prefix,
+            **{
+                "expire": options.expire,
+                "auto_renewal": options.auto_renewal,
+                "max_hold": options.max_hold,
+                **more,
+            },
         )
 
 
-def _release(lock: Lock) -> None:
-    """Release the lock, if it is held."""
+class _Rescheduled(Ignore):
+    """The message was published again."""
+
+
+def _leave_queue(queued: ExecutionLock | None) -> None:
+    """Release what the message held while it waited, if it did."""
+    if queued is None:
+        return
     try:
-        lock.release()
-    except NotAcquired:
-        pass  # a duplicate, or Redis did not answer at the start
-    except LockLost:
-        pass  # told when it was noticed; the body's outcome stands
+        queued.free()
     except LockBackendError as error:
-        events.log.warning("%s could not release its lock, which ends by its expiry: %s", lock.label, error)
-    except BaseException:  # a soft time limit, in the middle of it
-        with suppress(LockError):
-            lock.release()
-        raise
+        events.log.warning("%s could not release its place in the queue: %s", queued.label, error)
+
+
+@signals.task_postrun.connect
+def _confirm(sender: Any = None, **kwargs: Any) -> None:
+    """Note that the result of a message that may come again is stored and that its callbacks are sent."""
+    if not isinstance(sender, SingleInstanceMixin):
+        return
+    request = sender.request_stack.top
+    told = getattr(request, "single_instance_delivery", None)
+    if request is None or told is None:
+        return
+    name, delivery = told
+    try:
+        confirm(server_of(get_client()), conf.get().key_prefix, name, delivery, DONE_LIFE)
+    except LockBackendError as error:
+        events.log.warning("Nobody will know that %s[%s] was worked off: %s", sender.name, request.id, error)
+
+
+@signals.task_revoked.connect
+def _forget(sender: Any = None, request: Any = None, **kwargs: Any) -> None:
+    """Free the lock of a message that was revoked, or expired, before its start."""
+    if not isinstance(sender, SingleInstanceMixin) or request is None or not conf.get().enabled:
+        return
+    options, key = sender._options, (request.headers or {}).get(KEY_HEADER)
+    if options.scope == "run" or not isinstance(key, str):  # without a key, nobody took a lock for it
+        return
+    _leave_queue(sender._waiting_lock(key, request.id, options, {}))
 
 
 class SingleInstanceTask(SingleInstanceMixin, _DjangoTask):

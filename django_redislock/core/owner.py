@@ -38,6 +38,10 @@ class LockInfo:
     """Seconds left, unless it is renewed."""
     waiting: int
     """How many wait for it."""
+    arguments: str = ""
+    """What a task was called with, shortened, and without what should not be shown."""
+    worker: str = ""
+    """The name of the Celery worker; none while the task waits in its queue."""
 
     @property
     def holder(self) -> str:
@@ -93,6 +97,8 @@ def parse(name: str, value: bytes | None, ttl_ms: int, waiting: int, now_ms: int
             auto_renewal=fields.get("auto_renewal", False),
             ttl=max(0.0, ttl_ms / 1000),
             waiting=waiting,
+            arguments=fields.get("arguments", ""),
+            worker=fields.get("worker", ""),
         )
     except (ValueError, AttributeError) as error:
         cause = f"the key of lock {name!r} holds what no lock of this version wrote ({error})"

@@ -88,6 +88,16 @@ class Stage:
         self.name = f"{'gated' if gated else 'free'}-{uuid.uuid4().hex}"  # the tasks read from it whether to wait
         self.diary = Diary(self.name)
 
+    def with_queue_of_its_own(self) -> Stage:
+        """Let messages wait, in a queue of the stage's own, until `consume` is called."""
+        self.queue = self.name
+        return self
+
+    def consume(self) -> None:
+        """Let the workers take the messages of the stage's own queue."""
+        for worker in self.workers:
+            app.control.add_consumer(self.queue, destination=[worker.hostname])
+
     def publish(self, task: Any, *args: object, **options: Any) -> AsyncResult[Any]:
         """Publish the task with the stage's name as its first argument, to the stage's queue."""
         return task.apply_async((self.name, *args), queue=self.queue, **options)

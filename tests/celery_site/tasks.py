@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import Any
@@ -11,6 +12,13 @@ from celery.exceptions import Ignore, Reject
 
 from django_redislock.celery import single_instance
 from tests.celery_site.diary import Diary
+
+
+class Deadly:
+    """A result that kills the process which is about to store it."""
+
+    def __json__(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def act(task: Any, name: str, how: str = "return") -> Any:
@@ -39,6 +47,12 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 raise SystemExit(1)
             case "sleep":  # until a signal comes
                 time.sleep(60)
+            case "once killed":
+                if len(diary.events("start")) == 1:
+                    time.sleep(60)
+                return f"ran {task.request.id}"
+            case "result kills":
+                return Deadly() if len(diary.events("start")) == 1 else "never mind"
             case "deaf":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 time.sleep(60)
@@ -165,3 +179,61 @@ def run_without(self: Any, name: str, how: str = "return") -> Any:
 @single_instance(key="{name}", expire=2, on_backend_error="reschedule", reschedule_delay=0.5)
 def try_later(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
+
+
+# One for each scope that begins with publishing.
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, scope="queued")
+def queued(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, scope="queued+run", reschedule_delay=0.2, on_conflict="reschedule")
+def queued_and_run(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, scope="queued+run")
+def queued_and_run_refuse(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, scope="job")
+def job(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=2, scope="job")
+def mortal_job(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, keep_for=1.5)
+def throttled(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=60, scope="job", queue_life=1)
+def short_queue(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+# Acknowledged late: one for each scope under which a message that is delivered again must not run beside its first run.
+def late_task(name: str, scope: str) -> Any:
+    def body(self: Any, name: str, how: str = "return") -> Any:
+        return act(self, name, how)
+
+    body.__qualname__ = body.__name__ = name
+    marked = single_instance(key="{name}", expire=2, scope=scope, reschedule_delay=0.3)(body)
+    return shared_task(bind=True, name=f"late.{name}", acks_late=True, reject_on_worker_lost=True)(marked)
+
+
+late = late_task("late", "run")
+late_queued = late_task("late_queued", "queued+run")
+late_job = late_task("late_job", "job")

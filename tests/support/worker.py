@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -27,12 +28,13 @@ class Worker:
     ) -> None:
         self.queue = name
         self.pool = pool
+        self.hostname = f"{name}-{number}@{socket.gethostname()}"
         self._log = log
         command = [sys.executable, "-m", "celery", "-A", "tests.celery_site.app", "worker", f"--queues={name}"]
         command += [
             f"--pool={pool}",
             f"--concurrency={concurrency}",
-            f"--hostname={name}-{number}@%h",
+            f"--hostname={self.hostname}",
             "--loglevel=INFO",
         ]
         command += ["--without-gossip", "--without-mingle", "--without-heartbeat", *options]

@@ -1,0 +1,65 @@
+"""What runs now in this thread, as its body sees it, and how its lock ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ..core import Lock, events
+from ..exceptions import LockBackendError, LockError, LockLost, LossRecord, NotAcquired
+
+
+class Execution:
+    """One execution of a single-instance task, as its body sees it: ``self.single_instance``."""
+
+    def __init__(self, task: str, task_id: str | None = None, lock: Lock | None = None) -> None:
+        self.task = task
+        self.task_id = task_id
+        """None in a direct call."""
+        self.lock = lock
+        """None in a call that takes no lock."""
+
+    @property
+    def lost(self) -> LossRecord | None:
+        """Why the lock was lost, or None while it is held; local and free."""
+        return None if self.lock is None else self.lock.lost
+
+    def raise_if_lost(self) -> None:
+        """Raise LockLost if the lock was lost: call it before each irreversible step. Local and free."""
+        if self.lost is not None:
+            raise LockLost(self.lost.name, self.lost)
+
+
+class Running(threading.local):
+    executions: tuple[Execution, ...] = ()
+    """What runs in this thread or greenlet, outermost first: a task may call itself, or be applied within itself."""
+
+
+running = Running()
+
+
+@contextmanager
+def run(execution: Execution) -> Iterator[None]:
+    before = running.executions
+    running.executions = (*before, execution)
+    try:
+        yield
+    finally:
+        running.executions = before
+
+
+def release(lock: Lock) -> None:
+    """Release the lock, if it is held."""
+    try:
+        lock.release()
+    except NotAcquired:
+        pass  # a duplicate, or Redis did not answer at the start
+    except LockLost:
+        pass  # told when it was noticed; the body's outcome stands
+    except LockBackendError as error:
+        events.log.warning("%s could not release its lock, which ends by its expiry: %s", lock.label, error)
+    except BaseException:  # a soft time limit, in the middle of it
+        with suppress(LockError):
+            lock.release()
+        raise

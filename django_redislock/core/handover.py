@@ -1,0 +1,173 @@
+"""A lock that goes from a message to the execution that the message brings about, and from there to a retry.
+
+A message holds the lock under an id made from the task's id. Its execution takes it over under an id of its own, so that the
+same message delivered again does not pass for the execution that lives. What was worked off is marked, in two steps: with the
+release ("ending"), and when the result is stored and all callbacks are sent ("done").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from ..exceptions import LockError
+from . import owner, protocol
+from .keys import LockKeys, lock_keys, milliseconds
+from .lease import GONE, Lease
+from .lock import Lock
+from .protocol import Call, Steps
+from .scripts import Script
+from .server import Server
+from .watchdog import watchdog
+
+START = Script("start")
+LEAVE = Script("leave")
+DONE = Script("done")
+
+ROOM = 150
+"""Characters of an owner id that are left for the id of a task."""
+
+
+class Delivery(NamedTuple):
+    """A message as it came to a worker."""
+
+    id: str
+    """The id under which it may hold the lock while it waits."""
+    mark: str
+    """What it is known by when it has been worked off; "" for what cannot come twice."""
+    again: bool
+    """It may have come before."""
+
+
+class Ending(NamedTuple):
+    """What is left behind by an execution."""
+
+    marked: float = 0.0
+    """Seconds for which its message is marked as worked off, unless that is confirmed."""
+    keep_id: str = ""
+    """Who has the lock from now on; nobody: it is released."""
+    keep: float = 0.0
+    """The life of the lock then, in seconds."""
+
+
+def waiting_id(task_id: str) -> str:
+    """Return the owner id under which a task's message holds a lock."""
+    id = quote(task_id, safe="-_.")
+    return id if 0 < len(id) <= ROOM else hashlib.sha256(task_id.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Start(protocol.Claim):
+    """What an execution asks for."""
+
+    delivery: Delivery
+
+    def call(self, channel: bytes, join: bool, ticket: bytes) -> Call:
+        claim = protocol.Claim.call(self, channel, join, ticket)
+        lease, delivery = self.lease, self.delivery
+        more = (delivery.id.encode(), b"1" if delivery.again else b"0")
+        return Call(START, (*claim.keys, mark_key(lease.keys, delivery)), (*claim.args, *more), claim.undo)
+
+
+class ExecutionLock(Lock):
+    """The lock of a message, or of its execution; `details` are told to those who ask who holds it."""
+
+    def __init__(
+        self, *args: Any, delivery: Delivery | None = None, details: dict[str, str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.delivery = delivery
+        self._details = details or {}
+        self.ending = Ending()
+        """What `release` leaves behind."""
+        self.worked_off = False
+        """Whether the lock was refused because the message has been worked off."""
+
+    def free(self) -> bool:
+        """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot answer."""
+        return self._server.run(protocol.release(self._new_lease(self._given_id or "")))
+
+    def _acquire_now(self, me: Any, timeout: float | None, listening: bool) -> Steps[bool]:
+        delivery = self.delivery
+        lease = self._new_lease(self._given_id or f"{delivery.id if delivery else ''}:{secrets.token_hex(12)}")
+        claim = protocol.Claim(lease, self._record(), timeout, given_id=self._given_id is not None)
+        if delivery is not None:
+            claim = Start(lease, claim.record, timeout, False, delivery)
+        try:
+            if not (yield from protocol.acquire(claim, listening)):
+                return False
+            if not lease.fence:
+                self.worked_off = True
+                return False
+            self._leases[me] = lease
+            if self.auto_renewal:
+                watchdog.add(lease)
+            self._tell("acquired", lease)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            if lease.fence:  # acquired, and interrupted on the way out
+                watchdog.remove(lease)
+                self._forget(lease)
+                with suppress(LockError):
+                    yield from protocol.release(lease)
+            raise
+        return True
+
+    def _release(self) -> Steps[None]:
+        delivery = self.delivery
+        if delivery is None or self.ending == Ending():
+            yield from super()._release()
+            return
+        lease = self._own()
+        watchdog.remove(lease)
+        if not (yield from self._leave(lease, delivery)) and lease.loss is None:
+            lease.lose(GONE)
+        self._forget(lease)
+        self._raise_loss(lease)
+        self._tell("released", lease)
+
+    def _leave(self, lease: Lease, delivery: Delivery) -> Steps[bool]:
+        keys, ending = lease.keys, self.ending
+        id = lease.id.encode()
+        call = Call(
+            LEAVE,
+            (keys.lock, keys.held, keys.queue, keys.receipt + id, mark_key(keys, delivery)),
+            (
+                id,
+                lease.name.encode(),
+                b"%d" % lease.fence,
+                milliseconds(ending.marked) if ending.marked and delivery.mark else b"",
+                ending.keep_id.encode(),
+                milliseconds(ending.keep),
+                self._record(),
+            ),
+        )
+        # Also when the lock was lost: that the message has been worked off is no less true.
+        _, reply = yield from protocol.attempt(lease.name, call, lease.deadline, lease.retry_for)
+        return bool(reply)
+
+    def _record(self) -> bytes:
+        record = owner.record(self.kind, self.label, self.expire, self.auto_renewal)
+        if not self._details:
+            return record
+        return json.dumps(json.loads(record) | self._details, separators=(",", ":")).encode()
+
+
+def confirm(server: Server, prefix: str, name: str, delivery: Delivery, life: float) -> None:
+    """Mark the message as worked off for so many seconds. Raises LockBackendError when Redis cannot answer."""
+    call = Call(DONE, (mark_key(lock_keys(prefix, name), delivery),), (milliseconds(life),))
+    server.run(_confirm(name, call))
+
+
+def _confirm(name: str, call: Call) -> Steps[None]:
+    yield from protocol.attempt(name, call, 0.0)
+
+
+def mark_key(keys: LockKeys, delivery: Delivery) -> bytes:
+    return keys.held.removesuffix(b"held") + b"done:" + delivery.mark.encode()

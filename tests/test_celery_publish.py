@@ -1,0 +1,250 @@
+"""The scopes that begin with publishing, seen from the producer; no worker runs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from celery import Celery, chain, chord, group
+from django.db import transaction
+from kombu.exceptions import SerializerNotInstalled
+
+from django_redislock import LockBackendError, TaskAlreadyRunning
+from django_redislock.celery import DuplicateResult, single_instance
+from django_redislock.core import held_locks
+from django_redislock.signals import lock_conflict
+from tests.support import BUSY, counting
+
+SCOPES = ["queued", "queued+run", "job"]
+
+
+@pytest.fixture(scope="module")
+def app():
+    with Celery("producer", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        yield app
+
+
+@pytest.fixture(params=SCOPES)
+def scope(request):
+    return request.param
+
+
+@pytest.fixture
+def make(app, request):
+    numbers = itertools.count()
+
+    def make(function=lambda a=1, password="": None, *, task_options=None, **options):
+        function.__name__ = "body"
+        name = f"{request.node.name}.{next(numbers)}"
+        return app.task(name=name, shared=False, lazy=False, **task_options or {})(single_instance(**options)(function))
+
+    return make
+
+
+def messages(app, task):
+    """Take the messages out of the queue, and return the ids of the task's."""
+    ids = []
+    with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue, suppress(queue.Empty):
+        while True:
+            message = queue.get_nowait()
+            message.ack()
+            if message.headers["task"] == task.name:
+                ids.append(message.headers["id"])
+    return ids
+
+
+def test_a_duplicate_gets_the_result_of_the_one_that_waits(client, app, make, scope):
+    task = make(scope=scope)
+    first, second, other = task.delay(1), task.delay(1), task.delay(2)
+    assert type(second) is DuplicateResult
+    assert second.id == first.id
+    assert not isinstance(first, DuplicateResult)
+    assert not isinstance(other, DuplicateResult)
+    assert messages(app, task) == [first.id, other.id]
+    assert second.state == "PENDING"
+
+
+def test_the_first_owns_its_result_whoever_asks_later(client, make, scope):
+    task = make(scope=scope)
+    ids = {task.delay().id for _ in range(5)}
+    assert len(ids) == 1
+
+
+def test_a_duplicate_may_be_an_error_instead(client, app, make, scope):
+    task = make(scope=scope, on_duplicate="raise")
+    first = task.delay()
+    with pytest.raises(TaskAlreadyRunning, match=rf"is already running: .*\[{first.id}\] on "):
+        task.delay()
+    assert messages(app, task) == [first.id]
+
+
+def test_a_duplicate_is_told(client, make, caplog):
+    task = make(scope="queued")
+    caplog.set_level(logging.INFO, logger="django_redislock")
+    heard = []
+    lock_conflict.connect(receiver := lambda **data: heard.append(data))
+    first = task.delay()
+    assert heard == []
+    task.delay()
+    lock_conflict.disconnect(receiver)
+    assert f"{task.name} is not published, for the lock has been held for " in caplog.text
+    (data,) = heard
+    assert (data["task"], data["holder"].label) == (task.name, f"{task.name}[{first.id}]")
+
+
+def test_the_run_scope_asks_nothing_when_publishing(client, make):
+    task = make()
+    task.delay()
+    with counting(client) as counts:
+        task.delay()
+    assert counts["evalsha"] + counts["eval"] == 0
+
+
+def test_publishing_costs_one_command(client, make, scope):
+    task = make(scope=scope)
+    task.delay(1)
+    with counting(client) as counts:
+        task.delay(2)
+    assert counts["evalsha"] + counts["eval"] == 1
+
+
+def test_members_of_canvases_are_published_in_any_case(client, app, make, scope):
+    task = make(scope=scope)
+    task.delay()
+    one, last = task.si(), task.si()
+    assert messages(app, task) != []
+    for canvas in (chain(one, last), group(one, last), chord([one, one], last)):
+        result = canvas.apply_async()
+        assert not isinstance(result, DuplicateResult)
+        assert messages(app, task) != []
+    frozen = task.si()
+    expected = frozen.freeze().id
+    assert frozen.apply_async().id == expected
+    assert messages(app, task) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({}, 100),
+        ({"countdown": 50}, 150),
+        ({"eta": lambda: datetime.now(UTC) + timedelta(seconds=50)}, 150),
+        ({"eta": lambda: datetime.now(UTC).replace(tzinfo=None) + timedelta(seconds=50)}, 150),
+        ({"eta": lambda: (datetime.now(UTC) + timedelta(seconds=50)).isoformat()}, 150),
+        ({"eta": lambda: datetime.now(UTC) - timedelta(seconds=50)}, 100),
+        ({"expires": 30}, 30),
+        ({"expires": lambda: datetime.now(UTC) + timedelta(seconds=30)}, 30),
+        ({"expires": 300}, 100),
+        ({"countdown": 50, "expires": 120}, 120),
+    ],
+)
+def test_the_life_of_a_message(client, app, make, scope, options, seconds):
+    task = make(scope=scope, queue_life=100)
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    task.apply_async(**options)
+    (info,) = held_locks(client)
+    assert seconds - BUSY - 5 < info.ttl <= seconds + 0.1
+
+
+def test_the_tasks_own_expiry_counts(client, make):
+    make(scope="queued", queue_life=100, task_options={"expires": 40}).delay()
+    (info,) = held_locks(client)
+    assert 30 < info.ttl <= 40
+
+
+def test_a_message_that_could_not_be_published_leaves_no_lock(client, make, scope):
+    task = make(scope=scope)
+    with pytest.raises(SerializerNotInstalled):
+        task.apply_async(serializer="no such serializer")
+    assert list(held_locks(client)) == []
+    assert not isinstance(task.delay(), DuplicateResult)
+
+
+def test_without_redis_publishing_is_a_typed_error(make, scope, settings):
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
+    task = make(scope=scope)
+    with pytest.raises(LockBackendError):
+        task.delay()
+
+
+def test_without_redis_publishing_may_go_on(app, make, scope, settings, caplog):
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
+    task = make(scope=scope, on_backend_error="run")
+    result = task.delay()
+    assert messages(app, task) == [result.id]
+    assert "is published without its lock, for Redis does not answer" in caplog.text
+
+
+def test_nothing_is_locked_where_locks_are_off(client, make, scope, settings):
+    settings.DJANGO_REDISLOCK = {"ENABLED": False}
+    task = make(scope=scope)
+    assert task.delay().id != task.delay().id
+    assert list(held_locks(client)) == []
+
+
+def test_eager_tasks_run_one_after_the_other_and_leave_nothing(client, app, make, scope):
+    task = make(lambda a=1: a, scope=scope)
+    app.conf.task_always_eager = True
+    try:
+        assert [task.delay().get(), task.delay().get()] == [1, 1]
+    finally:
+        app.conf.task_always_eager = False
+    assert list(held_locks(client)) == []
+
+
+def test_on_commit_takes_the_lock_on_commit(client, app, make, scope, db, django_capture_on_commit_callbacks):
+    task = make(scope=scope)
+    with django_capture_on_commit_callbacks(execute=True):
+        with transaction.atomic():
+            task.delay_on_commit()
+            assert list(held_locks(client)) == []
+        with suppress(ZeroDivisionError), transaction.atomic():
+            task.delay_on_commit(2)
+            raise ZeroDivisionError
+    assert len(list(held_locks(client))) == 1
+    assert len(messages(app, task)) == 1
+
+
+def test_the_record_tells_of_the_arguments_and_hides_secrets(client, make, scope):
+    task = make(scope=scope, key=["a"])
+    task.delay("x" * 1000, password="hush")
+    info = task.lock_info("x" * 1000)
+    assert info.label.startswith(f"{task.name}[")
+    assert info.arguments.startswith("a='xxx")
+    assert len(info.arguments) < 100
+    assert "hush" not in str(info)
+    assert "password='****" in info.arguments
+    assert info.worker == ""
+
+
+def test_an_argument_that_has_no_words_is_told_all_the_same(client, make):
+    class Odd:
+        def __json__(self):
+            return "odd"
+
+        def __repr__(self):
+            raise ZeroDivisionError
+
+    task = make(scope="queued", key=[])
+    task.delay([Odd()])
+    assert task.lock_info().arguments.startswith("a=[<Odd instance at ")
+
+
+def test_unlock_frees_whatever_the_scope_holds(client, make, scope):
+    task = make(scope=scope)
+    task.delay()
+    assert task.lock_info() is not None
+    assert task.unlock() is True
+    assert task.lock_info() is None
+    assert task.unlock() is False
+    assert not isinstance(task.delay(), DuplicateResult)
+
+
+@pytest.mark.parametrize("task_id", ["of my own", "ünïcode", "x" * 300, "a:b"])
+def test_any_id_of_a_task_will_do(client, make, task_id):
+    task = make(scope="job")
+    assert task.apply_async(task_id=task_id).id == task_id
+    assert task.delay().id == task_id

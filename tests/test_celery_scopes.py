@@ -1,0 +1,252 @@
+"""The scopes that begin with publishing, and `keep_for`, through every event of a message's life. With real workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from celery import chain, chord, group
+
+from django_redislock import TaskAlreadyRunning
+from django_redislock.celery import DuplicateResult
+from django_redislock.core import held_locks
+from tests.celery_site import tasks
+from tests.celery_site.app import app
+from tests.celery_site.harness import Stage, Workers, ended, workers
+from tests.support import BUSY, wait_until
+
+pytestmark = pytest.mark.processes
+
+SCOPES = {"queued": tasks.queued, "queued+run": tasks.queued_and_run, "job": tasks.job}
+
+
+@pytest.fixture(scope="module")
+def crew(server, tmp_path_factory) -> Iterator[Workers]:
+    with workers(server, tmp_path_factory.mktemp("scopes")) as crew:
+        yield crew
+
+
+@pytest.fixture
+def stage(crew) -> Iterator[Stage]:
+    stage = Stage(crew.of("prefork"))
+    yield stage
+    assert stage.diary.events("overlap") == []
+
+
+@pytest.fixture
+def gated(crew) -> Iterator[Stage]:
+    stage = Stage(crew.of("prefork"), gated=True)
+    yield stage
+    stage.diary.open_gate()
+
+
+@pytest.fixture(params=SCOPES)
+def task(request):
+    return SCOPES[request.param]
+
+
+@pytest.fixture(autouse=True)
+def no_lock_is_left(client) -> Iterator[None]:
+    yield
+    wait_until(lambda: not list(held_locks(client)), 30, "all locks are released")
+
+
+# How long each scope lasts
+
+
+def test_while_one_waits_none_is_published(stage, task):
+    stage.with_queue_of_its_own()
+    first, second = stage.publish(task), stage.publish(task)
+    assert type(second) is DuplicateResult
+    assert second.id == first.id
+    stage.consume()
+    assert ended(second).result == f"ran {first.id}"
+    wait_until(lambda: task.lock_info(stage.name) is None)
+    third = stage.publish(task)
+    assert not isinstance(third, DuplicateResult)
+    assert ended(third).state == "SUCCESS"
+    assert len(stage.diary.events("start")) == 2
+
+
+def test_queued_ends_with_the_start(gated):
+    first = gated.publish(tasks.queued)
+    gated.diary.wait_for("start")
+    assert tasks.queued.lock_info(gated.name) is None
+    second = gated.publish(tasks.queued)
+    assert not isinstance(second, DuplicateResult)
+    gated.diary.wait_for("overlap")
+    gated.diary.open_gate()
+    assert {ended(first).state, ended(second).state} == {"SUCCESS"}
+
+
+def test_of_queued_and_run_one_waits_and_one_runs(gated):
+    task = tasks.queued_and_run
+    first = gated.publish(task)
+    gated.diary.wait_for("start")
+    second, third = gated.publish(task), gated.publish(task)
+    assert not isinstance(second, DuplicateResult)
+    assert (type(third), third.id) == (DuplicateResult, second.id)
+    wait_until(lambda: f"{second.id}] is published again" in gated.log)
+    assert gated.publish(task).id == second.id, "it still waits"
+    gated.diary.open_gate()
+    assert {ended(first).state, ended(second).state} == {"SUCCESS"}
+    assert len(gated.diary.events("start")) == 2
+    assert gated.diary.events("overlap") == []
+
+
+def test_a_refused_message_of_queued_and_run_frees_its_place(gated):
+    task = tasks.queued_and_run_refuse
+    first = gated.publish(task)
+    gated.diary.wait_for("start")
+    for _ in range(2):
+        refused = gated.publish(task)
+        assert not isinstance(refused, DuplicateResult)
+        assert type(ended(refused).result) is TaskAlreadyRunning
+    gated.diary.open_gate()
+    assert ended(first).state == "SUCCESS"
+
+
+def test_job_lasts_to_the_end(gated):
+    first = gated.publish(tasks.job)
+    gated.diary.wait_for("start")
+    second = gated.publish(tasks.job)
+    assert (type(second), second.id) == (DuplicateResult, first.id)
+    info = tasks.job.lock_info(gated.name)
+    assert info.worker == gated.workers[0].hostname
+    assert info.arguments == f"name='{gated.name}'" or "..." in info.arguments
+    gated.diary.open_gate()
+    assert ended(second).state == "SUCCESS"
+
+
+def test_job_lasts_over_retries(stage):
+    first = stage.publish(tasks.job, "retry")
+    for attempt in range(1, 3):
+        stage.diary.wait_for("end", attempt)
+        assert stage.publish(tasks.job).id == first.id
+    assert ended(first).result == 2
+    wait_until(lambda: tasks.job.lock_info(stage.name) is None)
+    assert {event["id"] for event in stage.diary.events("start")} == {first.id}
+
+
+@pytest.mark.parametrize(("how", "events"), [("fail", 1), ("retry", 3), ("ignore", 1), ("reject", 1), ("replace", 1)])
+@pytest.mark.parametrize("task", [tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
+def test_no_lock_is_left_however_a_task_ends(stage, task, how, events):
+    """Its life of a minute is longer than any patience here."""
+    stage.publish(task, how)
+    stage.diary.wait_for("end", events)
+    wait_until(lambda: task.lock_info(stage.name) is None)
+    assert ended(stage.publish(task)).state == "SUCCESS"
+
+
+# Canvases
+
+
+def test_canvases_end_though_a_duplicate_waits(stage, task):
+    """Their members are published in any case; what they find at their start is for the policy."""
+    stage.with_queue_of_its_own()
+    one, plain = (each.si(stage.name).set(queue=stage.queue) for each in (task, tasks.plain))
+    stage.publish(task)
+    results = [
+        chain(one, plain).apply_async(),
+        group(one, plain).apply_async(),
+        chord([one, plain], tasks.gather.s().set(queue=stage.queue)).apply_async(),
+        chain(plain, one).apply_async(),
+        chord([plain, plain], one).apply_async(),
+    ]
+    stage.consume()
+    wait_until(lambda: all(result.ready() for result in results), 40, f"all ends: {results}")
+
+
+def test_the_same_task_twice_in_a_chain(stage, task):
+    one = task.si(stage.name).set(queue=stage.queue)
+    assert ended(chain(one, one, one).apply_async()).state == "SUCCESS"
+    stage.diary.wait_for("end", 3)
+
+
+def test_a_callback_that_is_its_own_task(stage, task):
+    one = task.si(stage.name).set(queue=stage.queue)
+    assert ended(stage.publish(task, link=one)).state == "SUCCESS"
+    stage.diary.wait_for("end", 2)
+
+
+# Messages that never start
+
+
+def test_a_revoked_message_frees_its_lock(stage, task):
+    stage.with_queue_of_its_own()
+    result = stage.publish(task)
+    app.control.revoke(result.id, destination=[worker.hostname for worker in stage.workers], reply=True, timeout=10)
+    stage.consume()
+    assert ended(result).state == "REVOKED"
+    wait_until(lambda: task.lock_info(stage.name) is None)
+    assert stage.diary.events("start") == []
+
+
+def test_an_expired_message_frees_its_lock(stage, task):
+    stage.with_queue_of_its_own()
+    result = stage.publish(task, expires=0.5)
+    wait_until(lambda: task.lock_info(stage.name) is None, 0.5 + BUSY)
+    stage.consume()
+    assert ended(result).state == "REVOKED"
+
+
+def test_a_purged_message_frees_its_lock_within_its_life(stage, client):
+    """Nobody meets it any more; a task that publishes for itself gives it a life that it can bear."""
+    stage.with_queue_of_its_own()
+    stage.publish(tasks.short_queue)
+    with app.connection_for_write() as connection:
+        connection.default_channel.queue_purge(stage.queue)
+    wait_until(lambda: tasks.short_queue.lock_info(stage.name) is None, 1 + BUSY)
+    assert not isinstance(stage.publish(tasks.short_queue), DuplicateResult)
+    stage.consume()
+    stage.diary.wait_for("end")
+
+
+def test_a_message_that_outlived_its_lock_runs_all_the_same(stage):
+    stage.with_queue_of_its_own()
+    results = []
+    for _ in range(2):
+        results.append(stage.publish(tasks.short_queue))
+        wait_until(lambda: tasks.short_queue.lock_info(stage.name) is None, 1 + BUSY)
+    stage.consume()
+    states = {ended(result).state for result in results}
+    assert states <= {"SUCCESS", "FAILURE"}
+    assert "SUCCESS" in states
+
+
+def test_messages_of_a_foreign_producer(stage, task):
+    """They hold no lock while they wait; what they find is decided at the start."""
+    foreign = app.send_task(task.name, (stage.name,), queue=stage.queue)
+    assert ended(foreign).state == "SUCCESS"
+
+
+# Deaths
+
+
+def test_job_is_free_within_its_life_after_the_child_was_killed(stage):
+    task = tasks.mortal_job
+    result = stage.publish(task, "sleep")
+    started = stage.diary.wait_for("start")
+    os.kill(started["pid"], signal.SIGKILL)
+    wait_until(lambda: task.lock_info(stage.name) is None, 2 + 1 + BUSY)
+    assert type(ended(result).result).__name__ == "WorkerLostError"
+    assert ended(stage.publish(task)).state == "SUCCESS"
+
+
+# keep_for
+
+
+def test_keep_for_keeps_the_lock_after_the_end(stage):
+    task = tasks.throttled
+    first = ended(stage.publish(task))
+    assert first.state == "SUCCESS"
+    assert 0 < task.lock_info(stage.name).ttl <= 1.5
+    assert type(ended(stage.publish(task)).result) is TaskAlreadyRunning
+    wait_until(lambda: task.lock_info(stage.name) is None, 1.5 + BUSY)
+    assert ended(stage.publish(task)).state == "SUCCESS"
+
+
+def test_keep_for_is_for_ends_and_not_for_retries(stage):
+    assert ended(stage.publish(tasks.throttled, "retry")).result == 2
