@@ -1,4 +1,4 @@
-"""``manage.py redislock``: list the held locks, show one, force-release one."""
+"""``manage.py redislock``: list or watch the held locks, show one, force-release one, examine the servers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import getpass
 import json
 import re
 import sys
+import time
 from argparse import ArgumentTypeError
 from typing import Any
 
@@ -15,8 +16,9 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from ... import conf, heldlocks
 from ...connections import connection_names
 from ...core.keys import check_name
+from ...doctor import Finding, examine
 from ...exceptions import LockBackendError
-from ...heldlocks import Row, clients, duration, find, force_release, read
+from ...heldlocks import Listing, Row, clients, duration, find, force_release, read
 from ...models import HeldLock, visible
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -31,21 +33,31 @@ def seconds(text: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
+def interval(text: str) -> float:
+    """Return the seconds between two looks: a tenth of one at least."""
+    return max(0.1, seconds(text))
+
+
 class Command(BaseCommand):
-    help = "Lists the locks held now, shows one, or force-releases one. Exit status 1: not found, refused or failed."
+    help = (
+        "Lists or watches the locks held now, shows one, force-releases one, or examines the servers. "
+        "Exit status 1: not found, refused, failed, or something is wrong."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|release")
+        actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|release|watch|doctor")
 
         common = CommandParser(add_help=False)
         common.add_argument("--connection", metavar="ALIAS", help="look only at this connection")
-        output = CommandParser(add_help=False)
-        output.add_argument("--format", choices=["table", "json"], default="table")
+        form = CommandParser(add_help=False)
+        form.add_argument("--format", choices=["table", "json"], default="table")
+        output = CommandParser(add_help=False, parents=[form])
         output.add_argument("--id", action="store_true", help="show the owner ids: the right to release")
+        which = CommandParser(add_help=False)
+        which.add_argument("--older-than", type=seconds, default=0.0, metavar="TIME", help="e.g. 90s, 5m, 1.5h, 2d")
+        which.add_argument("--kind", choices=[kind for kind, _ in HeldLock._meta.get_field("kind").flatchoices])
 
-        listing = actions.add_parser("list", parents=[common, output], help="list the locks held now, oldest first")
-        listing.add_argument("--older-than", type=seconds, default=0.0, metavar="TIME", help="e.g. 90s, 5m, 1.5h, 2d")
-        listing.add_argument("--kind", choices=[kind for kind, _ in HeldLock._meta.get_field("kind").flatchoices])
+        actions.add_parser("list", parents=[common, output, which], help="list the locks held now, oldest first")
 
         show = actions.add_parser("show", parents=[common, output], help="show everything known about one lock")
         show.add_argument("name")
@@ -56,14 +68,24 @@ class Command(BaseCommand):
         release.add_argument("--yes", action="store_true", help="do not ask")
         release.add_argument("--dry-run", action="store_true", help="only show what would be released")
 
+        watch = actions.add_parser("watch", parents=[common, output, which], help="show the list again and again")
+        watch.add_argument("--interval", type=interval, default=2.0, metavar="TIME", help="between two looks; e.g. 5s")
+        watch.add_argument("--once", action="store_true", help="look once")
+
+        actions.add_parser("doctor", parents=[common, form], help="examine the connections and try a lock on each")
+
     @no_translations
     def handle(self, *args: Any, action: str, **options: Any) -> None:
-        """Run one of the three actions."""
+        """Run one of the actions."""
         self._check(options["connection"])
         if action == "list":
             self._list(options)
         elif action == "show":
             self._print(self._find(options), options, self._record)
+        elif action == "watch":
+            self._watch(options)
+        elif action == "doctor":
+            self._doctor(options)
         else:
             self._release(options)
 
@@ -78,6 +100,13 @@ class Command(BaseCommand):
             raise CommandError(f"There is no connection {connection!r}. Known are: {', '.join(known)}.")
 
     def _list(self, options: dict[str, Any]) -> None:
+        rows, listing = self._read(options)
+        self._print(rows, options, self._table)
+        for remark in _cut(listing):
+            self.stderr.write(remark)
+        self._fail(listing.failed)
+
+    def _read(self, options: dict[str, Any]) -> tuple[list[Row], Listing]:
         listing = read(options["connection"])
         rows = [
             row
@@ -85,10 +114,68 @@ class Command(BaseCommand):
             if row.info.age >= options["older_than"] and options["kind"] in (None, row.info.kind)
         ]
         rows.sort(key=lambda row: row.info.age, reverse=True)
-        self._print(rows, options, self._table)
-        for name in listing.cut:
-            self.stderr.write(f"Connection {name!r} holds more than {heldlocks.LIMIT} locks; not all were looked at.")
-        self._fail(listing.failed)
+        return rows, listing
+
+    def _watch(self, options: dict[str, Any]) -> None:
+        pause = None if options["once"] else options["interval"]
+        try:
+            if options["format"] == "json":
+                self._stream(options, pause)
+            else:
+                self._draw(options, pause)
+        except KeyboardInterrupt:
+            pass
+
+    def _stream(self, options: dict[str, Any], pause: float | None) -> None:
+        """Write a line of JSON for each look."""
+        while True:
+            rows, listing = self._read(options)
+            locks = [_plain(row, options["id"]) for row in rows]
+            self.stdout.write(json.dumps({"locks": locks, "failed": listing.failed, "cut": listing.cut}))
+            self.stdout.flush()
+            if pause is None:
+                return self._fail(listing.failed)
+            time.sleep(pause)
+
+    def _draw(self, options: dict[str, Any], pause: float | None) -> None:
+        try:
+            from ...watch import watch
+        except ImportError as error:
+            raise CommandError(
+                f"'redislock watch' needs rich ({error}): pip install 'django-redislock[watch]'. "
+                "'redislock watch --format json' and 'redislock list' do without."
+            ) from error
+        failed: dict[str, str] = {}
+
+        def look() -> tuple[list[dict[str, str]], list[str]]:
+            rows, listing = self._read(options)
+            failed.clear()
+            failed.update(listing.failed)
+            return [_words(row, options["id"]) for row in rows], [*_unread(listing.failed), *_cut(listing)]
+
+        output: Any = self.stdout
+        watch(look, output._out, pause)  # what it wraps, for it would end the line after each piece
+        self._fail(failed)
+
+    def _doctor(self, options: dict[str, Any]) -> None:
+        found, failed = clients(options["connection"])
+        advice = f"Correct CACHES or {conf.NAME}; 'manage.py check' tells more."
+        findings = [(name, Finding("settings", "problem", why, advice)) for name, why in failed.items()]
+        for connection, client in found.items():
+            findings += [(connection, finding) for finding in examine(client)]
+        if options["format"] == "json":
+            self.stdout.write(
+                json.dumps([{"connection": at} | finding._asdict() for at, finding in findings], indent=2)
+            )
+        else:
+            colours = {"ok": self.style.SUCCESS, "advice": self.style.WARNING, "problem": self.style.ERROR}
+            for connection, finding in findings:
+                status = colours[finding.status](finding.status.ljust(7))
+                text = visible(f"{finding.message} {finding.advice}".strip())
+                self.stdout.write(f"{status}  {connection}  {finding.check}: {text}")
+        wrong = sum(finding.status == "problem" for _, finding in findings)
+        if wrong:
+            raise CommandError(f"Problems found: {wrong}.")
 
     def _find(self, options: dict[str, Any]) -> list[Row]:
         """Return the lock of that name: one row for each connection on which it is held, one at least."""
@@ -110,8 +197,7 @@ class Command(BaseCommand):
 
     def _fail(self, failed: dict[str, str]) -> None:
         if failed:
-            lines = [f"Connection {connection!r} could not be read: {why}" for connection, why in failed.items()]
-            raise CommandError("\n".join(lines))
+            raise CommandError("\n".join(_unread(failed)))
 
     def _release(self, options: dict[str, Any]) -> None:
         rows = self._find(options)
@@ -166,6 +252,15 @@ class Command(BaseCommand):
 
     def _record(self, rows: list[Row], ids: bool) -> str:
         return "\n\n".join("\n".join(f"{key:<11} {text}" for key, text in _words(row, ids).items()) for row in rows)
+
+
+def _unread(failed: dict[str, str]) -> list[str]:
+    return [f"Connection {connection!r} could not be read: {why}" for connection, why in failed.items()]
+
+
+def _cut(listing: Listing) -> list[str]:
+    words = "Connection {!r} holds more than {} locks; not all were looked at."
+    return [words.format(name, heldlocks.LIMIT) for name in listing.cut]
 
 
 def _words(row: Row, ids: bool) -> dict[str, str]:
