@@ -20,7 +20,8 @@ from django.utils.translation import gettext, gettext_lazy as _, ngettext
 from . import conf, heldlocks
 from .connections import connection_names
 from .exceptions import LockBackendError
-from .heldlocks import HeldLocks, clients, duration, find, reason
+from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter
+from .heldlocks import HeldLocks, duration, expiring, find, reason
 from .models import HeldLock, decode_key, visible
 from .release import Release, ticked
 
@@ -32,37 +33,10 @@ else:
     ModelAdmin = admin.ModelAdmin
 
 
-class KindFilter(admin.SimpleListFilter):
-    title = _("kind")
-    parameter_name = "kind"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        return HeldLock._meta.get_field("kind").choices
-
-    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return queryset.filter(kind=self.value())
-
-
-class ConnectionFilter(admin.SimpleListFilter):
-    title = _("connection")
-    parameter_name = "connection"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        try:
-            found, failed = clients()
-        except ImproperlyConfigured:  # the list itself tells
-            return []
-        names = [*found, *failed]
-        return [(name, name) for name in names] if len(names) > 1 else []
-
-    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return queryset.filter(connection=self.value())
-
-
 @admin.register(HeldLock)
 class HeldLockAdmin(ModelAdmin):
     list_display = ["lock", "held_for", "holder", "expires_in", "waiting", "kind", "fence_number", "connection"]
-    list_filter = [KindFilter, ConnectionFilter]
+    list_filter = [ConnectionFilter, KindFilter, StateFilter, AgeFilter, HostFilter]
     search_fields = ["name"]
     search_help_text = _("Part of the name")
     ordering = ["-age"]
@@ -165,10 +139,9 @@ class HeldLockAdmin(ModelAdmin):
     @admin.display(description=_("expires in"), ordering="ttl")
     def expires_in(self, obj: HeldLock) -> str:
         life = max(obj.expire, obj.ttl)
-        # A living holder renews every third of the life.
         if not obj.auto_renewal:
             note = format_html('<br><span class="quiet">{}</span>', _("not renewed"))
-        elif obj.ttl < obj.expire / 2:
+        elif expiring(obj):
             note = format_html('<br><span class="redislock-late">{}</span>', _("renewal is late"))
         else:
             note = mark_safe("")

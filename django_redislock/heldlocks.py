@@ -114,6 +114,18 @@ def reason(error: ImproperlyConfigured | LockBackendError) -> str:
     return error.cause if isinstance(error, LockBackendError) else str(error)
 
 
+def expiring(lock: LockInfo | HeldLock) -> bool:
+    """Return whether less than half of the life is left: a living holder renews every third of it."""
+    return lock.ttl < lock.expire / 2
+
+
+STATES: dict[str, Callable[[LockInfo], bool]] = {
+    "renewed": lambda lock: lock.auto_renewal and not expiring(lock),
+    "expiring": expiring,
+    "unrenewed": lambda lock: not lock.auto_renewal,
+}
+
+
 def _place(client: Any) -> Any:
     """Return something that is equal for clients of the same database."""
     options = client.connection_pool.connection_kwargs
@@ -128,6 +140,9 @@ class HeldLocks:
     order: tuple[str, ...] = ()
     connection: str | None = None
     kind: str | None = None
+    host: str | None = None
+    state: str | None = None
+    older: float = 0
     term: str = ""
     keys: frozenset[str] | None = None
 
@@ -137,7 +152,7 @@ class HeldLocks:
     query = SimpleNamespace(order_by=(), select_related=False)
 
     def filter(self, *conditions: object, **lookups: Any) -> HeldLocks:
-        """Narrow by `connection`, `kind`, `term` (part of the name) or `pk__in` (values of check boxes)."""
+        """Narrow by a field of this class or by `pk__in` (values of check boxes)."""
         if any(conditions):
             raise ValueError("Held locks cannot be filtered by this.")
         if "pk__in" in lookups:
@@ -160,10 +175,20 @@ class HeldLocks:
 
     @cached_property
     def rows(self) -> list[Row]:
-        rows = [row for row in self.listing.rows if self.kind is None or row.info.kind == self.kind]
+        rows = [row for row in self.listing.rows if self._picks(row.info)]
         for field in reversed(self.order):
             rows.sort(key=_sort_key(field.removeprefix("-")), reverse=field.startswith("-"))
         return rows
+
+    def _picks(self, lock: LockInfo) -> bool:
+        if self.kind not in (None, lock.kind) or self.host not in (None, lock.host) or lock.age < self.older:
+            return False
+        return self.state is None or (self.state in STATES and STATES[self.state](lock))
+
+    @property
+    def hosts(self) -> set[str]:
+        """The hosts of all that was read, and the one that is asked for."""
+        return {host for host in (self.host, *(row.info.host for row in self.listing.rows)) if host}
 
     def count(self) -> int:
         return len(self.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html import unescape
 from typing import Any
@@ -24,6 +25,15 @@ def hold(client: redis.Redis, name: str, **options: Any) -> Lock:
     lock = Lock(client, name, **{"expire": 600, "auto_renewal": False} | options)
     assert lock.acquire(blocking=False)
     return lock
+
+
+def rewrite(client: redis.Redis, lock: Lock, *, host: str | None = None, younger_by: int = 0) -> None:
+    """Have the lock say that another host took it, or that it was taken later (earlier, with a negative number of seconds)."""
+    key = lock._keys.lock
+    id, fence, acquired, raw = client.get(key).decode().split("\n", 3)  # type: ignore[union-attr]
+    fields = json.loads(raw) | ({} if host is None else {"host": host})
+    value = "\n".join([id, fence, str(int(acquired) + younger_by * 1000), json.dumps(fields)])
+    client.set(key, value, keepttl=True)
 
 
 def next_millisecond(client: redis.Redis) -> None:

@@ -13,9 +13,10 @@ from django.test import Client
 from hypothesis import given, strategies as st
 
 from django_redislock import heldlocks
+from django_redislock.core import Lock
 from django_redislock.core.keys import MAX_NAME
 from django_redislock.models import HeldLock, decode_key, encode_key, visible
-from tests.admin_pages import LIST, browser, hold, messages, names, next_millisecond, page_of, superuser
+from tests.admin_pages import LIST, browser, hold, messages, names, next_millisecond, page_of, rewrite, superuser
 from tests.support import RedisServer, Server, counting
 
 pytestmark = pytest.mark.django_db
@@ -55,6 +56,10 @@ def get(web: Client, query: str = "", path: str = LIST) -> str:
     return response.content.decode()
 
 
+def rows(html: str) -> str:
+    return re.search(r"<tbody>.*?</tbody>", html, re.DOTALL)[0]  # type: ignore[index]
+
+
 # The list
 
 
@@ -63,7 +68,7 @@ def test_the_list_tells_who_holds_what(web: Client, client: redis.Redis) -> None
     info = lock.owner()
     assert info is not None
     html = get(web)
-    row = re.search(r"<tbody>.*?</tbody>", html, re.DOTALL)[0]  # type: ignore[index]
+    row = rows(html)
     for text in ("celery:rebuild:1", "Celery", "rebuild[task-1]", info.host, str(info.pid), str(info.fence)):
         assert text in row
     assert "59 min" in row
@@ -73,11 +78,10 @@ def test_the_list_tells_who_holds_what(web: Client, client: redis.Redis) -> None
 
 def test_a_renewed_lock_says_nothing_of_renewal_unless_it_is_late(web: Client, client: redis.Redis) -> None:
     lock = hold(client, "renewed", auto_renewal=True)
-    html = get(web)
-    assert "not renewed" not in html
-    assert "renewal is late" not in html
+    assert "not renewed" not in rows(get(web))
+    assert "renewal is late" not in rows(get(web))
     client.pexpire(lock._keys.lock, 200_000)  # of 600 s: as when its holder died
-    assert "renewal is late" in get(web)
+    assert "renewal is late" in rows(get(web))
     lock.release()
 
 
@@ -135,6 +139,46 @@ def test_filter_by_kind(web: Client, client: redis.Redis) -> None:
         assert names(get(web, f"?kind={kind}")) == [f"of {kind}"]
     assert names(get(web, "?kind=cache&q=lock")) == []
     assert names(get(web, "?kind=nonsense")) == []
+
+
+def test_filter_by_state(web: Client, client: redis.Redis) -> None:
+    renewed = hold(client, "renewed", auto_renewal=True)
+    late = hold(client, "late", auto_renewal=True)
+    hold(client, "fixed")
+    hold(client, "fixed, nearly over")
+    for name in ("late", "fixed, nearly over"):
+        client.pexpire(Lock(client, name)._keys.lock, 200_000)  # of 600 s
+    assert names(get(web, "?state=renewed")) == ["renewed"]
+    assert sorted(names(get(web, "?state=expiring"))) == ["fixed, nearly over", "late"]
+    assert sorted(names(get(web, "?state=unrenewed"))) == ["fixed", "fixed, nearly over"]
+    assert names(get(web, "?state=nonsense")) == []
+    renewed.release()
+    late.release()
+
+
+def test_filter_by_age(web: Client, client: redis.Redis) -> None:
+    for name, age in (("young", 0), ("of two minutes", 120), ("of two hours", 7200)):
+        rewrite(client, hold(client, name), younger_by=-age)
+    assert sorted(names(get(web, "?older=60"))) == ["of two hours", "of two minutes"]
+    assert names(get(web, "?older=3600")) == ["of two hours"]
+    assert names(get(web, "?older=86400")) == []
+    for value in ("nan", "-1", "x", "1e999"):
+        assert len(names(get(web, f"?older={value}"))) == 3
+
+
+def test_filter_by_host(web: Client, client: redis.Redis) -> None:
+    for name, host in (("a", "web-1"), ("b", "web-2"), ("c", "<i>web</i>")):
+        rewrite(client, hold(client, name), host=host)
+    with counting(client) as counts:
+        html = get(web)
+    assert counts["evalsha"] == 2  # the names, and the locks: offering the hosts reads nothing more
+    for host in ("web-1", "web-2", "&lt;i&gt;web&lt;/i&gt;"):
+        assert f">{host}</a>" in html
+    assert "<i>web" not in html
+    assert names(get(web, "?host=web-2")) == ["b"]
+    html = get(web, "?host=gone")
+    assert names(html) == []
+    assert ">gone</a>" in html  # what is chosen can be seen, and with it the way back
 
 
 def test_pages_of_a_hundred(web: Client, client: redis.Redis) -> None:

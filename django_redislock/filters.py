@@ -1,0 +1,88 @@
+"""What the admin's list of held locks can be narrowed by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import admin
+from django.core.exceptions import ImproperlyConfigured
+from django.http import HttpRequest
+from django.utils.translation import gettext_lazy as _
+
+from .heldlocks import clients, duration
+from .models import HeldLock, visible
+
+if TYPE_CHECKING:
+    from django.contrib.admin.views.main import ChangeList
+
+
+class KindFilter(admin.SimpleListFilter):
+    title = _("kind")
+    parameter_name = "kind"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        return HeldLock._meta.get_field("kind").choices
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(kind=self.value())
+
+
+class ConnectionFilter(admin.SimpleListFilter):
+    title = _("connection")
+    parameter_name = "connection"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        try:
+            found, failed = clients()
+        except ImproperlyConfigured:  # the list itself tells
+            return []
+        names = [*found, *failed]
+        return [(name, name) for name in names] if len(names) > 1 else []
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(connection=self.value())
+
+
+class StateFilter(admin.SimpleListFilter):
+    title = _("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        return [("renewed", _("renewing")), ("expiring", _("expiring soon")), ("unrenewed", _("not renewed"))]
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(state=self.value())
+
+
+class AgeFilter(admin.SimpleListFilter):
+    title = _("held longer than")
+    parameter_name = "older"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        return [(str(seconds), duration(seconds)) for seconds in (60, 600, 3600, 86400)]
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        seconds = self.value()
+        return queryset.filter(older=float(seconds)) if seconds and seconds in dict(self.lookup_choices) else queryset
+
+
+class HostFilter(admin.SimpleListFilter):
+    """The hosts of the locks that were read for the page: to offer them costs no second reading."""
+
+    title = _("host")
+    parameter_name = "host"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        return []
+
+    def has_output(self) -> bool:
+        return True
+
+    def choices(self, changelist: ChangeList) -> Iterator[Any]:
+        locks: Any = changelist.queryset
+        self.lookup_choices = [(host, visible(host)) for host in sorted(locks.hosts)]
+        return super().choices(changelist)
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(host=self.value())
