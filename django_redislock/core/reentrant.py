@@ -26,7 +26,9 @@ class Reentrant(BaseLock):
         """Return the acquisition that the caller is in, and forget one that it left through another object."""
         lease = _entered.get(self._key())
         if lease is None:
-            self._leases.pop(self._me(), None)
+            before = self._leases.get(self._me())
+            if before is not None and not before.foreign:
+                del self._leases[self._me()]
         return lease
 
     def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
@@ -58,6 +60,9 @@ class Reentrant(BaseLock):
         yield from super()._release()
 
     def _forget(self, lease: Lease) -> None:
+        if lease.foreign and lease.entries > 1:  # a forked child leaves its copies of the parent's blocks one by one
+            lease.entries -= 1
+            return
         super()._forget(lease)
         if _entered.get(self._key()) is lease:
             del _entered[self._key()]
