@@ -84,6 +84,7 @@ def process(url: str, get, rounds: int, ready, go, ended) -> None:
 
 def run(url: str, get, processes: int, rounds: int = ROUNDS) -> tuple[list[int], list[float], list[float]]:
     """Return for each round how often it was computed, and when the last had its value: since the start, since it was ready."""
+    rounds += 1  # the last one does not count: those who are done end their processes then
     ready, go, ended = FORK.Semaphore(0), [FORK.Event() for _ in range(rounds)], FORK.SimpleQueue()
     children = [FORK.Process(target=process, args=(url, get, rounds, ready, go, ended)) for _ in range(processes)]
     for child in children:
@@ -103,7 +104,7 @@ def run(url: str, get, processes: int, rounds: int = ROUNDS) -> tuple[list[int],
         after.append(last - min(computed))
     for child in children:
         child.join()
-    return counts, whole, after
+    return counts[:-1], whole[:-1], after[:-1]
 
 
 async def relay(port: int, target: int, delay: float) -> None:
