@@ -18,12 +18,14 @@ from django_redislock.core import held_locks
 from django_redislock.signals import lock_conflict
 from tests.support import BUSY, counting
 
+QUEUE = "producer"  # that broker is shared by all tests of a process
 SCOPES = ["queued", "queued+run", "job"]
 
 
 @pytest.fixture(scope="module")
 def app():
     with Celery("producer", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        app.conf.task_default_queue = QUEUE
         yield app
 
 
@@ -47,7 +49,7 @@ def make(app, request):
 def messages(app, task):
     """Take the messages out of the queue, and return the ids of the task's."""
     ids = []
-    with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue, suppress(queue.Empty):
+    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue, suppress(queue.Empty):
         while True:
             message = queue.get_nowait()
             message.ack()

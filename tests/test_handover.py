@@ -8,8 +8,7 @@ import pytest
 
 from django_redislock import LockLost, NotAcquired
 from django_redislock.core import Lock
-from django_redislock.core.handover import Delivery, Ending, ExecutionLock, confirm, waiting_id
-from django_redislock.core.server import server_of
+from django_redislock.core.handover import Delivery, Ending, ExecutionLock, waiting_id
 from tests.support import BUSY, wait_until
 
 FIRST = Delivery("task", "task:0:", again=False)
@@ -72,7 +71,7 @@ def test_what_is_confirmed_is_worked_off(client, lock):
     execution.acquire()
     execution.ending = Ending(marked=30)
     execution.release()
-    confirm(server_of(client), "redislock", "name", FIRST, 30)
+    execution.confirm(30)
     assert not copy.acquire(timeout=10)
     assert copy.worked_off
     retry = lock(delivery=Delivery("task", "task:1:", again=True))
@@ -89,7 +88,7 @@ def test_the_copy_that_waits_learns_that_it_was_worked_off(client, lock):
     thread.start()
     wait_until(lambda: copy.owner().waiting == 1)
     execution.release()
-    confirm(server_of(client), "redislock", "name", FIRST, 30)
+    execution.confirm(30)
     thread.join(timeout=30)
     assert answers == [(False, True)]
     assert copy.owner() is None

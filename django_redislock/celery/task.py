@@ -27,8 +27,8 @@ from celery.utils import uuid
 from .. import conf
 from ..connections import get_client
 from ..core import LockInfo, events
-from ..core.handover import Delivery, Ending, ExecutionLock, confirm, waiting_id
-from ..core.server import UNLOCKED, server_of
+from ..core.handover import Delivery, Ending, ExecutionLock, waiting_id
+from ..core.server import UNLOCKED
 from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
 from .execution import Execution, release, run, running
@@ -206,7 +206,7 @@ class SingleInstanceMixin(_Task):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body while holding the lock; the lock's end never changes the body's outcome."""
         options, request = self._options, self._traced_request()
-        if not conf.get().enabled or (request is None and not options.lock_direct_calls):
+        if request is None and not options.lock_direct_calls:
             return super().__call__(*args, **kwargs)
         key = self._key_of(args, kwargs, request)
         name, task_id = lock_name(self.name, key), None if request is None else request.id
@@ -271,7 +271,7 @@ class SingleInstanceMixin(_Task):
         finally:
             lock.ending = ending
             if ending.marked and request is not None and delivery is not None:
-                request.update(single_instance_delivery=(lock.name, delivery))
+                request.update(single_instance_lock=lock)
 
     def _traced_request(self) -> Context | None:
         """Return the request of the execution that begins with this call, or None when a task is called like a function."""
@@ -460,14 +460,13 @@ def _confirm(sender: Any = None, **kwargs: Any) -> None:
     if not isinstance(sender, SingleInstanceMixin):
         return
     request = sender.request_stack.top
-    told = getattr(request, "single_instance_delivery", None)
-    if request is None or told is None:
+    lock = getattr(request, "single_instance_lock", None)
+    if request is None or lock is None:
         return
-    name, delivery = told
     try:
-        confirm(server_of(get_client()), conf.get().key_prefix, name, delivery, DONE_LIFE)
+        lock.confirm(DONE_LIFE)
     except LockBackendError as error:
-        events.log.warning("Nobody will know that %s[%s] was worked off: %s", sender.name, request.id, error)
+        events.log.warning("Nobody will know that %s was worked off: %s", lock.label, error)
 
 
 @signals.task_revoked.connect

@@ -17,12 +17,11 @@ from urllib.parse import quote
 
 from ..exceptions import LockError
 from . import owner, protocol
-from .keys import LockKeys, lock_keys, milliseconds
+from .keys import LockKeys, milliseconds
 from .lease import GONE, Lease
 from .lock import Lock
 from .protocol import Call, Steps
 from .scripts import Script
-from .server import Server
 from .watchdog import watchdog
 
 START = Script("start")
@@ -92,6 +91,15 @@ class ExecutionLock(Lock):
         """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot answer."""
         return self._server.run(protocol.release(self._new_lease(self._given_id or "")))
 
+    def confirm(self, life: float) -> None:
+        """Mark the message as worked off for so many seconds. Raises LockBackendError when Redis cannot answer."""
+        if self.delivery is not None:
+            self._server.run(self._confirm(self.delivery, life))
+
+    def _confirm(self, delivery: Delivery, life: float) -> Steps[None]:
+        call = Call(DONE, (mark_key(self._keys, delivery),), (milliseconds(life),))
+        yield from protocol.attempt(self.name, call, 0.0)
+
     def _acquire_now(self, me: Any, timeout: float | None, listening: bool) -> Steps[bool]:
         delivery = self.delivery
         lease = self._new_lease(self._given_id or f"{delivery.id if delivery else ''}:{secrets.token_hex(12)}")
@@ -157,16 +165,6 @@ class ExecutionLock(Lock):
         if not self._details:
             return record
         return json.dumps(json.loads(record) | self._details, separators=(",", ":")).encode()
-
-
-def confirm(server: Server, prefix: str, name: str, delivery: Delivery, life: float) -> None:
-    """Mark the message as worked off for so many seconds. Raises LockBackendError when Redis cannot answer."""
-    call = Call(DONE, (mark_key(lock_keys(prefix, name), delivery),), (milliseconds(life),))
-    server.run(_confirm(name, call))
-
-
-def _confirm(name: str, call: Call) -> Steps[None]:
-    yield from protocol.attempt(name, call, 0.0)
 
 
 def mark_key(keys: LockKeys, delivery: Delivery) -> bytes:
