@@ -11,7 +11,9 @@ class DjangoRedislockConfig(AppConfig):
 
     def ready(self) -> None:
         """Register the system checks; opens no connection."""
-        from .checks import CHECKS, TAG
+        from .checks import CHECKS, NETWORK_CHECKS, TAG
 
         for check in CHECKS:
             register(check, TAG)
+        for check in NETWORK_CHECKS:
+            register(check, TAG, deploy=True)

@@ -1,18 +1,22 @@
-"""System checks of the settings: one function per message; none of them opens a connection."""
+"""System checks, one function per message. Those of the settings open no connection; `NETWORK_CHECKS` do."""
 
 from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from django.conf import settings
 from django.core.cache import caches
-from django.core.checks import CheckMessage, Error, Warning
+from django.core.checks import CheckMessage, Error, Info, Warning
+from django.core.exceptions import ImproperlyConfigured
 
 from . import conf
 from .connections import client_of_cache
+from .core.server import server_of
+from .doctor import look
+from .heldlocks import clients
 
 TAG = "redislock"
 
@@ -130,6 +134,34 @@ CHECKS = (
     check_ignored_exceptions,
     check_celery_tasks,
 )
+
+
+def check_servers(**kwargs: object) -> list[CheckMessage]:
+    """Ask the server of each connection: can it be reached, how old is it, may it evict a lock, does it keep its data."""
+    try:
+        found, _ = clients()
+    except ImproperlyConfigured:  # the checks of the settings tell
+        return []
+    return [
+        level(f"Connection {connection!r}, {finding.check}: {finding.message}", hint=finding.advice, id=id)
+        for connection, client in found.items()
+        for finding in look(server_of(client))
+        if finding.status != "ok" and finding.check in _OF_SERVERS
+        for level, id in [_OF_SERVERS[finding.check]]
+    ]
+
+
+_OF_SERVERS: dict[str, tuple[Callable[..., CheckMessage], str]] = {
+    "connection": (Error, "redislock.E005"),
+    "version": (Error, "redislock.E006"),
+    "eviction": (Warning, "redislock.W004"),
+    "persistence": (Info, "redislock.I001"),
+    "round trip": (Info, "redislock.I002"),
+    "clock": (Info, "redislock.I003"),
+}
+
+NETWORK_CHECKS = (check_servers,)
+"""Run by ``check --deploy`` only."""
 
 
 Section = conf.Settings | conf.CacheSettings | conf.CelerySettings

@@ -184,3 +184,44 @@ def test_options_that_nobody_reads_are_found_though_the_package_was_not_imported
         ]
     )
     assert run_python(code).finish() == [{"ids": ["redislock.E012"]}]
+
+
+# With --deploy: what needs the network
+
+
+@pytest.fixture
+def deployed(settings):
+    """Return the messages of all checks about a server at this URL, as {id: hint}."""
+
+    def deployed(url: str) -> dict[str, str]:
+        settings.CACHES = {"default": {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": url}}
+        messages = checks.run_checks(tags=["redislock"], include_deployment_checks=True)
+        assert all(message.hint for message in messages)
+        return {str(message.id): str(message.hint) for message in messages}
+
+    return deployed
+
+
+def test_only_a_deployment_check_uses_the_network(settings, found):
+    assert found() == {}
+    with pytest.raises(SystemCheckError, match=r"redislock\.E005.*cannot be reached"):
+        call_command("check", "--tag", "redislock", "--deploy")
+
+
+def test_server_that_forgets_at_a_restart(deployed, redis_url, client):
+    assert "appendonly" in deployed(redis_url)["redislock.I001"]
+    client.config_set("appendonly", "yes")
+    try:
+        assert not {"redislock.I001", "redislock.E005", "redislock.W004"} & deployed(redis_url).keys()
+    finally:
+        client.config_set("appendonly", "no")
+
+
+def test_server_that_evicts(deployed, redis_url, client):
+    client.config_set("maxmemory", "500mb")
+    client.config_set("maxmemory-policy", "volatile-lru")
+    try:
+        assert "noeviction" in deployed(redis_url)["redislock.W004"]
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", "0")

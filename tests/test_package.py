@@ -23,7 +23,10 @@ ROOT = PACKAGE.parent
 MODULES = ["django_redislock", *(m.name for m in pkgutil.walk_packages([str(PACKAGE)], "django_redislock."))]
 CORE = [name for name in MODULES if name.startswith("django_redislock.core")]
 # Django, Celery or the user imports these by name; nothing of the package does.
-LEAVES = [f"django_redislock.{name}" for name in ("admin", "cache", "celery", "management", "tasks", "testing")]
+LEAVES = [
+    f"django_redislock.{name}"
+    for name in ("admin", "cache", "celery", "management", "metrics", "tasks", "testing", "tracing", "watch")
+]
 
 # Imports each module named in a process of its own, forked after the setup, and prints what is loaded then.
 PROBE = """

@@ -13,6 +13,7 @@ listeners: list[Listener] = []
 
 LEVELS = {
     "acquired": logging.DEBUG,
+    "waited": logging.DEBUG,
     "released": logging.DEBUG,
     "conflict": logging.INFO,
     "not_renewed": logging.WARNING,

@@ -162,6 +162,7 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
     until = math.inf if claim.timeout is None else time.monotonic() + claim.timeout
     waiter: Any = None
     ticket = b""
+    began = 0.0
     try:
         if waiting and claim.timeout != 0:
             waiter = yield Join(lease.keys.lock, id)
@@ -172,13 +173,16 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
             sent, reply = yield from attempt(lease.name, claim.call(channel, join, ticket), until, lease.retry_for)
             if isinstance(reply, int):
                 lease.begin(reply, sent)
+                _tell_wait(lease, began, acquired=True)
                 return True
             if last:
+                _tell_wait(lease, began, acquired=False)
                 return False
             if waiter is None:
                 _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until, lease.retry_for)
                 continue
             left_ms, ticket = reply
+            began = began or time.monotonic()
             yield sleep(waiter, until, left_ms)
     except (LockBackendError, GeneratorExit):
         raise
@@ -190,6 +194,16 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
     finally:
         if waiter is not None:
             yield Leave(waiter)
+
+
+def _tell_wait(lease: Lease, began: float, acquired: bool) -> None:
+    """Tell how long was waited, if there was a wait at all."""
+    if began:
+        seconds = time.monotonic() - began
+        message = "Lock %r was waited for %.3f s (acquired: %s)."
+        events.emit(
+            "waited", message, lease.name, seconds, acquired, name=lease.name, seconds=seconds, acquired=acquired
+        )
 
 
 def sleep(waiter: Any, until: float, left_ms: int) -> Await:

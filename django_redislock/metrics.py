@@ -1,0 +1,131 @@
+"""Prometheus metrics of the locks of this process, made from their events; the extra `metrics`.
+
+``metrics.install()``, once per process and best in an AppConfig's ``ready()``, puts them into the default registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from django.conf import settings
+from django.core.cache import caches
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from . import conf
+from .core import events, protocol
+from .core.server import server_of
+from .exceptions import LockBackendError
+from .heldlocks import clients
+
+BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
+
+
+class _Held(Collector):
+    """Asks each connection at the time of the scrape, with one command; one that does not answer is left out."""
+
+    def describe(self) -> list[Metric]:
+        return [self._family()]
+
+    def collect(self) -> Iterator[Metric]:
+        family = self._family()
+        for connection, client in clients()[0].items():
+            try:
+                names = server_of(client).run(protocol.names(conf.get().key_prefix, until=0))
+            except LockBackendError:
+                continue
+            family.add_metric([connection], len(names))
+        yield family
+
+    def _family(self) -> GaugeMetricFamily:
+        return GaugeMetricFamily("redislock_held_locks", "Locks held now, by whatever process.", labels=["connection"])
+
+
+class _Values(Collector):
+    """What became of the calls of this package's caches in this process, which count by themselves."""
+
+    def describe(self) -> list[Metric]:
+        return list(self._families().values())
+
+    def collect(self) -> Iterator[Metric]:
+        families = self._families()
+        for alias in settings.CACHES:
+            stats = getattr(caches[alias], "stats", None)
+            if stats is not None:
+                tally = stats()
+                families["computed"].add_metric([alias], tally.computed)
+                families["avoided"].add_metric([alias], max(0, tally.waited - tally.taken_over) + tally.stale_served)
+        yield from families.values()
+
+    def _families(self) -> dict[str, CounterMetricFamily]:
+        words = {
+            "computed": "Values that this process computed.",
+            "avoided": "Computations that this process avoided, for another one computed the value.",
+        }
+        return {
+            name: CounterMetricFamily(f"redislock_cache_{name}", text, labels=["cache"]) for name, text in words.items()
+        }
+
+
+class Metrics:
+    """The metrics of one registry. `group` gives each lock name the value of the label ``group``; without it there is none.
+
+    A name must not be a label by itself: each new one would be a series for ever.
+    """
+
+    def __init__(self, registry: CollectorRegistry, group: Callable[[str], str] | None = None) -> None:
+        self._group = group
+        labels = [] if group is None else ["group"]
+
+        def counter(name: str, words: str, *more: str) -> Counter:
+            return Counter(f"redislock_{name}", words, [*labels, *more], registry=registry)
+
+        self._counters = {
+            "acquired": counter("acquired", "Locks acquired by this process."),
+            "released": counter("released", "Locks released by this process."),
+            "lost": counter("lost", "Locks lost while this process held them."),
+            "force_released": counter("force_released", "Locks that this process took from their holders."),
+            "conflict": counter("conflicts", "Duplicates of tasks found by this process.", "task", "on_conflict"),
+            "backend_error": counter("backend_errors", "Calls that Redis did not answer."),
+        }
+        self._waited = Histogram(
+            "redislock_wait_seconds",
+            "How long this process waited for locks that were not free at once.",
+            [*labels, "outcome"],
+            buckets=BUCKETS,
+            registry=registry,
+        )
+        registry.register(_Held())
+        registry.register(_Values())
+
+    def listen(self, event: str, data: dict[str, Any]) -> None:
+        """Count an event; never raises."""
+        try:
+            self._count(event, data)
+        except Exception:  # of `group`, most likely: a lock must not suffer from it
+            events.log.exception("The metrics of lock %r failed.", data.get("name"))
+
+    def _count(self, event: str, data: dict[str, Any]) -> None:
+        labels = {} if self._group is None else {"group": self._group(data["name"])}
+        if event == "waited":
+            labels["outcome"] = "acquired" if data["acquired"] else "timeout"
+            self._waited.labels(**labels).observe(data["seconds"])
+        elif event in self._counters:
+            if event == "conflict":
+                policy = data["on_conflict"]
+                labels |= {"task": data["task"], "on_conflict": policy if isinstance(policy, str) else "callable"}
+            counter = self._counters[event]
+            (counter.labels(**labels) if labels else counter).inc()
+
+
+def install(registry: CollectorRegistry = REGISTRY, *, group: Callable[[str], str] | None = None) -> Callable[[], None]:
+    """Register the metrics and count from now on; return a function that ends the counting.
+
+    `group` gives each lock's name the value of a label ``group``: let it return few different ones, such as what is before the
+    first colon. Raises ValueError when the registry has the metrics already.
+    """
+    listen = Metrics(registry, group).listen
+    events.listeners.append(listen)
+    return lambda: events.listeners.remove(listen)
