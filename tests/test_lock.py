@@ -25,7 +25,7 @@ from django_redislock import (
 )
 from django_redislock.core import Lock, RLock, held_locks, reset_all
 from django_redislock.core.keys import lock_keys
-from tests.support import counting, monitoring, wait_until
+from tests.support import RedisServer, counting, monitoring, wait_until
 
 
 def in_thread(function, *args):
@@ -344,6 +344,32 @@ def test_a_lost_index_is_mended_by_the_renewal(client):
         client.delete(lock_keys("redislock", "a").held)
         assert not list(held_locks(client))
         wait_until(lambda: [info.name for info in held_locks(client)] == ["a"])
+
+
+def test_what_is_held_is_found_among_a_million_foreign_keys_without_looking_at_them():
+    """It costs as many commands as beside none: so many for the locks, and no scan."""
+    with RedisServer(enable_debug_command="yes") as server, server.client() as client:
+        costs = []
+        for keys in (0, 0, 1_000_000):  # the first makes the scripts known
+            if keys:
+                client.execute_command("DEBUG", "POPULATE", keys, "cache")
+                assert client.dbsize() >= keys
+            for i in range(20):
+                Lock(client, f"lock {i}", expire=60, auto_renewal=False).acquire()
+            with counting(client) as listed:
+                assert len(list(held_locks(client))) == 20
+            with counting(client) as freed:
+                assert reset_all(client) == 20
+            costs.append((listed, freed))
+            assert not {"keys", "scan", "flushdb", "flushall"} & (listed.keys() | freed.keys())
+        assert costs[1] == costs[2]
+        assert client.dbsize() >= 1_000_000
+
+
+def test_a_cluster_client_is_refused_with_a_way_out():
+    cluster = redis.RedisCluster.__new__(redis.RedisCluster)  # which would connect at once
+    with pytest.raises(TypeError, match=r"give one of a single server.*Cluster is not supported"):
+        Lock(cluster, "a")
 
 
 def test_an_expired_lock_is_not_listed(client):

@@ -252,7 +252,10 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
     except (KeyError, TypeError):
         pass
     if not isinstance(client, (Redis, AsyncRedis)) or pool is None:
-        raise TypeError(f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}")
+        raise TypeError(
+            f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a single "
+            "server, or of a Sentinel's primary (a Redis Cluster is not supported)"
+        )
     with _opening:
         server = Server(client)
         kept = _by_settings.setdefault(_identity(server), server)
