@@ -16,7 +16,7 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from django_redislock import LockBackendError, LockLost, TaskAlreadyRunning
 from django_redislock.celery import SingleInstanceTask, single_instance
-from django_redislock.celery.task import KEY_HEADER
+from django_redislock.celery.base import KEY_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.signals import lock_conflict
 from tests.support import counting, free_port, wait_until

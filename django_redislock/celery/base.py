@@ -1,0 +1,242 @@
+"""What a single-instance task is before it runs: its key, its locks, and how it is published."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from celery import Task, signals
+from celery.app.task import Context
+from celery.result import AsyncResult
+from celery.utils import uuid
+
+from .. import conf
+from ..connections import get_client
+from ..core import LockInfo, events
+from ..core.handover import Delivery, ExecutionLock, waiting_id
+from ..core.server import UNLOCKED
+from ..exceptions import LockBackendError, TaskAlreadyRunning
+from . import options as options_of
+from .execution import release
+from .key import lock_name, make, signature_of
+from .options import Options
+from .publish import DuplicateResult, life, shown
+
+KEY_HEADER = "single_instance_key"
+"""Carries the key of a message, so that producers and workers of different versions agree."""
+MESSAGE_HEADER = "single_instance_message"
+"""Tells one message from another of the same task id, where a message may come twice."""
+AGAIN_HEADER = "single_instance_again"
+"""Says that a message may be a copy of one that is being worked off."""
+DIRECT = "direct call"
+"""Stands for the id in the label of a call that has none."""
+MOMENT = 1.0
+"""Seconds given to a holder that is about to end: one that has published its own retry, or a lock that changes hands."""
+
+if TYPE_CHECKING:
+    _Task = Task[Any, Any]
+else:
+    _Task = object
+
+
+class LockedTask(_Task):
+    """A task that has locks; `SingleInstanceMixin` runs it under them."""
+
+    _given_options: Mapping[str, Any] = {}
+
+    def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
+        """Return who runs the task with these arguments now, or waits to run it, or None.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
+        found = (lock.owner() for lock in self._locks(args, kwargs))
+        return next((info for info in found if info is not None), None)
+
+    def unlock(self, *args: Any, **kwargs: Any) -> bool:
+        """Take the lock of these arguments from whoever holds it, and tell whether it was held.
+
+        The former holder is not stopped: it is told of the loss within a third of the lock's life. A message that waits in its
+        queue is not withdrawn either. Raises LockBackendError when Redis cannot answer.
+        """
+        freed = [lock.reset() for lock in self._locks(args, kwargs)]
+        return any(freed)
+
+    # Publishing
+
+    def apply_async(
+        self, args: Any = None, kwargs: Any = None, task_id: str | None = None, *others: Any, **options: Any
+    ) -> AsyncResult[Any]:
+        """Publish the task with its key in a header, and where the scope begins here, with its lock; see Celery for the arguments.
+
+        Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says.
+        """
+        try:
+            bound = self._signature.bind(*(args or ()), **(kwargs or {}))
+        except TypeError:
+            # Celery's own check tells, or without that the worker does
+            return super().apply_async(args, kwargs, task_id, *others, **options)
+        key = self._key(bound)
+        headers = {**(options.get("headers") or {}), KEY_HEADER: key}
+        if self.acks_late:
+            headers[MESSAGE_HEADER] = secrets.token_hex(8)
+        options["headers"] = headers
+        ours = self._options
+        if ours.scope == "run" or not conf.get().enabled or self.app.conf.task_always_eager:
+            return super().apply_async(args, kwargs, task_id, *others, **options)
+        known, task_id = task_id is not None, task_id or uuid()
+        lock = self._waiting_lock(key, task_id, ours, options, shown(bound))
+        if not known:
+            duplicate = self._claim(lock, ours)
+            if duplicate is not None:
+                return duplicate
+        else:  # somebody waits for what comes of that id: a canvas, or who wants the result of a retry
+            with self._ready_without(lock, ours):
+                lock.acquire(blocking=False)
+        try:
+            return super().apply_async(args, kwargs, task_id, *others, **options)
+        except BaseException:
+            release(lock)
+            raise
+
+    def _claim(self, lock: ExecutionLock, options: Options) -> DuplicateResult | None:
+        """Take the lock for a message, or return the result of who holds it."""
+        holder = None
+        with self._ready_without(lock, options):
+            if lock.acquire(blocking=False):
+                return None
+            holder = lock.owner()
+            if holder is None and not lock.acquire(timeout=MOMENT):
+                holder = lock.owner()
+        if holder is None:
+            return None  # it changes hands too fast; that one waits or runs is made sure of at the start
+        error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
+        events.emit(
+            "conflict",
+            "%s is not published, for the lock has been held for %.1f s by %s (on_duplicate: %s).",
+            self.name,
+            holder.age,
+            holder.holder,
+            options.on_duplicate,
+            name=lock.name,
+            holder=holder,
+            task=self.name,
+            task_id=None,
+            on_conflict=options.on_duplicate,
+        )
+        task_id = holder.label.removeprefix(f"{self.name}[").removesuffix("]")
+        if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
+            raise error
+        return DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+
+    @contextmanager
+    def _ready_without(self, lock: ExecutionLock, options: Options) -> Iterator[None]:
+        """Let a message go out without its lock when Redis does not answer, if that is wanted."""
+        try:
+            yield
+        except LockBackendError:
+            if options.on_backend_error != "run":
+                raise
+            events.log.warning("%s is published without its lock, for Redis does not answer.", lock.label)
+
+    def _waiting_lock(
+        self, key: str, task_id: str, ours: Options, options: Mapping[str, Any], arguments: str = ""
+    ) -> ExecutionLock:
+        """Return the lock that a message of this id holds while it waits."""
+        expires = options.get("expires", self.expires)
+        return self._lock(
+            lock_name(self.name, key, "celery" if ours.scope == "job" else "celery-queue"),
+            ours,
+            f"{self.name}[{task_id}]",
+            id=waiting_id(task_id),
+            expire=life(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
+            auto_renewal=False,
+            details={"arguments": arguments},
+        )
+
+    # The locks
+
+    @property
+    def _options(self) -> Options:
+        return options_of.complete(self._given_options)
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return signature_of(self.run)
+
+    def _name(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
+        return lock_name(self.name, self._key_of(args, kwargs, request))
+
+    def _key_of(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
+        headers = {} if request is None else request.headers or {}
+        key = headers.get(KEY_HEADER)
+        return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs))
+
+    def _key(self, bound: inspect.BoundArguments) -> str:
+        return make(self._given_options.get("key"), bound)
+
+    def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
+        """Return every lock of these arguments that the scope knows; the one of what runs first."""
+        options, key = self._options, self._key_of(args, kwargs)
+        if options.scope != "queued":
+            yield self._lock(lock_name(self.name, key), options)
+        if options.scope in ("queued", "queued+run"):
+            yield self._lock(lock_name(self.name, key, "celery-queue"), options)
+
+    def _running_lock(
+        self, name: str, options: Options, request: Context | None, args: Any, kwargs: Any
+    ) -> ExecutionLock:
+        if request is None:
+            return self._lock(name, options, f"{self.name}[{DIRECT}]")
+        details = {"worker": request.hostname or ""}
+        with suppress(TypeError):  # wrong arguments; the body tells
+            details["arguments"] = shown(self._signature.bind(*args, **kwargs))
+        label, delivery = f"{self.name}[{request.id}]", self._delivery(request)
+        return self._lock(name, options, label, delivery=delivery, details=details)
+
+    def _delivery(self, request: Context) -> Delivery:
+        headers, id, mark = request.headers or {}, waiting_id(request.id or ""), ""
+        again = bool((request.delivery_info or {}).get("redelivered") or headers.get(AGAIN_HEADER))
+        if self.acks_late and not request.is_eager:
+            mark = f"{id}:{request.retries}:{headers.get(MESSAGE_HEADER, '')}"
+        return Delivery(id, mark, again and bool(mark))
+
+    def _lock(self, name: str, options: Options, label: str = "", **more: Any) -> ExecutionLock:
+        settings = conf.get()
+        return ExecutionLock(
+            get_client() if settings.enabled else UNLOCKED,
+            name,
+            label=label,
+            kind="celery",
+            prefix=settings.key_prefix,
+            **{
+                "expire": options.expire,
+                "auto_renewal": options.auto_renewal,
+                "max_hold": options.max_hold,
+                **more,
+            },
+        )
+
+
+def leave_queue(queued: ExecutionLock | None) -> None:
+    """Release what the message held while it waited, if it did."""
+    if queued is None:
+        return
+    try:
+        queued.free()
+    except LockBackendError as error:
+        events.log.warning("%s could not release its place in the queue: %s", queued.label, error)
+
+
+@signals.task_revoked.connect
+def _forget(sender: Any = None, request: Any = None, **kwargs: Any) -> None:
+    """Free the lock of a message that was revoked, or expired, before its start."""
+    if not isinstance(sender, LockedTask) or request is None or not conf.get().enabled:
+        return
+    options, key = sender._options, (request.headers or {}).get(KEY_HEADER)
+    if options.scope == "run" or not isinstance(key, str):  # without a key, nobody took a lock for it
+        return
+    leave_queue(sender._waiting_lock(key, request.id, options, {}))
