@@ -38,7 +38,6 @@ class HeldLockAdmin(ModelAdmin):
     list_display = ["lock", "held_for", "holder", "expires_in", "waiting", "kind", "fence_number", "connection"]
     list_filter = [ConnectionFilter, KindFilter, StateFilter, AgeFilter, HostFilter]
     search_fields = ["name"]
-    search_help_text = _("Part of the name")
     ordering = ["-age"]
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
@@ -46,6 +45,7 @@ class HeldLockAdmin(ModelAdmin):
 
     class Media:
         css = {"all": ["django_redislock/admin.css"]}
+        js = ["django_redislock/refresh.js"]
 
     # Who may do what
 

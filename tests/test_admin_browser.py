@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from axe_playwright_python.sync_playwright import Axe
 from django.contrib.admin.models import LogEntry
 from django.http import HttpRequest, HttpResponse
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 from tests.admin_pages import LIST, browser, held, hold, next_millisecond, superuser, user
 from tests.support import find_program
@@ -166,6 +168,116 @@ def test_a_viewer_is_offered_nothing_to_release(visit: Callable[..., Page], clie
     page.get_by_role("link", name="stuck").click()
     page.get_by_text("View held lock").wait_for()
     assert page.get_by_role("button", name="Force-release…").count() == 0
+
+
+LOUD = ("serious", "critical")
+
+
+def test_accessible(visit: Callable[..., Page], client: redis.Redis) -> None:
+    """axe-core finds nothing serious in any page, in both schemes, wide and narrow."""
+    late = hold(client, "late", label="payments.export", auto_renewal=True)
+    client.pexpire(late._keys.lock, 100_000)
+    hold(client, "fixed", kind="celery", label="reports.tasks.rebuild[0b6c8f0e-3b60]")
+    root, axe = superuser(), Axe()
+    for look in LOOKS:
+        page = visit(root, **look)
+
+        def check(view: str, page: Page = page, look: dict[str, Any] = look) -> None:
+            page.evaluate("document.fonts.ready")
+            found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
+            loud = {each["id"]: [node["html"] for node in each["nodes"]] for each in found if each["impact"] in LOUD}
+            assert loud == {}, f"{view} {look}"
+
+        check("list")
+        page.get_by_role("link", name="late", exact=True).click()
+        page.get_by_text("View held lock").wait_for()
+        check("detail")
+        page.get_by_role("button", name="Force-release…").click()
+        page.get_by_role("button", name="Yes, force-release").wait_for()
+        check("confirmation")
+    late.release()
+
+
+def test_keyboard(visit: Callable[..., Page], client: redis.Redis) -> None:
+    """From the list over the question to the release without a mouse."""
+    hold(client, "stuck")
+    page = visit(superuser())
+    reached = []
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("(e => e.name || e.id || e.type || e.textContent.trim())(document.activeElement)"))
+    assert {"q", "action-toggle", "_selected_action", "stuck", "action", "index", "checkbox"} <= set(reached)
+    assert {"renewing", "Celery", "Held for"} <= set(reached)
+    page.get_by_role("checkbox", name="Select this lock: stuck").focus()
+    page.keyboard.press("Space")
+    page.locator("select[name=action]").focus()
+    page.keyboard.type("Force")
+    page.locator("button[name=index]").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Yes, force-release").focus()
+    page.keyboard.press("Enter")
+    page.locator(".messagelist .success").wait_for()
+    assert not held(client, "stuck")
+
+
+def test_refresh(visit: Callable[..., Page], client: redis.Redis) -> None:
+    """Off at first, then every five seconds; not while a box is ticked or something in the list has the focus."""
+    hold(client, "first")
+    page = visit(superuser())
+    page.clock.install(time=0)
+    page.goto(LIST)
+    page.clock.pause_at(3600)
+    switch = page.get_by_role("checkbox", name="Refresh every 5 seconds")
+    expect(switch).not_to_be_checked()
+    page.evaluate("window.seen = true")
+    seconds(page, 60)
+    assert unchanged(page)
+
+    switch.check()
+    next_millisecond(client)
+    hold(client, "second")
+    seconds(page, 4)
+    assert unchanged(page)
+    reloading(page, 1)
+    expect_names(page, ["first", "second"])
+    expect(switch).to_be_checked()
+    expect(switch).to_be_focused()
+
+    box = page.get_by_role("checkbox", name="Select this lock: first")
+    box.check()
+    page.evaluate("window.seen = true")
+    next_millisecond(client)
+    hold(client, "third")
+    seconds(page, 60)
+    assert unchanged(page)
+    expect(box).to_be_checked()
+    box.uncheck()
+    page.get_by_role("textbox", name="Search").fill("half a wor")
+    seconds(page, 60)
+    assert unchanged(page)
+    page.get_by_role("textbox", name="Search").blur()
+    reloading(page, 1)
+    expect_names(page, ["first", "second", "third"])
+
+    switch.uncheck()
+    page.goto(LIST)
+    expect(switch).not_to_be_checked()
+
+
+def seconds(page: Page, number: int) -> None:
+    """Let time pass in the page."""
+    page.clock.run_for(number * 1000)
+
+
+def reloading(page: Page, number: int) -> None:
+    """Let time pass that ends this page and begins another."""
+    with page.expect_navigation(), suppress(Error):  # the old page may be gone before it can answer
+        seconds(page, number)
+
+
+def unchanged(page: Page) -> bool:
+    """Return whether this is still the page in which `seen` was set."""
+    return page.evaluate("window.seen === true")
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_wheel_holds_what_the_admin_shows(wheel):
         for name in wheel.namelist()
         if name.startswith(("django_redislock/templates", "django_redislock/static"))
     }
-    assert {".html", ".css"} <= suffixes
+    assert {".html", ".css", ".js"} <= suffixes
 
 
 def test_metadata(metadata):
