@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.auth import get_permission_codename
@@ -118,8 +117,11 @@ class HeldLockAdmin(ModelAdmin):
     def action_checkbox(self, obj: HeldLock) -> SafeString:
         """Return the box to tick; it remembers which acquisition was shown beside it."""
         label = gettext("Select this lock: %s") % obj
-        box = forms.CheckboxInput({"class": "action-select", "aria-label": label}, lambda value: False)
-        return box.render(ACTION_CHECKBOX_NAME, ticked(obj))
+        # Django's widget would render a template for each row: a fifth of the page's time.
+        return format_html(
+            '<input type="checkbox" name="{}" value="{}" class="action-select" aria-label="{}">',
+            *(ACTION_CHECKBOX_NAME, ticked(obj), label),
+        )
 
     @admin.display(description=_("name"), ordering="name")
     def lock(self, obj: HeldLock) -> str:

@@ -101,7 +101,7 @@ class Wire:
         if sock is None:
             raise ConnectionError("The connection is closed.")
         try:
-            data = sock.recv(min(max(missing, 4096), 1 << 20))
+            data = sock.recv(min(max(missing, 4096, len(self._unread)), 1 << 20))
         except OSError as error:
             raise _told(error) from error
         if not data:
