@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
@@ -10,13 +11,14 @@ from django.contrib.auth import get_permission_codename
 from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
+from django.urls import path
 from django.utils.formats import date_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.timezone import localtime
 from django.utils.translation import gettext, gettext_lazy as _, ngettext
 
-from . import conf, heldlocks
+from . import conf, contention_page, heldlocks
 from .connections import connection_names
 from .exceptions import LockBackendError
 from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter
@@ -45,6 +47,10 @@ class HeldLockAdmin(ModelAdmin):
     class Media:
         css = {"all": ["django_redislock/admin.css"]}
         js = ["django_redislock/refresh.js"]
+
+    def get_urls(self) -> Any:
+        view = self.admin_site.admin_view(partial(contention_page.page, self))
+        return [path("contention/", view, name="django_redislock_heldlock_contention"), *super().get_urls()]
 
     # Who may do what
 

@@ -11,6 +11,9 @@ local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
 local RECEIPT_LIFE_MS = 30000 -- outlives every retry of one release
 local FENCE_LIFE_MS = 86400000 -- the clock may step back by less than this and fences still grow
 local INDEX_LIFE_MS = 30 * 86400000
+local WAITS_WINDOW_US = 600 * 1000000  -- waits are counted by ten minutes
+local WAITS_LIFE_MS = 80 * 60000       -- and kept for the last hour
+local WAITS_NAMES = 16                 -- for so many names of a bucket
 
 local function now_us()
   local time = redis.call('TIME')

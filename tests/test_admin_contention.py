@@ -1,0 +1,94 @@
+"""The admin's page of the waits of the last hour."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import redis
+from django.test import Client
+from django.utils import translation
+
+from django_redislock.contention_page import HEIGHT, WIDTH, bars
+from django_redislock.core.contention import Waits
+from tests.admin_pages import LIST, browser, messages, superuser, user
+from tests.support import counting
+from tests.test_metrics import wait_in_a_thread
+
+pytestmark = pytest.mark.django_db
+PAGE = LIST + "contention/"
+
+
+@pytest.fixture(autouse=True)
+def _url(settings: Any, redis_url: str) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": redis_url}
+
+
+def get(web: Client) -> str:
+    response = web.get(PAGE)
+    assert response.status_code == 200
+    return response.content.decode()
+
+
+def plot(html: str) -> ElementTree.Element:
+    found = re.search(r'<svg class="redislock-plot".*?</svg>', html, re.DOTALL)
+    assert found is not None
+    return ElementTree.fromstring(found[0])
+
+
+def test_nobody_waited() -> None:
+    html = get(browser(superuser()))
+    assert "Nobody waited for a lock." in html
+    assert plot(html).findall("rect") == []
+
+
+def test_names_and_plot(client: redis.Redis) -> None:
+    wait_in_a_thread(client, "<b>invoice</b>")
+    html = get(browser(superuser()))
+    assert "&lt;b&gt;invoice&lt;/b&gt;" in html
+    assert "<b>invoice" not in html
+    assert "1 wait," in html
+    [bar] = plot(html).findall("rect")
+    assert bar.find("title") is not None
+    assert 0 < float(bar.attrib["height"]) <= HEIGHT
+
+
+def test_nothing_inline_that_a_strict_policy_forbids(client: redis.Redis) -> None:
+    wait_in_a_thread(client, "a")
+    html = get(browser(superuser()))
+    assert re.findall(r"<style|\sstyle=|\son\w+=|javascript:", html) == []
+    assert all("src=" in tag or "application/json" in tag for tag in re.findall(r"<script[^>]*>", html))
+
+
+def test_one_command(client: redis.Redis) -> None:
+    web = browser(superuser())
+    get(web)
+    with counting(client) as counts:
+        get(web)
+    assert counts["evalsha"] == 1
+
+
+def test_who_may_see_it() -> None:
+    assert browser(user("viewer", "view_heldlock")).get(PAGE).status_code == 200
+    assert browser(user("nobody")).get(PAGE).status_code == 403
+    assert Client().get(PAGE).status_code == 302
+
+
+def test_a_connection_that_is_down(settings: Any) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
+    response = browser(superuser()).get(PAGE)
+    assert response.status_code == 200
+    assert any("“url” failed" in message for message in messages(response))
+
+
+@pytest.mark.parametrize("language", ["en", "de"])
+def test_bars_fit_and_are_written_with_points(language: str) -> None:
+    minutes = [Waits(seconds=number / 7, waits=number % 3) for number in range(60)]
+    with translation.override(language):
+        drawn = bars(minutes)
+    assert len(drawn) == sum(minute.waits > 0 for minute in minutes)
+    for bar in drawn:
+        assert 0 <= float(bar.x) <= WIDTH - float(bar.width)
+        assert float(bar.y) + float(bar.height) == pytest.approx(HEIGHT, abs=0.11)
