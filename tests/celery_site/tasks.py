@@ -37,6 +37,10 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                     # Not at once: Celery stores RETRY after it has published the retry, at times over its result.
                     raise task.retry(countdown=0.3, max_retries=2)
                 return task.request.retries
+            case "retry late":
+                if task.request.retries < 1:
+                    raise task.retry(countdown=4, max_retries=2)
+                return task.request.retries
             case "ignore":
                 raise Ignore
             case "reject":
@@ -213,7 +217,7 @@ def mortal_job(self: Any, name: str, how: str = "return") -> Any:
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, keep_for=1.5)
+@single_instance(key="{name}", expire=60, keep_for=60)
 def throttled(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
