@@ -117,6 +117,8 @@ def check_ignored_exceptions(**kwargs: object) -> list[CheckMessage]:
 def check_celery_tasks(**kwargs: object) -> list[CheckMessage]:
     if "celery" not in sys.modules:
         return []  # then there are no tasks, and importing Celery would only cost time
+    if _read()[1]:
+        return []  # what is wrong there is told already, and tasks take their options from there
     try:
         from .celery.mark import check_tasks
     except ImportError:  # an older Celery, with which single-instance tasks cannot be used
