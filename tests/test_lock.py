@@ -366,6 +366,14 @@ def test_what_is_held_is_found_among_a_million_foreign_keys_without_looking_at_t
         assert client.dbsize() >= 1_000_000
 
 
+def test_an_id_that_holds_nothing_has_lost_nothing(client, caplog):
+    stranger = Lock(client, "a", id="nobody", on_lost=lambda lock: pytest.fail("nothing was lost"))
+    for operation in (stranger.release, stranger.extend):
+        with pytest.raises(NotAcquired):
+            operation()
+    assert "lost" not in caplog.text
+
+
 def test_a_cluster_client_is_refused_with_a_way_out():
     cluster = redis.RedisCluster.__new__(redis.RedisCluster)  # which would connect at once
     with pytest.raises(TypeError, match=r"give one of a single server.*Cluster is not supported"):

@@ -105,8 +105,8 @@ class Lease:
         return self._loss
 
     def lose(self, reason: str) -> None:
-        """Note that the lock was lost, and report it once."""
-        if self.note_loss(reason):
+        """Note that the lock was lost, and report it once, if it was acquired here at all."""
+        if self.note_loss(reason) and self.fence:
             self.report_loss()
 
     def note_loss(self, reason: str) -> bool:
