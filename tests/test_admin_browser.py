@@ -195,6 +195,10 @@ def test_accessible(visit: Callable[..., Page], client: redis.Redis) -> None:
         page.get_by_role("button", name="Force-release…").click()
         page.get_by_role("button", name="Yes, force-release").wait_for()
         check("confirmation")
+        answer = page.goto(f"{LIST}contention/")
+        assert answer is not None
+        assert answer.ok
+        check("contention")
     late.release()
 
 
