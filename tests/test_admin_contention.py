@@ -44,6 +44,10 @@ def test_nobody_waited() -> None:
     assert plot(html).findall("rect") == []
 
 
+def test_the_list_leads_here() -> None:
+    assert f'<a href="{PAGE}">' in browser(superuser()).get(LIST).content.decode()
+
+
 def test_names_and_plot(client: redis.Redis) -> None:
     wait_in_a_thread(client, "<b>invoice</b>")
     html = get(browser(superuser()))
