@@ -2,6 +2,7 @@
 -- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw one)
 -- Returns the fence when acquired, else {ms until another try makes sense (negative: unknown), ticket}.
+
 -- Add a wait that ended to the counts of its ten minutes. They take up bounded space: of each of the 64 buckets, the names that
 -- were waited for longest are kept. A failure is of no account.
 local function count_wait(name, began, now, gave_up)
