@@ -299,6 +299,35 @@ def test_a_freeze_shorter_than_the_life_loses_nothing(own_server):
             lock.raise_if_lost()
 
 
+def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(own_server):
+    told = []
+    with own_server.client() as client, own_server.client() as other:
+        lock = Lock(client, "a", expire=2, on_lost=told.append)
+        with lock:
+            other.client_pause(1200, all=True)
+            lived = time.monotonic() + 3
+            wait_until(lambda: time.monotonic() > lived)
+            assert lock.owned()
+            lock.raise_if_lost()
+        assert not told
+
+
+def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fence(own_server, redis_url, client):
+    told = []
+    with Proxy(own_server.url) as proxy, client_of(proxy.url) as before, client_of(proxy.url) as after:
+        stale = Lock(before, "a", expire=1.5, on_lost=told.append)
+        stale.acquire()
+        proxy.lead_to(redis_url)
+        successor = Lock(after, "a", expire=60)
+        assert successor.acquire(timeout=5)
+        assert successor.fence > stale.fence
+        wait_until(lambda: told)
+        with pytest.raises(LockLost):
+            stale.release()
+        assert successor.owned()
+        successor.release()
+
+
 @pytest.mark.parametrize("fault", ["freeze", "black hole"])
 def test_silence_longer_than_the_life_is_told_at_the_deadline(own_server, fault):
     told = []

@@ -118,8 +118,9 @@ def test_a_key_of_another_type_is_named(client, direct):
     direct.rpush(KEYS.lock, "mine")
     lock = Lock(client, "a")
     for operation in (lambda: lock.acquire(timeout=0), lock.reset):
-        with pytest.raises(LockBackendError, match="WRONGTYPE"):
+        with pytest.raises(LockBackendError, match="WRONGTYPE") as caught:
             operation()
+        assert KEYS.lock.decode() in str(caught.value)
     assert direct.lrange(KEYS.lock, 0, -1) == [b"mine"]
 
 

@@ -115,13 +115,15 @@ def attempt(
             pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0  # noqa: S311
             broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
             if not broken or (tries and time.monotonic() + pause >= give_up):
-                raise _backend_error(name, error) from error
+                raise _backend_error(name, error, effect) from error
         tries += 1
         yield Pause(pause)
 
 
-def _backend_error(name: str, error: RedisError) -> LockBackendError:
+def _backend_error(name: str, error: RedisError, effect: Call | Commands | Join) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
+    if isinstance(effect, Call) and "WRONGTYPE" in cause:  # something else wrote one of them
+        cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
     events.emit("backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause)
     return LockBackendError(name, cause)
 

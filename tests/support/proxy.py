@@ -91,6 +91,12 @@ class Proxy:
         self._flowing.set()
         self._cut(damaged_only=True)
 
+    def lead_to(self, target_url: str) -> None:
+        """Lead all connections to another server from now on, as a failover does."""
+        target = urlsplit(target_url)
+        self._target = (target.hostname, target.port)
+        self.cut()
+
     def cut(self) -> None:
         """Close every connection; new ones are welcome."""
         self._cut(damaged_only=False)
