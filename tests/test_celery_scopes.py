@@ -29,10 +29,12 @@ def crew(server, tmp_path_factory) -> Iterator[Workers]:
 
 
 @pytest.fixture
-def stage(crew) -> Iterator[Stage]:
+def stage(crew, request) -> Iterator[Stage]:
     stage = Stage(crew.of("prefork"))
     yield stage
-    assert stage.diary.events("overlap") == []
+    # With scope "queued" only what waits is unique: canvases, whose members are always published, may run at the same time.
+    if "[queued]" not in request.node.name:
+        assert stage.diary.events("overlap") == []
 
 
 @pytest.fixture
