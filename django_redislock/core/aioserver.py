@@ -106,9 +106,9 @@ class AsyncServer:
         undo = None if call.undo is None else partial(_undoing, call.undo)
         try:
             try:
-                return await line.ask(_request(call), undo)
+                return await line.ask(call.request, undo)
             except NoScriptError:
-                return await line.ask(_request(call, whole=True), undo)
+                return await line.ask(call.whole, undo)
         except ReadOnlyError as error:
             if not self._server.settings.get("connection_pool"):
                 raise
@@ -127,7 +127,7 @@ class AsyncServer:
         with suppress(RedisError, OSError):
             async with asyncio.timeout(UNDO_WITHIN):
                 line = await self._commands.open()
-            line.tell(_request(call, whole=True))
+            line.tell(call.whole)
 
     async def _connect(self, hear: Callable[[Any], None] | None = None) -> Line:
         if self._loop_watch is None and not self._loop_ends:
@@ -190,14 +190,8 @@ async def _outcome(made: Future[Any], until: float) -> Any:
     return made.result(0) if made.done() else None
 
 
-def _request(call: Call, whole: bool = False) -> bytes:
-    """Return the command that runs the script, by its digest or as a whole."""
-    how = (b"EVAL", call.script.text) if whole else (b"EVALSHA", call.script.sha)
-    return pack(*how, b"%d" % len(call.keys), *call.keys, *call.args)
-
-
 def _undoing(undo: Callable[[], Call]) -> bytes:
-    return _request(undo(), whole=True)
+    return undo().whole
 
 
 class AsyncUnlocked(AsyncServer):

@@ -23,22 +23,39 @@ from . import events, scripts
 from .keys import LockKeys, held_keys, milliseconds
 from .lease import RETRY_FOR, Lease
 from .owner import LockInfo, new_id, parse
+from .wire import pack
 
 MAX_SLEEP = 30.0
 """Seconds after which a waiter looks again in any case; a queue lives four times as long."""
 
 
-class Call(NamedTuple):
+class Call:
     """Run a script; the result is its reply.
 
     When there is no answer, `undo` is sent after it, so that it leaves nothing behind should the server come to it later.
     That is only for what nobody will repeat: else the undo of the first try could arrive after the second one.
     """
 
-    script: scripts.Script
-    keys: tuple[bytes, ...]
-    args: tuple[bytes, ...]
-    undo: Callable[[], Call] | None = None
+    __slots__ = ("args", "keys", "request", "script", "undo")
+
+    def __init__(
+        self,
+        script: scripts.Script,
+        keys: tuple[bytes, ...],
+        args: tuple[bytes, ...],
+        undo: Callable[[], Call] | None = None,
+    ) -> None:
+        self.script = script
+        self.keys = keys
+        self.args = args
+        self.undo = undo
+        self.request = pack(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, *args)
+        """The command that runs the script; packed here, so that who is woken sends what was packed before the sleep."""
+
+    @property
+    def whole(self) -> bytes:
+        """The command for a server that does not know the script."""
+        return pack(b"EVAL", self.script.text, b"%d" % len(self.keys), *self.keys, *self.args)
 
 
 class Commands(NamedTuple):
@@ -168,11 +185,12 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
     try:
         if waiting and claim.timeout != 0:
             waiter = yield Join(lease.keys.lock, id)
+        call = claim.call(waiter.channel if waiter is not None else b"", waiter is not None, ticket)
         while True:
             last = time.monotonic() >= until
-            join = waiter is not None and not last
-            channel = waiter.channel if waiter is not None else b""
-            sent, reply = yield from attempt(lease.name, claim.call(channel, join, ticket), until, lease.retry_for)
+            if last and waiter is not None:
+                call = claim.call(waiter.channel, False, ticket)
+            sent, reply = yield from attempt(lease.name, call, until, lease.retry_for)
             if isinstance(reply, int):
                 lease.begin(reply, sent)
                 _tell_wait(lease, began, acquired=True)
@@ -182,9 +200,11 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
                 return False
             if waiter is None:
                 _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until, lease.retry_for)
+                call = claim.call(waiter.channel, True, ticket)
                 continue
             left_ms, ticket = reply
             began = began or time.monotonic()
+            call = claim.call(waiter.channel, True, ticket)  # now, for whoever is woken is in a hurry
             yield sleep(waiter, until, left_ms)
     except (LockBackendError, GeneratorExit):
         raise

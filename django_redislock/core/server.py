@@ -52,11 +52,11 @@ class Link(Wire):
     def call(self, call: Call) -> Any:
         """Run the script and return its reply; any failure closes the connection, so that no reply is left behind."""
         try:
-            self._ask(b"EVALSHA", call.script.sha, call)
+            self.send(call.request)
             try:
                 return self.receive()
             except NoScriptError:
-                self._ask(b"EVAL", call.script.text, call)
+                self.send(call.whole)
                 return self.receive()
         except ReadOnlyError as error:
             if not hasattr(self.connection, "connection_pool"):
@@ -81,15 +81,11 @@ class Link(Wire):
             self.close()
             raise
 
-    def _ask(self, command: bytes, script: bytes, call: Call) -> None:
-        self.send(pack(command, script, b"%d" % len(call.keys), *call.keys, *call.args))
-
     def _abort(self, call: Call) -> None:
         """Close the connection, and have undone what the call may still do: on the same connection it comes after it."""
         try:
             if call.undo is not None and self.open:
-                undo = call.undo()
-                self._ask(b"EVAL", undo.script.text, undo)
+                self.send(call.undo().whole)
         except (RedisError, OSError):
             pass  # then the server never sees it, or is gone
         finally:

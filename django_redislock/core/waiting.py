@@ -70,8 +70,13 @@ class Waiters(Generic[W]):
         self._by_lock: dict[bytes, WeakValueDictionary[bytes, W]] = {}  # in the order of their coming; by id
         self._by_id: WeakValueDictionary[bytes, W] = WeakValueDictionary()
 
-    def __bool__(self) -> bool:
-        return bool(self._by_id)
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def none_but(self, waiter: W) -> bool:
+        """Whether nobody else waits."""
+        count = len(self._by_id)
+        return count == 0 or (count == 1 and self._by_id.get(waiter.id) is waiter)
 
     def add(self, waiter: W) -> None:
         """Take in who comes to wait."""
@@ -202,7 +207,7 @@ class WaitingRoom:
         """Leave, and see to it that somebody reads on."""
         self._waiters.remove(waiter)
         self._stop_reading(waiter)
-        self._pass_on()
+        self._pass_on(waiter)
 
     def wait(self, waiter: WaitingThread, until: float, look: float) -> bytes | None:
         """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told.
@@ -222,9 +227,10 @@ class WaitingRoom:
                 waiter.stirred.wait(left)
                 waiter.stirred.clear()
         waiter.asleep = False
-        waiter.stirred.clear()
+        if waiter.stirred.is_set():
+            waiter.stirred.clear()
         word = waiter.heed()
-        self._pass_on()
+        self._pass_on(waiter)
         return word
 
     # A signal may interrupt the reader anywhere, so its turn is a name rather than a lock: `leave` takes it back in any case.
@@ -239,9 +245,9 @@ class WaitingRoom:
         if self._reader is waiter:
             self._reader = None
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, waiter: WaitingThread) -> None:
         """Let one of the sleepers read, if nobody does."""
-        if self._reader is not None:
+        if self._reader is not None or self._waiters.none_but(waiter):
             return
         sleeper = self._waiters.find(lambda waiter: waiter.asleep)
         if sleeper is not None:
