@@ -20,7 +20,7 @@ from tests.support import Server, wait_until
 from tests.support.worker import Worker
 
 # A solo worker does one thing at a time, so there are two of them.
-POOLS = {"prefork": (1, 4), "threads": (1, 4), "solo": (2, 1)}
+POOLS = {"prefork": (1, 4), "threads": (1, 4), "solo": (2, 1), "gevent": (1, 4)}
 
 
 class Workers:
