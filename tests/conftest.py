@@ -15,6 +15,7 @@ from tests.support import (
     PostgresServer,
     Proxy,
     PythonProcess,
+    RabbitServer,
     RedisServer,
     Server,
     create_tables,
@@ -91,6 +92,12 @@ def run_python() -> Iterator[Callable[..., PythonProcess]]:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[RabbitServer]:
+    with RabbitServer() as server:
         yield server
 
 

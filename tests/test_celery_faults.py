@@ -12,7 +12,7 @@ from django_redislock import LockBackendError
 from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
-from tests.celery_site.harness import Stage, Workers, ended, workers
+from tests.celery_site.harness import POOLS, Stage, Workers, ended, workers
 from tests.support import BUSY, wait_until
 from tests.support.worker import Worker
 
@@ -126,7 +126,7 @@ def test_main_process_and_children_killed(crew):
     free_within(tasks.mortal, stage, LIFE + 1)
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+@pytest.mark.parametrize("pool", POOLS)
 def test_warm_shutdown_lets_the_task_finish(crew, pool):
     worker = crew.start(pool, name=f"warm-{pool}", concurrency=1).wait_ready()
     stage = Stage([worker], gated=True)
@@ -152,7 +152,7 @@ def test_cold_shutdown(crew):
 # The lock's own faults
 
 
-@pytest.fixture(params=["prefork", "threads", "solo"])
+@pytest.fixture(params=POOLS)
 def pool(request) -> str:
     return request.param
 

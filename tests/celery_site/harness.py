@@ -14,13 +14,13 @@ from celery import states
 from celery.result import AsyncResult, GroupResult
 from kombu import pools
 
-from tests.celery_site.app import app, use
+from tests.celery_site.app import BROKER, app, use
 from tests.celery_site.diary import DIRECTORY, Diary
 from tests.support import Server, wait_until
 from tests.support.worker import Worker
 
 # A solo worker does one thing at a time, so there are two of them.
-POOLS = {"prefork": (1, 4), "threads": (1, 4), "solo": (2, 1)}
+POOLS = {"prefork": (1, 4), "threads": (1, 4), "solo": (2, 1), "gevent": (1, 4)}
 
 
 class Workers:
@@ -60,10 +60,12 @@ class Workers:
 
 
 @contextmanager
-def workers(server: Server, directory: Path) -> Iterator[Workers]:
-    """Set the app up for this server, and give workers that end with the block."""
-    use(server.url)
+def workers(server: Server, directory: Path, broker_url: str | None = None) -> Iterator[Workers]:
+    """Set the app up for this server and this broker, else the same server; give workers that end with the block."""
+    use(server.url, broker_url)
     os.environ[DIRECTORY] = str(directory)
+    if broker_url:
+        os.environ[BROKER] = broker_url
     try:
         with ExitStack() as stack:
             crew = Workers(directory, stack)
@@ -71,6 +73,7 @@ def workers(server: Server, directory: Path) -> Iterator[Workers]:
             crew.dismiss()
     finally:
         del os.environ[DIRECTORY]
+        os.environ.pop(BROKER, None)
         pools.reset()
         app._after_fork()  # it forgets its pools, as in a forked child
         consumer = app.backend.result_consumer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from typing import Any
@@ -49,6 +50,9 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 raise task.replace(plain.si(name).set(queue=task.request.delivery_info["routing_key"]))
             case "exit":
                 raise SystemExit(1)
+            case "brief":
+                time.sleep(random.uniform(0, 0.3))
+                return f"ran {task.request.id}"
             case "sleep":  # until a signal comes
                 time.sleep(60)
             case "once killed":
@@ -213,6 +217,12 @@ def job(self: Any, name: str, how: str = "return") -> Any:
 @shared_task(bind=True)
 @single_instance(key="{name}", expire=2, scope="job")
 def mortal_job(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=2, scope="queued+run", on_conflict="reschedule", reschedule_delay=0.3)
+def mortal_queued(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 

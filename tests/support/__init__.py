@@ -7,6 +7,7 @@ from .databases import Config, PostgresServer, create_tables, drop_connections, 
 from .processes import PythonProcess, say
 from .programs import find_program
 from .proxy import Proxy
+from .rabbitmq import RabbitServer
 from .servers import RedisServer, Server, free_port
 from .waiting import BUSY, wait_until
 
@@ -16,6 +17,7 @@ __all__ = [
     "PostgresServer",
     "Proxy",
     "PythonProcess",
+    "RabbitServer",
     "RedisServer",
     "Server",
     "command_counts",
