@@ -18,7 +18,7 @@ from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost, NotAcquired
 from tests import lock_programs
-from tests.support import BUSY, Proxy, wait_until
+from tests.support import BUSY, Proxy, RedisServer, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -313,12 +313,28 @@ def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(own_server):
         assert not told
 
 
-def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fence(own_server, redis_url, client):
-    told = []
-    with Proxy(own_server.url) as proxy, client_of(proxy.url) as before, client_of(proxy.url) as after:
-        stale = Lock(before, "a", expire=1.5, on_lost=told.append)
+def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fence(own_server):
+    keys, told = lock_keys("redislock", "a"), []
+    with client_of(own_server.url) as client:
+        client.config_set("repl-diskless-sync-delay", 0)
+    with (
+        Proxy(own_server.url) as replication,
+        RedisServer(replicaof=f"127.0.0.1 {replication.port}") as promoted,
+        Proxy(own_server.url) as proxy,
+        promoted.client() as on_promoted,
+        client_of(proxy.url) as before,
+        client_of(proxy.url) as after,
+    ):
+        with Lock(before, "a"):
+            wait_until(lambda: on_promoted.get(keys.lock), message="replicated")
+        wait_until(lambda: not on_promoted.get(keys.lock))
+        replication.black_hole()
+        stale = Lock(before, "a", expire=3, on_lost=told.append)
         stale.acquire()
-        proxy.lead_to(redis_url)
+        own_server.kill()
+        assert not on_promoted.exists(keys.lock)
+        on_promoted.execute_command("REPLICAOF", "NO", "ONE")
+        proxy.lead_to(promoted.url)
         successor = Lock(after, "a", expire=60)
         assert successor.acquire(timeout=5)
         assert successor.fence > stale.fence
