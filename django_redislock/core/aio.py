@@ -139,7 +139,7 @@ class AsyncLock(BaseLock):
             return me  # type: ignore[no-any-return]
         ended = [task for task in self._entrants if task.done()]
         for candidates in (self._entrants, ended):
-            if len(candidates) == 1:
+            if len(set(candidates)) == 1:  # through an AsyncRLock it may have entered several times
                 return candidates[0]  # type: ignore[no-any-return]
         return None
 
