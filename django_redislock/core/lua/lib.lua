@@ -73,7 +73,7 @@ local function ms_left(lock, value, now)
     return redis.call('PTTL', lock)
   end
   local left = tonumber(ends) - math.floor(now / 1000)
-  return left, left <= 0 and channel or nil
+  return left, (left <= 0 or left > RESERVED_MS) and channel or nil  -- more than all: the clock stepped back
 end
 
 -- Return when the key ends (ms; 0: never).
