@@ -70,7 +70,7 @@ class AsyncLock(BaseLock):
     def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> Coroutine[Any, Any, bool]:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None; `blocking=False` tries once. Raises AlreadyAcquired when this task
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this task
         holds it through this object, and LockBackendError when Redis cannot answer.
         """
         seconds = check_wait(blocking, timeout)

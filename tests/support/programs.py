@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ def find_program(*names: str, package: str) -> str:
     Without one the test is skipped with the Debian package to install, or fails where REDISLOCK_REQUIRE names it.
     """
     for name in names:
-        path = name if os.path.isabs(name) and os.path.isfile(name) else shutil.which(name)
+        path = name if name.startswith("/") and Path(name).is_file() else shutil.which(name)
         if path:
             return path
     message = f"{' or '.join(names)} is missing; on Debian: apt-get install {package}"
