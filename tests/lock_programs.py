@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import redis
 
 from django_redislock.core import Lock
+from django_redislock.core.waiting import WaitingRoom
 from django_redislock.exceptions import LockError, LockLost
 from tests.support import say
 
@@ -41,6 +43,19 @@ def wait_and_hold(url: str, name: str, options: dict, timeout: float | None, cli
         say(event="released")
     else:
         say(event="gave up")
+
+
+def freeze_on_the_way_in(url: str, name: str, step: str) -> None:
+    """Wait for the lock, but freeze just before that step into the waiting room."""
+    original = getattr(WaitingRoom, step)
+
+    def frozen(*args: object) -> object:
+        setattr(WaitingRoom, step, original)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*args)
+
+    setattr(WaitingRoom, step, frozen)
+    wait_and_hold(url, name, {}, 60, {})
 
 
 def race(url: str) -> None:

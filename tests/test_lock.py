@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import redis
+import redis.asyncio
 
 from django_redislock import (
     AcquireTimeout,
@@ -23,7 +24,7 @@ from django_redislock import (
     StaleFence,
     TaskAlreadyRunning,
 )
-from django_redislock.core import Lock, RLock, held_locks, reset_all
+from django_redislock.core import AsyncLock, AsyncRLock, Lock, RLock, held_locks, reset_all
 from django_redislock.core.keys import lock_keys
 from tests.support import RedisServer, counting, monitoring, wait_until
 
@@ -374,10 +375,12 @@ def test_an_id_that_holds_nothing_has_lost_nothing(client, caplog):
     assert "lost" not in caplog.text
 
 
-def test_a_cluster_client_is_refused_with_a_way_out():
-    cluster = redis.RedisCluster.__new__(redis.RedisCluster)  # which would connect at once
+@pytest.mark.parametrize("kind", [Lock, RLock, AsyncLock, AsyncRLock])
+@pytest.mark.parametrize("cluster", [redis.RedisCluster, redis.asyncio.RedisCluster])
+def test_a_cluster_client_is_refused_with_a_way_out(kind, cluster):
+    made = cluster.__new__(cluster)  # to be made in earnest, it needs a cluster to connect to, or a loop that runs
     with pytest.raises(TypeError, match=r"give one of a single server.*Cluster is not supported"):
-        Lock(cluster, "a")
+        kind(made, "a")
 
 
 def test_an_expired_lock_is_not_listed(client):

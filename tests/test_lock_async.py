@@ -12,7 +12,7 @@ import threading
 import time
 import types
 import weakref
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 import redis
@@ -847,11 +847,14 @@ def test_the_end_of_a_loop_is_a_clean_one(client, redis_url, run_python, ending)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_owns_nothing_of_its_parents(aclient, client):
+@pytest.mark.parametrize(("kind", "entries"), [(AsyncLock, 1), (AsyncRLock, 2)])
+def test_a_forked_child_owns_nothing_of_its_parents(aclient, client, kind, entries):
     async def main():
-        lock = AsyncLock(aclient, "a", expire=0.9)
-        async with lock:
-            waiter = asyncio.create_task(hold(AsyncLock(aclient, "a")))
+        lock = kind(aclient, "a", expire=0.9)
+        async with AsyncExitStack() as blocks:
+            for _ in range(entries):
+                await blocks.enter_async_context(lock)
+            waiter = asyncio.create_task(hold(kind(aclient, "a")))
             await until(lambda: waiting(client) == 1)
             pid = os.fork()
             if pid == 0:
@@ -870,9 +873,13 @@ def test_a_forked_child_owns_nothing_of_its_parents(aclient, client):
     async def child(lock):
         with pytest.raises(NotAcquired):
             await lock.release()
-        assert not await AsyncLock(aclient, "a").acquire(blocking=False)
-        assert not await AsyncLock(aclient, "a").acquire(timeout=0.1)
-        async with AsyncLock(aclient, "b"):
+        for mine in (lock, kind(aclient, "a")):
+            assert not await mine.acquire(blocking=False), "not inside"
+            assert not await mine.acquire(timeout=0.1)
+        for _ in range(entries):  # it leaves its copies of its parent's blocks
+            await lock.__aexit__(None, None, None)
+        assert await lock.locked()
+        async with kind(aclient, "b"):
             pass
 
     asyncio.run(main())

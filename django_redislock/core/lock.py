@@ -21,7 +21,7 @@ class Lock(BaseLock):
     def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> bool:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None; `blocking=False` tries once. Raises AlreadyAcquired when this
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this
         thread holds it through this object, and LockBackendError when Redis cannot answer.
         """
         return self._server.run(self._acquire(check_wait(blocking, timeout), self._server.room.open))

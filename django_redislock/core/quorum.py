@@ -175,7 +175,7 @@ class QuorumLock:
     def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> bool:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None; `blocking=False` tries once. Raises AlreadyAcquired when this
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this
         thread holds it through this object, and LockBackendError when too many servers cannot answer.
         """
         seconds = check_wait(blocking, timeout)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -10,12 +11,12 @@ REQUIRED = "REDISLOCK_REQUIRE"
 
 
 def find_program(*names: str, package: str) -> str:
-    """Return the path of the first of these programs that is here.
+    """Return the path of the first of these programs, or paths of files, that is here.
 
     Without one the test is skipped with the Debian package to install, or fails where REDISLOCK_REQUIRE names it.
     """
     for name in names:
-        path = shutil.which(name)
+        path = name if name.startswith("/") and Path(name).is_file() else shutil.which(name)
         if path:
             return path
     message = f"{' or '.join(names)} is missing; on Debian: apt-get install {package}"

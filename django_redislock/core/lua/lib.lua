@@ -73,7 +73,7 @@ local function ms_left(lock, value, now)
     return redis.call('PTTL', lock)
   end
   local left = tonumber(ends) - math.floor(now / 1000)
-  return left, left <= 0 and channel or nil
+  return left, (left <= 0 or left > 2 * RESERVED_MS) and channel or nil  -- so much only after the clock stepped back
 end
 
 -- Return when the key ends (ms; 0: never).
