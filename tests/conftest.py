@@ -29,6 +29,13 @@ def pytest_report_header() -> str:
     return f"redis server: {server}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test that starts a server or processes by a fixture: none of them is in the quick part of the suite."""
+    for item in items:
+        if not {"own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """The server that all tests share: the one at REDISLOCK_TEST_URL, or one started for this run."""

@@ -59,6 +59,7 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
+@pytest.mark.processes
 def test_core_imports_the_standard_library_redis_and_the_exceptions_only():
     # The package's own __init__ imports the settings' facade, and with it Django; the core must do without.
     setup = f"import types; package = types.ModuleType('django_redislock'); package.__path__ = [{str(PACKAGE)!r}]\n"
@@ -77,6 +78,7 @@ def test_importing_the_package_needs_no_settings_and_pulls_in_neither_celery_nor
     assert [name for name in loaded if any(within(name, package) for package in unwanted)] == []
 
 
+@pytest.mark.processes
 def test_nothing_imports_a_leaf():
     # SimpleAdminConfig does not look for admin modules, so that only the module in question is loaded.
     setup = """
