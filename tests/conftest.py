@@ -10,6 +10,7 @@ import pytest
 import redis
 from django.conf import settings
 
+from django_redislock.core.watchdog import watchdog
 from tests.support import (
     Config,
     PostgresServer,
@@ -56,7 +57,8 @@ def redis_url(server: Server) -> str:
 
 @pytest.fixture(autouse=True)
 def _empty_database(server: Server) -> None:
-    """Every test starts with an empty database, whichever fixtures it uses."""
+    """Every test starts with an empty database, whichever fixtures it uses, and hears of no lock that another one left."""
+    watchdog._leases.clear()
     with server.client() as client:
         client.flushdb()
 

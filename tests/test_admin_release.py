@@ -250,7 +250,7 @@ def test_a_connection_that_is_down_is_told_and_the_others_are_released(
 def test_a_release_that_is_not_answered_is_unknown(
     web: Client, settings: Any, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings.DJANGO_REDISLOCK = {"URL": proxy.url + "?socket_timeout=0.3"}
+    settings.DJANGO_REDISLOCK = {"URL": proxy.url + "?socket_timeout=2"}
     with redis.Redis.from_url(proxy.url) as near:
         boxes = [tick(hold(near, name)) for name in ("a", "b")]
     reset = Lock.reset
@@ -289,9 +289,8 @@ def test_log_entry_record_and_signal(
     for text in ("Force-released", "nightly[7]", str(lock.fence), "url"):
         assert text in entry.get_change_message()
 
-    [record] = caplog.records
+    [record] = [record for record in caplog.records if "'stuck'" in record.getMessage()]
     assert record.levelno == logging.WARNING
-    assert "'stuck'" in record.getMessage()
     assert "olga" in record.getMessage()
 
     [signal] = signals

@@ -219,7 +219,7 @@ def sent(task, *args, **kwargs):
     with task.app.connection_for_write() as connection:
         task.apply_async(args, kwargs, connection=connection)
         with connection.SimpleQueue("celery") as queue:
-            return queue.get(timeout=5)
+            return queue.get(timeout=30)
 
 
 def test_the_key_travels_in_a_header(app):
@@ -234,7 +234,7 @@ def test_the_key_travels_in_a_header(app):
     with app.connection_for_write() as connection:
         message.apply_async(connection=connection)
         with connection.SimpleQueue("celery") as queue:
-            headers = queue.get(timeout=5).headers
+            headers = queue.get(timeout=30).headers
     assert (headers["mine"], headers["single_instance_key"]) == ("kept", "43"), "the arguments have the last word"
 
 

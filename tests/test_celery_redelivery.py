@@ -47,7 +47,7 @@ def on_stage(stage: Stage) -> Iterator[Stage]:
 @pytest.fixture(autouse=True)
 def no_lock_is_left(client) -> Iterator[None]:
     yield
-    wait_until(lambda: not list(held_locks(client)), 30, "all locks are released")
+    wait_until(lambda: not list(held_locks(client)), message="all locks are released")
 
 
 def copies(stage: Stage) -> dict[str, bytes]:
@@ -134,7 +134,7 @@ def test_a_copy_of_a_message_that_was_retried_does_not_retry_it_again(stage, tas
     assert len(stage.diary.events("start")) == 3
 
 
-@pytest.mark.parametrize("task", [tasks.late, tasks.late_job], ids=lambda task: task.__name__)
+@pytest.mark.parametrize("task", [tasks.dying, tasks.dying_job], ids=lambda task: task.__name__)
 def test_the_only_copy_runs_when_the_child_was_killed(stage, task):
     result = stage.publish(task, "once killed")
     first = stage.diary.wait_for("start")
@@ -144,7 +144,7 @@ def test_the_only_copy_runs_when_the_child_was_killed(stage, task):
 
 
 def test_the_only_copy_runs_when_the_whole_worker_was_killed(crew):
-    task = tasks.late_job
+    task = tasks.dying_job
     doomed = crew.start("prefork", name="doomed", concurrency=1).wait_ready()
     heir = Stage(crew.of("prefork"))
     stage = Stage([doomed])
@@ -162,8 +162,8 @@ def test_the_only_copy_runs_when_the_whole_worker_was_killed(crew):
 
 def test_the_only_copy_runs_when_the_child_was_killed_before_its_result_was_stored(stage):
     """The body has ended and the lock is free, but nobody knows of its result yet."""
-    result = stage.publish(tasks.late, "result kills")
-    assert ended(result, timeout=60).result == "never mind"
+    result = stage.publish(tasks.dying, "result kills")
+    assert ended(result).result == "never mind"
     assert len(stage.diary.events("start")) == 2
 
 

@@ -61,7 +61,7 @@ def task(request):
 @pytest.fixture(autouse=True)
 def no_lock_is_left(client) -> Iterator[None]:
     yield
-    wait_until(lambda: not list(held_locks(client)), 30, "all locks are released")
+    wait_until(lambda: not list(held_locks(client)), message="all locks are released")
 
 
 # How long each scope lasts
@@ -168,7 +168,7 @@ def test_canvases_end_though_a_duplicate_waits(stage, task):
         chord([plain, plain], one).apply_async(),
     ]
     stage.consume()
-    wait_until(lambda: all(result.ready() for result in results), 40, f"all ends: {results}")
+    wait_until(lambda: all(result.ready() for result in results), 90, f"all ends: {results}")
 
 
 @only_prefork

@@ -56,7 +56,7 @@ def on_stage(stage: Stage) -> Iterator[Stage]:
 @pytest.fixture(autouse=True)
 def no_lock_is_left(client) -> Iterator[None]:
     yield
-    wait_until(lambda: not list(held_locks(client)), 30, "all locks are released")
+    wait_until(lambda: not list(held_locks(client)), message="all locks are released")
 
 
 only_prefork = pytest.mark.parametrize("pool", ["prefork"], indirect=True)
@@ -94,7 +94,7 @@ def canvases(stage: Stage, task) -> dict:
 
 def outcomes(results: dict) -> dict:
     """Wait until all has ended and tell how."""
-    wait_until(lambda: all(result.ready() for result in results.values()), 40, f"all ends: {results}")
+    wait_until(lambda: all(result.ready() for result in results.values()), 90, f"all ends: {results}")
     done = {name: result.result for name, result in results.items() if name != "group"}
     return done | {"group": [child.result for child in results["group"].results]}
 
@@ -183,7 +183,9 @@ def test_reschedule_has_a_limit(gated, holder):
     holder(tasks.reschedule_twice)
     result = gated.publish(tasks.reschedule_twice)
     assert type(ended(result).result) is TaskAlreadyRunning
-    assert gated.log.count(f"reschedule_twice[{result.id}] is published again, to start in ") == 2
+    said = f"reschedule_twice[{result.id}] is published again, to start in "
+    wait_until(lambda: gated.log.count(said) >= 2)  # said after the message is out, which another child may have taken
+    assert gated.log.count(said) == 2
 
 
 # Every way to end
@@ -195,6 +197,7 @@ def test_the_lock_is_free_before_the_next_of_a_chain_and_before_the_result_is_se
     linked = stage.publish(tasks.refuse, link=one)
     assert ended(linked).state == "SUCCESS"
     stage.diary.wait_for("end", 5)
+    wait_until(lambda: tasks.refuse.lock_info(stage.name) is None)  # the linked one's result nobody waits for
     for _ in range(10):
         assert ended(stage.publish(tasks.refuse)).state == "SUCCESS"
 
@@ -285,11 +288,12 @@ def test_the_same_id_delivered_twice_is_neither_dropped_nor_run_beside_itself(ga
 def test_a_crowd_on_few_keys(crew, pool):
     """Many messages of few keys at once, of every policy that may wait: nothing overlaps and every id ends."""
     stages = [(Stage(crew.of(pool)), task) for task in (tasks.refuse, tasks.reschedule, tasks.wait) for _ in range(2)]
+    # A retry waits for longer than Celery may take to store RETRY, which would cover that the retry was refused meanwhile.
     chance = random.Random(20261121)
     results = []
     for _ in range(90):
         stage, task = chance.choice(stages)
-        results.append(stage.publish(task, chance.choice(["return", "return", "fail", "retry"])))
+        results.append(stage.publish(task, chance.choice(["return", "return", "fail", "retry after a second"])))
     for result in results:
         ended(result, timeout=90)
     for stage, _ in stages:

@@ -138,6 +138,6 @@ def test_live_in_a_terminal_until_interrupted(client: redis.Redis) -> None:
 
         wait_until(gone)
         terminal.process.send_signal(signal.SIGINT)
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(60) == 0
     finally:
         terminal.close()

@@ -30,7 +30,7 @@ def test_the_lock_and_the_cache_run_as_printed(redis_url):
         env=os.environ | {"DJANGO_SETTINGS_MODULE": "tests.settings"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert (run.returncode, run.stderr) == (0, "")

@@ -39,7 +39,7 @@ class Diary:
         lines = [json.loads(line) for line in text.splitlines()]
         return [line for line in lines if event in (None, line["event"])]
 
-    def wait_for(self, event: str, count: int = 1, timeout: float = 20) -> dict[str, Any]:
+    def wait_for(self, event: str, count: int = 1, timeout: float = 60) -> dict[str, Any]:
         """Wait until this was noted so often, and return the last one."""
         wait_until(lambda: len(self.events(event)) >= count, timeout, f"{count} x {event!r}; there are {self.events()}")
         return self.events(event)[count - 1]
@@ -47,7 +47,7 @@ class Diary:
     def open_gate(self) -> None:
         self._gate.touch()
 
-    def wait_at_gate(self, timeout: float = 30) -> None:
+    def wait_at_gate(self, timeout: float = 120) -> None:
         wait_until(self._gate.exists, timeout)
 
     @contextmanager

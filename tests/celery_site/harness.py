@@ -110,7 +110,7 @@ class Stage:
         return "\n".join(worker.log for worker in self.workers)
 
 
-def ended(result: AsyncResult[Any] | GroupResult, timeout: float = 30) -> AsyncResult[Any]:
+def ended(result: AsyncResult[Any] | GroupResult, timeout: float = 60) -> AsyncResult[Any]:
     """Wait until the task is in a terminal state."""
     wait_until(lambda: result.state in states.READY_STATES, timeout, f"{result.id} ends; it is {result.state}")
     return result

@@ -33,10 +33,10 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 return f"ran {task.request.id}"
             case "fail":
                 raise ZeroDivisionError(name)
-            case "retry":
+            case "retry" | "retry after a second":
                 if task.request.retries < 2:
                     # Not at once: Celery stores RETRY after it has published the retry, at times over its result.
-                    raise task.retry(countdown=0.3, max_retries=2)
+                    raise task.retry(countdown=0.3 if how == "retry" else 1.0, max_retries=2)
                 return task.request.retries
             case "retry late":
                 if task.request.retries < 1:
@@ -66,7 +66,7 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 time.sleep(60)
             case "until lost":
                 diary.note("held", fence=task.single_instance.lock.fence)
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + 60
                 while task.single_instance.lost is None and time.monotonic() < deadline:
                     time.sleep(0.05)
                 try:
@@ -109,7 +109,7 @@ def skip(self: Any, name: str, how: str = "return") -> Any:
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, on_conflict="wait", wait=30)
+@single_instance(key="{name}", expire=60, on_conflict="wait", wait=60)
 def wait(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
@@ -156,6 +156,13 @@ def nested(self: Any, name: str, depth: int = 0) -> Any:
 @shared_task(bind=True)
 @single_instance(key="{name}", expire=2)
 def mortal(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+# For a loss: a life that nobody outsleeps before the test takes the lock away, and yet a renewal soon that tells of it.
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=6)
+def losing(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
@@ -238,16 +245,19 @@ def short_queue(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
-# Acknowledged late: one for each scope under which a message that is delivered again must not run beside its first run.
-def late_task(name: str, scope: str) -> Any:
+# Acknowledged late: one for each scope under which a message that is delivered again must not run beside its first run, and
+# those whose first run dies, with a life that a test can wait for.
+def late_task(name: str, scope: str, expire: float = 60) -> Any:
     def body(self: Any, name: str, how: str = "return") -> Any:
         return act(self, name, how)
 
     body.__qualname__ = body.__name__ = name
-    marked = single_instance(key="{name}", expire=2, scope=scope, reschedule_delay=0.3)(body)
+    marked = single_instance(key="{name}", expire=expire, scope=scope, reschedule_delay=0.3)(body)
     return shared_task(bind=True, name=f"late.{name}", acks_late=True, reject_on_worker_lost=True)(marked)
 
 
 late = late_task("late", "run")
 late_queued = late_task("late_queued", "queued+run")
 late_job = late_task("late_job", "job")
+dying = late_task("dying", "run", expire=2)
+dying_job = late_task("dying_job", "job", expire=2)

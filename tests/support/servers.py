@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
@@ -17,10 +19,16 @@ from .waiting import wait_until
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Return a TCP port of 127.0.0.1 that nobody listens on now.
+
+    It is below those that the system gives to outgoing connections, or one of them might take it before its server does, or
+    while that one restarts.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)  # not seeded: each test would begin with the same
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
@@ -108,7 +116,7 @@ class RedisServer(Server):
                 stderr=log,
                 start_new_session=True,
             )
-        wait_until(self._answers, timeout=20, message=f"{self.program} answers")
+        wait_until(self._answers, timeout=60, message=f"{self.program} answers")
 
     def _answers(self) -> bool:
         if self.process is None or self.process.poll() is not None:

@@ -10,7 +10,7 @@ BUSY = 1.5
 """Seconds that a busy machine may add to a bound that a promise names. What a test looks for takes longer, or for ever."""
 
 
-def wait_until(condition: Callable[[], T], timeout: float = 30, message: str = "") -> T:
+def wait_until(condition: Callable[[], T], timeout: float = 60, message: str = "") -> T:
     """Return the first true answer of `condition`; AssertionError when there is none within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:

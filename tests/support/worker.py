@@ -57,7 +57,7 @@ class Worker:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def wait_ready(self, timeout: float = 90) -> Self:
+    def wait_ready(self, timeout: float = 120) -> Self:
         """Wait until it takes tasks."""
 
         def ready() -> bool:
@@ -75,7 +75,7 @@ class Worker:
         """Send a signal to the main process."""
         self._process.send_signal(signum)
 
-    def wait(self, timeout: float = 30) -> int:
+    def wait(self, timeout: float = 60) -> int:
         """Wait until it has ended, and return its exit status."""
         return self._process.wait(timeout)
 
