@@ -42,7 +42,7 @@ class Process:
     def pid(self) -> int:
         return self._popen.pid
 
-    def wait_for(self, text: str, timeout: float = 60) -> None:
+    def wait_for(self, text: str, timeout: float = 120) -> None:
         """Wait until the log says `text`; raises Failed when the process ends instead."""
 
         def said() -> bool:
