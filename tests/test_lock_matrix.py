@@ -153,7 +153,7 @@ def test_a_server_that_loads_its_data_is_waited_for_or_a_typed_error():
     with RedisServer(enable_debug_command="yes") as server, server.client() as client:
         lock = Lock(client, "a", expire=600)
         lock.acquire()
-        client.execute_command("DEBUG", "POPULATE", "15000", "cache")
+        client.execute_command("DEBUG", "POPULATE", "6000", "cache")
         server.options |= slow
         client.save()
         server.kill()
