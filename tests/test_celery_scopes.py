@@ -39,10 +39,11 @@ only_prefork = pytest.mark.parametrize("pool", ["prefork"], indirect=True)
 
 @pytest.fixture
 def stage(crew, pool, request) -> Iterator[Stage]:
+    task = request.getfixturevalue("task") if "task" in request.fixturenames else None
     stage = Stage(crew.of(pool))
     yield stage
     # With scope "queued" only what waits is unique: canvases, whose members are always published, may run at the same time.
-    if request.node.callspec.params.get("task") != "queued":
+    if task is not tasks.queued:
         assert stage.diary.events("overlap") == []
 
 

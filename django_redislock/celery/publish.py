@@ -6,7 +6,7 @@ import inspect
 import reprlib
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 from celery.result import AsyncResult
@@ -20,7 +20,13 @@ LONGEST = 300
 """Characters of the arguments that are told."""
 
 
-class DuplicateResult(AsyncResult[Any]):
+if TYPE_CHECKING:
+    _AsyncResult = AsyncResult[Any]
+else:
+    _AsyncResult = AsyncResult  # which Celery 5.6 knows no type arguments of
+
+
+class DuplicateResult(_AsyncResult):
     """The result of the task that holds the lock, in place of one that was not published."""
 
 
