@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 import time
+from uuid import uuid4
 
 import redis
 from common import percentile, server, table
@@ -55,12 +56,14 @@ def hold(client: redis.Redis, number: int) -> None:
     from django_redislock.core import Lock
 
     Lock(client, "pattern", expire=3600, auto_renewal=False).acquire()
-    value = client.get(Lock(client, "pattern")._keys.lock)
+    value = client.get(Lock(client, "pattern")._keys.lock).decode()
     Lock(client, "pattern").reset()
+    id = value.partition("\n")[0]
     with client.pipeline(transaction=False) as pipe:
         for name in (f"invoice:{n}" for n in range(number)):
             keys = Lock(client, name)._keys
-            pipe.set(keys.lock, value, px=3_600_000).zadd(keys.held, {name: 9e15})
+            other = value.replace(id, uuid4().hex).replace('"label":""', f'"label":"send[{uuid4()}]"')
+            pipe.set(keys.lock, other, px=3_600_000).zadd(keys.held, {name: 9e15})
         pipe.execute()
 
 

@@ -81,16 +81,16 @@ class HeldLockAdmin(ModelAdmin):
             connection, name = decode_key(object_id)
             if connection not in connection_names():
                 return None
-            info = find(connection, [name]).get(name)
+            row = find(connection, [name]).get(name)
         except ValueError:
             return None
         except (ImproperlyConfigured, LockBackendError) as error:
             self.message_user(request, f"{connection}: {reason(error)}", messages.ERROR)
             return HeldLock.free(connection, name)
-        if info is None:
+        if row is None:
             self.message_user(request, _("Nobody holds this lock now."), messages.INFO)
             return HeldLock.free(connection, name)
-        return HeldLock.of(connection, info)
+        return HeldLock.of(connection, row.info)
 
     # The list
 

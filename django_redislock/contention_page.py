@@ -1,4 +1,4 @@
-"""The admin's page about the waits of the last hour, with a plot that is drawn here: no script, no inline style."""
+"""The admin's page about the last hour: waits, and what they saved; its plot is drawn here: no script, no inline style."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .heldlocks import RETRY_FOR, clients, duration, reason
 from .models import visible
 
 ROWS = 50
-"""Names on the page at most."""
+"""Names on the page: so many that were waited for longest, and so many that saved most."""
 WIDTH, HEIGHT = 720, 120
 
 
@@ -29,6 +29,8 @@ class Row(NamedTuple):
     mean: str
     waits: int
     gave_up: int
+    duplicates: int
+    avoided: int
 
 
 class Bar(NamedTuple):
@@ -42,7 +44,7 @@ class Bar(NamedTuple):
 
 
 def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
-    """Show which locks were waited for most in the last hour, on all connections."""
+    """Show which names were waited for most in the last hour and saved most, on all connections."""
     if not model_admin.has_view_permission(request):
         raise PermissionDenied
     found, failed = _read()
@@ -56,22 +58,32 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
         for minute, waits in zip(minutes, by_minute, strict=True):
             minute.seconds += waits.seconds
             minute.waits += waits.waits
-    names.sort(key=lambda item: item[0].seconds, reverse=True)
+    names.sort(key=lambda item: (item[0].seconds, item[0].saved), reverse=True)
+    shown = names[:ROWS]
+    rest = sorted((item for item in names[ROWS:] if item[0].saved), key=lambda item: item[0].saved, reverse=True)
+    shown += rest[:ROWS]
     request.current_app = model_admin.admin_site.name
     count = sum(minute.waits for minute in minutes)
+    duplicates, avoided = (sum(getattr(waits, what) for waits, *_ in names) for what in ("duplicates", "avoided"))
     context = {
         **model_admin.admin_site.each_context(request),
         "title": gettext("Contention in the last hour"),
         "opts": model_admin.opts,
         "media": model_admin.media,
-        "rows": [_row(*item) for item in names[:ROWS]],
-        "cut": len(names) > ROWS,
+        "rows": [_row(*item) for item in shown],
+        "cut": len(names) > len(shown),
         "bars": bars(minutes),
         "width": str(WIDTH),
         "height": str(HEIGHT),
         "most": duration(max(minute.seconds for minute in minutes)),
-        "summary": ngettext("%(count)d wait, %(time)s in all", "%(count)d waits, %(time)s in all", count)
-        % {"count": count, "time": duration(sum(minute.seconds for minute in minutes))},
+        "summary": [
+            ngettext("%(count)d wait, %(time)s in all", "%(count)d waits, %(time)s in all", count)
+            % {"count": count, "time": duration(sum(minute.seconds for minute in minutes))},
+            ngettext("%(count)d duplicate task prevented", "%(count)d duplicate tasks prevented", duplicates)
+            % {"count": duplicates},
+            ngettext("%(count)d recomputation avoided", "%(count)d recomputations avoided", avoided)
+            % {"count": avoided},
+        ],
     }
     return TemplateResponse(request, "admin/django_redislock/heldlock/contention.html", context)
 
@@ -93,7 +105,10 @@ def _read() -> tuple[dict[str, Any], dict[str, str]]:
 
 def _row(waits: Waits, connection: str, name: str) -> Row:
     mean = waits.seconds / max(1, waits.waits)
-    return Row(visible(name), connection, duration(waits.seconds), duration(mean), waits.waits, waits.gave_up)
+    return Row(
+        *(visible(name), connection, duration(waits.seconds), duration(mean), waits.waits, waits.gave_up),
+        *(waits.duplicates, waits.avoided),
+    )
 
 
 def bars(minutes: list[Waits]) -> list[Bar]:

@@ -16,8 +16,9 @@ from redis import Redis
 
 from . import conf
 from .connections import connection_names, get_client
-from .core import Lock, LockInfo, held_locks
-from .core.listing import read_locks
+from .core import Lock, LockInfo
+from .core.listing import list_locks, read_locks
+from .core.owner import Held
 from .core.server import server_of
 from .exceptions import LockBackendError
 from .models import HeldLock, encode_key
@@ -32,7 +33,12 @@ class Row(NamedTuple):
     """A held lock and the connection that it was read from."""
 
     connection: str
-    info: LockInfo
+    held: Held
+
+    @property
+    def info(self) -> LockInfo:
+        """Everything that is known of it; not kept, for most of a long list is never shown."""
+        return self.held.info
 
 
 class Listing(NamedTuple):
@@ -82,26 +88,27 @@ def read(connection: str | None = None, matching: Callable[[str, str], object] |
     listing = Listing([], failed, [])
     for at, client in found.items():
         picked = (lambda name, at=at: matching(at, name)) if matching else None
-        locks = held_locks(client, conf.get().key_prefix, matching=picked, retry_for=RETRY_FOR)
+        locks = list_locks(client, conf.get().key_prefix, matching=picked, retry_for=RETRY_FOR)
         try:
-            infos = list(islice(locks, LIMIT + 1))
+            found_here = list(islice(locks, LIMIT + 1))
         except LockBackendError as error:
             failed[at] = reason(error)
             continue
-        if len(infos) > LIMIT:
-            infos.pop()
+        if len(found_here) > LIMIT:
+            found_here.pop()
             listing.cut.append(at)
-        listing.rows.extend(Row(at, info) for info in infos)
+        listing.rows.extend(Row(at, held) for held in found_here)
     return listing
 
 
-def find(connection: str, names: Iterable[str]) -> dict[str, LockInfo]:
+def find(connection: str, names: Iterable[str]) -> dict[str, Row]:
     """Return who holds these locks of a connection now, by name.
 
     Raises ImproperlyConfigured and LockBackendError.
     """
     client = get_client(connection)
-    return {info.name: info for info in read_locks(client, names, conf.get().key_prefix, retry_for=RETRY_FOR)}
+    found = read_locks(client, names, conf.get().key_prefix, retry_for=RETRY_FOR)
+    return {held.name: Row(connection, held) for held in found}
 
 
 def force_release(connection: str, name: str, fence: int, by: object) -> bool:
@@ -175,20 +182,25 @@ class HeldLocks:
 
     @cached_property
     def rows(self) -> list[Row]:
-        rows = [row for row in self.listing.rows if self._picks(row.info)]
+        rows = [row for row in self.listing.rows if self._picks(row.held)]
         for field in reversed(self.order):
             rows.sort(key=_sort_key(field.removeprefix("-")), reverse=field.startswith("-"))
         return rows
 
-    def _picks(self, lock: LockInfo) -> bool:
-        if self.kind not in (None, lock.kind) or self.host not in (None, lock.host) or lock.age < self.older:
+    def _picks(self, lock: Held) -> bool:
+        if self.host not in (None, lock.host) or lock.age < self.older:
             return False
-        return self.state is None or (self.state in STATES and STATES[self.state](lock))
+        if self.kind is None and self.state is None:
+            return True
+        info = lock.info
+        return self.kind in (None, info.kind) and (
+            self.state is None or (self.state in STATES and STATES[self.state](info))
+        )
 
     @property
     def hosts(self) -> set[str]:
         """The hosts of all that was read, and the one that is asked for."""
-        return {host for host in (self.host, *(row.info.host for row in self.listing.rows)) if host}
+        return {host for host in (self.host, *(row.held.host for row in self.listing.rows)) if host}
 
     def count(self) -> int:
         return len(self.rows)
@@ -196,7 +208,7 @@ class HeldLocks:
     __len__ = count
 
     def __iter__(self) -> Iterator[HeldLock]:
-        return (HeldLock.of(*row) for row in self.rows)
+        return (HeldLock.of(row.connection, row.info) for row in self.rows)
 
     @overload
     def __getitem__(self, index: int) -> HeldLock: ...
@@ -204,8 +216,9 @@ class HeldLocks:
     def __getitem__(self, index: slice) -> list[HeldLock]: ...
     def __getitem__(self, index: int | slice) -> HeldLock | list[HeldLock]:
         if isinstance(index, slice):
-            return [HeldLock.of(*row) for row in self.rows[index]]
-        return HeldLock.of(*self.rows[index])
+            return [HeldLock.of(row.connection, row.info) for row in self.rows[index]]
+        row = self.rows[index]
+        return HeldLock.of(row.connection, row.info)
 
     def _clone(self) -> HeldLocks:
         return self
@@ -213,9 +226,11 @@ class HeldLocks:
 
 def _sort_key(field: str) -> Callable[[Row], Any]:
     if field == "pk":
-        return lambda row: (row.connection, row.info.name)
+        return lambda row: (row.connection, row.held.name)
     if field == "connection":
         return lambda row: row.connection
+    if field in Held.__slots__:
+        return lambda row: getattr(row.held, field)
     return lambda row: getattr(row.info, field)
 
 

@@ -54,10 +54,10 @@ class Release:
         for name, fence in fences.items():
             if name not in found:
                 self._gone.append(name)
-            elif found[name].fence != fence:
+            elif found[name].held.fence != fence:
                 self._changed.append(name)
             else:
-                self.held.append(HeldLock.of(connection, found[name]))
+                self.held.append(HeldLock.of(connection, found[name].info))
 
     def carry_out(self, by: object) -> Iterator[HeldLock]:
         """Release the locks and yield each right after its release; those of a server that fails are left alone."""

@@ -11,9 +11,12 @@ import redis
 from django.test import Client
 from django.utils import translation
 
+from django_redislock import contention_page
 from django_redislock.contention_page import HEIGHT, WIDTH, bars
-from django_redislock.core.contention import Waits
-from tests.admin_pages import LIST, browser, messages, superuser, user
+from django_redislock.core.contention import Waits, count_duplicate
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.server import server_of
+from tests.admin_pages import LIST, browser, messages, names, superuser, user
 from tests.support import counting
 from tests.test_metrics import wait_in_a_thread
 
@@ -40,7 +43,7 @@ def plot(html: str) -> ElementTree.Element:
 
 def test_nobody_waited() -> None:
     html = get(browser(superuser()))
-    assert "Nobody waited for a lock." in html
+    assert "Nobody waited for a lock, and nothing was saved." in html
     assert plot(html).findall("rect") == []
 
 
@@ -57,6 +60,31 @@ def test_names_and_plot(client: redis.Redis) -> None:
     [bar] = plot(html).findall("rect")
     assert bar.find("title") is not None
     assert 0 < float(bar.attrib["height"]) <= HEIGHT
+
+
+def test_what_was_saved(client: redis.Redis) -> None:
+    for _ in range(2):
+        count_duplicate(server_of(client), "celery:<i>report</i>", lock_keys("redislock", "celery:<i>report</i>"))
+    html = get(browser(superuser()))
+    cells = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", html[html.index("<tbody>") :])
+    assert cells[1:] == ["0.0 s", "0.0 s", "0", "0", "2", "0", "url"]
+    assert "&lt;i&gt;report" in cells[0]
+    assert "2 duplicate tasks prevented" in html
+    assert "0 recomputations avoided" in html
+
+
+def test_names_that_saved_most_are_shown_beside_those_waited_for_longest(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contention_page, "ROWS", 1)
+    for name in ("waited for", "waited for longer"):
+        wait_in_a_thread(client, name)
+    for name in ("saved", "saved more", "saved more"):
+        count_duplicate(server_of(client), name, lock_keys("redislock", name))
+    html = get(browser(superuser()))
+    assert len(names(html)) == 2
+    assert names(html)[1] == "saved more"
+    assert "Only those that were waited for longest or saved most are shown." in html
 
 
 def test_nothing_inline_that_a_strict_policy_forbids(client: redis.Redis) -> None:

@@ -15,6 +15,7 @@ from kombu.exceptions import SerializerNotInstalled
 from django_redislock import LockBackendError, TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult, single_instance
 from django_redislock.core import held_locks
+from django_redislock.core.contention import contention
 from django_redislock.signals import lock_conflict
 from tests.support import BUSY, counting
 
@@ -95,6 +96,18 @@ def test_a_duplicate_is_told(client, make, caplog):
     assert f"{task.name} is not published, for the lock has been held for " in caplog.text
     (data,) = heard
     assert (data["task"], data["holder"].label) == (task.name, f"{task.name}[{first.id}]")
+
+
+def test_a_duplicate_is_counted_for_the_page_about_contention(client, make):
+    task = make(scope="queued")
+    first = task.delay()
+    assert contention(client).names == {}
+    with counting(client) as counts:
+        assert task.delay().id == first.id
+    assert counts["evalsha"] + counts["eval"] == 3  # the try, who holds it, and the count
+    ((name, found),) = contention(client).names.items()
+    assert name.startswith(f"celery-queue:{task.name}")
+    assert (found.duplicates, found.waits) == (1, 0)
 
 
 def test_the_run_scope_asks_nothing_when_publishing(client, make):

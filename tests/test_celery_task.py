@@ -18,6 +18,7 @@ from django_redislock import LockBackendError, LockLost, TaskAlreadyRunning
 from django_redislock.celery import SingleInstanceTask, single_instance
 from django_redislock.celery.base import KEY_HEADER
 from django_redislock.core import Lock, held_locks
+from django_redislock.core.contention import Waits, contention
 from django_redislock.signals import lock_conflict
 from tests.support import counting, free_port, wait_until
 
@@ -75,6 +76,18 @@ def test_an_execution_costs_two_commands(client, make):
     with counting(client) as counts:
         task.apply().get()
     assert counts["evalsha"] + counts["eval"] == 2
+
+
+@pytest.mark.parametrize(("on_conflict", "duplicates"), [("skip", 1), ("raise", 1), ("reschedule", 0), ("wait", 1)])
+def test_duplicates_and_waits_are_counted_for_the_page_about_contention(client, make, on_conflict, duplicates):
+    task = make(lambda self: None, on_conflict=on_conflict, **{"wait": 1} if on_conflict == "wait" else {})
+    task.apply()
+    assert contention(client).names == {}
+    with held(client, task):
+        task.apply()
+    counted = contention(client).names.get(task._name((), {}), Waits())
+    waits = int(on_conflict == "wait")
+    assert (counted.duplicates, counted.waits, counted.gave_up) == (duplicates, waits, waits)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import redis
+from django.core.cache import caches
 
 from django_redislock.core import Lock, scripts
-from django_redislock.core.contention import contention
+from django_redislock.core.contention import contention, count_duplicate
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.server import server_of
 from tests.support import counting
 from tests.test_metrics import wait_in_a_thread
 
-COUNTS = ("*}:waits:*", "*}:waited:*")
+COUNTS = ("*}:waits:*", "*}:waited:*", "*}:saves:*", "*}:saved:*")
 
 
 def kept(client: redis.Redis) -> list[bytes]:
@@ -59,6 +61,50 @@ def test_a_wait_is_counted_without_a_command_of_its_own(client: redis.Redis) -> 
             assert not Lock(client, "a").acquire(timeout=0.05)
     assert counts["zincrby"] == 1
     assert counts["evalsha"] <= 3
+
+
+def value_waited_for(client: redis.Redis, key: str, waiters: int) -> None:
+    """Compute a value while so many other processes wait for it since two seconds, by what they leave in Redis."""
+    cache = caches["default"]
+    queue = lock_keys("redislock", f"cache:{cache.make_key(key)}").queue
+    since = (client.time()[0] - 2) * 1_000_000
+
+    def compute() -> int:
+        if waiters:
+            client.zadd(queue, {f"of a process\n{number}": since for number in range(waiters)})
+        return 1
+
+    assert cache.get_or_set(key, compute) == 1
+    assert client.zcard(queue) == 0
+
+
+def test_recomputations_avoided(client: redis.Redis) -> None:
+    value_waited_for(client, "report", 3)
+    value_waited_for(client, "asked for by one", 0)
+    [(name, found)] = contention(client).names.items()
+    assert name.endswith("report")
+    assert (found.waits, found.avoided, found.duplicates, found.gave_up) == (3, 3, 0, 0)
+    assert found.seconds >= 3  # 2 each
+
+
+def test_a_value_that_nobody_waits_for_leaves_nothing(client: redis.Redis) -> None:
+    value_waited_for(client, "a", 0)
+    assert kept(client) == []
+
+
+def test_what_saves_most_stays_among_many(client: redis.Redis) -> None:
+    server = server_of(client)
+    for number in range(60):
+        count_duplicate(server, "hot", lock_keys("redislock", "hot"))
+        for other in range(30):  # of the same bucket
+            count_duplicate(server, f"cold:{number}:{other}", lock_keys("redislock", "hot"))
+    found = contention(client).names
+    assert next(iter(found)) == "hot"
+    assert found["hot"].duplicates == 60
+    windows = {key.rpartition(b":")[2] for key in kept(client)}
+    assert len(found) <= 16 * len(windows)
+    for key in client.scan_iter("*}:saved:*", count=1000):
+        assert client.hlen(key) <= 16
 
 
 def wait_for(client: redis.Redis, pipe: redis.client.Pipeline, name: str) -> None:

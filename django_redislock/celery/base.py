@@ -127,6 +127,7 @@ class LockedTask(_Task):
             task_id=None,
             on_conflict=options.on_duplicate,
         )
+        lock.count_duplicate()
         task_id = holder.label.removeprefix(f"{self.name}[").removesuffix("]")
         if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
             raise error

@@ -202,6 +202,8 @@ class SingleInstanceMixin(LockedTask):
             task_id=None if request is None else request.id,
             on_conflict=policy,
         )
+        if policy != "reschedule":
+            lock.count_duplicate()
         if callable(policy):
             return policy(self, error)
         if policy == "skip":

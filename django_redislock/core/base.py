@@ -201,7 +201,8 @@ class BaseLock(ABC):
             lease.lose(GONE)
 
     def _owner(self) -> Steps[LockInfo | None]:
-        return (yield from protocol.read([self.name], [self._keys]))[0]
+        (held,) = yield from protocol.read([self.name], [self._keys])
+        return None if held is None else held.info
 
     def _owned(self) -> Steps[bool]:
         lease = self._leases.get(self._me())

@@ -16,7 +16,7 @@ from .scripts import Script
 from .wanted import MISSING, Landing, ValueLease, Wanted, computing
 from .watchdog import watchdog
 
-SETTLE = Script("settle")
+SETTLE = Script("settle", "counts")
 
 LARGE = 524288
 """Bytes. A larger value is put ready in pieces of this size, and then moved into place: in one piece it would take up twice

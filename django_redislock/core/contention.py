@@ -1,16 +1,22 @@
-"""Which locks were waited for, and how long: counted by the script that ends a wait, in bounded space, and read here."""
+"""Which locks were waited for, how long, and what they saved: counted in bounded space, and read here.
+
+The script that ends a wait counts it, and that which stores a value counts who waited for it; a duplicate of a task takes a
+call of its own.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from redis import Redis
 
+from ..exceptions import LockBackendError
 from . import scripts
-from .keys import check_prefix, held_keys
+from .keys import LockKeys, check_prefix, held_keys
 from .protocol import Call, Steps, attempt
 from .server import Server, server_of
 
@@ -26,19 +32,28 @@ class Waits:
     waits: int = 0
     gave_up: int = 0
     """How many of them ended without the lock."""
+    duplicates: int = 0
+    """How often a task was not published, or did not run, because it was under way."""
+    avoided: int = 0
+    """How often a process was given a value that another one computed meanwhile."""
+
+    @property
+    def saved(self) -> int:
+        """How often something was not done twice."""
+        return self.duplicates + self.avoided
 
 
 class Contention(NamedTuple):
-    """The waits of about the last hour; of those for many names, only the longest."""
+    """The counts of about the last hour; of many names, those of the highest only."""
 
     names: dict[str, Waits]
-    """By name, that which was waited for longest first."""
+    """By name, that which was waited for longest first, and then that which saved most."""
     minutes: list[Waits]
-    """The last of them is the minute that it is now; `gave_up` is not known."""
+    """The last of them is the minute that it is now; only `seconds` and `waits` are known."""
 
 
 def contention(client: Redis | Server, prefix: str = "redislock", *, retry_for: float = math.inf) -> Contention:
-    """Return the waits of about the last hour under the key prefix.
+    """Return the counts of about the last hour under the key prefix.
 
     Costs one command. Raises LockBackendError when Redis cannot answer.
     """
@@ -46,18 +61,34 @@ def contention(client: Redis | Server, prefix: str = "redislock", *, retry_for: 
 
 
 def _read(prefix: str, until: float) -> Steps[Contention]:
-    _, (now, by_name, by_minute) = yield from attempt(prefix, Call(scripts.WAITS, tuple(held_keys(prefix)), ()), until)
+    _, (now, by_name, by_minute, saved) = yield from attempt(
+        prefix, Call(scripts.WAITS, tuple(held_keys(prefix)), ()), until
+    )
     names: dict[str, Waits] = {}
     for name, ms, count, gave_up in zip(*(by_name[i::4] for i in range(4)), strict=True):
         waits = names.setdefault(name.decode(), Waits())
         waits.seconds += float(ms) / 1000
         waits.waits += int(count)
         waits.gave_up += int(gave_up)
+    for name, duplicates, avoided in zip(*(saved[i::3] for i in range(3)), strict=True):
+        waits = names.setdefault(name.decode(), Waits())
+        waits.duplicates += int(duplicates)
+        waits.avoided += int(avoided)
     minutes = [Waits() for _ in range(MINUTES)]
     for minute, ms, count in zip(*(by_minute[i::3] for i in range(3)), strict=True):
         ago = now - int(minute)
         if 0 <= ago < MINUTES:
             minutes[-1 - ago].seconds += int(ms) / 1000
             minutes[-1 - ago].waits += int(count)
-    longest = sorted(names.items(), key=lambda item: item[1].seconds, reverse=True)
-    return Contention(dict(longest), minutes)
+    highest = sorted(names.items(), key=lambda item: (item[1].seconds, item[1].saved), reverse=True)
+    return Contention(dict(highest), minutes)
+
+
+def count_duplicate(server: Server, name: str, keys: LockKeys) -> None:
+    """Count a duplicate of a task; that this may fail is of no account."""
+    with suppress(LockBackendError):
+        server.run(_count(name, keys))
+
+
+def _count(name: str, keys: LockKeys) -> Steps[None]:
+    yield from attempt(name, Call(scripts.DUPLICATE, (keys.held,), (name.encode(),)), time.monotonic())

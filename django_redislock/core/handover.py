@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ..exceptions import LockError
-from . import owner, protocol
+from . import contention, owner, protocol
 from .keys import LockKeys, milliseconds
 from .lease import GONE, Lease
 from .lock import Lock
@@ -24,7 +24,7 @@ from .protocol import Call, Steps
 from .scripts import Script
 from .watchdog import watchdog
 
-START = Script("start")
+START = Script("start", "counts")
 LEAVE = Script("leave")
 DONE = Script("done")
 
@@ -90,6 +90,10 @@ class ExecutionLock(Lock):
     def free(self) -> bool:
         """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot answer."""
         return self._server.run(protocol.release(self._new_lease(self._given_id or "")))
+
+    def count_duplicate(self) -> None:
+        """Count, for the page about contention, that a duplicate was prevented; that this may fail is of no account."""
+        contention.count_duplicate(self._server, self.name, self._keys)
 
     def confirm(self, life: float) -> None:
         """Mark the message as worked off for so many seconds. Raises LockBackendError when Redis cannot answer."""

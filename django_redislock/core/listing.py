@@ -11,24 +11,31 @@ from redis import Redis
 from . import protocol
 from .keys import check_prefix, lock_keys
 from .lock import Lock
-from .owner import LockInfo
+from .owner import Held, LockInfo
 from .server import Server, server_of
 
 BATCH = 500
 
 
-def held_locks(
+def held_locks(client: Redis | Server, prefix: str = "redislock") -> Iterator[LockInfo]:
+    """Yield what is known of each lock held now under the key prefix, in the order of their names.
+
+    Costs in proportion to the locks held, however many other keys there are. Raises LockBackendError when Redis cannot answer.
+    """
+    return (held.info for held in list_locks(client, prefix))
+
+
+def list_locks(
     client: Redis | Server,
-    prefix: str = "redislock",
+    prefix: str,
     *,
     matching: Callable[[str], object] | None = None,
     retry_for: float = math.inf,
-) -> Iterator[LockInfo]:
-    """Yield what is known of each lock held now under the key prefix, in the order of their names.
+) -> Iterator[Held]:
+    """Yield the locks as `held_locks` does, each without what its holder says of itself until it is asked for.
 
     `matching` picks by name the locks to read. An unreachable server is tried again for `retry_for` seconds, once at least,
-    and no longer than by any other call. Costs in proportion to the locks held, however many other keys there are. Raises
-    LockBackendError when Redis cannot answer.
+    and no longer than by any other call.
     """
     server = server_of(client)
     names = server.run(protocol.names(check_prefix(prefix), time.monotonic() + retry_for))
@@ -36,17 +43,17 @@ def held_locks(
 
 
 def read_locks(
-    client: Redis | Server, names: Iterable[str], prefix: str = "redislock", *, retry_for: float = math.inf
-) -> Iterator[LockInfo]:
-    """Yield what is known of those of these locks that are held now, as `held_locks` does."""
+    client: Redis | Server, names: Iterable[str], prefix: str, *, retry_for: float = math.inf
+) -> Iterator[Held]:
+    """Yield those of these locks that are held now, as `list_locks` does."""
     server = server_of(client)
     until = time.monotonic() + retry_for
     names = sorted(names)
     for start in range(0, len(names), BATCH):
         batch = names[start : start + BATCH]
-        for info in server.run(protocol.read(batch, [lock_keys(prefix, name) for name in batch], until)):
-            if info is not None:
-                yield info
+        for held in server.run(protocol.read(batch, [lock_keys(prefix, name) for name in batch], until)):
+            if held is not None:
+                yield held
 
 
 def reset_all(client: Redis | Server, prefix: str = "redislock") -> int:

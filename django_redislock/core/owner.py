@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -69,37 +70,67 @@ def record(kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
     return _static(os.getpid(), threading.current_thread().name, kind, label, expire, auto_renewal)
 
 
-def parse(name: str, value: bytes | None, ttl_ms: int, waiting: int, now_ms: int) -> LockInfo | None:
+class Held:
+    """A lock as the server told of it. `info` reads what its holder says of itself: in a long list, only of those shown."""
+
+    __slots__ = ("_acquired_ms", "_record", "age", "fence", "id", "name", "ttl", "waiting")
+
+    def __init__(self, name: str, value: bytes, ttl_ms: int, waiting: int, now_ms: int) -> None:
+        try:
+            self.id, fence, acquired, self._record = value.decode().split("\n", 3)
+            self.fence, self._acquired_ms = int(fence), int(acquired)
+        except ValueError as error:
+            cause = f"the key of lock {name!r} holds what no lock of this version wrote ({error})"
+            raise LockBackendError(name, cause) from error
+        self.name = name
+        self.age = max(0.0, (now_ms - self._acquired_ms) / 1000)
+        self.ttl = max(0.0, ttl_ms / 1000)
+        self.waiting = waiting
+
+    @property
+    def host(self) -> str:
+        """The host alone: a list is narrowed by it."""
+        found = _HOST_FIELD.match(self._record)
+        return found[1] if found else self.info.host
+
+    @property
+    def info(self) -> LockInfo:
+        """Everything; of a record that cannot be read, as little as without one."""
+        try:
+            fields = json.loads(self._record or "{}")
+        except ValueError:
+            fields = {}
+        if type(fields) is not dict:
+            fields = {}
+        return LockInfo(
+            name=self.name,
+            kind=fields.get("kind", "lock"),
+            id=self.id,
+            fence=self.fence,
+            host=fields.get("host", ""),
+            pid=fields.get("pid", 0),
+            thread=fields.get("thread", ""),
+            label=fields.get("label", ""),
+            acquired_at=datetime.fromtimestamp(self._acquired_ms / 1000, UTC),
+            age=self.age,
+            expire=fields.get("expire", 0.0),
+            auto_renewal=fields.get("auto_renewal", False),
+            ttl=self.ttl,
+            waiting=self.waiting,
+            arguments=fields.get("arguments", ""),
+            worker=fields.get("worker", ""),
+        )
+
+
+_HOST_FIELD = re.compile(r'\{"host":"([^"\\]*)"')
+
+
+def parse(name: str, value: bytes | None, ttl_ms: int, waiting: int, now_ms: int) -> Held | None:
     """Return what the value of a lock key says, or None when nobody holds the lock.
 
     Raises LockBackendError when something else wrote it.
     """
     if value is None:
         return None
-    try:
-        id, fence, acquired, raw = value.decode().split("\n", 3)
-        if fence == "0":
-            return None
-        fields = json.loads(raw or "{}")
-        acquired_ms = int(acquired)
-        return LockInfo(
-            name=name,
-            kind=fields.get("kind", "lock"),
-            id=id,
-            fence=int(fence),
-            host=fields.get("host", ""),
-            pid=fields.get("pid", 0),
-            thread=fields.get("thread", ""),
-            label=fields.get("label", ""),
-            acquired_at=datetime.fromtimestamp(acquired_ms / 1000, UTC),
-            age=max(0.0, (now_ms - acquired_ms) / 1000),
-            expire=fields.get("expire", 0.0),
-            auto_renewal=fields.get("auto_renewal", False),
-            ttl=max(0.0, ttl_ms / 1000),
-            waiting=waiting,
-            arguments=fields.get("arguments", ""),
-            worker=fields.get("worker", ""),
-        )
-    except (ValueError, AttributeError) as error:
-        cause = f"the key of lock {name!r} holds what no lock of this version wrote ({error})"
-        raise LockBackendError(name, cause) from error
+    held = Held(name, value, ttl_ms, waiting, now_ms)
+    return held if held.fence else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from ..exceptions import LockBackendError
 from . import events, scripts
 from .keys import LockKeys, held_keys, milliseconds
 from .lease import RETRY_FOR, Lease
-from .owner import LockInfo, new_id, parse
+from .owner import Held, new_id, parse
 from .wire import pack
 
 MAX_SLEEP = 30.0
@@ -283,16 +283,28 @@ def reset(name: str, keys: LockKeys, fence: int | None, until: float = math.inf)
     return int(reply)
 
 
-def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> Steps[list[LockInfo | None]]:
+def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> Steps[list[Held | None]]:
     """Read who holds the locks: None for each that nobody holds."""
     call = Call(scripts.READ, tuple(key for keys in locks for key in (keys.lock, keys.queue)), ())
     _, reply = yield from attempt(names[0], call, until)
-    now, *fields = reply
-    triples = zip(fields[::3], fields[1::3], fields[2::3], strict=True)
-    return [parse(name, *triple, now) for name, triple in zip(names, triples, strict=True)]
+    now, packed, blob = reply
+    numbers = list(map(int, packed.split()))
+    each = zip(names, unpack(numbers[::3], blob), numbers[1::3], numbers[2::3], strict=True)
+    return [parse(name, value, ttl_ms, waiting, now) for name, value, ttl_ms, waiting in each]
 
 
 def names(prefix: str, until: float = math.inf) -> Steps[list[str]]:
     """Read the names of the locks held now."""
     _, reply = yield from attempt(prefix, Call(scripts.NAMES, tuple(held_keys(prefix)), ()), until)
-    return [name.decode() for name in reply]
+    return [name.decode() for name in unpack(map(int, reply[0].split()), reply[1]) if name is not None]
+
+
+def unpack(lengths: Iterable[int], blob: bytes) -> list[bytes | None]:
+    """Return the strings of these lengths that follow each other; None for a negative length."""
+    values: list[bytes | None] = []
+    at = 0
+    for length in lengths:
+        end = at + length
+        values.append(blob[at:end] if length >= 0 else None)
+        at = max(at, end)
+    return values

@@ -244,7 +244,8 @@ class QuorumLock:
 
     def owner(self) -> LockInfo | None:
         """Return who holds the lock on most servers now, or None. Raises LockBackendError when too many cannot answer."""
-        found = [info for (info,) in self._ask(lambda until: protocol.read([self.name], [self._keys], until))]
+        replies = self._ask(lambda until: protocol.read([self.name], [self._keys], until))
+        found = [None if held is None else held.info for (held,) in replies]
         votes = Counter(info.id for info in found if info is not None)
         for id, count in votes.most_common(1):
             if count >= self._needed:

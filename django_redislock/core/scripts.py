@@ -9,20 +9,21 @@ from importlib.resources import files
 class Script:
     """One Lua script, ready for EVALSHA."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *before: str) -> None:
         folder = files(__package__) / "lua"
         self.name = name
-        self.text = (folder / "lib.lua").read_bytes() + (folder / f"{name}.lua").read_bytes()
+        self.text = b"".join((folder / f"{part}.lua").read_bytes() for part in ("lib", *before, name))
         self.sha = hashlib.sha1(self.text, usedforsecurity=False).hexdigest().encode()
 
     def __repr__(self) -> str:
         return f"<Script {self.name}>"
 
 
-ACQUIRE = Script("acquire")
+ACQUIRE = Script("acquire", "counts")
 RELEASE = Script("release")
 RENEW = Script("renew")
 RESET = Script("reset")
 READ = Script("read")
 NAMES = Script("names")
 WAITS = Script("waits")
+DUPLICATE = Script("duplicate", "counts")

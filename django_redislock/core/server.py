@@ -223,9 +223,9 @@ class Unlocked(Server):
             case scripts.RENEW:
                 return [1] * (len(call.keys) // 2)
             case scripts.READ:
-                return [0] + [None, -2, 0] * (len(call.keys) // 2)
+                return [0, b"-1 -2 0 " * (len(call.keys) // 2), b""]
             case scripts.NAMES:
-                return []
+                return [b"", b""]
         return 1
 
 

@@ -1,14 +1,23 @@
 -- Read what is known of many locks.
 -- KEYS  for each lock: lock, queue
--- Returns the server's clock (ms), then for each lock: value (false: free), ms left, number of waiters.
-local reply = {math.floor(now_us() / 1000)}
+-- Returns the server's clock (ms); for each lock the length of its value (-1: free), ms left and the number of waiters, all in
+-- one string; and the values, in another one: many small replies would take the reader long.
+local locks, numbers, values = {}, {}, {}
 for i = 1, #KEYS, 2 do
-  local value = redis.pcall('GET', KEYS[i])
-  if type(value) == 'table' then
-    return redis.error_reply(value.err .. ' Key: ' .. KEYS[i])
-  end
-  reply[#reply + 1] = value
-  reply[#reply + 1] = redis.call('PTTL', KEYS[i])
-  reply[#reply + 1] = redis.call('ZCARD', KEYS[i + 1])
+  locks[#locks + 1] = KEYS[i]
 end
-return reply
+local found = redis.call('MGET', unpack(locks))
+for i = 1, #KEYS, 2 do
+  local value = found[(i + 1) / 2]
+  if not value then  -- MGET says the same of a key of another type
+    value = redis.pcall('GET', KEYS[i])
+    if type(value) == 'table' then
+      return redis.error_reply(value.err .. ' Key: ' .. KEYS[i])
+    end
+  end
+  values[#values + 1] = value or ''
+  numbers[#numbers + 1] = value and #value or -1
+  numbers[#numbers + 1] = value and whole(redis.call('PTTL', KEYS[i])) or -2
+  numbers[#numbers + 1] = value and redis.call('ZCARD', KEYS[i + 1]) or 0
+end
+return {math.floor(now_us() / 1000), table.concat(numbers, ' '), table.concat(values)}

@@ -37,9 +37,16 @@ elseif stored and ARGV[3] ~= '0' then
 end
 
 local word = stored and not KEYS[6] and #ARGV[6] <= SMALL and '\n' .. ARGV[6] or ''
-for _, entry in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
-  local channel, id = string.match(entry, '^(.-)\n(.*)$')
+local entries = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
+local now, ms = now_us(), 0
+for i = 1, #entries, 2 do
+  local channel, id = string.match(entries[i], '^(.-)\n(.*)$')
   redis.pcall('PUBLISH', channel, id .. word)
+  ms = ms + waited_ms(entries[i + 1], now)
+end
+if #entries > 0 and stored then
+  count_waits(KEYS[2], now, ARGV[2], ms, #entries / 2, 0)
+  count_saved(KEYS[2], now, ARGV[2], 'a', #entries / 2)
 end
 redis.call('DEL', KEYS[1], KEYS[3])
 redis.call('ZREM', KEYS[2], ARGV[2])

@@ -40,6 +40,7 @@ else
       redis.call('PEXPIRE', KEYS[4], QUEUE_LIFE_MS)
     elseif ARGV[7] ~= '' then
       redis.call('ZREM', KEYS[4], entry)
+      count_waits(KEYS[2], now, ARGV[3], waited_ms(ARGV[7], now), 1, 1)
     end
     return {left, ticket}
   end
@@ -47,4 +48,7 @@ end
 
 -- A place in the queue goes with it: who waited may find the lock left to its own message.
 redis.call('ZREM', KEYS[4], entry)
+if ARGV[7] ~= '' then
+  count_waits(KEYS[2], now, ARGV[3], waited_ms(ARGV[7], now), 1, 0)
+end
 return tonumber(take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms))

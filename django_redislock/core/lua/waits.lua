@@ -1,9 +1,10 @@
--- Read the waits of about the last hour.
+-- Read the counts of about the last hour.
 -- KEYS  indexes of held locks: one of each bucket
--- Returns the minute that it is, {name, ms waited, waits, gave up, ...} and {minute, ms waited, waits, ...}; both with repetitions.
+-- Returns the minute that it is, {name, ms waited, waits, gave up, ...}, {minute, ms waited, waits, ...} and {name, duplicates
+-- prevented, recomputations avoided, ...}; all with repetitions.
 local now = now_us()
 local window = math.floor(now / WAITS_WINDOW_US)
-local names, minutes = {}, {}
+local names, minutes, saved = {}, {}, {}
 for _, held in ipairs(KEYS) do
   local tag = string.sub(held, 1, -5)
   for at = window - 6, window do
@@ -26,6 +27,12 @@ for _, held in ipairs(KEYS) do
         names[#names + 1] = count['g' .. scores[i]] or '0'
       end
     end
+    for _, name in ipairs(redis.call('ZRANGE', tag .. 'saves:' .. at, 0, -1)) do
+      local counts = redis.call('HMGET', tag .. 'saved:' .. at, 'd' .. name, 'a' .. name)
+      saved[#saved + 1] = name
+      saved[#saved + 1] = counts[1] or '0'
+      saved[#saved + 1] = counts[2] or '0'
+    end
   end
 end
-return {math.floor(now / 60000000), names, minutes}
+return {math.floor(now / 60000000), names, minutes, saved}

@@ -111,9 +111,9 @@ class Command(BaseCommand):
         rows = [
             row
             for row in listing.rows
-            if row.info.age >= options["older_than"] and options["kind"] in (None, row.info.kind)
+            if row.held.age >= options["older_than"] and options["kind"] in (None, row.info.kind)
         ]
-        rows.sort(key=lambda row: row.info.age, reverse=True)
+        rows.sort(key=lambda row: row.held.age, reverse=True)
         return rows, listing
 
     def _watch(self, options: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class Command(BaseCommand):
         found, failed = clients(options["connection"])
         for connection in found:
             try:
-                rows += [Row(connection, info) for info in find(connection, [name]).values()]
+                rows += find(connection, [name]).values()
             except LockBackendError as error:
                 failed[connection] = error.cause
         if not rows:
@@ -202,7 +202,7 @@ class Command(BaseCommand):
     def _release(self, options: dict[str, Any]) -> None:
         rows = self._find(options)
         if options["id"] is not None:
-            rows = [row for row in rows if row.info.id == options["id"]]
+            rows = [row for row in rows if row.held.id == options["id"]]
             if not rows:
                 raise CommandError("The lock is held by another id; nothing was released. See 'redislock show --id'.")
         if len(rows) > 1:
@@ -219,12 +219,12 @@ class Command(BaseCommand):
         if not options["yes"] and not self._confirmed():
             raise CommandError("Not confirmed; nothing was released.")
         try:
-            freed = force_release(row.connection, row.info.name, row.info.fence, by=_operator())
+            freed = force_release(row.connection, row.held.name, row.held.fence, by=_operator())
         except LockBackendError as error:
             raise CommandError(f"Whether it was released is unknown: {error.cause}. See 'redislock show'.") from error
         if not freed:
             raise CommandError("The lock changed hands or was freed meanwhile; nothing was released.")
-        self.stdout.write(self.style.SUCCESS(f"Released {visible(row.info.name)}."))
+        self.stdout.write(self.style.SUCCESS(f"Released {visible(row.held.name)}."))
 
     def _confirmed(self) -> bool:
         self.stderr.write("Force-release it? [y/N] ", ending="")
@@ -280,7 +280,8 @@ def _words(row: Row, ids: bool) -> dict[str, str]:
 
 def _plain(row: Row, ids: bool) -> dict[str, Any]:
     """Return what JSON says of a lock: seconds as numbers, ids only where asked for."""
-    lock = {"connection": row.connection} | vars(row.info) | {"acquired_at": row.info.acquired_at.isoformat()}
+    info = row.info
+    lock = {"connection": row.connection} | vars(info) | {"acquired_at": info.acquired_at.isoformat()}
     if not ids:
         del lock["id"]
     return lock
