@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 def clients_on_a_cold_report(addresses: list[tuple[str, int]]) -> Outcome:
     def ask(number: int) -> tuple[str, str, bytes, float]:
         started = time.perf_counter()
-        connection = http.client.HTTPConnection(*addresses[number % len(addresses)], timeout=60)
+        connection = http.client.HTTPConnection(*addresses[number % len(addresses)], timeout=120)
         connection.request("GET", f"/{YEAR}.json")
         response = connection.getresponse()
         body = response.read()
