@@ -192,9 +192,9 @@ def test_a_pool_of_two_connections_serves_sixteen_threads(redis_url, client):
     cache = cache_at(redis_url, OPTIONS=pool_of_two)
     work = Work()
     with ThreadPoolExecutor(16) as pool:
-        futures = [pool.submit(cache.get_or_set, f"k{number}", work, 60, expire=0.5) for number in range(16)]
+        futures = [pool.submit(cache.get_or_set, f"k{number}", work, 60, expire=1.8) for number in range(16)]
         wait_until(lambda: work.calls == 16)
-        over = time.monotonic() + 1.2
+        over = time.monotonic() + 2.5
         wait_until(lambda: time.monotonic() > over)
         assert len(list(held_locks(client))) == 16, "all are renewed"
         work.end.set()
@@ -205,7 +205,7 @@ def test_a_short_socket_timeout_and_long_work(redis_url):
     cache = cache_at(f"{redis_url}?socket_timeout=0.5")
     work = Work()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(cache.get_or_set, "k", work, 60, expire=0.5)
+        first = pool.submit(cache.get_or_set, "k", work, 60, expire=2)
         assert work.running.wait(10)
         elsewhere = cache_at(f"{redis_url}?socket_timeout=0.51")  # as if it were another process
         second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)

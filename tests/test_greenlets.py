@@ -17,7 +17,7 @@ import redis
 from django_redislock.core import Lock, held_locks
 
 client = redis.Redis.from_url(sys.argv[1])
-lock = Lock(client, "a", expire=0.9)
+lock = Lock(client, "a", expire=2.4)
 got = []
 
 def wait(number):
@@ -31,7 +31,7 @@ for thread in threads:
     while lock.owner().waiting <= len(got) + threads.index(thread):
         time.sleep(0.01)
 fence = lock.fence
-end = time.monotonic() + 3
+end = time.monotonic() + 4
 while time.monotonic() < end:
     pass  # the greenlet computes, and lets no other run
 print(lock.owner().fence == fence, lock.lost)

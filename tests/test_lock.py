@@ -190,7 +190,7 @@ def test_reset_wakes_the_next_waiter(client):
     thread.start()
     wait_until(lambda: holder.owner().waiting == 1)
     Lock(client, "a").reset()
-    assert taken.wait(2)
+    assert taken.wait(20)
     thread.join()
 
 
@@ -340,7 +340,7 @@ def test_held_locks_lists_all_held_and_nothing_else(client):
 
 
 def test_a_lost_index_is_mended_by_the_renewal(client):
-    lock = Lock(client, "a", expire=0.6)
+    lock = Lock(client, "a", expire=6)
     with lock:
         client.delete(lock_keys("redislock", "a").held)
         assert not list(held_locks(client))
@@ -413,23 +413,23 @@ def test_a_dropped_lock_object_is_not_renewed(client, caplog):
     del lock
     gc.collect()
     wait_until(lambda: not Lock(client, "a").locked())
-    assert "garbage-collected" in caplog.text
+    wait_until(lambda: "garbage-collected" in caplog.text)
 
 
 def test_a_thread_that_ends_without_releasing_leaves_nothing_renewed(client, caplog):
     lock = Lock(client, "a", expire=0.5)
     in_thread(lock.acquire)
     wait_until(lambda: not lock.locked())
-    assert "ended without releasing" in caplog.text
+    wait_until(lambda: "ended without releasing" in caplog.text)
 
 
 def test_max_hold_ends_the_renewal(client, caplog):
-    lock = Lock(client, "a", expire=0.3, max_hold=0.6)
+    lock = Lock(client, "a", expire=1.5, max_hold=2)
     lock.acquire()
     acquired = time.monotonic()
     wait_until(lambda: not lock.locked())
-    assert time.monotonic() - acquired >= 0.55
-    assert "max_hold" in caplog.text
+    assert time.monotonic() - acquired >= 1.95
+    wait_until(lambda: "max_hold" in caplog.text)
     with pytest.raises(LockLost):
         lock.release()
 

@@ -170,7 +170,7 @@ def test_the_life_in_redis_is_never_shorter_than_the_one_believed_in():
 def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
     """The watchdog's call was made with the old life and arrives after the new one was set."""
     server = server_of(client)
-    lock = Lock(client, "a", expire=0.9)
+    lock = Lock(client, "a", expire=3)
     call, at_gate, gate, arrived = server.renew, threading.Event(), threading.Event(), threading.Event()
 
     def late(*what):
@@ -191,7 +191,7 @@ def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
         finally:
             gate.set()
             del server.renew
-        lived(1.5)
+        lived(3.2)
         assert lock.owned()
         lock.raise_if_lost()
 
@@ -360,7 +360,7 @@ def test_waiters_for_a_short_lived_lock_do_not_look_all_of_them_at_its_every_end
         with Lock(client, "a", timeout=20):
             pass
 
-    with Lock(client, "a", expire=0.6):
+    with Lock(client, "a", expire=1.5):
         threads = [start(acquire) for _ in range(50)]
         wait_until(lambda: client.zcard(queue_of("a")) == 50)
         before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
@@ -377,13 +377,13 @@ def test_waiters_for_a_short_lived_lock_do_not_look_all_of_them_at_its_every_end
 @pytest.mark.processes
 def test_a_forked_child_reports_no_loss_of_its_parents_lock(client, caplog):
     told = []
-    lock = Lock(client, "a", expire=0.3, on_lost=told.append)
+    lock = Lock(client, "a", expire=1.5, on_lost=told.append)
     lock.acquire()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            lived(0.5)
+            lived(2)
             assert lock.lost is None
             with pytest.raises(NotAcquired):
                 lock.raise_if_lost()
@@ -396,13 +396,13 @@ def test_a_forked_child_reports_no_loss_of_its_parents_lock(client, caplog):
 
 
 def test_a_released_reentrant_lock_is_not_reported_as_lost(client, caplog):
-    first, second = RLock(client, "a", expire=0.2), RLock(client, "a", expire=0.2)
+    first, second = RLock(client, "a", expire=1.5), RLock(client, "a", expire=1.5)
     with first, second:
         pass
     with first:
         second.acquire()
         second.release()
-    lived(0.3)
+    lived(1.7)
     assert second.lost is None
     assert first.lost is None
     assert "was lost" not in caplog.text

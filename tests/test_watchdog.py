@@ -12,6 +12,7 @@ import redis
 
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import Proxy, RedisServer, wait_until
 
@@ -56,15 +57,15 @@ def test_frozen_servers_do_not_keep_the_locks_of_another_one_from_being_renewed(
     with ExitStack() as stack:
         servers = [stack.enter_context(RedisServer()) for _ in range(4)]
         frozen = [
-            Lock(stack.enter_context(server.client()), f"lock {i}", expire=1.5) for server in servers for i in range(3)
+            Lock(stack.enter_context(server.client()), f"lock {i}", expire=3) for server in servers for i in range(3)
         ]
-        mine = Lock(client, "mine", expire=1.5, on_lost=told.append)
+        mine = Lock(client, "mine", expire=3, on_lost=told.append)
         mine.acquire()
         for lock in frozen:
             lock.acquire()
         for server in servers:
             server.pause()
-        lived(4)
+        lived(4.5)
         assert not told
         assert mine.owned()
         mine.release()
@@ -77,14 +78,15 @@ def test_frozen_servers_do_not_keep_the_locks_of_another_one_from_being_renewed(
 
 def test_a_key_that_something_else_wrote_costs_no_other_lock_its_renewal(client):
     told = []
-    locks = [Lock(client, f"lock {i}", expire=0.9, on_lost=told.append) for i in range(10)]
+    locks = [Lock(client, f"lock {i}", expire=2.4, on_lost=told.append) for i in range(10)]
     for lock in locks:
         lock.acquire()
     client.delete(key_of("lock 3"))
     client.rpush(key_of("lock 3"), "what is this")
     client.delete(lock_keys("redislock", "lock 5").held)
     client.set(lock_keys("redislock", "lock 5").held, "nor this")
-    lived(2)
+    lived(3)
+    wait_until(lambda: told)
     assert told == [locks[3]]
     assert all(lock.owned() for lock in locks if lock is not locks[3])
     client.delete(lock_keys("redislock", "lock 5").held)
@@ -101,12 +103,12 @@ def test_who_is_told_of_a_loss_may_take_his_time(client):
         told.set()
         done.wait(20)
 
-    doomed, kept = Lock(client, "doomed", expire=0.6, on_lost=slow), Lock(client, "kept", expire=0.6)
+    doomed, kept = Lock(client, "doomed", expire=0.6, on_lost=slow), Lock(client, "kept", expire=2)
     doomed.acquire()
     kept.acquire()
     client.delete(key_of("doomed"))
-    assert told.wait(2)
-    lived(1.5)
+    assert told.wait(20)
+    lived(3)
     owned = kept.owned()
     done.set()
     assert owned
@@ -119,8 +121,8 @@ def test_who_is_told_of_a_loss_may_take_his_time(client):
 def test_a_life_that_was_shortened_is_renewed_in_time(client):
     lock = Lock(client, "a", expire=30)
     with lock:
-        lock.extend(0.6)
-        lived(1.5)
+        lock.extend(2)
+        lived(3)
         assert lock.owned()
         lock.raise_if_lost()
 
@@ -146,15 +148,18 @@ def test_an_extension_that_is_not_answered_does_not_leave_a_belief_that_outlives
 
 
 def test_a_renewal_that_races_a_release_reports_nothing_and_revives_nothing(client, caplog):
-    """Short lives, so that renewals are always under way."""
-    told, stop = [], time.monotonic() + 6
+    """Each release comes while the watchdog renews the lock, or a moment after."""
+    told, stop = [], time.monotonic() + 4
 
     def cycle(name):
         chance = random.Random(name)
         while time.monotonic() < stop:
-            lock = Lock(client, name, expire=0.15, on_lost=told.append)
+            lock = Lock(client, name, on_lost=told.append)
             lock.acquire()
-            lived(chance.uniform(0, 0.12))
+            lease = lock._latest()
+            lease.next_renewal = time.monotonic()
+            watchdog.hurry(lease)
+            lived(chance.choice((0, 0, 0.005)))
             lock.release()
 
     threads = [threading.Thread(target=cycle, args=(f"lock {i}",)) for i in range(8)]
