@@ -8,6 +8,7 @@ import pytest
 
 from tests import test_lock, test_lock_faults, test_lock_waiting
 from tests.support.tasks import Tasks, lock_for_threads
+from tests.test_lock_faults import clock  # noqa: F401 - a fixture
 
 # What is not about the Lock of this process, or about signals, forks and names of threads.
 OMITTED = {
@@ -17,6 +18,9 @@ OMITTED = {
     "test_a_fork_while_threads_wait_harms_neither_side",
     "test_a_signal_that_raises_anywhere_leaves_no_lock_and_no_broken_connection",
     "test_an_interrupted_waiter_leaves_the_queue",
+    "test_a_waiter_killed_while_it_is_handed_the_lock_is_passed_over",
+    "test_a_waiter_paused_while_it_is_handed_the_lock_takes_it_when_it_goes_on",
+    "test_a_cluster_client_is_refused_with_a_way_out",
     "test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins",
 }
 MODULES = (test_lock, test_lock_waiting, test_lock_faults)
