@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.urls import path
 from django.utils.formats import date_format
-from django.utils.html import format_html
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.timezone import localtime
 from django.utils.translation import gettext, gettext_lazy as _, ngettext
@@ -22,7 +23,7 @@ from . import conf, contention_page, heldlocks
 from .connections import connection_names
 from .exceptions import LockBackendError
 from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter
-from .heldlocks import HeldLocks, duration, expiring, find, reason
+from .heldlocks import HeldLocks, duration, expiring, find, queue, reason
 from .models import HeldLock, decode_key, visible
 from .release import Release, ticked
 
@@ -90,7 +91,10 @@ class HeldLockAdmin(ModelAdmin):
         if row is None:
             self.message_user(request, _("Nobody holds this lock now."), messages.INFO)
             return HeldLock.free(connection, name)
-        return HeldLock.of(connection, row.info)
+        lock = HeldLock.of(connection, row.info)
+        with suppress(LockBackendError):  # its number is known
+            lock.queue = queue(connection, name) if lock.waiting else []
+        return lock
 
     # The list
 
@@ -169,9 +173,10 @@ class HeldLockAdmin(ModelAdmin):
         lock = (None, {"fields": ["lock", "connection"]})
         if obj is None or not obj.fence:
             return [lock]
+        task = [field for field in ("arguments", "worker") if getattr(obj, field)]
         return [
-            (None, {"fields": ["lock", "kind", "connection", "fence_number", "waiting"]}),
-            (_("Holder"), {"fields": ["label", "host", "process", "thread", "shortened_id"]}),
+            (None, {"fields": ["lock", "kind", "connection", "fence_number", "waiters"]}),
+            (_("Holder"), {"fields": ["label", *task, "host", "process", "thread", "shortened_id"]}),
             (_("Life"), {"fields": ["acquired_at", "held_for", "expires_in", "life", "auto_renewal"]}),
         ]
 
@@ -182,6 +187,29 @@ class HeldLockAdmin(ModelAdmin):
     @admin.display(description=_("id"))
     def shortened_id(self, obj: HeldLock) -> str:
         return obj.owner_id
+
+    @admin.display(description=_("arguments"))
+    def arguments(self, obj: HeldLock) -> str:
+        return visible(obj.arguments)
+
+    @admin.display(description=_("worker"))
+    def worker(self, obj: HeldLock) -> str:
+        return visible(obj.worker)
+
+    @admin.display(description=_("waiting"))
+    def waiters(self, obj: HeldLock) -> str:
+        """Return how many wait, and where and how long the first of them do: who is to be served next is on top."""
+        lines = [
+            (gettext("%(place)s for %(time)s") % {"place": place, "time": duration(seconds)},)
+            for host, pid, seconds in getattr(obj, "queue", [])
+            for place in [visible(f"{host} · {pid}") if host else "?"]
+        ]
+        if not lines:
+            return str(obj.waiting)
+        if obj.waiting > len(lines):
+            lines.append(("…",))
+        shown = format_html_join("", "<li>{}</li>", lines)
+        return format_html('{}<ol class="redislock-waiters">{}</ol>', obj.waiting, shown)
 
     @admin.display(description=_("life"))
     def life(self, obj: HeldLock) -> str:

@@ -17,7 +17,7 @@ from redis import Redis
 from . import conf
 from .connections import connection_names, get_client
 from .core import Lock, LockInfo
-from .core.listing import list_locks, read_locks
+from .core.listing import Waiting, list_locks, read_locks, read_queue
 from .core.owner import Held
 from .core.server import server_of
 from .exceptions import LockBackendError
@@ -109,6 +109,11 @@ def find(connection: str, names: Iterable[str]) -> dict[str, Row]:
     client = get_client(connection)
     found = read_locks(client, names, conf.get().key_prefix, retry_for=RETRY_FOR)
     return {held.name: Row(connection, held) for held in found}
+
+
+def queue(connection: str, name: str) -> list[Waiting]:
+    """Return the first of those who wait for a lock. Raises ImproperlyConfigured and LockBackendError."""
+    return read_queue(get_client(connection), name, conf.get().key_prefix, retry_for=RETRY_FOR)
 
 
 def force_release(connection: str, name: str, fence: int, by: object) -> bool:

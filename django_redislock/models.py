@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from base64 import urlsafe_b64decode, urlsafe_b64encode
+from base64 import b64decode, b64encode
 
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
 from .core import LockInfo
 from .core.keys import check_name
+from .core.listing import Waiting
+
+ALPHABET = b"-~"
+"""The last two characters of base64: the admin writes three for an underscore."""
+LONG = 2000
+"""Bytes of a name whose primary key is packed."""
 
 
 class NoRows(models.Manager["HeldLock"]):
@@ -42,6 +48,10 @@ class HeldLock(models.Model):
 
     owner_id = ""
     """The id, shortened: whole it would be the right to release."""
+    arguments = ""
+    worker = ""
+    queue: list[Waiting]
+    """The first of those who wait for it, where somebody looked."""
 
     objects = NoRows()
 
@@ -68,6 +78,7 @@ class HeldLock(models.Model):
         fields = {field.name: getattr(info, field.name) for field in cls._meta.fields if hasattr(info, field.name)}
         lock = cls(key=encode_key(connection, info.name), connection=connection, **fields)
         lock.owner_id = f"{info.id[: min(6, len(info.id) // 4)]}…"
+        lock.arguments, lock.worker = info.arguments, info.worker
         return lock
 
     @classmethod
@@ -77,16 +88,43 @@ class HeldLock(models.Model):
 
 
 def encode_key(connection: str, name: str) -> str:
-    """Return the primary key of a lock: safe in URLs and forms, whatever the name holds."""
-    return urlsafe_b64encode(f"{connection}\0{name}".encode()).decode().rstrip("=")
+    """Return the primary key of a lock: safe in URLs and forms, whatever the name holds.
+
+    A long name outside ASCII is packed, 21 bits a character, for servers refuse an address of more than about 4,000 bytes.
+    """
+    data = name.encode()
+    if len(data) <= LONG:
+        return _base64(connection, data)
+    number = 1
+    for character in name:
+        number = number << 21 | ord(character)
+    return "!" + _base64(connection, number.to_bytes((number.bit_length() + 7) // 8))
 
 
 def decode_key(key: str) -> tuple[str, str]:
     """Return the connection and the name that a primary key stands for; raises ValueError for what is none."""
-    connection, separator, name = urlsafe_b64decode(key + "=" * (-len(key) % 4)).decode().partition("\0")
+    plain = key.removeprefix("!")
+    raw, separator, data = b64decode(plain + "=" * (-len(plain) % 4), ALPHABET).partition(b"\0")
+    connection = raw.decode()
+    name = check_name(_unpack(data) if key.startswith("!") else data.decode())
     if not separator or encode_key(connection, name) != key:
         raise ValueError(f"not the key of a lock: {key!r}")
-    return connection, check_name(name)
+    return connection, name
+
+
+def _unpack(data: bytes) -> str:
+    if len(data) > LONG * 2:
+        raise ValueError("too long for the name of a lock")
+    number = int.from_bytes(data)
+    characters = []
+    while number > 1:
+        characters.append(chr(number & 0x1FFFFF))
+        number >>= 21
+    return "".join(reversed(characters))
+
+
+def _base64(connection: str, data: bytes) -> str:
+    return b64encode(connection.encode() + b"\0" + data, ALPHABET).decode().rstrip("=")
 
 
 def visible(name: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -14,11 +17,12 @@ from hypothesis import given, strategies as st
 
 from django_redislock import heldlocks
 from django_redislock.core import Lock
+from django_redislock.core.handover import ExecutionLock
 from django_redislock.core.keys import MAX_NAME
 from django_redislock.core.owner import Held
 from django_redislock.models import HeldLock, decode_key, encode_key, visible
 from tests.admin_pages import LIST, browser, hold, messages, names, next_millisecond, page_of, rewrite, superuser
-from tests.support import RedisServer, Server, counting
+from tests.support import RedisServer, Server, counting, wait_until
 
 pytestmark = pytest.mark.django_db
 
@@ -484,3 +488,58 @@ def test_a_record_that_cannot_be_read_hides_no_other_lock(web: Client, client: r
     client.set(hold(client, "odd")._keys.lock, f"id\n5\n1\n{record}", px=60_000)
     assert sorted(names(get(web))) == ["a", "odd"]
     assert "5" in get(web, path=page_of("odd"))
+
+
+@pytest.mark.parametrize("name", ["é" * MAX_NAME, "世" * MAX_NAME, "\U0010fffd" * MAX_NAME, "\0" * 500 + "🔒" * 500])
+@pytest.mark.parametrize("view", ["change", "history"])
+def test_the_address_of_a_long_name_is_not_too_long_for_servers(
+    web: Client, client: redis.Redis, name: str, view: str
+) -> None:
+    """Gunicorn refuses a request line of more than 4,094 bytes."""
+    hold(client, name)
+    address = f"{page_of(name, view=view)}?_changelist_filters=o%3D-1.2%26older%3D3600%26state%3Dunrenewed%26p%3D2"
+    assert len(f"GET {address} HTTP/1.1\r\n") < 4094
+    assert web.get(address).status_code == 200
+    assert decode_key(encode_key("default", name)) == ("default", name)
+
+
+@pytest.mark.parametrize("key", ["!", "!AA", "!dXJsAA", "!dXJsAA" + "~" * 6000, "!dXJsAP~~~~~~", "!dXJsAAE"])
+def test_a_packed_key_that_is_none_is_no_server_error(web: Client, key: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        decode_key(key)
+    assert web.get(f"{LIST}{quote(key)}/change/").status_code == 302
+
+
+def test_who_waits_is_told_with_host_and_process(web: Client, client: redis.Redis) -> None:
+    lock = hold(client, "a")
+    thread = threading.Thread(target=Lock(client, "a", expire=600).acquire)
+    thread.start()
+    wait_until(lambda: (info := lock.owner()) is not None and info.waiting == 1)
+    client.zadd(lock._keys.queue, {"of another version\n1": 1})  # waits since 1970, and is first
+    for number in range(20):
+        ticket = (client.time()[0] - 90) * 1_000_000
+        client.zadd(lock._keys.queue, {f"redislock:wake:0:{number}:%3Cb%3Eweb%3C/b%3E\n{number}": ticket + number})
+    shown = re.search(r'22<ol class="redislock-waiters">(.*?)</ol>', get(web, path=page_of("a")))
+    assert shown is not None
+    lines = re.findall(r"<li>(.*?)</li>", shown[1])
+    assert len(lines) == 21
+    assert lines[0].startswith("? for ")
+    assert lines[1].startswith("&lt;b&gt;web&lt;/b&gt; · 0 for 1 min 3")
+    assert lines[-1] == "…"
+    client.zremrangebyrank(lock._keys.queue, 0, 20)
+    assert f"<li>{socket.gethostname()} · {os.getpid()} for " in get(web, path=page_of("a"))
+    lock.release()
+    thread.join(30)
+    assert not thread.is_alive()
+    Lock(client, "a").reset()
+
+
+def test_arguments_and_worker_of_a_task(web: Client, client: redis.Redis) -> None:
+    details = {"arguments": "customer='<b>', day=3", "worker": "celery@one"}
+    lock = ExecutionLock(client, "celery:a", kind="celery", expire=600, auto_renewal=False, details=details)
+    assert lock.acquire(blocking=False)
+    html = get(web, path=page_of("celery:a"))
+    for text in ("customer=&#x27;&lt;b&gt;&#x27;, day=3", "celery@one"):
+        assert text in html
+    hold(client, "b")
+    assert "Arguments" not in get(web, path=page_of("b"))

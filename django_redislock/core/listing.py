@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+from urllib.parse import unquote
 
 from redis import Redis
 
@@ -12,9 +14,12 @@ from . import protocol
 from .keys import check_prefix, lock_keys
 from .lock import Lock
 from .owner import Held, LockInfo
+from .protocol import Commands, Steps, attempt
 from .server import Server, server_of
 
 BATCH = 500
+QUEUE = 20
+"""How many of those who wait for a lock are told one by one."""
 
 
 def held_locks(client: Redis | Server, prefix: str = "redislock") -> Iterator[LockInfo]:
@@ -54,6 +59,33 @@ def read_locks(
         for held in server.run(protocol.read(batch, [lock_keys(prefix, name) for name in batch], until)):
             if held is not None:
                 yield held
+
+
+class Waiting(NamedTuple):
+    """One that waits for a lock, as far as its place in the queue tells."""
+
+    host: str
+    pid: int
+    seconds: float
+    """How long it has waited."""
+
+
+def read_queue(client: Redis | Server, name: str, prefix: str, *, retry_for: float = math.inf) -> list[Waiting]:
+    """Return the first `QUEUE` of those who wait for the lock. Raises LockBackendError when Redis cannot answer."""
+    return server_of(client).run(_read_queue(name, prefix, time.monotonic() + retry_for))
+
+
+def _read_queue(name: str, prefix: str, until: float) -> Steps[list[Waiting]]:
+    queue = lock_keys(prefix, name).queue
+    commands = Commands(((b"ZRANGE", queue, b"0", b"%d" % (QUEUE - 1), b"WITHSCORES"), (b"TIME",)))
+    _, (entries, (seconds, micros)) = yield from attempt(name, commands, until)
+    now = int(seconds) + int(micros) / 1e6
+    waiting = []
+    for entry, ticket in zip(entries[::2], entries[1::2], strict=True):
+        channel = entry.partition(b"\n")[0].decode(errors="replace")
+        pid, _, host = channel.partition("wake:")[2].partition(":")[2].partition(":")
+        waiting.append(Waiting(unquote(host), int(pid) if pid.isdecimal() else 0, max(0.0, now - float(ticket) / 1e6)))
+    return waiting
 
 
 def reset_all(client: Redis | Server, prefix: str = "redislock") -> int:

@@ -58,11 +58,11 @@ def new_id() -> str:
 
 @lru_cache(maxsize=1024)
 def _static(pid: int, thread: str, kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
-    fields = {"host": _HOST, "pid": pid, "thread": thread, "kind": kind, "label": label}
+    fields = {"host": HOST, "pid": pid, "thread": thread, "kind": kind, "label": label}
     return json.dumps(fields | {"expire": expire, "auto_renewal": auto_renewal}, separators=(",", ":")).encode()
 
 
-_HOST = socket.gethostname()
+HOST = socket.gethostname()
 
 
 def record(kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:

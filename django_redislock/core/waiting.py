@@ -9,15 +9,18 @@ holds the lock ends.
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
+from . import owner
 from .wire import Wire, pack
 
 LOOK_EVERY = 0.5
@@ -153,8 +156,8 @@ class Pulse:
 
 
 def new_channel() -> bytes:
-    """Return the name of a channel that nobody else listens on."""
-    return b"redislock:wake:" + secrets.token_hex(8).encode()
+    """Return the name of a channel that nobody else listens on; it tells whoever looks at a queue where the process runs."""
+    return f"redislock:wake:{secrets.token_hex(8)}:{os.getpid()}:{quote(owner.HOST)}".encode()
 
 
 class WaitingThread(Waiter):

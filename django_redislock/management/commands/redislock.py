@@ -251,7 +251,7 @@ class Command(BaseCommand):
         )
 
     def _record(self, rows: list[Row], ids: bool) -> str:
-        return "\n\n".join("\n".join(f"{key:<11} {text}" for key, text in _words(row, ids).items()) for row in rows)
+        return "\n\n".join("\n".join(f"{key:<11} {text}" for key, text in _all(row, ids).items()) for row in rows)
 
 
 def _unread(failed: dict[str, str]) -> list[str]:
@@ -276,6 +276,13 @@ def _words(row: Row, ids: bool) -> dict[str, str]:
         "connection": row.connection,
     }
     return words | ({"id": info.id} if ids else {})
+
+
+def _all(row: Row, ids: bool) -> dict[str, str]:
+    """Return the words about one lock alone: of a task's, also what it was called with and where."""
+    info = row.info
+    task = {"arguments": info.arguments, "worker": info.worker}
+    return _words(row, ids) | {key: visible(text) for key, text in task.items() if text}
 
 
 def _plain(row: Row, ids: bool) -> dict[str, Any]:
