@@ -88,6 +88,8 @@ class Metrics:
             "lost": counter("lost", "Locks lost while this process held them."),
             "force_released": counter("force_released", "Locks that this process took from their holders."),
             "conflict": counter("conflicts", "Duplicates of tasks found by this process.", "task", "on_conflict"),
+            "skipped": counter("tasks_skipped", "Duplicates of tasks that this process skipped.", "task"),
+            "rescheduled": counter("tasks_rescheduled", "Tasks that this process published again, for later.", "task"),
             "backend_error": counter("backend_errors", "Calls that Redis did not answer."),
         }
         self._waited = Histogram(
@@ -116,6 +118,8 @@ class Metrics:
             if event == "conflict":
                 policy = data["on_conflict"]
                 labels |= {"task": data["task"], "on_conflict": policy if isinstance(policy, str) else "callable"}
+            elif event in ("skipped", "rescheduled"):
+                labels["task"] = data["task"]
             counter = self._counters[event]
             (counter.labels(**labels) if labels else counter).inc()
 

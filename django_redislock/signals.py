@@ -1,7 +1,8 @@
 """Django signals for the life of locks; the sender is the string that names the event.
 
-Each comes with `name`. `lock_lost` also carries `record` (a LossRecord), `lock_conflict` who was in the way, and
-`lock_force_released` the `fence` (None: whichever) and the `user` who did it: a user of the admin, words such as "command
+Each comes with `name`. `lock_lost` also carries `record` (a LossRecord), `lock_conflict` the `holder` who was in the way (a
+LockInfo, or None), the `task`, its `task_id` and `on_conflict`, `task_skipped` the `task` and its `task_id`, `task_rescheduled` also
+the `delay` in seconds and how `often` it was rescheduled by now, and `lock_force_released` the `fence` (None: whichever) and the `user` who did it: a user of the admin, words such as "command
 line (root)", or None. Receivers of `lock_lost` may be called from another thread.
 """
 
@@ -17,6 +18,8 @@ lock_acquired = Signal()
 lock_released = Signal()
 lock_lost = Signal()
 lock_conflict = Signal()
+task_skipped = Signal()
+task_rescheduled = Signal()
 lock_force_released = Signal()
 lock_backend_error = Signal()
 
@@ -25,6 +28,8 @@ _BY_EVENT = {
     "released": lock_released,
     "lost": lock_lost,
     "conflict": lock_conflict,
+    "skipped": task_skipped,
+    "rescheduled": task_rescheduled,
     "force_released": lock_force_released,
     "backend_error": lock_backend_error,
 }

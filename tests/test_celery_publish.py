@@ -178,7 +178,7 @@ def test_a_message_that_could_not_be_published_leaves_no_lock(client, make, scop
     assert not isinstance(task.delay(), DuplicateResult)
 
 
-def test_without_redis_publishing_is_a_typed_error(make, scope, settings):
+def test_without_redis_publishing_is_a_typed_error_and_never_none(make, scope, settings):
     settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
     task = make(scope=scope)
     with pytest.raises(LockBackendError):

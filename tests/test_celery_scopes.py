@@ -241,7 +241,57 @@ def test_messages_of_a_foreign_producer(stage, task):
     assert ended(foreign).state == "SUCCESS"
 
 
+# Defects of other packages
+
+
+@only_prefork
+def test_a_retried_task_is_not_lost_as_its_own_duplicate(stage, task):
+    result = stage.publish(task, "retry")
+    assert ended(result).result == 2
+    assert [event["id"] for event in stage.diary.events("start")] == [result.id] * 3
+
+
+@only_prefork
+@pytest.mark.parametrize("end", ["refused", "revoked"])
+def test_a_duplicate_that_ends_leaves_the_lock_to_its_holder(gated, end):
+    task = tasks.job
+    first = gated.publish(task)
+    gated.diary.wait_for("start")
+    options = {"expires": -1} if end == "revoked" else {}
+    duplicate = gated.publish(task, task_id=f"duplicate-{gated.name}", **options)
+    assert ended(duplicate).state == ("REVOKED" if end == "revoked" else "FAILURE")
+    assert task.lock_info(gated.name).label == f"{task.name}[{first.id}]"
+    assert gated.publish(task).id == first.id
+    gated.diary.open_gate()
+    assert ended(first).state == "SUCCESS"
+
+
+@only_prefork
+def test_a_tuple_argument_does_not_leak_its_lock(gated):
+    """The worker gets a list; its key is the producer's all the same."""
+    task = tasks.job_of_all_arguments
+    first = gated.publish(task, "return", (1, ("a", "b")))
+    assert gated.publish(task, "return", [1, ["a", "b"]]).id == first.id
+    gated.diary.wait_for("start")
+    gated.diary.open_gate()
+    assert ended(first).state == "SUCCESS"
+    wait_until(lambda: task.lock_info(gated.name, "return", (1, ("a", "b"))) is None)
+    again = gated.publish(task, "return", (1, ("a", "b")))
+    assert not isinstance(again, DuplicateResult)
+    assert ended(again).state == "SUCCESS"
+
+
 # Deaths
+
+
+@only_prefork
+@pytest.mark.parametrize("task", [tasks.queued, tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
+def test_the_lock_of_a_message_is_free_when_the_child_was_killed_before_the_body(stage, task):
+    """It was acknowledged, so that nobody meets the message again."""
+    result = stage.publish(task, "killed before the start")
+    assert type(ended(result).result).__name__ == "WorkerLostError"
+    wait_until(lambda: task.lock_info(stage.name) is None, 10)
+    assert ended(stage.publish(task)).state == "SUCCESS"
 
 
 @only_prefork

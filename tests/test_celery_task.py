@@ -19,7 +19,7 @@ from django_redislock.celery import SingleInstanceTask, single_instance
 from django_redislock.celery.base import KEY_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.contention import Waits, contention
-from django_redislock.signals import lock_conflict
+from django_redislock.signals import lock_conflict, task_rescheduled, task_skipped
 from tests.support import counting, free_port, wait_until
 
 
@@ -157,8 +157,12 @@ def test_a_duplicate_is_told_who_runs(client, make, caplog):
 
 def test_skip_returns_its_result_and_warns(client, make, caplog):
     task = make(lambda self: pytest.fail("the body ran"), on_conflict="skip", skip_result="busy")
+    heard = []
+    task_skipped.connect(receiver := lambda **data: heard.append(data))
     with held(client, task):
         result = task.apply()
+    task_skipped.disconnect(receiver)
+    assert [(data["task"], data["task_id"]) for data in heard] == [(task.name, result.id)]
     assert (result.state, result.result) == ("SUCCESS", "busy")
     (record,) = [record for record in caplog.records if record.name == "django_redislock"]
     assert record.levelname == "WARNING"
@@ -465,11 +469,17 @@ def test_reschedule_publishes_the_same_message_again(client, app):
         task.backend  # noqa: B018 - connect before the tracer does
         task.request_stack.push(context := task.request.__class__({"id": "the-id", "args": [1], **request}))
         context.called_directly = False
+        heard = []
+        task_rescheduled.connect(receiver := lambda **data: heard.append(data))
         try:
             with pytest.raises(Ignore, match=r"published again: .* is already running"):
                 task(1)
         finally:
             task.request_stack.pop()
+            task_rescheduled.disconnect(receiver)
+        (data,) = heard
+        assert (data["task"], data["task_id"], data["often"]) == ("again", "the-id", 1)
+        assert 5 <= data["delay"] <= 15
         with connection.SimpleQueue("celery") as queue:
             message = queue.get(timeout=30)
     assert task.AsyncResult("the-id").state == "RETRY"

@@ -104,7 +104,12 @@ def test_lost_force_released_and_errors(client: redis.Redis, registry: Collector
 def test_duplicates_of_tasks(registry: CollectorRegistry) -> None:
     for policy in ("skip", "skip", print):
         events.emit("conflict", "", name="task:1", holder=None, task="shop.rebuild", task_id="7", on_conflict=policy)
-    labels = {"task": "shop.rebuild", "on_conflict": "skip"}
+    for event in ("skipped", "rescheduled", "rescheduled"):
+        events.emit(event, "", name="task:1", task="shop.rebuild", task_id="7")
+    labels = {"task": "shop.rebuild"}
+    assert registry.get_sample_value("redislock_tasks_skipped_total", labels) == 1
+    assert registry.get_sample_value("redislock_tasks_rescheduled_total", labels) == 2
+    labels |= {"on_conflict": "skip"}
     assert registry.get_sample_value("redislock_conflicts_total", labels) == 2
     assert registry.get_sample_value("redislock_conflicts_total", labels | {"on_conflict": "callable"}) == 1
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task, signals
 from celery.app.task import Context
+from celery.exceptions import WorkerLostError
 from celery.result import AsyncResult
 from celery.utils import uuid
 
@@ -241,3 +242,10 @@ def _forget(sender: Any = None, request: Any = None, **kwargs: Any) -> None:
     if options.scope == "run" or not isinstance(key, str):  # without a key, nobody took a lock for it
         return
     leave_queue(sender._waiting_lock(key, request.id, options, {}))
+
+
+@signals.task_failure.connect
+def _forget_dead(sender: Any = None, exception: Any = None, **kwargs: Any) -> None:
+    """Free the lock of a message whose process was killed before its body began; the worker's main process tells of that."""
+    if isinstance(exception, WorkerLostError) and isinstance(sender, LockedTask):
+        _forget(sender, sender.request_stack.top)

@@ -8,7 +8,6 @@ a conflict is not retried as if it were the body's failure.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -96,7 +95,7 @@ class SingleInstanceMixin(LockedTask):
                 acquired, holder = self._acquire(lock, options)
             except LockBackendError as error:
                 if options.on_backend_error == "reschedule":
-                    self._reschedule(error, options, request, options.reschedule_limit, queued)
+                    self._reschedule(name, error, options, request, options.reschedule_limit, queued)
                 if options.on_backend_error != "run":
                     raise
                 events.log.warning("%s runs without its lock, for Redis does not answer.", lock.label)
@@ -195,7 +194,6 @@ class SingleInstanceMixin(LockedTask):
             0.0 if holder is None else holder.age,
             error.holder,
             policy,
-            level=logging.WARNING if policy == "skip" else None,
             name=lock.name,
             holder=holder,
             task=self.name,
@@ -207,13 +205,24 @@ class SingleInstanceMixin(LockedTask):
         if callable(policy):
             return policy(self, error)
         if policy == "skip":
+            events.emit(
+                "skipped",
+                "%s is skipped, for the lock has been held for %.1f s by %s.",
+                lock.label,
+                0.0 if holder is None else holder.age,
+                error.holder,
+                name=lock.name,
+                task=self.name,
+                task_id=None if request is None else request.id,
+            )
             return options.skip_result
         if policy == "reschedule":
-            self._reschedule(error, options, request, limit, queued, again)
+            self._reschedule(lock.name, error, options, request, limit, queued, again)
         raise error
 
     def _reschedule(
         self,
+        name: str,
         error: LockError,
         options: Options,
         request: Context | None,
@@ -246,7 +255,18 @@ class SingleInstanceMixin(LockedTask):
             )  # the key stays what its producer said
         except Exception as failure:
             raise error from failure
-        events.log.info("%s[%s] is published again, to start in %.1f s.", self.name, request.id, delay)
+        events.emit(
+            "rescheduled",
+            "%s[%s] is published again, to start in %.1f s.",
+            self.name,
+            request.id,
+            delay,
+            name=name,
+            task=self.name,
+            task_id=request.id,
+            delay=delay,
+            often=before + 1,
+        )
         raise _Rescheduled(f"published again: {error}")
 
 

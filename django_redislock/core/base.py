@@ -129,11 +129,10 @@ class BaseLock(ABC):
                 del self._coming[key]
 
     def _acquire_now(self, me: Any, timeout: float | None, listening: bool) -> Steps[bool]:
-        lease = self._new_lease(self._given_id or owner.new_id())
-        about = owner.record(self.kind, self.label, self.expire, self.auto_renewal)
-        claim = protocol.Claim(lease, about, timeout, given_id=self._given_id is not None)
+        claim = self._new_claim(timeout)
+        lease = claim.lease
         try:
-            if not (yield from protocol.acquire(claim, listening)):
+            if not (yield from protocol.acquire(claim, listening)) or not self._begins(lease):
                 return False
             self._leases[me] = lease
             if self.auto_renewal:
@@ -149,6 +148,18 @@ class BaseLock(ABC):
                     yield from protocol.release(lease)
             raise
         return True
+
+    def _new_claim(self, timeout: float | None) -> protocol.Claim:
+        lease = self._new_lease(self._given_id or owner.new_id())
+        return protocol.Claim(lease, self._record(), timeout, given_id=self._given_id is not None)
+
+    def _begins(self, lease: Lease) -> bool:
+        """Tell whether this answer of the server begins an acquisition."""
+        return True
+
+    def _record(self) -> bytes:
+        """Return what is told to those who ask who holds the lock."""
+        return owner.record(self.kind, self.label, self.expire, self.auto_renewal)
 
     def _enter(self, listening: bool) -> Steps[None]:
         if not (yield from self._acquire(self._with_timeout, listening)):

@@ -10,13 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ..exceptions import LockError
-from . import contention, owner, protocol
+from . import contention, protocol
 from .keys import LockKeys, milliseconds
 from .lease import GONE, Lease
 from .lock import Lock
@@ -104,32 +102,16 @@ class ExecutionLock(Lock):
         call = Call(DONE, (mark_key(self._keys, delivery),), (milliseconds(life),))
         yield from protocol.attempt(self.name, call, 0.0)
 
-    def _acquire_now(self, me: Any, timeout: float | None, listening: bool) -> Steps[bool]:
+    def _new_claim(self, timeout: float | None) -> protocol.Claim:
         delivery = self.delivery
-        lease = self._new_lease(self._given_id or f"{delivery.id if delivery else ''}:{secrets.token_hex(12)}")
-        claim = protocol.Claim(lease, self._record(), timeout, given_id=self._given_id is not None)
-        if delivery is not None:
-            claim = Start(lease, claim.record, timeout, False, delivery)
-        try:
-            if not (yield from protocol.acquire(claim, listening)):
-                return False
-            if not lease.fence:
-                self.worked_off = True
-                return False
-            self._leases[me] = lease
-            if self.auto_renewal:
-                watchdog.add(lease)
-            self._tell("acquired", lease)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            if lease.fence:  # acquired, and interrupted on the way out
-                watchdog.remove(lease)
-                self._forget(lease)
-                with suppress(LockError):
-                    yield from protocol.release(lease)
-            raise
-        return True
+        if delivery is None:
+            return super()._new_claim(timeout)
+        lease = self._new_lease(self._given_id or f"{delivery.id}:{secrets.token_hex(12)}")
+        return Start(lease, self._record(), timeout, self._given_id is not None, delivery)
+
+    def _begins(self, lease: Lease) -> bool:
+        self.worked_off = not lease.fence
+        return not self.worked_off
 
     def _release(self) -> Steps[None]:
         delivery = self.delivery
@@ -165,7 +147,7 @@ class ExecutionLock(Lock):
         return bool(reply)
 
     def _record(self) -> bytes:
-        record = owner.record(self.kind, self.label, self.expire, self.auto_renewal)
+        record = super()._record()
         if not self._details:
             return record
         return json.dumps(json.loads(record) | self._details, separators=(",", ":")).encode()

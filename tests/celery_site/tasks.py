@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from celery import shared_task
+from celery import shared_task, signals
 from celery.exceptions import Ignore, Reject
 
 from django_redislock.celery import single_instance
@@ -75,6 +75,12 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                     diary.note("told", error=type(error).__name__)
                 return "finished all the same"
     raise ValueError(how)
+
+
+@signals.task_prerun.connect
+def _die_before_the_start(args: Any = (), **others: Any) -> None:
+    if "killed before the start" in args:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @shared_task
@@ -218,6 +224,12 @@ def queued_and_run_refuse(self: Any, name: str, how: str = "return") -> Any:
 @shared_task(bind=True)
 @single_instance(key="{name}", expire=60, scope="job")
 def job(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(expire=60, scope="job")
+def job_of_all_arguments(self: Any, name: str, how: str = "return", more: Any = ()) -> Any:
     return act(self, name, how)
 
 
