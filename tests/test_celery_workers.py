@@ -18,7 +18,7 @@ from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
 from tests.celery_site.forms import FORMS
-from tests.celery_site.harness import POOLS, Stage, Workers, ended, workers
+from tests.celery_site.harness import POOLS, Stage, Workers, beat, ended, workers
 from tests.support import wait_until
 
 pytestmark = pytest.mark.processes
@@ -266,6 +266,31 @@ def test_a_producer_without_the_code_of_the_task_makes_the_same_key(gated, holde
         for kwargs in ({"name": gated.name}, {"name": gated.name, "how": "return"}):
             foreign = app.send_task(tasks.refuse.name, kwargs=kwargs, queue=gated.queue, connection=connection)
             assert f"[{first.id}]" in ended(foreign).result.holder
+
+
+@only_prefork
+def test_of_a_body_longer_than_its_period_beat_starts_one_at_a_time(gated, tmp_path):
+    with beat(tmp_path, 0.2, tasks.skip, gated):
+        first = gated.diary.wait_for("start", timeout=60)
+        wait_until(
+            lambda: len(re.findall(rf"{tasks.skip.name}\[.* by {tasks.skip.name}\[{first['id']}", gated.log)) >= 3
+        )
+        assert len(gated.diary.events("start")) == 1
+        gated.diary.open_gate()
+        gated.diary.wait_for("start", 3)
+
+
+@only_prefork
+def test_workers_of_two_versions_of_the_signature_have_one_lock(crew, gated):
+    """The new code has one argument more, and would by itself come to another key."""
+    new = Stage([crew.start("solo", name="new-code", concurrency=1, env={"REDISLOCK_TEST_NEW_CODE": "1"}).wait_ready()])
+    gated.publish(tasks.deployed)
+    gated.diary.wait_for("start")
+    new.name = gated.name
+    assert type(ended(new.publish(tasks.deployed)).result) is TaskAlreadyRunning
+    gated.diary.open_gate()
+    wait_until(lambda: tasks.deployed.lock_info(gated.name) is None)
+    assert ended(new.publish(tasks.deployed)).state == "SUCCESS"
 
 
 def test_the_key_of_the_message_wins_over_the_workers_own(gated, holder):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 
 from celery import Celery
@@ -22,6 +23,9 @@ def use(server_url: str, broker_url: str | None = None) -> None:
     base = server_url.rpartition("/")[0]
     app.conf.update(broker_url=broker_url or f"{base}/1", result_backend=f"{base}/2")
 
+
+if "REDISLOCK_TEST_BEAT" in os.environ:
+    app.conf.beat_schedule = {"it": json.loads(os.environ["REDISLOCK_TEST_BEAT"])}
 
 if "REDISLOCK_TEST_URL" in os.environ:
     use(os.environ["REDISLOCK_TEST_URL"], os.environ.get(BROKER))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +20,7 @@ from kombu import pools
 from tests.celery_site.app import BROKER, app, use
 from tests.celery_site.diary import DIRECTORY, Diary
 from tests.support import Server, wait_until
+from tests.support.processes import ROOT
 from tests.support.worker import Worker
 
 # A solo worker does one thing at a time, so there are two of them.
@@ -80,6 +84,22 @@ def workers(server: Server, directory: Path, broker_url: str | None = None) -> I
         consumer.stop()
         consumer._pubsub = None  # so that a result that is garbage-collected later does not look for its server
         app.backend.client.close()
+
+
+@contextmanager
+def beat(directory: Path, seconds: float, task: Any, stage: Stage) -> Iterator[None]:
+    """Have a ``celery beat`` publish the task every so many seconds."""
+    entry = {"task": task.name, "schedule": seconds, "args": [stage.name], "options": {"queue": stage.queue}}
+    command = [sys.executable, "-m", "celery", "-A", "tests.celery_site.app", "beat"]
+    command += [f"--schedule={directory / 'schedule'}", "--pidfile="]
+    environment = {"DJANGO_SETTINGS_MODULE": "tests.celery_site.settings", "REDISLOCK_TEST_BEAT": json.dumps(entry)}
+    with (directory / "beat.log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Stage:

@@ -158,6 +158,21 @@ def nested(self: Any, name: str, depth: int = 0) -> Any:
     return [self(name, 1), self.apply((name, 1)).get(disable_sync_subtasks=False)]
 
 
+if "REDISLOCK_TEST_NEW_CODE" in os.environ:
+
+    @shared_task(bind=True, name="deployed")
+    @single_instance(expire=60)
+    def deployed(self: Any, name: str, how: str = "return", also: int = 0) -> Any:
+        return act(self, name, how)
+
+else:
+
+    @shared_task(bind=True, name="deployed")
+    @single_instance(expire=60)
+    def deployed(self: Any, name: str, how: str = "return") -> Any:
+        return act(self, name, how)
+
+
 # For the deaths of workers: a life that a test can wait for.
 @shared_task(bind=True)
 @single_instance(key="{name}", expire=2)
