@@ -37,7 +37,7 @@ else:
 
 @admin.register(HeldLock)
 class HeldLockAdmin(ModelAdmin):
-    list_display = ["lock", "held_for", "holder", "expires_in", "waiting", "kind", "fence_number", "connection"]
+    list_display = ["lock", "held_for", "holder", "expires_in", "waiting_now", "kind", "fence_number", "connection"]
     list_filter = [ConnectionFilter, KindFilter, StateFilter, AgeFilter, HostFilter]
     search_fields = ["name"]
     ordering = ["-age"]
@@ -162,6 +162,11 @@ class HeldLockAdmin(ModelAdmin):
             'max="{}" low="{}" high="{}" optimum="{}" value="{}"></meter> {}</span>{}',
             *(life, life / 2, life / 2, life, obj.ttl, duration(obj.ttl), note),
         )
+
+    @admin.display(description=_("waiting"), ordering="waiting")
+    def waiting_now(self, obj: HeldLock) -> str:
+        """Return how many wait, in bold if there are any: these are the ones to look at."""
+        return format_html('<span class="redislock-waiting">{}</span>', obj.waiting) if obj.waiting else "0"
 
     @admin.display(description=_("fence"), ordering="fence")
     def fence_number(self, obj: HeldLock) -> str:

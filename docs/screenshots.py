@@ -11,7 +11,9 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "example_project")]
@@ -19,6 +21,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "example_project")]
 from playwright.sync_api import Page, sync_playwright  # noqa: E402
 
 from demo import LOGIN, Demo  # noqa: E402
+from django_redislock import AcquireTimeout  # noqa: E402
 from processes import end_all, wait_until  # noqa: E402
 
 PICTURES = HERE / "pictures"
@@ -49,15 +52,53 @@ def keep_busy() -> list:
     return held + waiting
 
 
+def contend(urls: list[str]) -> None:
+    """Have what the page about contention shows: waits that end, waits given up, duplicates refused, values waited for."""
+    from clock_changes.tasks import rebuild_report
+    from django_redislock import lock
+    from django_redislock.connections import get_client
+    from django_redislock.core.contention import contention
+
+    def wait_for(name: str, timeout: float) -> None:
+        with suppress(AcquireTimeout), lock(name, timeout=timeout):
+            time.sleep(0.3)
+
+    patience = {"invoice:4711": 20, "warehouse:berlin": 20, "import:prices": 0.7}
+    with lock("import:prices"):
+        threads = [
+            threading.Thread(target=wait_for, args=(name, seconds))
+            for name, seconds in patience.items()
+            for _ in range(5)
+        ]
+        threads += [threading.Thread(target=get, args=(f"{url}/{year}.json",)) for year in (1987, 2030) for url in urls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for _ in range(6):
+        rebuild_report.delay(1990, step_minutes=20)
+
+    def counted() -> bool:
+        found = contention(get_client()).names.values()
+        return sum(counts.duplicates for counts in found) > 0 and not names()
+
+    wait_until(counted, 120, "duplicates were refused")
+
+
+def get(url: str) -> None:
+    with urlopen(url) as response:  # noqa: S310
+        response.read()
+
+
 def names() -> set[str]:
     from django_redislock.heldlocks import read
 
     return {row.info.name for row in read().rows}
 
 
-def save(page: Page, name: str) -> None:
+def save(page: Page, name: str, whole: bool = False) -> None:
     path = PICTURES / f"{name}.png"
-    page.screenshot(path=path)
+    page.screenshot(path=path, full_page=whole)
     if path.stat().st_size > LARGEST:
         raise SystemExit(f"{path} has {path.stat().st_size} bytes, more than {LARGEST}.")
 
@@ -81,10 +122,13 @@ def take(url: str) -> None:
         page.set_viewport_size(WIDE)
         page.get_by_role("link", name="invoice:4711").click()
         page.get_by_text("View held lock").wait_for()
-        save(page, "lock")
+        save(page, "lock", whole=True)
         page.get_by_role("button", name="Force-release…").click()
         page.get_by_role("button", name="Yes, force-release").wait_for()
         save(page, "force-release")
+        page.goto(f"{LIST}contention/")
+        page.locator(".redislock-plot").wait_for()
+        save(page, "contention")
         browser.close()
 
 
@@ -95,9 +139,10 @@ def main() -> None:
         demo = Demo(Path(directory))
         try:
             demo.start(0)
+            urls = [f"http://{host}:{port}" for host, port in demo.addresses]
+            contend(urls)
             locks = keep_busy()
-            host, port = demo.addresses[0]
-            take(f"http://{host}:{port}")
+            take(urls[0])
             for lock in locks:
                 lock.reset()
         finally:

@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlencode
+from urllib.request import HTTPCookieProcessor, build_opener
 
 import psutil
 import pytest
@@ -305,6 +307,22 @@ def start_demo(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
         demo.close()
 
 
+def contention_page(url: str) -> str:
+    """Log in to the demo's admin, and return its page about contention."""
+    open_url = build_opener(HTTPCookieProcessor()).open
+    page = f"{url}/admin/django_redislock/heldlock/contention/"
+    with open_url(page, timeout=60) as response:
+        token = re.search(r'name="csrfmiddlewaretoken" value="(\w+)"', response.read().decode())
+        login = response.url
+    assert token is not None
+    form = urlencode({"username": "demo", "password": "demo", "csrfmiddlewaretoken": token[1], "next": page})
+    with open_url(login, form.encode(), timeout=60):
+        pass
+    with open_url(page, timeout=60) as response:
+        text: str = response.read().decode()
+    return text
+
+
 @pytest.mark.processes
 def test_the_demo_holds_and_leaves_nothing_behind(start_demo: Callable[..., Demo], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:  # a taken port is no error
@@ -329,6 +347,15 @@ def test_the_demo_serves_until_ctrl_c(start_demo: Callable[..., Demo], tmp_path:
     text = site.get(f"/{datetime.now(UTC).year}/")
     assert "39 waited instead" in text
     assert "19 refused" in text
+    assert 'redislock_held_locks{connection="default"}' in site.get("/metrics")
+    saved = contention_page(f"http://127.0.0.1:{address[1]}")
+    duplicates, avoided = (
+        re.search(rf"(\d+) {what}", saved) for what in ("duplicate tasks? prev", "recomputations? av")
+    )
+    assert duplicates is not None
+    assert int(duplicates[1]) >= 19
+    assert avoided is not None
+    assert int(avoided[1]) >= 1  # at least one process of the two waited for the other's
     demo.process.send_signal(signal.SIGINT)
     assert demo.process.wait(timeout=90) == 0, demo.text
     demo.wait_gone()

@@ -11,6 +11,7 @@ from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_POST, require_safe
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from django_redislock.connections import get_client
 from django_redislock.core import held_locks
@@ -75,6 +76,13 @@ def report_json(request: HttpRequest, year: int) -> HttpResponse:
         "transitions": [transition._asdict() for transition in report.transitions],
     }
     return JsonResponse(body, headers={"X-Report": role, "X-Process": str(os.getpid())})
+
+
+@require_safe
+@never_cache
+def metrics(request: HttpRequest) -> HttpResponse:
+    """Answer Prometheus with the metrics of this process; a site that is not a demo would not show them to everybody."""
+    return HttpResponse(generate_latest(), content_type=CONTENT_TYPE_LATEST)
 
 
 @require_POST

@@ -10,5 +10,6 @@ urlpatterns = [
     path("<int:year>/", views.report_page, name="report"),
     path("<int:year>.json", views.report_json, name="report-json"),
     path("<int:year>/rebuild/", views.rebuild, name="rebuild"),
+    path("metrics", views.metrics, name="metrics"),
     path("admin/", admin.site.urls),
 ]
