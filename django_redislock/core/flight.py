@@ -86,21 +86,25 @@ def _seek(
     about = record("cache", "", want.expire, want.auto_renewal)
     inside = [other.encode() for other in outer(want.server)]
     waiter: Any = None
+    reply: Any = None
+
+    def ask(channel: bytes, join: bool = True) -> Call:
+        return Call(
+            LEASE,
+            (*keys[:4], want.key.encode(), waits(want.prefix)),
+            (id, milliseconds(want.expire), name.encode(), about, channel, b"%d" % join, replaced, *inside),
+            undo=partial(give_back, lease, channel),
+        )
+
     try:
         if listening and until > time.monotonic():
             waiter = yield Join(keys.lock, id)
         while True:
             last = time.monotonic() >= until
-            channel = b"" if waiter is None else waiter.channel
-            join = b"1" if waiter is not None and not last else b"0"
-            call = Call(
-                LEASE,
-                (*keys[:4], want.key.encode(), waits(want.prefix)),
-                (id, milliseconds(want.expire), name.encode(), about, channel, join, replaced, *inside),
-                undo=partial(give_back, lease, channel),
-            )
             patience = time.monotonic() if want.forgiving else until
-            sent, reply = yield from attempt(name, call, patience)
+            if reply is None or last:
+                call = ask(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
+                sent, reply = yield from attempt(name, call, patience)
             if reply[0] == b"cycle":
                 return b"cycle", b""
             if reply[0] == b"compute":
@@ -110,7 +114,8 @@ def _seek(
                 return b"large", b""
             elif reply[0] == b"wait" and not last:
                 if waiter is None:
-                    _, waiter = yield from attempt(name, Join(keys.lock, id), patience)
+                    sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience)
+                    reply = waiter.said
                     continue
                 if not lease.waited:
                     lease.waited = True
@@ -119,6 +124,7 @@ def _seek(
                 word = yield sleep(waiter, until, reply[2])
                 want.tally.seconds_waited += time.monotonic() - began
                 if word is None:
+                    reply = None
                     continue
                 return b"value", word
             return reply[0], reply[1]
