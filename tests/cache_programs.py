@@ -16,6 +16,7 @@ import redis
 from django.utils.module_loading import import_string
 
 from django_redislock.cache import flights
+from django_redislock.core import aioserver, waiting
 from tests.support import say
 
 BACKENDS = ["RedisCache", "DjangoRedisCache"]
@@ -196,3 +197,24 @@ def work_in_steps(url: str, steps: int) -> None:
         return "v"
 
     say(event="got", value=cache.get_or_set("k", compute, 60))
+
+
+def wait_for_values(url: str, tasks: bool) -> None:
+    """At each line, want the key that it names, which somebody else computes; wake-ups alone end the wait."""
+    waiting.LOOK_EVERY = aioserver.LOOK_EVERY = 60.0
+    cache = cache_at(url)
+    with asyncio.Runner() as runner:
+
+        def get(key: str, default: Any) -> Any:
+            if tasks:
+                return runner.run(_awaited(cache.aget_or_set(key, default, 60)))
+            return cache.get_or_set(key, default, 60)
+
+        get(f"warm {os.getpid()}", lambda: 1)  # connections and scripts are there
+        say(event="ready")
+        while key := input():
+            say(event="got", value=get(key, lambda: "not computed here"))
+
+
+async def _awaited(coroutine: Any) -> Any:
+    return await coroutine

@@ -8,10 +8,9 @@ import pytest
 
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.waiting import LOOK_EVERY
 from tests import cache_programs
 from tests.cache_programs import BACKENDS, cache_at, commands
-from tests.support import monitoring, wait_until
+from tests.support import counting, monitoring, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -74,33 +73,27 @@ def test_200_clients_in_8_processes_compute_once(client, redis_url, run_python, 
     assert not list(held_locks(client))
 
 
-def test_a_waiting_process_sends_a_get_and_a_script_and_the_value_comes_with_the_wake_up(client, asking):
-    first, second = asking(2)
-    # Its first wait subscribes once and for all.
-    first.send("ask")
-    first.wait_for(event="computing")
-    second.send("ask")
-    wait_until(lambda: waiting(client) == 1)
-    first.send()
-    first.wait_for(event="got")
-    second.wait_for(event="got")
-    client.delete(":1:k")
-    idle = time.monotonic() + 1.5 * LOOK_EVERY
-    wait_until(lambda: time.monotonic() > idle)
-    started = time.monotonic()
-    with monitoring(client) as sent:
-        first.send("ask")
-        first.wait_for(event="computing")
-        second.send("ask")
-        wait_until(lambda: waiting(client) == 1)
-        first.send()
-        assert second.wait_for(event="got")["value"] == "by 0"
-        first.wait_for(event="got")
-    looks = (time.monotonic() - started) // LOOK_EVERY  # a waiter looks by itself, too, twice a second
-    sent = commands(line for line in sent if not line.startswith("ZCARD"))
-    assert set(sent) == {"GET", "EVALSHA"}
-    assert sent.count("GET") == 1 + 1
-    assert 2 + 1 <= sent.count("EVALSHA") <= 2 + 1 + looks, "the computer's two scripts and the waiter's one"
+@pytest.mark.parametrize("tasks", [False, True], ids=["thread", "task"])
+def test_a_waiting_process_takes_three_round_trips_at_first_and_two_later(client, redis_url, run_python, tasks):
+    """The first time, the script that joins those who wait goes along with the subscription."""
+    waiter = run_python(cache_programs.wait_for_values, redis_url, tasks)
+    waiter.wait_for(event="ready")
+    cache = cache_at(redis_url)
+    cache.get_or_set("warm", lambda: 1)
+    for key, expected in (("a", ["GET", "EVALSHA", "EVALSHA", "SUBSCRIBE"]), ("b", ["GET", "EVALSHA"])):
+
+        def compute(key=key):
+            waiter.send(key)
+            wait_until(lambda: client.zcard(lock_keys("redislock", f"cache::1:{key}").queue) == 1)
+            return f"value of {key}"
+
+        with monitoring(client) as sent, counting(client) as counts:
+            cache.get_or_set(key, compute, 60, expire=120)
+            waiter.wait_for(event="got", value=f"value of {key}")
+        own = ["GET", "EVALSHA"], ["EVALSHA"]
+        sent = commands(line for line in sent if not line.startswith(("ZCARD", "INFO")))
+        assert sent == [*own[0], *expected, *own[1]]
+        assert (counts["evalsha"], counts["subscribe"]) == (sent.count("EVALSHA"), sent.count("SUBSCRIBE"))
 
 
 def test_a_large_value_is_fetched_instead_of_being_sent_to_each(client, redis_url, asking):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 
 import pytest
 
 from django_redislock.cache import flights
 from django_redislock.core import held_locks
+from django_redislock.core.compute import digest
+from django_redislock.core.flight import PIECE, _fetch
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.server import server_of
+from django_redislock.core.wanted import Wanted
 from tests import cache_programs
 from tests.cache_programs import BACKENDS, cache_at, commands
 from tests.support import RedisServer, monitoring, wait_until
@@ -35,18 +40,47 @@ def test_a_value_of_20_megabytes_takes_up_little_more_than_its_size(backend):
 
 
 @pytest.mark.processes
-def test_who_waits_for_a_value_of_20_megabytes_gets_it(client, redis_url, run_python):
-    waiting = run_python(cache_programs.ask, redis_url, "RedisCache", "k", "own", {}, {})
-    waiting.wait_for(event="ready")
-    cache = cache_at(redis_url)
+@pytest.mark.parametrize("program", [None, "redis-server"], ids=["valkey", "redis"])
+@pytest.mark.parametrize("tasks", [False, True], ids=["thread", "task"])
+def test_waiting_processes_get_a_value_of_20_megabytes_and_the_server_needs_no_room_for_copies(
+    run_python, program, tasks
+):
+    """A plain GET by each makes Redis copy it for each."""
+    if program is not None and shutil.which(program) is None:
+        pytest.skip("no redis-server here")
+    value = "x" * 20 * MEGABYTE
+    with RedisServer(program) as server, server.client() as client:
+        waiting = [run_python(cache_programs.wait_for_values, server.url, tasks) for _ in range(3)]
+        for process in waiting:
+            process.wait_for(event="ready")
+        cache = cache_at(server.url)
+        cache.get_or_set("warm", lambda: 1)
+        before = client.info("memory")["used_memory"]
 
-    def compute():
-        waiting.send("ask")
-        wait_until(lambda: client.zcard(lock_keys("redislock", "cache::1:k").queue) == 1)
-        return "x" * 20 * MEGABYTE
+        def compute():
+            for process in waiting:
+                process.send("k")
+            wait_until(lambda: client.zcard(lock_keys("redislock", "cache::1:k").queue) == 3, timeout=30)
+            return value
 
-    cache.get_or_set("k", compute, 60)
-    assert len(waiting.wait_for(event="got")["value"]) == 20 * MEGABYTE
+        cache.get_or_set("k", compute, 60, expire=120)
+        for process in waiting:
+            assert process.wait_for(event="got")["value"] == value
+        assert client.info("memory")["used_memory_peak"] - before < 1.2 * len(value)
+        assert cache.get("k") == value
+
+
+def test_a_large_value_that_is_replaced_while_it_is_fetched_is_fetched_anew(redis_url, client):
+    server = server_of(client)
+    made = Wanted(server, "redislock", "k", None, None, None, 10, True, None, False)
+    old, new = b"a" * MEGABYTE, b"b" * MEGABYTE
+    client.set("k", old)
+    steps = _fetch(made, b"%d %b" % (len(old), digest(old)))
+    first = server.call(next(steps))
+    assert first == [old[:PIECE]]
+    client.set("k", new)
+
+    assert server.run(steps_after(steps, first)) == new
 
 
 def test_a_large_value_costs_one_round_trip_more_and_replaces_what_is_due(redis_url, client):
@@ -63,6 +97,16 @@ def test_a_large_value_costs_one_round_trip_more_and_replaces_what_is_due(redis_
     assert cache.get_or_set("l", lambda: cache.delete("l") or "z" * MEGABYTE) == "z" * MEGABYTE
     assert cache.get("l") is None
     assert not client.keys("*:value")
+
+
+def steps_after(steps, result):
+    """Go on with steps that were begun by hand."""
+    while True:
+        try:
+            effect = steps.send(result)
+        except StopIteration as stop:
+            return stop.value
+        result = yield effect
 
 
 @pytest.mark.processes

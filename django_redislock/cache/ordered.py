@@ -14,7 +14,8 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
-from ..core.flight import digest, give_up, peek, take
+from ..core.compute import digest
+from ..core.flight import give_up, peek, take
 from ..core.owner import new_id
 from .base import RedisBackend
 from .counters import alias_of

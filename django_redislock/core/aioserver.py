@@ -22,7 +22,7 @@ from .line import Line, SharedLine
 from .protocol import Await, Call, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .server import Server, Unlocked
 from .twins import asyncio_twin
-from .waiting import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel
+from .waiting import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
 from .wire import pack
 
 UNDO_WITHIN = 1.0
@@ -83,8 +83,8 @@ class AsyncServer:
                 return await (self._send(effect) if cancelled else self.call(effect))
             case Commands():
                 return await self.ask(effect)
-            case Join(lock, id):
-                return await self.room.join(lock, id)
+            case Join(lock, id, along):
+                return await self.room.join(lock, id, along)
             case Await(waiter, until, look):
                 return await self.room.wait(waiter, until, look)
             case Leave(waiter):
@@ -233,11 +233,15 @@ class AsyncWaitingRoom:
         """Whether wake-ups arrive."""
         return self._subscription.line is not None
 
-    async def join(self, lock: bytes, id: bytes) -> WaitingTask:
+    async def join(self, lock: bytes, id: bytes, along: Callable[[bytes], Call] | None = None) -> WaitingTask:
         """Enter; raises redis-py's errors when the subscription cannot be had."""
-        await self._subscription.open()
         waiter = WaitingTask(lock, id, self.channel)
-        self._waiters.add(waiter)
+        self._waiters.add(waiter)  # first: the reply to what is sent along may make somebody tell it something
+        try:
+            await self._subscription.open(waiter, None if along is None else along(self.channel))
+        except BaseException:
+            self._waiters.remove(waiter)
+            raise
         if self._next_look is None:
             self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
         return waiter
@@ -294,16 +298,20 @@ class AsyncWaitingRoom:
         self._pulse.beat()
         self._waiters.hear(reply)
 
-    async def _subscribe(self) -> Line:
+    async def _subscribe(self, waiter: WaitingTask | None = None, call: Call | None = None) -> Line:
         line: Line = await self._connect(self._hear)
         self._pulse = Pulse()
+        request = pack(b"SUBSCRIBE", self.channel)
         try:
-            await line.ask(pack(b"SUBSCRIBE", self.channel))
+            if waiter is None or call is None:
+                await line.ask(request)
+            else:
+                waiter.said = await line.ask_together(call.request, request, partial(withdrawal, call))
         except BaseException:
             line.close()
             raise
         line.lost.add_done_callback(lambda _: self._waiters.wake_all())
-        self._waiters.wake_all()  # what was said meanwhile went unheard
+        self._waiters.wake_all(but=waiter)  # what was said meanwhile went unheard
         return line
 
 

@@ -6,7 +6,6 @@ Unlike other waiters, those who wait for a value need no turn: it is sent to all
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from ..exceptions import LockBackendError
-from .compute import ABSENT, Ticket, compute, waits
+from .compute import ABSENT, Ticket, compute, digest, waits
 from .keys import milliseconds
 from .owner import record
 from .protocol import Call, Commands, Join, Leave, Steps, attempt, give_back, sleep
@@ -26,6 +25,9 @@ from .scripts import Script
 from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, lease_name, outer
 
 LEASE = Script("lease")
+
+PIECE = 262144
+"""Bytes of a large value that are fetched at once."""
 
 ELSEWHERE = Landing()
 """Somebody else computes the value."""
@@ -61,7 +63,7 @@ def look(
         while True:
             verdict, told = yield from _seek(want, lease, replaced, until, listening)
             if verdict == b"large":
-                _, (found,) = yield from attempt(want.name, Commands(((b"GET", want.key.encode()),)), math.inf)
+                found = yield from _fetch(want, told)
                 if found is None:
                     continue
                 verdict, told = b"value", found
@@ -78,29 +80,52 @@ def look(
         return b"unreachable", b"", replaced, MISSING
 
 
+def _fetch(want: Wanted, told: bytes) -> Steps[bytes | None]:
+    """Get a large value: in pieces, if its length and digest are told, or the server would copy it for each who waits."""
+    key = want.key.encode()
+    if told:
+        length, expected = told.split(b" ")
+        found = bytearray()
+        while len(found) < int(length):
+            command = (b"GETRANGE", key, b"%d" % len(found), b"%d" % (len(found) + PIECE - 1))
+            _, (piece,) = yield from attempt(want.name, Commands((command,)), math.inf)
+            found += piece
+            if not piece:
+                break
+        if digest(data := bytes(found)) == expected:  # else another value came while this one was read
+            return data
+    _, (whole,) = yield from attempt(want.name, Commands(((b"GET", key),)), math.inf)
+    return whole  # type: ignore[no-any-return]
+
+
 def _seek(
     want: Wanted, lease: ValueLease, replaced: bytes, until: float, listening: bool
 ) -> Steps[tuple[bytes, bytes]]:
-    """Return b"value" and it, b"compute" and the fence, b"wait" and the fence of who computes still, or b"cycle" and b""."""
+    """Return b"value" and it, b"compute" and the fence, b"wait" and the fence of who computes still, b"cycle" and b"", or
+    b"large" and by what to know the value, if that was told."""
     keys, id, name = lease.keys, lease.id.encode(), lease.name
     about = record("cache", "", want.expire, want.auto_renewal)
     inside = [other.encode() for other in outer(want.server)]
     waiter: Any = None
+    reply: Any = None
+
+    def ask(channel: bytes, join: bool = True) -> Call:
+        return Call(
+            LEASE,
+            (*keys[:4], want.key.encode(), waits(want.prefix)),
+            (id, milliseconds(want.expire), name.encode(), about, channel, b"%d" % join, replaced, *inside),
+            undo=partial(give_back, lease, channel),
+        )
+
     try:
         if listening and until > time.monotonic():
             waiter = yield Join(keys.lock, id)
         while True:
             last = time.monotonic() >= until
-            channel = b"" if waiter is None else waiter.channel
-            join = b"1" if waiter is not None and not last else b"0"
-            call = Call(
-                LEASE,
-                (*keys[:4], want.key.encode(), waits(want.prefix)),
-                (id, milliseconds(want.expire), name.encode(), about, channel, join, replaced, *inside),
-                undo=partial(give_back, lease, channel),
-            )
             patience = time.monotonic() if want.forgiving else until
-            sent, reply = yield from attempt(name, call, patience)
+            if reply is None or last:
+                call = ask(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
+                sent, reply = yield from attempt(name, call, patience)
             if reply[0] == b"cycle":
                 return b"cycle", b""
             if reply[0] == b"compute":
@@ -110,7 +135,8 @@ def _seek(
                 return b"large", b""
             elif reply[0] == b"wait" and not last:
                 if waiter is None:
-                    _, waiter = yield from attempt(name, Join(keys.lock, id), patience)
+                    sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience)
+                    reply = waiter.said
                     continue
                 if not lease.waited:
                     lease.waited = True
@@ -119,8 +145,9 @@ def _seek(
                 word = yield sleep(waiter, until, reply[2])
                 want.tally.seconds_waited += time.monotonic() - began
                 if word is None:
+                    reply = None
                     continue
-                return b"value", word
+                return (b"value" if word[:1] == b"=" else b"large"), word[1:]
             return reply[0], reply[1]
     except LockBackendError:
         raise
@@ -191,8 +218,3 @@ def peek(key: str, with_life: bool) -> Steps[tuple[bytes | None, int]]:
     commands = ((b"GET", key.encode()),) + (((b"PTTL", key.encode()),) if with_life else ())
     _, replies = yield from attempt(lease_name(key), Commands(commands), time.monotonic())
     return replies[0], replies[1] if with_life else -2
-
-
-def digest(data: bytes) -> bytes:
-    """Return by what the scripts know a value that is to be replaced."""
-    return hashlib.sha1(data, usedforsecurity=False).hexdigest().encode()

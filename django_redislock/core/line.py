@@ -71,6 +71,19 @@ class Line(asyncio.Protocol):
             if self._silent and self.idle:
                 self.close()
 
+    async def ask_together(self, first: bytes, second: bytes, undo: Callable[[], bytes]) -> Any:
+        """Send two requests in the same breath and return the answer to the first; None when that one is refused."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        try:
+            await self.ask(first + second, undo)
+        except BaseException as error:
+            answer.cancel()
+            if isinstance(error, ResponseError):
+                self.tell(undo())
+            raise
+        return None if answer.exception() else answer.result()
+
     def tell(self, request: bytes) -> None:
         """Send the request, if that is possible still, and let nobody wait for the answer."""
         if not self._transport.is_closing():
@@ -137,7 +150,7 @@ def _settle(answer: asyncio.Future[Any] | None, reply: Any) -> None:
 class SharedLine:
     """A line that is opened by the first who needs it, for all."""
 
-    def __init__(self, connect: Callable[[], Coroutine[Any, Any, Line]]) -> None:
+    def __init__(self, connect: Callable[..., Coroutine[Any, Any, Line]]) -> None:
         self._connect = connect
         self._line: Line | None = None
         self._opening: asyncio.Future[Exception | None] | None = None
@@ -147,12 +160,12 @@ class SharedLine:
         """The line, if it is open."""
         return self._line if self._line is not None and self._line.usable else None
 
-    async def open(self) -> Line:
-        """Return the line; raises redis-py's errors when it cannot be had."""
+    async def open(self, *given: Any) -> Line:
+        """Return the line; raises redis-py's errors when it cannot be had. What is given goes to whatever connects."""
         while (line := self.line) is None:
             opening = self._opening
             if opening is None:
-                await self._open()
+                await self._open(*given)
                 continue
             await asyncio.wait([opening])  # not the future itself, which would be cancelled with one of those who wait
             error = opening.result()
@@ -160,11 +173,11 @@ class SharedLine:
                 raise copy(error)
         return line
 
-    async def _open(self) -> None:
+    async def _open(self, *given: Any) -> None:
         opening = self._opening = asyncio.get_running_loop().create_future()
         failure = None
         try:
-            self._line = await self._connect()
+            self._line = await self._connect(*given)
         except (RedisError, OSError) as error:
             failure = error
             raise

@@ -65,10 +65,15 @@ class Commands(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Make sure that wake-ups arrive, and enter the waiting room; the result is a waiter with a `channel`."""
+    """Make sure that wake-ups arrive, and enter the waiting room; the result is a waiter with a `channel`.
+
+    `along` gets the channel. The call that it returns is sent in the same breath with the subscription, if there is none yet:
+    then the waiter's `said` is the reply.
+    """
 
     lock: bytes
     id: bytes
+    along: Callable[[bytes], Call] | None = None
 
 
 class Await(NamedTuple):

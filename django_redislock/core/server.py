@@ -183,8 +183,8 @@ class Server:
         match effect:
             case Call() | Commands():
                 return self.call(effect)
-            case Join(lock, id):
-                return self.room.join(lock, id)
+            case Join(lock, id, along):
+                return self.room.join(lock, id, along)
             case Await(waiter, until, look):
                 return self.room.wait(waiter, until, look)
             case Leave(waiter):

@@ -14,14 +14,18 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 from weakref import WeakValueDictionary
 
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from . import owner
 from .wire import Wire, pack
+
+if TYPE_CHECKING:
+    from .protocol import Call
 
 LOOK_EVERY = 0.5
 QUIET = 10.0
@@ -33,7 +37,7 @@ ANSWER_WITHIN = 1.0
 class Waiter:
     """One thread or task that waits for one lock."""
 
-    __slots__ = ("__weakref__", "channel", "id", "lock", "woken", "word")
+    __slots__ = ("__weakref__", "channel", "id", "lock", "said", "woken", "word")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         self.lock = lock
@@ -43,6 +47,8 @@ class Waiter:
         """Whether there is a reason to try for the lock again."""
         self.word: bytes | None = None
         """What the message said beyond the id."""
+        self.said: Any = None
+        """The reply to what was sent along with the subscription; None when nothing was."""
 
     def wake(self, word: bytes | None = None) -> None:
         """Let the waiter try for its lock, or take what was sent along."""
@@ -160,6 +166,12 @@ def new_channel() -> bytes:
     return f"redislock:wake:{secrets.token_hex(8)}:{os.getpid()}:{quote(owner.HOST)}".encode()
 
 
+def withdrawal(call: Call) -> bytes:
+    """Return what undoes a call and the subscription that it was sent along with."""
+    undo = b"" if call.undo is None else call.undo().whole
+    return pack(b"UNSUBSCRIBE") + undo
+
+
 class WaitingThread(Waiter):
     """One thread that waits for one lock."""
 
@@ -196,14 +208,18 @@ class WaitingRoom:
         """Whether wake-ups arrive."""
         return self._wire is not None
 
-    def join(self, lock: bytes, id: bytes) -> WaitingThread:
+    def join(self, lock: bytes, id: bytes, along: Callable[[bytes], Call] | None = None) -> WaitingThread:
         """Enter; raises redis-py's errors when the subscription cannot be had."""
-        if self._wire is None:
-            self._subscribe()
         waiter = WaitingThread(lock, id, self.channel)
         if not self._waiters:  # nobody looked while the room was empty, and there is no need to look at once
             self._next_look = time.monotonic() + LOOK_EVERY
-        self._waiters.add(waiter)
+        self._waiters.add(waiter)  # first: the reply to what is sent along may make somebody tell it something
+        if self._wire is None:
+            try:
+                self._subscribe(waiter, None if along is None else along(self.channel))
+            except BaseException:
+                self._waiters.remove(waiter)
+                raise
         return waiter
 
     def leave(self, waiter: WaitingThread) -> None:
@@ -286,21 +302,27 @@ class WaitingRoom:
             self._waiters.wake_all()
             raise
 
-    def _subscribe(self) -> Wire:
+    def _subscribe(self, waiter: WaitingThread | None = None, call: Call | None = None) -> Wire:
         with self._subscribing:
             if self._wire is not None:
                 return self._wire
             wire = self._connect()
             try:
-                wire.send(pack(b"SUBSCRIBE", self.channel))
+                wire.send((b"" if call is None else call.request) + pack(b"SUBSCRIBE", self.channel))
+                if waiter is not None and call is not None:
+                    with suppress(ResponseError):  # the server does not know the script: the waiter will tell it
+                        waiter.said = wire.receive()
                 wire.receive()
-            except BaseException:
+            except BaseException as error:
+                if call is not None and wire.open and not isinstance(error, ConnectionError):
+                    with suppress(RedisError):
+                        wire.send(withdrawal(call))
                 wire.close()
                 raise
             self._pulse = Pulse()
             self._wire = wire
         self._next_look = time.monotonic() + LOOK_EVERY
-        self._waiters.wake_all()  # what was said meanwhile went unheard
+        self._waiters.wake_all(but=waiter)  # what was said meanwhile went unheard
         return wire
 
     def _close(self) -> None:
