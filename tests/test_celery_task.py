@@ -15,8 +15,7 @@ from celery import Celery
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from django_redislock import LockBackendError, LockLost, TaskAlreadyRunning
-from django_redislock.celery import SingleInstanceTask, single_instance
-from django_redislock.celery import task as task_module
+from django_redislock.celery import SingleInstanceTask, single_instance, task as task_module
 from django_redislock.celery.base import KEY_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.contention import Waits, contention
