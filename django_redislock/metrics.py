@@ -10,6 +10,7 @@ from typing import Any
 
 from django.conf import settings
 from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -31,7 +32,11 @@ class _Held(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = self._family()
-        for connection, client in clients()[0].items():
+        try:
+            found, _ = clients()
+        except ImproperlyConfigured:  # the checks of the settings tell
+            found = {}
+        for connection, client in found.items():
             try:
                 names = server_of(client).run(protocol.names(conf.get().key_prefix, until=0))
             except LockBackendError:
@@ -52,7 +57,10 @@ class _Values(Collector):
     def collect(self) -> Iterator[Metric]:
         families = self._families()
         for alias in settings.CACHES:
-            stats = getattr(caches[alias], "stats", None)
+            try:
+                stats = getattr(caches[alias], "stats", None)
+            except Exception:  # noqa: S112 - whatever keeps one backend from being made must not hide all other metrics
+                continue
             if stats is not None:
                 tally = stats()
                 families["computed"].add_metric([alias], tally.computed)

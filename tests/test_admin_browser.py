@@ -15,6 +15,9 @@ from django.contrib.admin.models import LogEntry
 from django.http import HttpRequest, HttpResponse
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
+from django_redislock.core.contention import count_duplicate
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.server import server_of
 from tests.admin_pages import LIST, browser, held, hold, next_millisecond, superuser, user
 from tests.support import find_program
 
@@ -177,11 +180,19 @@ def test_a_viewer_is_offered_nothing_to_release(visit: Callable[..., Page], clie
 LOUD = ("serious", "critical")
 
 
+def contend(client: redis.Redis) -> None:
+    """Leave what the page about contention shows."""
+    for name in ("celery:reports.tasks.rebuild:5f1c9a", "cache::1:report:1987", "x" * 300):
+        count_duplicate(server_of(client), name, lock_keys("redislock", name))
+
+
 def test_accessible(visit: Callable[..., Page], client: redis.Redis) -> None:
     """axe-core finds nothing serious in any page, in both schemes, wide and narrow."""
     late = hold(client, "late", label="payments.export", auto_renewal=True)
     client.pexpire(late._keys.lock, 100_000)
     hold(client, "fixed", kind="celery", label="reports.tasks.rebuild[0b6c8f0e-3b60]")
+    client.zadd(late._keys.queue, {f"redislock:wake:0:{number}:web\n{number}": number for number in range(2)})
+    contend(client)
     root, axe = superuser(), Axe()
     for look in LOOKS:
         page = visit(root, **look)
@@ -203,6 +214,7 @@ def test_accessible(visit: Callable[..., Page], client: redis.Redis) -> None:
         assert answer is not None
         assert answer.ok
         check("contention")
+    client.delete(late._keys.queue)
     late.release()
 
 
@@ -299,6 +311,8 @@ def test_looks(visit: Callable[..., Page], client: redis.Redis, look: dict[str, 
     hold(client, "x" * 300)
     late = hold(client, "<b>payment</b>:export", label="payments.export", auto_renewal=True)
     client.pexpire(late._keys.lock, 100_000)
+    client.zadd(late._keys.queue, {f"redislock:wake:0:{number}:web\n{number}": number for number in range(2)})
+    contend(client)
     page = visit(superuser(), **look)
 
     def check(view: str) -> None:
@@ -323,4 +337,8 @@ def test_looks(visit: Callable[..., Page], client: redis.Redis, look: dict[str, 
     button.wait_for()
     check("confirmation")
     assert button.evaluate("it => getComputedStyle(it).backgroundColor") == "rgb(186, 33, 33)"
+    page.goto(f"{LIST}contention/")
+    page.get_by_text("3 duplicate tasks prevented").wait_for()
+    check("contention")
+    client.delete(late._keys.queue)
     late.release()

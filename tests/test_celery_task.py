@@ -80,7 +80,7 @@ def test_an_execution_costs_two_commands(client, make):
 
 @pytest.mark.parametrize(("on_conflict", "duplicates"), [("skip", 1), ("raise", 1), ("reschedule", 0), ("wait", 1)])
 def test_duplicates_and_waits_are_counted_for_the_page_about_contention(client, make, on_conflict, duplicates):
-    task = make(lambda self: None, on_conflict=on_conflict, **{"wait": 1} if on_conflict == "wait" else {})
+    task = make(lambda self: None, on_conflict=on_conflict, **{"wait": 2} if on_conflict == "wait" else {})
     task.apply()
     assert contention(client).names == {}
     with held(client, task):

@@ -24,15 +24,15 @@ def test_waits_are_counted_by_name_and_minute(client: redis.Redis) -> None:
     for _ in range(2):
         wait_in_a_thread(client, "often")
     with Lock(client, "late"):
-        assert not Lock(client, "late").acquire(timeout=0.3)
+        assert not Lock(client, "late").acquire(timeout=2)
     found = contention(client)
     assert (found.names["often"].waits, found.names["often"].gave_up) == (2, 0)
     assert (found.names["late"].waits, found.names["late"].gave_up) == (1, 1)
-    assert found.names["late"].seconds >= 0.3
+    assert found.names["late"].seconds >= 0.5  # the time of its first try is none of the wait
     assert list(found.names) == sorted(found.names, key=lambda name: -found.names[name].seconds)
     assert sum(minute.waits for minute in found.minutes[-5:]) == 3
     assert sum(minute.waits for minute in found.minutes) == 3
-    assert sum(minute.seconds for minute in found.minutes) >= 0.3
+    assert sum(minute.seconds for minute in found.minutes) >= 0.5
 
 
 def test_what_did_not_wait_leaves_nothing(client: redis.Redis) -> None:
@@ -58,7 +58,7 @@ def test_a_wait_is_counted_without_a_command_of_its_own(client: redis.Redis) -> 
     with Lock(client, "a"):
         assert not Lock(client, "a").acquire(timeout=0.05)
         with counting(client) as counts:
-            assert not Lock(client, "a").acquire(timeout=0.05)
+            assert not Lock(client, "a").acquire(timeout=0.4)
     assert counts["zincrby"] == 1
     assert counts["evalsha"] <= 3
 

@@ -204,3 +204,14 @@ def test_spans_are_remembered_for_no_more_than_so_many(client: redis.Redis, monk
     for fence in range(1, 6):
         spans.listen("acquired", {"name": "a", "fence": fence})
     assert len(spans._since) == 2
+
+
+def test_a_cache_or_a_setting_that_is_wrong_does_not_hide_the_other_metrics(
+    settings: Any, registry: CollectorRegistry
+) -> None:
+    settings.CACHES = settings.CACHES | {"wrong": {"BACKEND": "django_redislock.cache.Missing"}}
+    assert registry.get_sample_value("redislock_cache_computed_total", {"cache": "default"}) is not None
+    settings.DJANGO_REDISLOCK = {"EXPIRE": "wrong"}
+    text = generate_latest(registry).decode()
+    assert "redislock_acquired_total" in text
+    assert 'redislock_cache_computed_total{cache="default"}' in text
