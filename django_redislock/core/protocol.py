@@ -200,7 +200,8 @@ def _backend_error(name: str, error: RedisError, effect: Call | Commands | Join)
     cause = f"{type(error).__name__}: {error}"
     if isinstance(effect, Call) and "WRONGTYPE" in cause:  # something else wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
-    events.emit("backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause)
+    if not isinstance(effect, Commands):  # those are about values, not about locks
+        events.emit("backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause)
     return LockBackendError(name, cause)
 
 
