@@ -347,3 +347,53 @@ def test_a_value_of_several_megabytes_arrives(cache):
         assert await cache.aget_or_set("k", lambda: 1 / 0) == value
 
     asyncio.run(main())
+
+
+def test_nested_keys_in_opposite_orders_in_two_tasks(cache, client):
+    async def main():
+        both = asyncio.Barrier(2)
+
+        async def inner(key):
+            return [key]
+
+        async def nest(outer, other):
+            async def compute():
+                await both.wait()
+                return [outer, await cache.aget_or_set(other, functools.partial(inner, other), 60)]
+
+            return await cache.aget_or_set(outer, compute, 60, wait=120)
+
+        async with asyncio.timeout(60):  # half of what each would wait for the other
+            return await asyncio.gather(nest("a", "b"), nest("b", "a"))
+
+    values = asyncio.run(main())
+    assert values in ([["a", ["b"]], ["b", ["a", ["b"]]]], [["a", ["b", ["a"]]], ["b", ["a"]]])
+    assert not list(held_locks(client))
+
+
+def test_a_pool_of_two_connections_serves_sixteen_tasks_and_threads(redis_url, client):
+    """All compute at the same time, and as many wait for them in another process's stead."""
+    pool_of_two = {
+        "CONNECTION_POOL_CLASS": "redis.BlockingConnectionPool",
+        "CONNECTION_POOL_KWARGS": {"max_connections": 2},
+    }
+    cache = cache_at(redis_url, OPTIONS=pool_of_two)
+    elsewhere = cache_at(f"{redis_url}?socket_timeout=6", OPTIONS=pool_of_two)  # shares no flights with the first
+    work = Work()
+    keys = [f"k{number}" for number in range(16)]
+
+    async def main():
+        computing = [asyncio.ensure_future(cache.aget_or_set(key, work.async_, 60, expire=60)) for key in keys]
+        await until(lambda: work.calls == 16)
+        waiting = [asyncio.ensure_future(elsewhere.aget_or_set(key, lambda: "own", 60)) for key in keys]
+        with ThreadPoolExecutor(16) as pool:
+            threads = [pool.submit(elsewhere.get_or_set, key, lambda: "own", 60) for key in keys]
+            await until(
+                lambda: sum(client.zcard(lock_keys("redislock", f"cache::1:{key}").queue) for key in keys) == 16
+            )
+            work.end.set()
+            values = await asyncio.gather(*computing, *waiting, *map(asyncio.wrap_future, threads))
+        assert values == [["v"]] * 48
+
+    asyncio.run(main())
+    assert not list(held_locks(client))

@@ -14,6 +14,7 @@ import redis
 from django_redislock.core import flight, held_locks
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.wanted import Wanted
+from django_redislock.signals import lock_backend_error
 from tests import cache_programs
 from tests.cache_programs import BACKENDS, cache_at, followers
 from tests.support import RedisServer, wait_until
@@ -311,3 +312,27 @@ def test_a_short_socket_timeout_and_long_work_of_a_task(redis_url):
         assert await first == "v"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("forgiving", [False, True])
+def test_a_value_that_cannot_be_read_is_no_error_of_a_lock(own_server, forgiving):
+    """The signal tells of the right to compute alone, for threads and for tasks alike."""
+    told = []
+
+    def note(sender, name, **kwargs):
+        told.append(name)
+
+    cache = cache_at(own_server.url, OPTIONS={"IGNORE_EXCEPTIONS": forgiving})
+    own_server.kill()
+    lock_backend_error.connect(note)
+    try:
+        for get in (cache.get_or_set, lambda *args: asyncio.run(cache.aget_or_set(*args))):
+            told.clear()
+            if forgiving:
+                assert get("k", lambda: "v", 60) == "v"
+            else:
+                with pytest.raises(redis.ConnectionError):
+                    get("k", lambda: "v", 60)
+            assert told == ["cache::1:k"] * forgiving
+    finally:
+        lock_backend_error.disconnect(note)

@@ -13,6 +13,8 @@ from django.test import override_settings
 
 from django_redislock.cache import flights
 from django_redislock.core import Lock, held_locks
+from django_redislock.core.aioserver import AsyncServer
+from django_redislock.core.server import Server
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
 from tests.cache_programs import BACKENDS, cache_at, commands
@@ -60,6 +62,93 @@ def test_hits_are_one_mget(cache, client, many):
     with monitoring(client) as sent:
         assert many(["a", "b"], never) == {"a": None, "b": 2}
     assert commands(sent) == ["MGET"]
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_however_many_are_missing_they_take_three_round_trips(many, cache, client, monkeypatch, count):
+    """One to read them, one to ask for the right to compute them, one to store them."""
+    keys = [f"k{number}" for number in range(count)]
+    many(["warm"], upper)
+    asked = []
+
+    def note(driver):
+        do = driver._do
+
+        def noting(self, effect, *args):
+            asked.append(type(effect).__name__)
+            return do(self, effect, *args)
+
+        monkeypatch.setattr(driver, "_do", noting)
+
+    note(Server)
+    note(AsyncServer)
+    with monitoring(client) as sent:
+        assert many(keys, lambda missing: client.echo("computing") and upper(missing)) == upper(keys)
+    assert asked == ["Commands", "Calls", "Compute", "Calls"]
+    assert commands(sent) == ["MGET", *["EVALSHA"] * count, "ECHO", *["EVALSHA"] * count]
+
+
+def test_a_server_that_forgot_the_scripts_is_told_them(cache, client, many):
+    many(["warm"], upper)
+    client.script_flush()
+    assert many(["a", "b", "c"], lambda keys: client.script_flush() and upper(keys)) == {"a": "A", "b": "B", "c": "C"}
+    assert many(["a", "b", "c"], never) == {"a": "A", "b": "B", "c": "C"}
+    assert not list(held_locks(client))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("lost", ["of the right to compute", "of what was stored"])
+def test_lost_replies_are_asked_for_again(proxy, client, asynchronous, lost):
+    cache = cache_at(proxy.url)
+    calls = []
+
+    def compute(keys):
+        calls.append(keys)
+        if lost == "of what was stored":
+            proxy.drop_next_reply(containing=b"EVALSHA")
+        return upper(keys)
+
+    async def main():
+        await cache.aget_or_set_many(["warm"], upper)
+        begin()
+        return await cache.aget_or_set_many(["a", "b"], compute)
+
+    def begin():
+        if lost == "of the right to compute":
+            proxy.drop_next_reply(containing=b"EVALSHA")
+
+    if asynchronous:
+        values = asyncio.run(main())
+    else:
+        cache.get_or_set_many(["warm"], upper)
+        begin()
+        values = cache.get_or_set_many(["a", "b"], compute)
+    assert proxy.dropped == 1
+    assert values == {"a": "A", "b": "B"}
+    assert calls == [["a", "b"]]
+    assert cache.get_many(["a", "b"]) == values
+    assert not list(held_locks(client))
+
+
+def test_cancelled_while_it_asks_for_the_right_to_compute_it_leaves_nothing(proxy, client):
+    cache = cache_at(proxy.url)
+
+    async def compute(keys):
+        await asyncio.Event().wait()
+
+    async def main():
+        await cache.aget_or_set_many(["warm"], upper)
+        proxy.delay_replies(0.5)
+        task = asyncio.ensure_future(cache.aget_or_set_many(["a", "b", "c"], compute))
+        while len(list(held_locks(client))) < 3:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    wait_until(lambda: not list(held_locks(client)))
+    assert not flights._flights
 
 
 def test_no_keys(many):

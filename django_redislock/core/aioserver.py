@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError
 
 from .line import Line, SharedLine
-from .protocol import Await, Call, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
+from .protocol import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .server import Server, Unlocked
 from .twins import asyncio_twin
 from .waiting import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
@@ -81,6 +81,8 @@ class AsyncServer:
         match effect:
             case Call():
                 return await (self._send(effect) if cancelled else self.call(effect))
+            case Calls(calls):
+                return await asyncio.gather(*map(self.call, calls), return_exceptions=True)
             case Commands():
                 return await self.ask(effect)
             case Join(lock, id, along):

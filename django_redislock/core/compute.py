@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from ..exceptions import LockBackendError
 from . import events
-from .protocol import Call, Commands, Compute, Steps, attempt, give_back
+from .protocol import Call, Commands, Compute, Steps, attempt, give_back, together
 from .scripts import Script
 from .wanted import MISSING, Landing, ValueLease, Wanted, computing
 from .watchdog import watchdog
@@ -80,10 +80,10 @@ def compute(
                 values = values_of(result)
             except Exception as failure:
                 error = failure
-        landings = []
-        for ticket, value in zip(tickets, values, strict=True):
-            landings.append((yield from _land(ticket, value, error)))
-        return landings
+        landings: dict[int, Landing] = {}
+        each = [_land(ticket, value, error) for ticket, value in zip(tickets, values, strict=True)]
+        yield from together(each, landings)
+        return [landings[number] for number in range(len(each))]
     except BaseException:
         for _, lease, *_ in mine:
             watchdog.remove(lease)

@@ -20,7 +20,7 @@ from ..exceptions import LockBackendError
 from .compute import ABSENT, Ticket, compute, digest, waits
 from .keys import milliseconds
 from .owner import record
-from .protocol import Call, Commands, Join, Leave, Steps, attempt, give_back, sleep
+from .protocol import Call, Commands, Join, Leave, Steps, attempt, give_back, sleep, together
 from .scripts import Script
 from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, lease_name, outer
 
@@ -179,19 +179,21 @@ def fly_together(wants: list[Wanted], owner: Owner, default: Callable[[list[Any]
     """
     landings = [ELSEWHERE] * len(wants)
     tickets: dict[int, Ticket] = {}
+    leases = [want.lease(owner) for want in wants]
+    found: dict[int, tuple[bytes, bytes, bytes, Any]] = {}
     try:
-        for number, want in enumerate(wants):
-            lease = want.lease(owner)
-            verdict, told, replaced, value = yield from look(want, lease, -math.inf, listening=False)
-            if verdict == b"value":
-                landings[number] = Landing(told, value, shared=True)
-            elif verdict != b"wait":
-                tickets[number] = Ticket(want, lease, verdict, told, replaced)
+        looks = [look(want, lease, -math.inf, listening=False) for want, lease in zip(wants, leases, strict=True)]
+        yield from together(looks, found)
     except BaseException:
-        for ticket in tickets.values():
+        for number in found:
             with suppress(RedisError):
-                yield give_back(ticket.lease)
+                yield give_back(leases[number])
         raise
+    for number, (verdict, told, replaced, value) in sorted(found.items()):
+        if verdict == b"value":
+            landings[number] = Landing(told, value, shared=True)
+        elif verdict != b"wait":
+            tickets[number] = Ticket(wants[number], leases[number], verdict, told, replaced)
     if tickets:
         asked = [ticket.want for ticket in tickets.values()]
 

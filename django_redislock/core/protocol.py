@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from redis.exceptions import AuthenticationError, ConnectionError, RedisError
@@ -62,6 +63,12 @@ class Commands(NamedTuple):
     """Send plain commands, all at once; the result is a list of their replies."""
 
     commands: tuple[tuple[bytes, ...], ...]
+
+
+class Calls(NamedTuple):
+    """Run many scripts, all at once; the result is a list of their replies, an error in place of what the server refused."""
+
+    calls: tuple[Call, ...]
 
 
 class Join(NamedTuple):
@@ -113,7 +120,7 @@ class Follow(NamedTuple):
     until: float
 
 
-Effect = Call | Commands | Join | Await | Leave | Pause | Compute | Follow
+Effect = Call | Calls | Commands | Join | Await | Leave | Pause | Compute | Follow
 T = TypeVar("T")
 Steps = Generator[Effect, Any, T]
 
@@ -142,11 +149,59 @@ def attempt(
         yield Pause(pause)
 
 
+def together(many: Sequence[Steps[T]], ended: dict[int, T]) -> Steps[None]:
+    """Go through many steps side by side, so that their calls take one round trip; `ended` is given what each returned.
+
+    Raises the first error of one of them, when all have ended.
+    """
+    failure: BaseException | None = None
+    wanted: dict[int, Effect] = {}
+
+    def proceed(number: int, result: Any = None, error: BaseException | None = None) -> None:
+        nonlocal failure
+        steps = many[number]
+        wanted.pop(number, None)
+        try:
+            wanted[number] = steps.send(result) if error is None else steps.throw(error)
+        except StopIteration as stop:
+            ended[number] = stop.value
+        except BaseException as raised:
+            failure = failure or raised
+
+    for number in range(len(many)):
+        proceed(number)
+    while wanted:
+        calls = {number: effect for number, effect in wanted.items() if isinstance(effect, Call)}
+        pauses = {number: effect for number, effect in wanted.items() if isinstance(effect, Pause)}
+        others = [number for number in wanted if number not in calls and number not in pauses]
+        replies: list[Any] = []
+        error: BaseException | None = None
+        try:
+            if others:
+                some = others[:1]
+                replies = [(yield wanted[some[0]])]
+            elif pauses:
+                some = list(pauses)
+                yield Pause(max(pause.seconds for pause in pauses.values()))
+            else:
+                some = list(calls)
+                replies = yield Calls(tuple(calls.values()))
+        except BaseException as raised:
+            error = raised
+        interrupted = error is not None and not isinstance(error, RedisError)
+        for number, reply in zip_longest(list(wanted if interrupted else some), replies):
+            refused = reply if isinstance(reply, RedisError) else None
+            proceed(number, reply, error or refused)
+    if failure is not None:
+        raise failure
+
+
 def _backend_error(name: str, error: RedisError, effect: Call | Commands | Join) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
     if isinstance(effect, Call) and "WRONGTYPE" in cause:  # something else wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
-    events.emit("backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause)
+    if not isinstance(effect, Commands):  # those are about values, not about locks
+        events.emit("backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause)
     return LockBackendError(name, cause)
 
 

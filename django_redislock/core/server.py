@@ -23,7 +23,7 @@ from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, Redi
 from redis.retry import Retry
 
 from . import scripts
-from .protocol import Await, Call, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
+from .protocol import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
 from .waiting import WaitingRoom
 from .wire import Wire, pack
@@ -49,6 +49,11 @@ T = TypeVar("T")
 class Link(Wire):
     """One connection on which scripts are called."""
 
+    @property
+    def _by_sentinel(self) -> bool:
+        """Whether Sentinel tells where the primary is now, when the next connection asks."""
+        return hasattr(self.connection, "connection_pool")
+
     def call(self, call: Call) -> Any:
         """Run the script and return its reply; any failure closes the connection, so that no reply is left behind."""
         try:
@@ -59,9 +64,9 @@ class Link(Wire):
                 self.send(call.whole)
                 return self.receive()
         except ReadOnlyError as error:
-            if not hasattr(self.connection, "connection_pool"):
+            if not self._by_sentinel:
                 raise
-            self.close()  # Sentinel tells where the primary is now, when the next connection asks
+            self.close()
             raise ConnectionError("The server is no primary any more.") from error
         except ResponseError:
             raise
@@ -72,6 +77,32 @@ class Link(Wire):
             self._abort(call)
             raise
 
+    def call_all(self, calls: Calls) -> list[Any]:
+        """Run the scripts and return their replies, an error in place of what was refused, as `call` does."""
+        try:
+            self.send(b"".join([call.request for call in calls.calls]))
+            replies = [self._reply() for _ in calls.calls]
+            unknown = [number for number, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+            if any(isinstance(reply, ReadOnlyError) for reply in replies) and self._by_sentinel:
+                raise ConnectionError("The server is no primary any more.")
+            if unknown:
+                self.send(b"".join([calls.calls[number].whole for number in unknown]))
+                for number in unknown:
+                    replies[number] = self._reply()
+            return replies
+        except ConnectionError:
+            self.close()
+            raise
+        except BaseException:
+            self._abort(*calls.calls)
+            raise
+
+    def _reply(self) -> Any:
+        try:
+            return self.receive()
+        except ResponseError as error:
+            return error
+
     def ask(self, commands: Commands) -> list[Any]:
         """Send the commands and return their replies; any failure closes the connection."""
         try:
@@ -81,11 +112,12 @@ class Link(Wire):
             self.close()
             raise
 
-    def _abort(self, call: Call) -> None:
+    def _abort(self, *calls: Call) -> None:
         """Close the connection, and have undone what the call may still do: on the same connection it comes after it."""
         try:
-            if call.undo is not None and self.open:
-                self.send(call.undo().whole)
+            for call in calls:
+                if call.undo is not None and self.open:
+                    self.send(call.undo().whole)
         except (RedisError, OSError):
             pass  # then the server never sees it, or is gone
         finally:
@@ -122,14 +154,20 @@ class Server:
         """Return a new connection, not connected yet."""
         return self.connection_class(**self.settings, retry=Retry(NoBackoff(), 0))
 
-    def call(self, call: Call | Commands) -> Any:
-        """Run a script, or commands, on a connection of its own for the moment."""
+    def call(self, call: Call | Calls | Commands) -> Any:
+        """Run a script, or several, or commands, on a connection of its own for the moment."""
         try:
             link = self._free.pop()
         except IndexError:
             link = self._wait_for_link()
         try:
-            return link.ask(call) if isinstance(call, Commands) else link.call(call)
+            match call:
+                case Call():
+                    return link.call(call)
+                case Calls():
+                    return link.call_all(call)
+                case Commands():
+                    return link.ask(call)
         except ConnectionError:
             self._free.clear()  # a server that went away took the idle connections with it
             raise
@@ -181,7 +219,7 @@ class Server:
 
     def _do(self, effect: Effect) -> Any:
         match effect:
-            case Call() | Commands():
+            case Call() | Calls() | Commands():
                 return self.call(effect)
             case Join(lock, id, along):
                 return self.room.join(lock, id, along)
@@ -213,8 +251,10 @@ class Unlocked(Server):
         """Grant it."""
         return self.call(call)
 
-    def call(self, call: Call | Commands) -> Any:
+    def call(self, call: Call | Calls | Commands) -> Any:
         """Grant it."""
+        if isinstance(call, Calls):
+            return [self.call(each) for each in call.calls]
         if isinstance(call, Commands):
             return [None] * len(call.commands)
         match call.script:
