@@ -133,6 +133,7 @@ class Demo:
         say("Ctrl-C ends it and every process that it started.")
         while True:
             time.sleep(0.5)
+            end_if_told()
             for process in self.processes:
                 if process.has_ended():
                     raise Failed(f"{process.name} has ended:\n{tail(process.log)}")
@@ -140,6 +141,7 @@ class Demo:
 
 def row(title: str, step: Callable[..., Any], *arguments: object) -> bool:
     """Do a step, print what came of it, and return whether it held."""
+    end_if_told()
     print(f"{title:42}", end="", flush=True)
     try:
         held, expected, lines = step(*arguments)
@@ -184,7 +186,9 @@ def main() -> int:
         demo = Demo(directory)
         status, serving = 1, False
         try:
-            if run(demo, arguments.port):
+            held = run(demo, arguments.port)
+            end_if_told()
+            if held:
                 status = 0
                 if arguments.serve:
                     serving = True
@@ -219,10 +223,20 @@ def run(demo: Demo, port: int) -> bool:
     return held
 
 
-def stop(number: int, frame: object) -> NoReturn:
+told_to_stop: list[int] = []
+
+
+def stop(number: int, frame: object) -> None:
     for other in SIGNALS:
         signal.signal(other, signal.SIG_IGN)  # one is enough
-    sys.exit(128 + number)
+    told_to_stop.append(number)
+    end_if_told()
+
+
+def end_if_told() -> None:
+    """End after a signal; asked again between the steps, for a destructor swallows what a signal handler raises in it."""
+    if told_to_stop:
+        sys.exit(128 + told_to_stop[0])
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def pool() -> str:
 def test_the_only_copy_runs_when_the_whole_worker_was_killed(crew):
     """The broker notices that the connection is gone, and gives its messages to the next worker."""
     doomed = Stage([crew.start("prefork", name="doomed", concurrency=1).wait_ready()])
-    result = doomed.publish(tasks.late_job, "once killed")
+    result = doomed.publish(tasks.dying_job, "once killed")
     doomed.diary.wait_for("start")
     assert "amqp://" in doomed.log
     doomed.workers[0].kill()
