@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,7 @@ def wait_in_a_thread(client: redis.Redis, name: str) -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     wait_until(lambda: (info := held.owner()) is not None and info.waiting == 1)
+    time.sleep(0.01)  # waits are counted in milliseconds: of this one there are some
     held.release()
     thread.join(60)
     assert not thread.is_alive()
