@@ -240,16 +240,23 @@ def leave_queue(queued: ExecutionLock | None) -> None:
 @signals.task_revoked.connect
 def _forget(sender: Any = None, request: Any = None, **kwargs: Any) -> None:
     """Free the lock of a message that was revoked, or expired, before its start."""
-    if not isinstance(sender, LockedTask) or request is None or not conf.get().enabled:
-        return
-    options, key = sender._options, (request.headers or {}).get(KEY_HEADER)
-    if options.scope == "run" or not isinstance(key, str):  # without a key, nobody took a lock for it
-        return
-    leave_queue(sender._waiting_lock(key, request.id, options, {}))
+    if isinstance(sender, LockedTask) and request is not None:
+        _leave_queue(sender, request.id, (request.headers or {}).get(KEY_HEADER))
 
 
 @signals.task_failure.connect
-def _forget_dead(sender: Any = None, exception: Any = None, **kwargs: Any) -> None:
+def _forget_dead(
+    sender: Any = None, task_id: str = "", exception: Any = None, args: Any = (), kwargs: Any = None, **more: Any
+) -> None:
     """Free the lock of a message whose process was killed before its body began; the worker's main process tells of that."""
     if isinstance(exception, WorkerLostError) and isinstance(sender, LockedTask):
-        _forget(sender, sender.request_stack.top)
+        # Celery 5.6 tells of no request, so of no key that the producer had computed.
+        _leave_queue(sender, task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top))
+
+
+def _leave_queue(task: LockedTask, task_id: str, key: object) -> None:
+    options = task._options
+    if (
+        conf.get().enabled and options.scope != "run" and isinstance(key, str)
+    ):  # without a key, nobody took a lock for it
+        leave_queue(task._waiting_lock(key, task_id, options, {}))
