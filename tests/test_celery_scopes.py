@@ -35,8 +35,6 @@ def pool(request) -> str:
 
 
 only_prefork = pytest.mark.parametrize("pool", ["prefork"], indirect=True)
-# Not on gevent: a worker there that is told to consume one more queue was seen, once in many runs, to leave its messages.
-told_of_a_queue = pytest.mark.parametrize("pool", ["prefork", "threads", "solo"], indirect=True)
 
 
 @pytest.fixture
@@ -70,7 +68,6 @@ def no_lock_is_left(client) -> Iterator[None]:
 # How long each scope lasts
 
 
-@told_of_a_queue
 def test_while_one_waits_none_is_published(stage, task):
     stage.with_queue_of_its_own()
     first, second = stage.publish(task), stage.publish(task)
@@ -159,7 +156,6 @@ def test_no_lock_is_left_however_a_task_ends(stage, task, how, events):
 # Canvases
 
 
-@told_of_a_queue
 def test_canvases_end_though_a_duplicate_waits(stage, task):
     """Their members are published in any case; what they find at their start is for the policy."""
     stage.with_queue_of_its_own()
@@ -193,7 +189,6 @@ def test_a_callback_that_is_its_own_task(stage, task):
 # Messages that never start
 
 
-@told_of_a_queue
 def test_a_revoked_message_frees_its_lock(stage, task):
     stage.with_queue_of_its_own()
     result = stage.publish(task)
