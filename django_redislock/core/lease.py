@@ -14,6 +14,7 @@ from . import events
 from .keys import LockKeys
 
 if TYPE_CHECKING:
+    from .protocol import Call
     from .server import Server
 
 RETRY_FOR = 5.0
@@ -57,6 +58,8 @@ class Lease:
         self.deadline = 0.0
         self.next_renewal = 0.0
         self.failures = 0
+        self.farewell: Call | None = None
+        """The call that releases the lock, if it was packed ahead; of an id that nobody else acquires by."""
         self._loss: LossRecord | None = None
         self._losing = threading.Lock()
 

@@ -10,7 +10,6 @@ import math
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -62,18 +61,25 @@ def together(functions: list[Callable[[], None]]) -> None:
 
 
 class Alarm:
-    """Lets one thread sleep until a time, or until another thread rings."""
+    """Lets one thread sleep until a time, or until another thread rings; with a lock of `threading`'s, one greenlet."""
 
-    def __init__(self) -> None:
-        original = _original() or vars(_thread)
-        self._lock = original["allocate_lock"]()
+    __slots__ = ("_lock",)
+
+    def __init__(self, lock: Any = None) -> None:
+        self._lock = lock or (_original() or vars(_thread))["allocate_lock"]()
         self._lock.acquire()
 
     def ring(self) -> None:
         """End the sleep, or the next one if nobody sleeps now."""
-        with suppress(RuntimeError):  # it has been rung already
+        try:
             self._lock.release()
+        except RuntimeError:  # it has been rung already
+            pass
 
     def sleep(self, seconds: float) -> None:
         """Sleep for so long, or until it rings."""
         self._lock.acquire(True, min(seconds, threading.TIMEOUT_MAX))
+
+    def silence(self) -> None:
+        """Forget that it was rung."""
+        self._lock.acquire(False)

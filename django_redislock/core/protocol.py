@@ -264,7 +264,10 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
                 continue
             left_ms, ticket = reply
             began = began or time.monotonic()
-            call = claim.call(waiter.channel, True, ticket)  # now, for whoever is woken is in a hurry
+            # Packed now: whoever is woken is in a hurry, and so is who waits for the release.
+            call = claim.call(waiter.channel, True, ticket)
+            if not claim.given_id:
+                lease.farewell = lease.farewell or give_back(lease)
             yield sleep(waiter, until, left_ms)
     except (LockBackendError, GeneratorExit):
         raise
@@ -311,7 +314,7 @@ def release(lease: Lease) -> Steps[bool]:
     """Release the lock; False when it was not the lease's any more."""
     # After the deadline the lock has ended by itself, so there is no sense in trying for longer.
     until = max(lease.deadline, time.monotonic())
-    _, reply = yield from attempt(lease.name, give_back(lease), until, lease.retry_for)
+    _, reply = yield from attempt(lease.name, lease.farewell or give_back(lease), until, lease.retry_for)
     return bool(reply)
 
 

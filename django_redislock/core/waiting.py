@@ -17,11 +17,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from . import owner
+from .native import Alarm
 from .wire import Wire, pack
 
 if TYPE_CHECKING:
@@ -72,12 +73,16 @@ W = TypeVar("W", bound=Waiter)
 
 
 class Waiters(Generic[W]):
-    """Who waits here for which lock; one whom a signal interrupted on the way in is forgotten by himself."""
+    """Who waits here for which lock, by id and in the order of their coming.
+
+    One whom a signal interrupted on the way in or out is forgotten by himself, hence the references: plain ones, for those of
+    a WeakValueDictionary cost a good part of a wake-up.
+    """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._by_lock: dict[bytes, WeakValueDictionary[bytes, W]] = {}  # in the order of their coming; by id
-        self._by_id: WeakValueDictionary[bytes, W] = WeakValueDictionary()
+        self._by_lock: dict[bytes, dict[bytes, ref[W]]] = {}
+        self._by_id: dict[bytes, ref[W]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -85,55 +90,69 @@ class Waiters(Generic[W]):
     def none_but(self, waiter: W) -> bool:
         """Whether nobody else waits."""
         count = len(self._by_id)
-        return count == 0 or (count == 1 and self._by_id.get(waiter.id) is waiter)
+        return count == 0 or (count == 1 and waiter.id in self._by_id)
 
     def add(self, waiter: W) -> None:
         """Take in who comes to wait."""
         with self._mutex:
-            self._by_lock.setdefault(waiter.lock, WeakValueDictionary())[waiter.id] = waiter
-            self._by_id[waiter.id] = waiter
+            self._by_id[waiter.id] = self._by_lock.setdefault(waiter.lock, {})[waiter.id] = ref(waiter)
 
     def remove(self, waiter: W) -> None:
         """Let go who does not wait any more."""
         with self._mutex:
-            self._by_id.pop(waiter.id, None)
-            same = self._by_lock.get(waiter.lock)
-            if same is not None:
-                same.pop(waiter.id, None)
-                if not same:
-                    del self._by_lock[waiter.lock]
+            self._remove(waiter.lock, waiter.id)
+
+    def _remove(self, lock: bytes, id: bytes) -> None:
+        self._by_id.pop(id, None)
+        same = self._by_lock.get(lock)
+        if same is not None:
+            same.pop(id, None)
+            if not same:
+                del self._by_lock[lock]
 
     def find(self, wanted: Callable[[W], bool]) -> W | None:
         """Return the first that is wanted."""
         with self._mutex:
-            return next(filter(wanted, self._by_id.values()), None)
+            there = (waiter() for waiter in self._by_id.values())
+            return next((waiter for waiter in there if waiter is not None and wanted(waiter)), None)
 
     def hear(self, reply: Any) -> None:
         """Wake whom a message is for; it is an id, and perhaps a word after it."""
         kind, *_, message = reply
         id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
         found = self._by_id.get(id)
-        if found is not None:
-            found.wake(word if told else None)
+        waiter = None if found is None else found()
+        if waiter is not None:
+            waiter.wake(word if told else None)
 
     def is_first(self, waiter: W) -> bool:
         """Whether nobody waits longer for the same lock."""
         with self._mutex:
-            return next(iter(self._by_lock.get(waiter.lock, {}).values()), None) is waiter
+            return self._first(waiter.lock) is waiter
+
+    def _first(self, lock: bytes) -> W | None:
+        """Return who waits longest for the lock, and forget those before him who are gone."""
+        while same := self._by_lock.get(lock):
+            id, first = next(iter(same.items()))
+            waiter = first()
+            if waiter is not None:
+                return waiter
+            self._remove(lock, id)
+        return None
 
     def wake_first(self) -> None:
         """Wake the first waiter for each lock."""
         with self._mutex:
-            for same in self._by_lock.values():
-                for first in same.values():
+            for lock in list(self._by_lock):
+                first = self._first(lock)
+                if first is not None:
                     first.wake()
-                    break
 
     def wake_all(self, but: W | None = None) -> None:
         """Wake everybody."""
         with self._mutex:
-            for waiter in self._by_id.values():
-                if waiter is not but:
+            for waiter in [found() for found in self._by_id.values()]:
+                if waiter is not None and waiter is not but:
                     waiter.wake()
 
 
@@ -175,18 +194,18 @@ def withdrawal(call: Call) -> bytes:
 class WaitingThread(Waiter):
     """One thread that waits for one lock."""
 
-    __slots__ = ("asleep", "stirred")
+    __slots__ = ("alarm", "asleep")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         super().__init__(lock, id, channel)
-        self.stirred = threading.Event()
-        """Set together with `woken`, and to hand on the reading."""
+        self.alarm = Alarm(threading.Lock())
+        """Rings when it is woken, and to hand on the reading."""
         self.asleep = False
         """Whether it would notice to be stirred soon."""
 
     def stir(self) -> None:
         """End its sleep, or its turn to read."""
-        self.stirred.set()
+        self.alarm.ring()
 
 
 class WaitingRoom:
@@ -243,11 +262,9 @@ class WaitingRoom:
                 finally:
                     self._stop_reading(waiter)
             else:
-                waiter.stirred.wait(left)
-                waiter.stirred.clear()
+                waiter.alarm.sleep(left)
         waiter.asleep = False
-        if waiter.stirred.is_set():
-            waiter.stirred.clear()
+        waiter.alarm.silence()
         word = waiter.heed()
         self._pass_on(waiter)
         return word
@@ -295,7 +312,7 @@ class WaitingRoom:
             # The scripts that the waiters call say what is wrong with the server; here it only means to look more often.
             self._close()
             self._waiters.wake_all(but=waiter)
-            waiter.stirred.wait(max(0.0, min(until - time.monotonic(), LOOK_EVERY)))
+            waiter.alarm.sleep(max(0.0, min(until - time.monotonic(), LOOK_EVERY)))
             waiter.woken = True
         except BaseException:  # interrupted in the middle of a message, perhaps
             self._close()

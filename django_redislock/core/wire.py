@@ -13,6 +13,10 @@ from redis._parsers import BaseParser
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
 
 
+BULK, INTEGER, ARRAY, STATUS, ERROR = b"$:*+-"
+"""What a reply begins with."""
+
+
 class Incomplete(Exception):
     """The rest of the reply has not arrived: so many bytes at least."""
 
@@ -36,28 +40,26 @@ def parse(data: bytearray, at: int) -> tuple[Any, int]:
     end = data.find(b"\r\n", at)
     if end < 0:
         raise Incomplete(1)
-    kind, line, at = bytes(data[at : at + 1]), bytes(data[at + 1 : end]), end + 2
-    match kind:
-        case b":":
-            return int(line), at
-        case b"$":
-            end = at + int(line)
-            if end < at:
-                return None, at
-            if len(data) < end + 2:
-                raise Incomplete(end + 2 - len(data))
-            with memoryview(data) as view:
-                return bytes(view[at:end]), end + 2
-        case b"*":
-            items = []
-            for _ in range(int(line)):
-                item, at = parse(data, at)
-                items.append(item)
-            return items, at
-        case b"+":
-            return line, at
-        case b"-":
-            return BaseParser.parse_error(line.decode(errors="replace")), at  # type: ignore[no-untyped-call]
+    kind, line, at = data[at], data[at + 1 : end], end + 2
+    if kind == BULK:
+        end = at + int(line)
+        if end < at:
+            return None, at
+        if len(data) < end + 2:
+            raise Incomplete(end + 2 - len(data))
+        return bytes(data[at:end]), end + 2
+    if kind == INTEGER:
+        return int(line), at
+    if kind == ARRAY:
+        items = []
+        for _ in range(int(line)):
+            item, at = parse(data, at)
+            items.append(item)
+        return items, at
+    if kind == STATUS:
+        return bytes(line), at
+    if kind == ERROR:
+        return BaseParser.parse_error(line.decode(errors="replace")), at  # type: ignore[no-untyped-call]
     raise InvalidResponse(f"Protocol error: {bytes(data[:100])!r}")
 
 
@@ -83,6 +85,8 @@ class Wire:
 
         Raises ConnectionError, and TimeoutError when the socket's time is over: then what has arrived is kept for the next call.
         """
+        if not self._unread:
+            self._read(1)
         while True:
             try:
                 reply, end = parse(self._unread, 0)

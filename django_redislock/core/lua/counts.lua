@@ -5,20 +5,22 @@
 local function count(held, now, scores, counts, name, score, fields)
   local tag, window = string.sub(held, 1, -5), math.floor(now / WAITS_WINDOW_US)  -- without 'held'
   scores, counts = tag .. scores .. window, tag .. counts .. window
-  redis.pcall('ZINCRBY', scores, score, name)
-  if redis.pcall('ZCARD', scores) == WAITS_NAMES + 1 then
-    local least = redis.pcall('ZRANGE', scores, 0, 1)
-    local leaves = least[1] == name and least[2] or least[1]
-    if leaves then
-      redis.pcall('ZREM', scores, leaves)
-      redis.pcall('HDEL', counts, 'n' .. leaves, 'g' .. leaves, 'd' .. leaves, 'a' .. leaves)
+  if tonumber(redis.pcall('ZINCRBY', scores, score, name)) == score then  -- its first time
+    redis.pcall('PEXPIRE', scores, WAITS_LIFE_MS)
+    if redis.pcall('ZCARD', scores) == WAITS_NAMES + 1 then
+      local least = redis.pcall('ZRANGE', scores, 0, 1)
+      local leaves = least[1] == name and least[2] or least[1]
+      if leaves then
+        redis.pcall('ZREM', scores, leaves)
+        redis.pcall('HDEL', counts, 'n' .. leaves, 'g' .. leaves, 'd' .. leaves, 'a' .. leaves)
+      end
     end
   end
   for field, by in pairs(fields) do
-    redis.pcall('HINCRBY', counts, field, by)
+    if redis.pcall('HINCRBY', counts, field, by) == by then
+      redis.pcall('PEXPIRE', counts, WAITS_LIFE_MS)
+    end
   end
-  redis.pcall('PEXPIRE', scores, WAITS_LIFE_MS)
-  redis.pcall('PEXPIRE', counts, WAITS_LIFE_MS)
 end
 
 -- Count waits that ended: of so many waiters, for so long in all; `gave_up` of them without what they waited for.
