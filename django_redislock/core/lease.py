@@ -29,6 +29,23 @@ class Lease:
     the local belief always ends before the key does in Redis.
     """
 
+    __slots__ = (
+        *(
+            "__weakref__",
+            "server",
+            "name",
+            "keys",
+            "id",
+            "expire",
+            "max_hold",
+            "owner",
+            "holder",
+            "pid",
+            "fence",
+            "entries",
+        ),
+        *("acquired", "deadline", "next_renewal", "failures", "farewell", "_loss", "_losing"),
+    )  # a thousand locks may be held at once
     retry_for = RETRY_FOR
 
     def __init__(

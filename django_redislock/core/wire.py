@@ -27,9 +27,10 @@ class Incomplete(Exception):
 
 def pack(*parts: bytes) -> bytes:
     """Return a command as it is sent."""
-    frame = [b"*%d\r\n" % len(parts)]
-    frame += [b"$%d\r\n%b\r\n" % (len(part), part) for part in parts]
-    return b"".join(frame)
+    frame = bytearray(b"*%d\r\n" % len(parts))  # a list of the pieces would take some times the room of a large command
+    for part in parts:
+        frame += b"$%d\r\n%b\r\n" % (len(part), part)
+    return bytes(frame)
 
 
 def parse(data: bytearray, at: int) -> tuple[Any, int]:
