@@ -71,7 +71,7 @@ class Alarm:
 
     def ring(self) -> None:
         """End the sleep, or the next one if nobody sleeps now."""
-        try:
+        try:  # noqa: SIM105 (a context manager takes longer, and everybody who is woken pays for it)
             self._lock.release()
         except RuntimeError:  # it has been rung already
             pass

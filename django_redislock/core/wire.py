@@ -12,7 +12,6 @@ from typing import Any
 from redis._parsers import BaseParser
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
 
-
 BULK, INTEGER, ARRAY, STATUS, ERROR = b"$:*+-"
 """What a reply begins with."""
 
