@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -58,19 +57,6 @@ def waiting_id(task_id: str) -> str:
     return id if 0 < len(id) <= ROOM else hashlib.sha256(task_id.encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Start(protocol.Claim):
-    """What an execution asks for."""
-
-    delivery: Delivery
-
-    def call(self, channel: bytes, join: bool, ticket: bytes) -> Call:
-        claim = protocol.Claim.call(self, channel, join, ticket)
-        lease, delivery = self.lease, self.delivery
-        more = (delivery.id.encode(), b"1" if delivery.again else b"0")
-        return Call(START, (*claim.keys, mark_key(lease.keys, delivery)), (*claim.args, *more), claim.undo)
-
-
 class ExecutionLock(Lock):
     """The lock of a message, or of its execution; `details` are told to those who ask who holds it."""
 
@@ -107,7 +93,8 @@ class ExecutionLock(Lock):
         if delivery is None:
             return super()._new_claim(timeout)
         lease = self._new_lease(self._given_id or f"{delivery.id}:{secrets.token_hex(12)}")
-        return Start(lease, self._record(), timeout, self._given_id is not None, delivery)
+        keys, args = (mark_key(self._keys, delivery),), (delivery.id.encode(), b"1" if delivery.again else b"0")
+        return protocol.Claim(lease, self._record(), timeout, self._given_id is not None, START, keys, args)
 
     def _begins(self, lease: Lease) -> bool:
         self.worked_off = not lease.fence

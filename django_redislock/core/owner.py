@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import socket
 import threading
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class LockInfo:
 
 def new_id() -> str:
     """Return a random owner id."""
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 @lru_cache(maxsize=1024)

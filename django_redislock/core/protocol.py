@@ -205,7 +205,7 @@ def _backend_error(name: str, error: RedisError, effect: Call | Commands | Join)
     return LockBackendError(name, cause)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Claim:
     """What an acquisition asks for."""
 
@@ -214,6 +214,10 @@ class Claim:
     timeout: float | None
     given_id: bool
     """The id may be used again, by whoever knows it."""
+    script: scripts.Script = scripts.ACQUIRE
+    """What acquires, given what ACQUIRE is given, and `more_keys` and `more_args` after it."""
+    more_keys: tuple[bytes, ...] = ()
+    more_args: tuple[bytes, ...] = ()
 
     def call(self, channel: bytes, join: bool, ticket: bytes) -> Call:
         lease = self.lease
@@ -225,9 +229,10 @@ class Claim:
             channel,
             b"1" if join else b"0",
             ticket,
+            *self.more_args,
         )
         undo = None if self.given_id else partial(give_back, lease, channel)
-        return Call(scripts.ACQUIRE, lease.keys[:4], args, undo)
+        return Call(self.script, (*lease.keys[:4], *self.more_keys), args, undo)
 
 
 def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
