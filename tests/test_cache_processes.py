@@ -10,7 +10,7 @@ from django_redislock.core import Lock, held_locks
 from django_redislock.core.keys import lock_keys
 from tests import cache_programs
 from tests.cache_programs import BACKENDS, cache_at, commands
-from tests.support import counting, monitoring, wait_until
+from tests.support import counting, lived, monitoring, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -132,8 +132,7 @@ def test_a_killed_computer_is_followed_by_exactly_one(client, one_computes, back
 
 def test_a_computation_of_ten_lives_is_one_computation(client, one_computes):
     first, others = one_computes(3, lock={"EXPIRE": 0.3})
-    over = time.monotonic() + 3
-    wait_until(lambda: time.monotonic() > over)
+    lived(3)
     first.send("slow")
     for process in (first, *others):
         assert process.wait_for(event="got")["value"] == "slow"

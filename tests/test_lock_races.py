@@ -16,7 +16,7 @@ from django_redislock.core import AsyncLock, Lock, RLock, waiting
 from django_redislock.core.keys import lock_keys, milliseconds
 from django_redislock.core.server import server_of
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import BUSY, Proxy, monitoring, say, wait_until
+from tests.support import BUSY, Proxy, lived, monitoring, say, wait_until
 
 
 def key_of(name):
@@ -25,12 +25,6 @@ def key_of(name):
 
 def queue_of(name):
     return lock_keys("redislock", name).queue
-
-
-def lived(seconds):
-    """Let the time of a lock's life pass."""
-    end = time.monotonic() + seconds
-    wait_until(lambda: time.monotonic() >= end, timeout=seconds + 5)
 
 
 def start(function, *args):

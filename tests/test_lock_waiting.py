@@ -10,7 +10,7 @@ import redis
 
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
-from tests.support import BUSY, monitoring, wait_until
+from tests.support import BUSY, lived, monitoring, wait_until
 
 
 def waiters(client, name, count, results, **options):
@@ -106,8 +106,7 @@ def test_waiting_threads_share_one_connection_and_never_starve_the_holder(redis_
         with holder:
             fence = holder.fence
             threads = waiters(observer, "a", 16, results)
-            renewed = time.monotonic() + 1
-            wait_until(lambda: time.monotonic() > renewed)
+            lived(1)
             assert holder.owner().fence == fence, "renewed beyond its life"
             connections = len(observer.client_list()) - before
         for thread in threads:
@@ -155,8 +154,7 @@ def test_a_waiter_does_not_poll(client):
     with Lock(client, "a", expire=60):
         threads = waiters(client, "a", 10, results)
         with monitoring(client) as sent:
-            until = time.monotonic() + 2
-            wait_until(lambda: time.monotonic() > until)
+            lived(2)
         assert len([line for line in sent if line.startswith("EVALSHA")]) <= 5
     for thread in threads:
         thread.join()

@@ -9,7 +9,7 @@ from .programs import find_program
 from .proxy import Proxy
 from .rabbitmq import RabbitServer
 from .servers import RedisServer, Server, free_port
-from .waiting import BUSY, wait_until
+from .waiting import BUSY, lived, wait_until
 
 __all__ = [
     "BUSY",
@@ -26,6 +26,7 @@ __all__ = [
     "drop_connections",
     "find_program",
     "free_port",
+    "lived",
     "monitoring",
     "say",
     "sqlite_file",
