@@ -20,7 +20,7 @@ from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost, NotAcquired
 from tests import lock_programs
-from tests.support import BUSY, Proxy, RedisServer, find_program, lived, wait_until
+from tests.support import BUSY, Proxy, RedisServer, find_program, lived, queued, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -65,7 +65,7 @@ def test_a_killed_holders_lock_goes_to_exactly_one_of_many(client, redis_url, ru
         )
         for i, (options, timeout) in enumerate(WAITERS)
     ]
-    wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 8, timeout=30)
+    wait_until(lambda: queued(client, "a") == 8, timeout=30)
     holder.kill()
     killed = time.time()
 
@@ -184,7 +184,7 @@ def test_a_repeated_release_does_not_free_the_next_holders_lock(client, proxy):
         got = []
         thread = threading.Thread(target=lambda: got.append(second.acquire()))
         thread.start()
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         proxy.drop_next_reply(containing=b"EVALSHA")
         first.release()
         thread.join(timeout=5)
@@ -207,7 +207,7 @@ def test_lost_replies_to_waiters_lose_nothing(client, proxy):
         thread = threading.Thread(target=wait)
         thread.start()
         wait_until(lambda: proxy.dropped == 3)
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         holder.release()
         with within(2):
             thread.join(timeout=10)
@@ -254,7 +254,7 @@ def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(own_s
         got = []
         thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=30)))
         thread.start()
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         own_server.restart(keep_data=True)
         lived(3)
         assert holder.owned()
@@ -471,7 +471,7 @@ def test_a_waiter_in_a_black_hole_comes_back_at_its_deadline(own_server):
 
             thread = threading.Thread(target=wait)
             thread.start()
-            wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+            wait_until(lambda: queued(client, "a") == 1)
             proxy.black_hole()
             thread.join(timeout=20)
             proxy.heal()
@@ -580,9 +580,9 @@ def test_too_many_clients_is_a_typed_error(own_server):
 def test_a_waiter_killed_in_the_queue_is_passed_over(client, redis_url, run_python):
     with Lock(client, "a", expire=60):
         doomed = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 2)
+        wait_until(lambda: queued(client, "a") == 2)
         doomed.kill()
     freed = time.time()
     assert heir.wait_for(event="held")["at"] - freed < 1 + BUSY
@@ -635,16 +635,16 @@ def test_a_waiter_paused_while_it_is_handed_the_lock_takes_it_when_it_goes_on(cl
 def test_a_waiter_frozen_while_it_is_handed_the_lock_is_passed_over_and_keeps_its_place(client, redis_url, run_python):
     with Lock(client, "a", expire=60):
         frozen = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 2)
+        wait_until(lambda: queued(client, "a") == 2)
         last = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 3)
+        wait_until(lambda: queued(client, "a") == 3)
         frozen.pause()
     freed = time.time()
     assert heir.wait_for(event="held")["at"] - freed < 1 + BUSY
     frozen.resume()
-    wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 2)
+    wait_until(lambda: queued(client, "a") == 2)
     heir.send()
     assert frozen.wait_for(event="held"), "before the one who came after it"
     assert last.lines[-1]["event"] == "waiting"
@@ -710,7 +710,7 @@ def test_a_fork_while_threads_wait_harms_neither_side(client):
         threads = [threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=20))) for _ in range(1)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         pid = os.fork()
         if pid == 0:
             status = 1

@@ -10,7 +10,7 @@ import redis
 
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
-from tests.support import BUSY, lived, monitoring, wait_until
+from tests.support import BUSY, lived, monitoring, queued, wait_until
 
 
 def waiters(client, name, count, results, **options):
@@ -27,7 +27,7 @@ def waiters(client, name, count, results, **options):
         thread = threading.Thread(target=wait)
         thread.start()
         threads.append(thread)
-        wait_until(lambda: client.zcard(lock_keys("redislock", name).queue) == len(threads))
+        wait_until(lambda: queued(client, name) == len(threads))
     return threads
 
 
@@ -136,7 +136,7 @@ def _a_thousand_wait(client):
     threads = [threading.Thread(target=wait, args=(names[i % 10],)) for i in range(1000)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: sum(client.zcard(lock_keys("redislock", name).queue) for name in names) == 1000, timeout=60)
+    wait_until(lambda: sum(queued(client, name) for name in names) == 1000, timeout=60)
     subscriptions = len(subscribed(client)) - before
     blocked = int(client.info("clients")["blocked_clients"])
     for holder in holders:
@@ -201,7 +201,7 @@ def test_an_idle_subscription_that_the_server_closed_is_no_error(client):
     with Lock(client, "a"):
         thread = threading.Thread(target=lambda: Lock(client, "a").acquire(timeout=10))
         thread.start()
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
     thread.join(timeout=5)
     assert not thread.is_alive()
 

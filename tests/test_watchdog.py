@@ -14,13 +14,9 @@ from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import Proxy, RedisServer, lived, wait_until
+from tests.support import Proxy, RedisServer, key_of, lived, wait_until
 
 WATCHDOG = "redislock-watchdog"
-
-
-def key_of(name):
-    return lock_keys("redislock", name).lock
 
 
 def calls(client):
