@@ -329,8 +329,9 @@ def async_server_of(server: Server) -> AsyncServer:
     except KeyError:
         pass
     with _adding:
-        for other in list(_by_loop):
-            if other.is_closed():
+        # Not the keys themselves: without the GIL one may go away, with its loop, while they are gone through.
+        for other in [ref() for ref in _by_loop.keyrefs()]:
+            if other is not None and other.is_closed():
                 del _by_loop[other]
         kind = AsyncUnlocked if isinstance(server, Unlocked) else AsyncServer
         return _by_loop.setdefault(loop, {}).setdefault(server, kind(server))
