@@ -13,6 +13,7 @@ from django.test import override_settings
 
 from django_redislock.cache import flights
 from django_redislock.core import Lock, held_locks
+from django_redislock.core.tally import Tally
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
 from tests.cache_programs import Work, cache_at, commands, followers
@@ -283,6 +284,26 @@ def test_counters_of_those_who_wait_and_take_over(cache, client):
     with override_settings(DJANGO_REDISLOCK={"CACHE": {"AUTO_RENEWAL": False}}):
         cache.get_or_set("l", lambda: wait_until(lambda: not list(held_locks(client))), expire=0.1)
     assert cache.stats().lease_lost - after.lease_lost == 1
+
+
+def test_no_count_of_several_threads_is_lost():
+    """Nor where they count at the same time, as they do without the GIL."""
+    tally = Tally()
+    other = threading.Thread(target=tally.count, args=("hits",))
+
+    class Seen(int):
+        """A count that another thread comes upon before this one has written what it made of it."""
+
+        def __add__(self, by):
+            if threading.current_thread() is not other:
+                other.start()
+                other.join(0.2)
+            return int(self) + by
+
+    tally.hits = Seen()
+    tally.count("hits")
+    other.join()
+    assert tally.hits == 2
 
 
 # By Celery
