@@ -19,8 +19,6 @@ from django_redislock.cache import flights
 from django_redislock.core import aioserver, waiting
 from tests.support import say
 
-BACKENDS = ["RedisCache", "DjangoRedisCache"]
-
 
 def cache_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:
     """Return a new cache backend, as Django makes one for every thread."""
@@ -42,6 +40,22 @@ def commands(sent: Iterable[str]) -> list[str]:
 def followers() -> int:
     """Return how many threads of this process wait for another one's flight."""
     return sum(flight.followers for flight in list(flights._flights.values()))
+
+
+class Work:
+    """A default that runs until the test lets it end."""
+
+    def __init__(self, value: Any = "v") -> None:
+        self.value = value
+        self.calls = 0
+        self.running = threading.Event()
+        self.end = threading.Event()
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        self.running.set()
+        assert self.end.wait(30)
+        return self.value
 
 
 def ask(

@@ -85,6 +85,12 @@ def proxy(redis_url: str) -> Iterator[Proxy]:
         yield proxy
 
 
+@pytest.fixture(params=["RedisCache", "DjangoRedisCache"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of each of our cache backends."""
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture
 def run_python() -> Iterator[Callable[..., PythonProcess]]:
     """``run_python(function or code, *args)`` starts a Python process that ends with the test at the latest."""

@@ -17,8 +17,7 @@ from django_redislock.core.contention import Waits, count_duplicate
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.server import server_of
 from tests.admin_pages import LIST, browser, messages, names, superuser, user
-from tests.support import counting
-from tests.test_metrics import wait_in_a_thread
+from tests.support import counting, wait_in_a_thread
 
 pytestmark = pytest.mark.django_db
 PAGE = LIST + "contention/"

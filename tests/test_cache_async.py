@@ -15,13 +15,13 @@ from django.test import override_settings
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout
-from tests.cache_programs import BACKENDS, cache_at, commands, followers
-from tests.support import monitoring, wait_until
+from tests.cache_programs import cache_at, commands, followers
+from tests.support import monitoring, queued, wait_until
 
 
-@pytest.fixture(params=BACKENDS)
-def cache(request, redis_url):
-    return cache_at(redis_url, request.param)
+@pytest.fixture
+def cache(redis_url, backend):
+    return cache_at(redis_url, backend)
 
 
 class Work:
@@ -388,9 +388,7 @@ def test_a_pool_of_two_connections_serves_sixteen_tasks_and_threads(redis_url, c
         waiting = [asyncio.ensure_future(elsewhere.aget_or_set(key, lambda: "own", 60)) for key in keys]
         with ThreadPoolExecutor(16) as pool:
             threads = [pool.submit(elsewhere.get_or_set, key, lambda: "own", 60) for key in keys]
-            await until(
-                lambda: sum(client.zcard(lock_keys("redislock", f"cache::1:{key}").queue) for key in keys) == 16
-            )
+            await until(lambda: sum(queued(client, f"cache::1:{key}") for key in keys) == 16)
             work.end.set()
             values = await asyncio.gather(*computing, *waiting, *map(asyncio.wrap_future, threads))
         assert values == [["v"]] * 48

@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from django_redislock.core import held_locks
-from tests.cache_programs import BACKENDS, base_at, cache_at, commands
+from tests.cache_programs import base_at, cache_at, commands
 from tests.support import RedisServer, free_port, monitoring, wait_until
 
 HERD = {"CLIENT_CLASS": "django_redis.client.HerdClient"}
@@ -191,7 +191,6 @@ def replicated():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_tasks_read_from_the_replica_and_compute_on_the_primary(replicated, backend):
     primary, replica = replicated
     cache = cache_at([primary.url, replica.url], backend)
@@ -208,7 +207,6 @@ def test_tasks_read_from_the_replica_and_compute_on_the_primary(replicated, back
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_through_a_unix_socket(own_server, backend):
     cache = cache_at(own_server.unix_url, backend)
     assert cache.get_or_set("k", lambda: "v", 60) == "v"
@@ -218,7 +216,6 @@ def test_through_a_unix_socket(own_server, backend):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_with_a_replica_that_lags_a_value_is_computed_once(replicated, backend):
     primary, replica = replicated
     cache = cache_at([primary.url, replica.url], backend)

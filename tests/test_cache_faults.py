@@ -12,32 +12,13 @@ import pytest
 import redis
 
 from django_redislock.core import flight, held_locks
-from django_redislock.core.keys import lock_keys
 from django_redislock.core.wanted import Wanted
 from django_redislock.signals import lock_backend_error
 from tests import cache_programs
-from tests.cache_programs import BACKENDS, cache_at, followers
-from tests.support import RedisServer, wait_until
+from tests.cache_programs import Work, cache_at, followers
+from tests.support import RedisServer, lived, queued, wait_until
 
 FORGIVING = {"IGNORE_EXCEPTIONS": True}
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
-
-
-class Work:
-    def __init__(self):
-        self.calls = 0
-        self.running = threading.Event()
-        self.end = threading.Event()
-
-    def __call__(self):
-        self.calls += 1
-        self.running.set()
-        assert self.end.wait(30)
-        return "v"
 
 
 def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
@@ -119,7 +100,7 @@ def test_redis_dies_while_others_wait(own_server, run_python, options):
     cache = cache_at(own_server.url, OPTIONS=options)
     with own_server.client() as client, ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(cache.get_or_set, "k", lambda: "own", 60) for _ in range(3)]
-        wait_until(lambda: client.zcard(lock_keys("redislock", "cache::1:k").queue) == 1 and followers() == 2)
+        wait_until(lambda: queued(client, "cache::1:k") == 1 and followers() == 2)
         own_server.kill()
         for future in futures:
             if options:
@@ -176,7 +157,7 @@ def test_a_wake_up_that_is_lost_costs_half_a_second(proxy, redis_url, client):
         first = pool.submit(there.get_or_set, "k", work, 60)
         assert work.running.wait(10)
         second = pool.submit(here.get_or_set, "k", lambda: "own", 60)
-        wait_until(lambda: client.zcard(lock_keys("redislock", "cache::1:k").queue) == 1)
+        wait_until(lambda: queued(client, "cache::1:k") == 1)
         proxy.drop_next_reply()  # the message, as it is the next that comes
         started = time.monotonic()
         work.end.set()
@@ -195,8 +176,7 @@ def test_a_pool_of_two_connections_serves_sixteen_threads(redis_url, client):
     with ThreadPoolExecutor(16) as pool:
         futures = [pool.submit(cache.get_or_set, f"k{number}", work, 60, expire=1.8) for number in range(16)]
         wait_until(lambda: work.calls == 16)
-        over = time.monotonic() + 2.5
-        wait_until(lambda: time.monotonic() > over)
+        lived(2.5)
         assert len(list(held_locks(client))) == 16, "all are renewed"
         work.end.set()
         assert [future.result(20) for future in futures] == ["v"] * 16
@@ -210,8 +190,7 @@ def test_a_short_socket_timeout_and_long_work(redis_url):
         assert work.running.wait(10)
         elsewhere = cache_at(f"{redis_url}?socket_timeout=0.51")  # as if it were another process
         second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)
-        over = time.monotonic() + 5
-        wait_until(lambda: time.monotonic() > over)
+        lived(5)
         work.end.set()
         assert first.result(20) == "v"
         assert second.result(20) == "v"

@@ -13,13 +13,8 @@ import pytest
 from django_redislock.cache import flights
 from django_redislock.core import held_locks
 from django_redislock.exceptions import AcquireTimeout
-from tests.cache_programs import BACKENDS, cache_at, commands, followers
+from tests.cache_programs import Work, cache_at, commands, followers
 from tests.support import BUSY, monitoring, wait_until
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
 
 
 @pytest.fixture
@@ -33,20 +28,14 @@ def pool():
         yield pool
 
 
-class Computation:
-    """A default that runs until the test lets it end, and then returns or raises what comes next."""
+class Computation(Work):
+    """Work of which each call returns or raises what comes next."""
 
     def __init__(self, *results):
-        self.results = list(results)
-        self.calls = 0
-        self.running = threading.Event()
-        self.end = threading.Event()
+        super().__init__(list(results))
 
     def __call__(self):
-        self.calls += 1
-        self.running.set()
-        assert self.end.wait(20)
-        result = self.results.pop(0)
+        result = super().__call__().pop(0)
         if isinstance(result, BaseException):
             raise result
         return result

@@ -13,13 +13,8 @@ from django.test import override_settings
 
 from django_redislock.cache import DjangoRedisCache
 from django_redislock.core import held_locks
-from tests.cache_programs import BACKENDS, base_at, cache_at, commands
+from tests.cache_programs import base_at, cache_at, commands
 from tests.support import monitoring, wait_until
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
 
 
 @pytest.fixture

@@ -14,13 +14,8 @@ from django.test import override_settings
 
 from django_redislock.core import Lock, held_locks, reset_all
 from django_redislock.core.invalidate import glob_to_regex
-from tests.cache_programs import BACKENDS, cache_at, commands, followers
+from tests.cache_programs import cache_at, commands, followers
 from tests.support import monitoring, wait_until
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
 
 
 @pytest.fixture

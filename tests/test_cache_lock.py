@@ -12,13 +12,8 @@ from django.test import override_settings
 
 from django_redislock.core import Lock, held_locks
 from django_redislock.exceptions import AcquireTimeout, NotAcquired
-from tests.cache_programs import BACKENDS, cache_at, cache_is_computing
+from tests.cache_programs import cache_at, cache_is_computing
 from tests.support import wait_until
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
 
 
 @pytest.fixture

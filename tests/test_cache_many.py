@@ -17,7 +17,7 @@ from django_redislock.core.aioserver import AsyncServer
 from django_redislock.core.server import Server
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
-from tests.cache_programs import BACKENDS, cache_at, commands
+from tests.cache_programs import cache_at, commands
 from tests.support import monitoring, wait_until
 
 
@@ -29,9 +29,9 @@ def many(request, cache):
     return lambda *args, **kwargs: asyncio.run(cache.aget_or_set_many(*args, **kwargs))
 
 
-@pytest.fixture(params=BACKENDS)
-def cache(request, redis_url):
-    return cache_at(redis_url, request.param)
+@pytest.fixture
+def cache(redis_url, backend):
+    return cache_at(redis_url, backend)
 
 
 def upper(keys):

@@ -15,7 +15,7 @@ from django.views.decorators.cache import cache_page
 
 from django_redislock import LockLost
 from django_redislock.core import Lock, held_locks
-from tests.cache_programs import BACKENDS, base_at, cache_at
+from tests.cache_programs import base_at, cache_at
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migration-cache.rst").read_text()
 SECTIONS = re.findall(r"\nFrom (.+)\n-+\n((?:.*\n)*?)(?=\nFrom |\Z)", PAGE)
@@ -42,7 +42,6 @@ def test_its_settings_and_its_code_run(redis_url, client, title, text):
     assert not list(held_locks(client))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_old_and_new_processes_serve_from_one_cache(redis_url, backend):
     old, new = base_at(redis_url, backend), cache_at(redis_url, backend)
     assert new.get_or_set("k", lambda: {"a": 1}, 60) == {"a": 1}
@@ -57,7 +56,6 @@ def test_a_lost_lock_is_lock_lost(redis_url, client):
         assert Lock(client, ":1:k").reset()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_sessions_fragments_and_pages_of_django_work_as_before(redis_url, backend):
     default = {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}
     with override_settings(CACHES={"default": default}):

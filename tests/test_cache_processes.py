@@ -7,10 +7,9 @@ import time
 import pytest
 
 from django_redislock.core import Lock, held_locks
-from django_redislock.core.keys import lock_keys
 from tests import cache_programs
-from tests.cache_programs import BACKENDS, cache_at, commands
-from tests.support import counting, monitoring, wait_until
+from tests.cache_programs import cache_at, commands
+from tests.support import counting, lived, monitoring, queued, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -18,7 +17,7 @@ LOCK = "cache::1:k"
 
 
 def waiting(client):
-    return client.zcard(lock_keys("redislock", LOCK).queue)
+    return queued(client, LOCK)
 
 
 def only(lines, event):
@@ -57,7 +56,6 @@ def one_computes(client, asking):
     return start
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_200_clients_in_8_processes_compute_once(client, redis_url, run_python, backend):
     crowds = [run_python(cache_programs.crowd, redis_url, backend, "k", 25) for _ in range(8)]
     for crowd in crowds:
@@ -84,7 +82,7 @@ def test_a_waiting_process_takes_three_round_trips_at_first_and_two_later(client
 
         def compute(key=key):
             waiter.send(key)
-            wait_until(lambda: client.zcard(lock_keys("redislock", f"cache::1:{key}").queue) == 1)
+            wait_until(lambda: queued(client, f"cache::1:{key}") == 1)
             return f"value of {key}"
 
         with monitoring(client) as sent, counting(client) as counts:
@@ -114,7 +112,6 @@ def test_a_large_value_is_fetched_instead_of_being_sent_to_each(client, redis_ur
     assert all(len(message["data"]) < 100 for message in heard if message and message["type"] == "pmessage")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_computer_is_followed_by_exactly_one(client, one_computes, backend):
     expire = 1.5
     first, others = one_computes(4, backend=backend, lock={"EXPIRE": expire})
@@ -132,8 +129,7 @@ def test_a_killed_computer_is_followed_by_exactly_one(client, one_computes, back
 
 def test_a_computation_of_ten_lives_is_one_computation(client, one_computes):
     first, others = one_computes(3, lock={"EXPIRE": 0.3})
-    over = time.monotonic() + 3
-    wait_until(lambda: time.monotonic() > over)
+    lived(3)
     first.send("slow")
     for process in (first, *others):
         assert process.wait_for(event="got")["value"] == "slow"

@@ -13,16 +13,17 @@ from django.test import override_settings
 
 from django_redislock.cache import flights
 from django_redislock.core import Lock, held_locks
+from django_redislock.core.tally import Tally
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
-from tests.cache_programs import BACKENDS, cache_at, commands, followers
+from tests.cache_programs import Work, cache_at, commands, followers
 from tests.support import monitoring, wait_until
 from tests.support.worker import Worker
 
 
-@pytest.fixture(params=BACKENDS)
-def cache(request, redis_url):
-    return cache_at(redis_url, request.param)
+@pytest.fixture
+def cache(redis_url, backend):
+    return cache_at(redis_url, backend)
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -42,20 +43,6 @@ def get(request, cache):
 
 def never():
     raise AssertionError("computed although nobody should")
-
-
-class Work:
-    def __init__(self, value="new"):
-        self.value = value
-        self.calls = 0
-        self.running = threading.Event()
-        self.end = threading.Event()
-
-    def __call__(self):
-        self.calls += 1
-        self.running.set()
-        assert self.end.wait(20)
-        return self.value
 
 
 def make_stale(client, key=":1:k", left=10):
@@ -86,7 +73,7 @@ def test_a_value_that_stays_for_ever_is_never_due(get, cache):
 )
 def test_one_refreshes_and_everybody_else_has_the_old_value_at_once(cache, client, options):
     cache.set("k", "old", 25)
-    work = Work()
+    work = Work("new")
     with ThreadPoolExecutor(10) as pool:
         first = pool.submit(cache.get_or_set, "k", work, 60, **options)
         assert work.running.wait(10)
@@ -126,7 +113,7 @@ def test_in_the_background_everybody_has_the_old_value_at_once(get, cache, clien
 
 def test_a_background_thread_is_one_for_all(cache):
     cache.set("k", "old", 10)
-    work = Work()
+    work = Work("new")
     assert cache.get_or_set("k", work, 60, stale=30, refresh="thread") == "old"
     assert work.running.wait(10)
     for _ in range(5):
@@ -163,7 +150,7 @@ def test_an_inline_failure_is_the_callers_own(get, cache, client):
 
 def test_who_prefers_a_new_value_waits_for_it_and_then_takes_the_old_one(cache, client):
     cache.set("k", "old", 10)
-    work = Work()
+    work = Work("new")
     options = {"stale": 30, "on_wait_timeout": "stale"}
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(cache.get_or_set, "k", work, 60, **options)
@@ -278,7 +265,7 @@ def test_counters(redis_url):
 
 def test_counters_of_those_who_wait_and_take_over(cache, client):
     before = cache.stats()
-    work = Work()
+    work = Work("new")
     with ThreadPoolExecutor(3) as pool:
         lock = Lock(client, "cache::1:k")
         lock.acquire()
@@ -297,6 +284,26 @@ def test_counters_of_those_who_wait_and_take_over(cache, client):
     with override_settings(DJANGO_REDISLOCK={"CACHE": {"AUTO_RENEWAL": False}}):
         cache.get_or_set("l", lambda: wait_until(lambda: not list(held_locks(client))), expire=0.1)
     assert cache.stats().lease_lost - after.lease_lost == 1
+
+
+def test_no_count_of_several_threads_is_lost():
+    """Nor where they count at the same time, as they do without the GIL."""
+    tally = Tally()
+    other = threading.Thread(target=tally.count, args=("hits",))
+
+    class Seen(int):
+        """A count that another thread comes upon before this one has written what it made of it."""
+
+        def __add__(self, by):
+            if threading.current_thread() is not other:
+                other.start()
+                other.join(0.2)
+            return int(self) + by
+
+    tally.hits = Seen()
+    tally.count("hits")
+    other.join()
+    assert tally.hits == 2
 
 
 # By Celery

@@ -9,8 +9,7 @@ from django_redislock.core import Lock, scripts
 from django_redislock.core.contention import contention, count_duplicate
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.server import server_of
-from tests.support import counting
-from tests.test_metrics import wait_in_a_thread
+from tests.support import counting, wait_in_a_thread
 
 COUNTS = ("*}:waits:*", "*}:waited:*", "*}:saves:*", "*}:saved:*")
 

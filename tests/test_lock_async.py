@@ -28,7 +28,7 @@ from django_redislock.core.keys import lock_keys
 from django_redislock.core.server import server_of
 from django_redislock.core.wire import pack
 from tests import lock_programs
-from tests.support import BUSY, RedisServer, counting, find_program, free_port, wait_until
+from tests.support import BUSY, RedisServer, counting, find_program, free_port, queued, wait_until
 from tests.test_cache_clients import sentinel  # noqa: F401 - a fixture
 
 KEYS = lock_keys("redislock", "a")
@@ -43,7 +43,7 @@ async def until(condition, timeout=10):
 
 
 def waiting(client, name="a"):
-    return client.zcard(lock_keys("redislock", name).queue)
+    return queued(client, name)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from django_redislock import lock, locked
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.keys import lock_keys
-from tests.support import monitoring, wait_until
+from tests.support import monitoring, queued, wait_until
 
 NAN, INF = float("nan"), float("inf")
 
@@ -62,7 +62,7 @@ def test_a_timeout_of_any_size_is_waited_for(client, timeout):
         with Lock(client, "a"):
             waiter = Lock(client, "a", timeout=timeout, auto_renewal=False)
             got = thread.submit(waiter.acquire, timeout=timeout)
-            wait_until(lambda: got.done() or client.zcard(lock_keys("redislock", "a").queue) == 1)
+            wait_until(lambda: got.done() or queued(client, "a") == 1)
         assert got.result(30) is True
 
 

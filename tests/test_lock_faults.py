@@ -20,7 +20,7 @@ from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost, NotAcquired
 from tests import lock_programs
-from tests.support import BUSY, Proxy, RedisServer, find_program, wait_until
+from tests.support import BUSY, Proxy, RedisServer, find_program, lived, queued, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -65,7 +65,7 @@ def test_a_killed_holders_lock_goes_to_exactly_one_of_many(client, redis_url, ru
         )
         for i, (options, timeout) in enumerate(WAITERS)
     ]
-    wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 8, timeout=30)
+    wait_until(lambda: queued(client, "a") == 8, timeout=30)
     holder.kill()
     killed = time.time()
 
@@ -74,8 +74,7 @@ def test_a_killed_holders_lock_goes_to_exactly_one_of_many(client, redis_url, ru
 
     wait_until(winners)
     assert winners()[0]["at"] - killed < life + BUSY
-    settled = time.monotonic() + 1
-    wait_until(lambda: time.monotonic() > settled)
+    lived(1)
     assert len(winners()) == 1
     served = []
     for turn in range(8):  # each that holds gives way, and the next one holds
@@ -118,8 +117,7 @@ def test_one_hundred_held_locks_are_kept_by_one_thread(client):
     for lock in locks:
         lock.acquire()
     calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
-    lived = time.monotonic() + 3
-    wait_until(lambda: time.monotonic() > lived)
+    lived(3)
     calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - calls
     assert [thread.name for thread in threading.enumerate()].count(WATCHDOG) == 1
     assert all(lock.owned() for lock in locks)
@@ -186,7 +184,7 @@ def test_a_repeated_release_does_not_free_the_next_holders_lock(client, proxy):
         got = []
         thread = threading.Thread(target=lambda: got.append(second.acquire()))
         thread.start()
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         proxy.drop_next_reply(containing=b"EVALSHA")
         first.release()
         thread.join(timeout=5)
@@ -209,7 +207,7 @@ def test_lost_replies_to_waiters_lose_nothing(client, proxy):
         thread = threading.Thread(target=wait)
         thread.start()
         wait_until(lambda: proxy.dropped == 3)
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         holder.release()
         with within(2):
             thread.join(timeout=10)
@@ -225,8 +223,7 @@ def test_a_renewal_that_fails_once_loses_nothing(client, proxy, caplog):
             id = lock.id
             proxy.drop_next_reply(containing=b"EVALSHA")
             wait_until(lambda: proxy.dropped == 1)
-            lived = time.monotonic() + 3.5
-            wait_until(lambda: time.monotonic() > lived)
+            lived(3.5)
             assert lock.owner().id == id
             lock.raise_if_lost()
     assert told == []
@@ -257,10 +254,9 @@ def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(own_s
         got = []
         thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=30)))
         thread.start()
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         own_server.restart(keep_data=True)
-        lived = time.monotonic() + 3
-        wait_until(lambda: time.monotonic() > lived)
+        lived(3)
         assert holder.owned()
         assert not got
         holder.release()
@@ -293,11 +289,9 @@ def test_a_freeze_shorter_than_the_life_loses_nothing(own_server):
         lock = Lock(client, "a", expire=4)
         with lock:
             own_server.pause()
-            thawed = time.monotonic() + 1.8
-            wait_until(lambda: time.monotonic() > thawed)
+            lived(1.8)
             own_server.resume()
-            lived = time.monotonic() + 3
-            wait_until(lambda: time.monotonic() > lived)
+            lived(3)
             assert lock.owned()
             lock.raise_if_lost()
 
@@ -308,8 +302,7 @@ def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(own_server):
         lock = Lock(client, "a", expire=3, on_lost=told.append)
         with lock:
             other.client_pause(1200, all=True)
-            lived = time.monotonic() + 4
-            wait_until(lambda: time.monotonic() > lived)
+            lived(4)
             assert lock.owned()
             lock.raise_if_lost()
         assert not told
@@ -478,7 +471,7 @@ def test_a_waiter_in_a_black_hole_comes_back_at_its_deadline(own_server):
 
             thread = threading.Thread(target=wait)
             thread.start()
-            wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+            wait_until(lambda: queued(client, "a") == 1)
             proxy.black_hole()
             thread.join(timeout=20)
             proxy.heal()
@@ -539,8 +532,7 @@ def test_a_refused_renewal_is_unknown_until_it_works_again(own_server, caplog):
             client.execute_command("REPLICAOF", "127.0.0.1", "1")
             wait_until(lambda: "trying again" in caplog.text)
             client.execute_command("REPLICAOF", "NO", "ONE")
-            lived = time.monotonic() + 3.5
-            wait_until(lambda: time.monotonic() > lived)
+            lived(3.5)
             assert lock.owned()
 
 
@@ -588,9 +580,9 @@ def test_too_many_clients_is_a_typed_error(own_server):
 def test_a_waiter_killed_in_the_queue_is_passed_over(client, redis_url, run_python):
     with Lock(client, "a", expire=60):
         doomed = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 2)
+        wait_until(lambda: queued(client, "a") == 2)
         doomed.kill()
     freed = time.time()
     assert heir.wait_for(event="held")["at"] - freed < 1 + BUSY
@@ -634,8 +626,7 @@ def test_a_waiter_paused_while_it_is_handed_the_lock_takes_it_when_it_goes_on(cl
     """Paused for longer than the lock is kept for it."""
     with Lock(client, "a", expire=60):
         paused = frozen_waiter(client, run_python, redis_url, where)
-    lived = time.monotonic() + 0.8
-    wait_until(lambda: time.monotonic() > lived)
+    lived(0.8)
     resumed = time.time()
     paused.resume()
     assert paused.wait_for(event="held")["at"] - resumed < 1 + BUSY
@@ -644,16 +635,16 @@ def test_a_waiter_paused_while_it_is_handed_the_lock_takes_it_when_it_goes_on(cl
 def test_a_waiter_frozen_while_it_is_handed_the_lock_is_passed_over_and_keeps_its_place(client, redis_url, run_python):
     with Lock(client, "a", expire=60):
         frozen = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 2)
+        wait_until(lambda: queued(client, "a") == 2)
         last = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 3)
+        wait_until(lambda: queued(client, "a") == 3)
         frozen.pause()
     freed = time.time()
     assert heir.wait_for(event="held")["at"] - freed < 1 + BUSY
     frozen.resume()
-    wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 2)
+    wait_until(lambda: queued(client, "a") == 2)
     heir.send()
     assert frozen.wait_for(event="held"), "before the one who came after it"
     assert last.lines[-1]["event"] == "waiting"
@@ -708,8 +699,7 @@ def test_a_forked_child_owns_nothing_of_its_parents(client):
             os._exit(status)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    lived = time.monotonic() + 3
-    wait_until(lambda: time.monotonic() > lived)
+    lived(3)
     assert lock.owned(), "the parent keeps and renews its lock"
     lock.release()
 
@@ -720,7 +710,7 @@ def test_a_fork_while_threads_wait_harms_neither_side(client):
         threads = [threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=20))) for _ in range(1)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         pid = os.fork()
         if pid == 0:
             status = 1

@@ -13,24 +13,10 @@ import pytest
 import redis
 
 from django_redislock.core import AsyncLock, Lock, RLock, waiting
-from django_redislock.core.keys import lock_keys, milliseconds
+from django_redislock.core.keys import milliseconds
 from django_redislock.core.server import server_of
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import BUSY, Proxy, monitoring, say, wait_until
-
-
-def key_of(name):
-    return lock_keys("redislock", name).lock
-
-
-def queue_of(name):
-    return lock_keys("redislock", name).queue
-
-
-def lived(seconds):
-    """Let the time of a lock's life pass."""
-    end = time.monotonic() + seconds
-    wait_until(lambda: time.monotonic() >= end, timeout=seconds + 5)
+from tests.support import BUSY, Proxy, lived, monitoring, queued, say, wait_until
 
 
 def start(function, *args):
@@ -150,7 +136,7 @@ def test_threads_that_share_an_object_with_a_given_id_never_hold_it_both(client)
     done = threading.Event()
     with Lock(client, "a", expire=60):
         threads = [start(acquire) for _ in range(2)]
-        wait_until(lambda: client.zcard(queue_of("a")) or results)
+        wait_until(lambda: queued(client, "a") or results)
         lived(0.2)
     wait_until(lambda: len(results) == 2)
     done.set()
@@ -267,7 +253,7 @@ def contention(client, name):
 
     others = [start(cycle) for _ in range(3)]
     try:
-        wait_until(lambda: client.zcard(queue_of(name)) >= 2)
+        wait_until(lambda: queued(client, name) >= 2)
         yield
     finally:
         stop.set()
@@ -311,7 +297,7 @@ def test_a_quiet_subscription_that_lives_is_kept(client, monkeypatch):
     monkeypatch.setattr(waiting, "QUIET", 0.2)
     with Lock(client, "a"):
         thread = start(lambda: Lock(client, "a").acquire(timeout=30))
-        wait_until(lambda: client.zcard(queue_of("a")) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
         before = wait_until(lambda: subscriptions(client))
         with monitoring(client) as sent:
             lived(2)
@@ -340,7 +326,7 @@ def test_a_frozen_process_holds_up_a_free_lock_once_and_not_for_each_of_its_thre
 ):
     with Lock(client, "a", expire=60):
         frozen = run_python(wait_in_threads, redis_url, "a", count)
-        wait_until(lambda: client.zcard(queue_of("a")) == count)
+        wait_until(lambda: queued(client, "a") == count)
         frozen.pause()
         taken = []
 
@@ -349,7 +335,7 @@ def test_a_frozen_process_holds_up_a_free_lock_once_and_not_for_each_of_its_thre
                 taken.append(time.monotonic())
 
         thread = start(wait)
-        wait_until(lambda: client.zcard(queue_of("a")) == count + 1)
+        wait_until(lambda: queued(client, "a") == count + 1)
     freed = time.monotonic()
     thread.join(30)
     assert taken[0] - freed < 0.5 + BUSY, "one reservation, not one for each of its threads"
@@ -362,7 +348,7 @@ def test_waiters_for_a_short_lived_lock_do_not_look_all_of_them_at_its_every_end
 
     with Lock(client, "a", expire=1.5):
         threads = [start(acquire) for _ in range(50)]
-        wait_until(lambda: client.zcard(queue_of("a")) == 50)
+        wait_until(lambda: queued(client, "a") == 50)
         before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
         lived(3)
         calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - before

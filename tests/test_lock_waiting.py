@@ -10,7 +10,7 @@ import redis
 
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
-from tests.support import BUSY, monitoring, wait_until
+from tests.support import BUSY, lived, monitoring, queued, wait_until
 
 
 def waiters(client, name, count, results, **options):
@@ -27,7 +27,7 @@ def waiters(client, name, count, results, **options):
         thread = threading.Thread(target=wait)
         thread.start()
         threads.append(thread)
-        wait_until(lambda: client.zcard(lock_keys("redislock", name).queue) == len(threads))
+        wait_until(lambda: queued(client, name) == len(threads))
     return threads
 
 
@@ -106,8 +106,7 @@ def test_waiting_threads_share_one_connection_and_never_starve_the_holder(redis_
         with holder:
             fence = holder.fence
             threads = waiters(observer, "a", 16, results)
-            renewed = time.monotonic() + 1
-            wait_until(lambda: time.monotonic() > renewed)
+            lived(1)
             assert holder.owner().fence == fence, "renewed beyond its life"
             connections = len(observer.client_list()) - before
         for thread in threads:
@@ -137,7 +136,7 @@ def _a_thousand_wait(client):
     threads = [threading.Thread(target=wait, args=(names[i % 10],)) for i in range(1000)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: sum(client.zcard(lock_keys("redislock", name).queue) for name in names) == 1000, timeout=60)
+    wait_until(lambda: sum(queued(client, name) for name in names) == 1000, timeout=60)
     subscriptions = len(subscribed(client)) - before
     blocked = int(client.info("clients")["blocked_clients"])
     for holder in holders:
@@ -155,8 +154,7 @@ def test_a_waiter_does_not_poll(client):
     with Lock(client, "a", expire=60):
         threads = waiters(client, "a", 10, results)
         with monitoring(client) as sent:
-            until = time.monotonic() + 2
-            wait_until(lambda: time.monotonic() > until)
+            lived(2)
         assert len([line for line in sent if line.startswith("EVALSHA")]) <= 5
     for thread in threads:
         thread.join()
@@ -203,7 +201,7 @@ def test_an_idle_subscription_that_the_server_closed_is_no_error(client):
     with Lock(client, "a"):
         thread = threading.Thread(target=lambda: Lock(client, "a").acquire(timeout=10))
         thread.start()
-        wait_until(lambda: client.zcard(lock_keys("redislock", "a").queue) == 1)
+        wait_until(lambda: queued(client, "a") == 1)
     thread.join(timeout=5)
     assert not thread.is_alive()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from django_redislock import metrics, tracing
 from django_redislock.core import Lock, events
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import counting, wait_until
+from tests.support import counting, wait_in_a_thread
 
 
 @pytest.fixture(autouse=True)
@@ -45,24 +43,6 @@ def spans() -> Iterator[InMemorySpanExporter]:
     yield exporter
     end()
     provider.shutdown()
-
-
-def wait_in_a_thread(client: redis.Redis, name: str) -> None:
-    """Have a thread wait for a lock until it is released here, and return when the thread has released it, too."""
-    held = Lock(client, name)
-    assert held.acquire(blocking=False)
-
-    def wait() -> None:
-        with Lock(client, name):
-            pass
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    wait_until(lambda: (info := held.owner()) is not None and info.waiting == 1)
-    time.sleep(0.01)  # waits are counted in milliseconds: of this one there are some
-    held.release()
-    thread.join(60)
-    assert not thread.is_alive()
 
 
 def test_acquired_released_and_held(client: redis.Redis, registry: CollectorRegistry) -> None:

@@ -227,6 +227,26 @@ def test_a_forked_child_owns_nothing(clients):
         assert lock.owned()
 
 
+def test_a_look_at_it_during_its_release_sees_no_loss(clients):
+    """One who asks whether a part that was lost was one too many counts the others, while their holder releases them."""
+    told = []
+    lock = QuorumLock(clients, "a", on_lost=told.append)
+    lock.acquire()
+    holding = lock._mine()
+
+    class Released(list):
+        def __iter__(self):
+            while self:
+                self.pop().release()
+                holding._released += 1
+            return super().__iter__()
+
+    holding._parts = Released(holding._parts)
+    assert lock.lost is None
+    lock.release()
+    assert told == []
+
+
 def test_bad_arguments_are_told_at_once(clients):
     with pytest.raises(ValueError, match="clients"):
         QuorumLock(clients[:2], "a")

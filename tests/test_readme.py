@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from django_redislock import conf
@@ -55,9 +56,12 @@ def test_the_tasks_run_as_printed(run_python):
 def test_the_settings_are_the_real_defaults():
     namespace: dict = {}
     exec(block("DJANGO_REDISLOCK = {"), namespace)
-    typed, problems = conf.read(namespace["DJANGO_REDISLOCK"])
+    printed = namespace["DJANGO_REDISLOCK"]
+    typed, problems = conf.read(printed)
     assert problems == []
     assert typed == conf.Settings()
+    for part in ("CACHE", "CELERY"):
+        assert printed[part].keys() == {key.name.upper() for key in fields(getattr(typed, part.lower()))}, part
 
 
 def test_the_install_block_is_valid():

@@ -14,19 +14,9 @@ from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import Proxy, RedisServer, wait_until
+from tests.support import Proxy, RedisServer, key_of, lived, wait_until
 
 WATCHDOG = "redislock-watchdog"
-
-
-def key_of(name):
-    return lock_keys("redislock", name).lock
-
-
-def lived(seconds):
-    """Let the time of a lock's life pass."""
-    end = time.monotonic() + seconds
-    wait_until(lambda: time.monotonic() >= end, timeout=seconds + 5)
 
 
 def calls(client):

@@ -90,7 +90,7 @@ def renewed(want: Wanted, caller: Caller, old: bytes, value: Any, wait: float) -
     landing = _own_copy(landing, want)
     if landing.error is not None or landing.value is not MISSING:
         return landing
-    want.tally.stale_served += 1
+    want.tally.count("stale_served")
     return Landing(value=value)
 
 
@@ -201,10 +201,11 @@ def _share(
             return Landing()
         if found.blocked_by(caller):
             return (yield from _lead(want, caller, until, last=True, old=old))
-        want.tally.waited += not waited
+        if not waited:
+            want.tally.count("waited")
         waited, began = True, time.monotonic()
         followed = yield Follow(found.landed, until)
-        want.tally.seconds_waited += time.monotonic() - began
+        want.tally.count("seconds_waited", time.monotonic() - began)
         if followed is None:
             _close(place, found, wake=False)  # should its leader never come back, it is not waited for again
             return Landing()

@@ -160,7 +160,7 @@ class _Call:
             unpacked = self.cache._unpacked(key, value)
             if unpacked is not MISSING:
                 self.found[key] = unpacked
-        self.cache._tally.hits += len(self.found.keys() & set(made))
+        self.cache._tally.count("hits", len(self.found.keys() & set(made)))
 
     def missing(self, one: Callable[[Any], Any]) -> list[tuple[Server, list[Wanted]]]:
         """Return what is missing, by its servers; `one` computes it for one of the caller's keys."""

@@ -109,7 +109,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         if not given.due:
             value = self.get(key, MISSING, version=version)
             if value is not MISSING:
-                self._tally.hits += 1
+                self._tally.count("hits")
                 return value
         asked = self._asked(key, default, timeout, version, given)
         if asked is None:
@@ -125,14 +125,14 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             value = self._unpacked(want.key, data)
             if value is not MISSING and data is not None:
                 if left == -1 or left > given.due * 1000:
-                    want.tally.hits += 1
+                    want.tally.count("hits")
                     return value
                 if given.refresh != "inline":
                     if given.refresh == "thread":
                         in_thread(want, data)
                     else:
                         self._order(asked, key, default, timeout, version, data)
-                    want.tally.stale_served += 1
+                    want.tally.count("stale_served")
                     return value
                 return brought(want.server.run(renewed(want, caller, data, value, asked.patience())))
         return brought(want.server.run(value_of(want, caller, asked.wait, asked.on_wait_timeout)))
@@ -167,14 +167,14 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         caller = Caller(current_task(), server.room)
         if value is not MISSING and data is not None:
             if not given.due or left == -1 or left > given.due * 1000:
-                want.tally.hits += 1
+                want.tally.count("hits")
                 return value
             if given.refresh != "inline":
                 if given.refresh == "thread":
                     in_task(want, data)
                 else:
                     await asyncio.to_thread(self._order, asked, key, default, timeout, version, data)
-                want.tally.stale_served += 1
+                want.tally.count("stale_served")
                 return value
             return brought(await server.run(renewed(want, caller, data, value, asked.patience())))
         return brought(await server.run(value_of(want, caller, asked.wait, asked.on_wait_timeout)))

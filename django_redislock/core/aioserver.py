@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError
 
+from .aiowaiting import AsyncWaitingRoom
 from .line import Line, SharedLine
 from .protocol import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .server import Server, Unlocked
 from .twins import asyncio_twin
-from .waiting import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
 from .wire import pack
 
 UNDO_WITHIN = 1.0
@@ -204,119 +204,6 @@ class AsyncUnlocked(AsyncServer):
         return self._server.call(call)
 
 
-class WaitingTask(Waiter):
-    """One task that waits for one lock."""
-
-    __slots__ = ("alarm",)
-
-    def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
-        super().__init__(lock, id, channel)
-        self.alarm: asyncio.Future[None] | None = None
-
-    def stir(self) -> None:
-        """End its sleep."""
-        if self.alarm is not None and not self.alarm.done():
-            self.alarm.set_result(None)
-
-
-class AsyncWaitingRoom:
-    """All tasks of one event loop that wait for locks of one server, as threads do in a `WaitingRoom`."""
-
-    def __init__(self, connect: Callable[..., Any]) -> None:
-        self.channel = new_channel()
-        self._connect = connect
-        self._subscription = SharedLine(self._subscribe)
-        self._waiters: Waiters[WaitingTask] = Waiters()
-        self._pulse = Pulse()
-        self._next_look: asyncio.TimerHandle | None = None
-
-    @property
-    def open(self) -> bool:
-        """Whether wake-ups arrive."""
-        return self._subscription.line is not None
-
-    async def join(self, lock: bytes, id: bytes, along: Callable[[bytes], Call] | None = None) -> WaitingTask:
-        """Enter; raises redis-py's errors when the subscription cannot be had."""
-        waiter = WaitingTask(lock, id, self.channel)
-        self._waiters.add(waiter)  # first: the reply to what is sent along may make somebody tell it something
-        try:
-            await self._subscription.open(waiter, None if along is None else along(self.channel))
-        except BaseException:
-            self._waiters.remove(waiter)
-            raise
-        if self._next_look is None:
-            self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
-        return waiter
-
-    def leave(self, waiter: WaitingTask) -> None:
-        """Leave."""
-        self._waiters.remove(waiter)
-        if not self._waiters and self._next_look is not None:
-            self._next_look.cancel()
-            self._next_look = None
-
-    async def wait(self, waiter: WaitingTask, until: float, look: float) -> bytes | None:
-        """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told.
-
-        The first waiter for a lock sleeps until `look` at most.
-        """
-        if look < until and self._waiters.is_first(waiter):
-            until = look
-        if not waiter.woken and not self.open:
-            until = await self._mend(until)
-        if not waiter.woken:
-            loop = asyncio.get_running_loop()
-            waiter.alarm = loop.create_future()
-            timer = loop.call_later(until - time.monotonic(), waiter.stir)
-            try:
-                await waiter.alarm
-            finally:
-                timer.cancel()
-                waiter.alarm = None
-        return waiter.heed()
-
-    async def _mend(self, until: float) -> float:
-        """Subscribe anew, and return how long to sleep then: not for long without a subscription."""
-        try:
-            async with asyncio.timeout(until - time.monotonic()):
-                await self._subscription.open()
-        except (RedisError, OSError):
-            # The scripts that the waiters call say what is wrong with the server.
-            return min(until, time.monotonic() + LOOK_EVERY)
-        return until
-
-    def _look(self) -> None:
-        line = self._subscription.line
-        if line is not None:
-            try:
-                if self._pulse.check():
-                    line.say(pack(b"PING"))
-            except ConnectionError:
-                line.abort()
-        self._waiters.wake_first()
-        self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
-
-    def _hear(self, reply: Any) -> None:
-        self._pulse.beat()
-        self._waiters.hear(reply)
-
-    async def _subscribe(self, waiter: WaitingTask | None = None, call: Call | None = None) -> Line:
-        line: Line = await self._connect(self._hear)
-        self._pulse = Pulse()
-        request = pack(b"SUBSCRIBE", self.channel)
-        try:
-            if waiter is None or call is None:
-                await line.ask(request)
-            else:
-                waiter.said = await line.ask_together(call.request, request, partial(withdrawal, call))
-        except BaseException:
-            line.close()
-            raise
-        line.lost.add_done_callback(lambda _: self._waiters.wake_all())
-        self._waiters.wake_all(but=waiter)  # what was said meanwhile went unheard
-        return line
-
-
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Server, AsyncServer]] = weakref.WeakKeyDictionary()
 _adding = threading.Lock()
 
@@ -329,8 +216,9 @@ def async_server_of(server: Server) -> AsyncServer:
     except KeyError:
         pass
     with _adding:
-        for other in list(_by_loop):
-            if other.is_closed():
+        # Not the keys themselves: without the GIL one may go away, with its loop, while they are gone through.
+        for other in [ref() for ref in _by_loop.keyrefs()]:
+            if other is not None and other.is_closed():
                 del _by_loop[other]
         kind = AsyncUnlocked if isinstance(server, Unlocked) else AsyncServer
         return _by_loop.setdefault(loop, {}).setdefault(server, kind(server))

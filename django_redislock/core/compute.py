@@ -69,7 +69,8 @@ def compute(
     mine = [ticket for ticket in tickets if ticket.mine]
     token = computing.set((*computing.get(), *[ticket.lease for ticket in mine])) if mine else None
     for want, lease, *_ in mine:
-        want.tally.taken_over += lease.waited
+        if lease.waited:
+            want.tally.count("taken_over")
         if want.auto_renewal:
             watchdog.add(lease)
     try:
@@ -103,7 +104,7 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
     want, lease, verdict, _, _ = ticket
     tally = want.tally
     if error is None and value is not ABSENT:
-        tally.computed += 1
+        tally.count("computed")
         try:
             data, life = want.pack(value)
             copy = want.unpack(data)
@@ -113,7 +114,8 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
             error = failure
     watchdog.remove(lease)
     if error is not None or value is ABSENT:
-        tally.errors += error is not None
+        if error is not None:
+            tally.count("errors")
         if ticket.mine and not lease.foreign:
             yield from _abandon(lease)
         lease.ended = True
@@ -126,7 +128,7 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
     try:
         stored = yield from _settle(ticket, data, life)
     except LockBackendError:
-        tally.errors += 1
+        tally.count("errors")
         if not want.forgiving:
             raise
         stored = True
@@ -154,8 +156,8 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     now = time.monotonic()
     _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)
     late = reply == -1 and bool(lease.fence) and time.monotonic() >= lease.deadline
-    want.tally.lease_lost += late
-    want.tally.fenced += reply != 1 and not late
+    if reply != 1:
+        want.tally.count("lease_lost" if late else "fenced")
     if reply == 0:
         events.log.info("What was computed for %r was not stored: a newer value is there.", lease.name)
     elif late:

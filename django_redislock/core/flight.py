@@ -74,7 +74,7 @@ def look(
                 return verdict, told, replaced, value
             replaced = digest(told)
     except LockBackendError:
-        want.tally.errors += 1
+        want.tally.count("errors")
         if not want.forgiving:
             raise
         return b"unreachable", b"", replaced, MISSING
@@ -140,10 +140,10 @@ def _seek(
                     continue
                 if not lease.waited:
                     lease.waited = True
-                    want.tally.waited += 1
+                    want.tally.count("waited")
                 began = time.monotonic()
                 word = yield sleep(waiter, until, reply[2])
-                want.tally.seconds_waited += time.monotonic() - began
+                want.tally.count("seconds_waited", time.monotonic() - began)
                 if word is None:
                     reply = None
                     continue

@@ -8,13 +8,11 @@ server's lock waits only for servers further on, so that nobody waits in a circl
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,85 +21,14 @@ from redis import Redis
 from ..exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockError, LockLost, LossRecord, NotAcquired
 from . import events, protocol
 from .base import chain
+from .holding import Holding, majority
 from .keys import Seconds, check_wait
-from .lease import Lease
 from .lock import Lock
-from .owner import LockInfo, new_id
+from .owner import LockInfo
 from .protocol import Steps
 from .server import server_of
 
 T = TypeVar("T")
-
-
-class _PartLease(Lease):
-    """What is held on one server: to lose it is not yet to lose the lock, and a server that is away is not waited for."""
-
-    retry_for = 0.0
-
-    def report_loss(self) -> None:
-        part = self.holder()
-        holding = None if part is None else part.holding()
-        if holding is not None:
-            holding.report_loss()
-
-
-class _Part(Lock):
-    """The lock on one of the servers, for one acquisition of the whole."""
-
-    _lease_kind = _PartLease
-    holding: Callable[[], _Holding | None]
-    shared_id: str
-
-    def _new_lease(self, id: str) -> Lease:
-        return super()._new_lease(self.shared_id)
-
-    def _tell(self, event: str, lease: Lease) -> None:
-        """Say nothing: what happens to the whole is told."""
-
-
-class _Holding:
-    """One acquisition of the whole."""
-
-    def __init__(self, whole: QuorumLock) -> None:
-        self.whole = weakref.ref(whole)
-        self.name = whole.name
-        self.id = new_id()
-        self.needed = len(whole._servers) // 2 + 1
-        self.pid = os.getpid()
-        self.parts: list[_Part] = []
-        """Those that were acquired, and not released yet."""
-        self.released = 0
-        self.complete = False
-        self._loss: LossRecord | None = None
-        self._losing = threading.Lock()
-
-    @property
-    def loss(self) -> LossRecord | None:
-        if self._loss is None:
-            self.report_loss()
-        return self._loss
-
-    @property
-    def alive(self) -> int:
-        return sum(part.lost is None for part in self.parts)
-
-    def report_loss(self) -> None:
-        """Report the loss of the whole, once, if it is one."""
-        lost = self.complete and self.released + self.alive < self.needed  # asking may report, so not within
-        with self._losing:
-            if not lost or self._loss is not None:
-                return
-            reason = f"fewer than {self.needed} of its servers hold it still"
-            self._loss = LossRecord(self.name, self.id, 0, reason, time.time())
-        events.emit(
-            "lost", "Quorum lock %r was lost: %s.", self.name, reason, name=self.name, fence=0, record=self._loss
-        )
-        whole = self.whole()
-        if whole is not None and whole.on_lost is not None:
-            try:
-                whole.on_lost(whole)
-            except Exception:
-                events.log.exception("on_lost of lock %r failed.", self.name)
 
 
 class QuorumLock:
@@ -153,7 +80,7 @@ class QuorumLock:
         self.name = name
         self.on_lost = on_lost
         self._with_timeout = check_wait(blocking, timeout)
-        self._held: dict[threading.Thread, _Holding] = {}
+        self._held: dict[threading.Thread, Holding] = {}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {len(self._servers)} servers>"
@@ -184,17 +111,16 @@ class QuorumLock:
             raise AlreadyAcquired(self.name)
         until = math.inf if seconds is None else time.monotonic() + seconds
         while True:
-            holding = _Holding(self)
+            holding = Holding(self.name, self._servers, self._options, weakref.WeakMethod(self._tell_of_loss))
             try:
-                complete = self._collect(holding, until)
-                if complete:
+                if holding.collect(until):
                     self._held[threading.current_thread()] = holding
                     events.emit("acquired", "Quorum lock %r acquired.", self.name, name=self.name, fence=0)
                     return True
             except BaseException:
-                self._give_back(holding)
+                holding.give_back()
                 raise
-            self._give_back(holding)
+            holding.give_back()
             if time.monotonic() >= until:
                 return False
 
@@ -205,20 +131,7 @@ class QuorumLock:
         too many servers cannot answer: then it may be repeated, and else the lock ends by its expiry.
         """
         holding = self._own()
-        cause = ""
-        for part in list(holding.parts):
-            try:
-                part.release()
-                holding.released += 1
-            except LockLost:
-                pass
-            except LockBackendError as error:
-                cause = error.cause
-                continue
-            holding.parts.remove(part)
-        lost = holding.loss
-        if cause and lost is None and holding.released < holding.needed:
-            raise LockBackendError(self.name, cause)
+        holding.release()
         self._forget(holding)
         self._raise_loss(holding)
         events.emit("released", "Quorum lock %r released.", self.name, name=self.name, fence=0)
@@ -229,29 +142,20 @@ class QuorumLock:
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
         holding = self._own()
-        extended, cause = 0, ""
-        for part in holding.parts:
-            try:
-                part.extend(expire)
-                extended += 1
-            except LockLost:
-                continue
-            except LockBackendError as error:
-                cause = error.cause
+        holding.extend(expire)
         self._raise_loss(holding)
-        if extended < holding.needed:
-            raise LockBackendError(self.name, cause)
 
     def owner(self) -> LockInfo | None:
         """Return who holds the lock on most servers now, or None. Raises LockBackendError when too many cannot answer."""
         replies = self._ask(lambda until: protocol.read([self.name], [self._keys], until))
         found = [None if held is None else held.info for (held,) in replies]
         votes = Counter(info.id for info in found if info is not None)
+        needed = majority(self._servers)
         for id, count in votes.most_common(1):
-            if count >= self._needed:
+            if count >= needed:
                 infos: list[LockInfo] = [info for info in found if info is not None and info.id == id]
                 # That many must end before it is free.
-                return sorted(infos, key=lambda info: info.ttl)[count - self._needed]
+                return sorted(infos, key=lambda info: info.ttl)[count - needed]
         return None
 
     def locked(self) -> bool:
@@ -303,37 +207,6 @@ class QuorumLock:
 
     # Steps
 
-    @property
-    def _needed(self) -> int:
-        return len(self._servers) // 2 + 1
-
-    def _collect(self, holding: _Holding, until: float) -> bool:
-        """Take one server after another; False when one was not free in time, or too much was lost while waiting."""
-        missing = 0
-        for server in self._servers:
-            part = _Part(server, self.name, **self._options)
-            part.holding, part.shared_id = weakref.ref(holding), holding.id
-            try:
-                left = max(0.0, until - time.monotonic())
-                acquired = part.acquire(timeout=None if left == math.inf else left)
-            except LockBackendError as error:
-                missing += 1
-                if len(self._servers) - missing < holding.needed:
-                    raise LockBackendError(
-                        self.name, f"{missing} of {len(self._servers)} servers: {error.cause}"
-                    ) from error
-                continue
-            if not acquired:
-                return False
-            holding.parts.append(part)
-        holding.complete = holding.alive >= holding.needed
-        return holding.complete
-
-    def _give_back(self, holding: _Holding) -> None:
-        for part in holding.parts:
-            with suppress(LockError):
-                part.release()
-
     def _ask(self, question: Callable[[float], Steps[T]]) -> list[T]:
         """Return the answers of the servers that answer at once; raises LockBackendError when they are too few."""
         answers, cause = [], ""
@@ -342,25 +215,32 @@ class QuorumLock:
                 answers.append(server.run(question(time.monotonic())))
             except LockBackendError as error:
                 cause = error.cause
-        if len(answers) < self._needed:
+        if len(answers) < majority(self._servers):
             raise LockBackendError(self.name, cause)
         return answers
 
-    def _mine(self) -> _Holding | None:
+    def _mine(self) -> Holding | None:
         holding = self._held.get(threading.current_thread())
-        return holding if holding is not None and holding.pid == os.getpid() else None
+        return None if holding is None or holding.foreign else holding
 
-    def _own(self) -> _Holding:
+    def _own(self) -> Holding:
         holding = self._mine()
         if holding is None:
             raise NotAcquired(self.name)
         return holding
 
-    def _forget(self, holding: _Holding) -> None:
+    def _forget(self, holding: Holding) -> None:
         if self._mine() is holding:
             del self._held[threading.current_thread()]
 
-    def _raise_loss(self, holding: _Holding) -> None:
+    def _tell_of_loss(self) -> None:
+        if self.on_lost is not None:
+            try:
+                self.on_lost(self)
+            except Exception:
+                events.log.exception("on_lost of lock %r failed.", self.name)
+
+    def _raise_loss(self, holding: Holding) -> None:
         loss = holding.loss
         if loss is not None:
             self._forget(holding)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass
+from typing import Literal
+
+What = Literal[
+    "hits", "computed", "waited", "seconds_waited", "taken_over", "lease_lost", "fenced", "stale_served", "errors"
+]
 
 
 @dataclass(slots=True)
@@ -26,3 +33,19 @@ class Tally:
     """Old values returned, while somebody computes a new one."""
     errors: int = 0
     """Computations that raised, and values for which Redis did not answer."""
+
+    def count(self, what: What, by: float = 1) -> None:
+        """Add to one of the counts, whichever threads count at the same time."""
+        with _counting:
+            setattr(self, what, getattr(self, what) + by)
+
+
+_counting = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _counting
+    _counting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from .counts import command_counts, counting, monitoring
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
+from .locks import key_of, queue_of, queued, wait_in_a_thread
 from .processes import PythonProcess, say
 from .programs import find_program
 from .proxy import Proxy
 from .rabbitmq import RabbitServer
 from .servers import RedisServer, Server, free_port
-from .waiting import BUSY, wait_until
+from .waiting import BUSY, lived, wait_until
 
 __all__ = [
     "BUSY",
@@ -26,9 +27,14 @@ __all__ = [
     "drop_connections",
     "find_program",
     "free_port",
+    "key_of",
+    "lived",
     "monitoring",
+    "queue_of",
+    "queued",
     "say",
     "sqlite_file",
     "using_databases",
+    "wait_in_a_thread",
     "wait_until",
 ]

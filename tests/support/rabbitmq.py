@@ -12,7 +12,7 @@ from typing import Self
 import amqp
 
 from .programs import find_program
-from .servers import free_port
+from .servers import free_port, on_free_port
 from .waiting import wait_until
 
 # Debian's command in PATH starts it as a user of its own, in the directories of that user.
@@ -30,18 +30,12 @@ class RabbitServer:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        for _ in range(3):
-            try:
-                self._start()
-                return self
-            except RuntimeError as error:  # somebody else may have taken a port meanwhile
-                failure = error
-                self._end()
-            except BaseException:
-                self._remove()
-                raise
-        self._remove()
-        raise failure
+        try:
+            self.port = on_free_port(self._start)
+        except BaseException:
+            self._remove()
+            raise
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._remove()
@@ -50,17 +44,18 @@ class RabbitServer:
     def url(self) -> str:
         return f"amqp://guest:guest@127.0.0.1:{self.port}//"
 
-    def _start(self) -> None:
-        self.port, names_port = free_port(), free_port()
+    def _start(self, port: int) -> None:
+        self._end()  # of a try before
+        names_port = free_port()
         plugins = self.directory / "plugins"
         plugins.write_text("[].")
         environment = os.environ | {
             "HOME": str(self.directory),  # of the cookie
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "ERL_EPMD_PORT": str(names_port),
-            "RABBITMQ_NODENAME": f"redislock{self.port}@localhost",
+            "RABBITMQ_NODENAME": f"redislock{port}@localhost",
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
-            "RABBITMQ_NODE_PORT": str(self.port),
+            "RABBITMQ_NODE_PORT": str(port),
             "RABBITMQ_DIST_PORT": str(free_port()),
             "RABBITMQ_CONFIG_FILE": str(self.directory / "none"),
             "RABBITMQ_CONF_ENV_FILE": str(self.directory / "none"),
@@ -78,7 +73,7 @@ class RabbitServer:
             if server.poll() is not None:
                 raise RuntimeError(f"{self.program} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
             try:
-                with amqp.Connection(f"127.0.0.1:{self.port}", connect_timeout=5):
+                with amqp.Connection(f"127.0.0.1:{port}", connect_timeout=5):
                     return True
             except (OSError, amqp.AMQPError):
                 return False

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +30,18 @@ def free_port() -> int:
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
+
+
+def on_free_port(start: Callable[[int], object]) -> int:
+    """Call ``start(port)`` with a free port, and with another one while it raises RuntimeError; return the port."""
+    for _ in range(5):
+        port = free_port()
+        try:
+            start(port)
+            return port
+        except RuntimeError as error:  # somebody else may have taken the port meanwhile
+            failure = error
+    raise failure
 
 
 class Server:
@@ -90,17 +103,10 @@ class RedisServer(Server):
 
     def start(self) -> None:
         """Start the server and wait until it answers; a second start keeps the port."""
-        if self.port is not None:
-            return self._start(self.port)
-        for _ in range(5):
-            try:
-                port = free_port()
-                self._start(port)
-                self.port = port
-                return None
-            except RuntimeError as error:  # somebody else may have taken the port meanwhile
-                failure = error
-        raise failure
+        if self.port is None:
+            self.port = on_free_port(self._start)
+        else:
+            self._start(self.port)
 
     def _start(self, port: int) -> None:
         options = {"port": port, "bind": "127.0.0.1", "dir": self.directory, "unixsocket": self.unix_socket}

@@ -20,3 +20,9 @@ def wait_until(condition: Callable[[], T], timeout: float = 60, message: str = "
         if time.monotonic() > deadline:
             raise AssertionError(f"Not within {timeout} s: {message or condition}; the last answer was {answer!r}")
         time.sleep(0.01)
+
+
+def lived(seconds: float) -> None:
+    """Let so much of a lock's life pass."""
+    end = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() >= end, timeout=seconds + 5)

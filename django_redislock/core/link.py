@@ -1,0 +1,88 @@
+"""One connection on which scripts are called, by one thread at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+
+from .protocol import Call, Calls, Commands
+from .wire import Wire, pack
+
+
+class Link(Wire):
+    """One connection on which scripts are called."""
+
+    @property
+    def _by_sentinel(self) -> bool:
+        """Whether Sentinel tells where the primary is now, when the next connection asks."""
+        return hasattr(self.connection, "connection_pool")
+
+    def call(self, call: Call) -> Any:
+        """Run the script and return its reply; any failure closes the connection, so that no reply is left behind."""
+        try:
+            self.send(call.request)
+            try:
+                return self.receive()
+            except NoScriptError:
+                self.send(call.whole)
+                return self.receive()
+        except ReadOnlyError as error:
+            if not self._by_sentinel:
+                raise
+            self.close()
+            raise ConnectionError("The server is no primary any more.") from error
+        except ResponseError:
+            raise
+        except ConnectionError:  # the call will be repeated, and an undo that arrives later would undo that
+            self.close()
+            raise
+        except BaseException:
+            self._abort(call)
+            raise
+
+    def call_all(self, calls: Calls) -> list[Any]:
+        """Run the scripts and return their replies, an error in place of what was refused, as `call` does."""
+        try:
+            self.send(b"".join([call.request for call in calls.calls]))
+            replies = [self._reply() for _ in calls.calls]
+            unknown = [number for number, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+            if any(isinstance(reply, ReadOnlyError) for reply in replies) and self._by_sentinel:
+                raise ConnectionError("The server is no primary any more.")
+            if unknown:
+                self.send(b"".join([calls.calls[number].whole for number in unknown]))
+                for number in unknown:
+                    replies[number] = self._reply()
+            return replies
+        except ConnectionError:
+            self.close()
+            raise
+        except BaseException:
+            self._abort(*calls.calls)
+            raise
+
+    def _reply(self) -> Any:
+        try:
+            return self.receive()
+        except ResponseError as error:
+            return error
+
+    def ask(self, commands: Commands) -> list[Any]:
+        """Send the commands and return their replies; any failure closes the connection."""
+        try:
+            self.send(b"".join([pack(*command) for command in commands.commands]))
+            return [self.receive() for _ in commands.commands]
+        except BaseException:
+            self.close()
+            raise
+
+    def _abort(self, *calls: Call) -> None:
+        """Close the connection, and have undone what the call may still do: on the same connection it comes after it."""
+        try:
+            for call in calls:
+                if call.undo is not None and self.open:
+                    self.send(call.undo().whole)
+        except (RedisError, OSError):
+            pass  # then the server never sees it, or is gone
+        finally:
+            self.close()

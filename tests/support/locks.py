@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import threading
+
+import redis
+
+from django_redislock.core import Lock
+from django_redislock.core.keys import lock_keys
+
+from .waiting import wait_until
+
+
+def key_of(name: str) -> str:
+    return lock_keys("redislock", name).lock
+
+
+def queue_of(name: str) -> str:
+    return lock_keys("redislock", name).queue
+
+
+def queued(client: redis.Redis, name: str) -> int:
+    """Return how many wait for the lock, of all processes."""
+    return client.zcard(queue_of(name))
+
+
+def wait_in_a_thread(client: redis.Redis, name: str) -> None:
+    """Have a thread wait for a lock until it is released here, and return when the thread has released it, too.
+
+    The wait lasts for some milliseconds of the server's clock, in which waits are counted.
+    """
+    held = Lock(client, name)
+    assert held.acquire(blocking=False)
+
+    def wait() -> None:
+        with Lock(client, name):
+            pass
+
+    def has_waited() -> bool:
+        entries = client.zrange(queue_of(name), 0, -1, withscores=True)
+        seconds, us = client.time()
+        return any(seconds * 1_000_000 + us - since > 5_000 for _, since in entries)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_until(has_waited)
+    held.release()
+    thread.join(60)
+    assert not thread.is_alive()
