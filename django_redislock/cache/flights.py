@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from ..core.flight import ELSEWHERE, fly, fly_together
-from ..core.protocol import Follow, Steps
+from ..core.steps import Follow, Steps
 from ..core.wanted import MISSING, Landing, Owner, Wanted, outer
 from ..exceptions import AcquireTimeout, LockBackendError
 

@@ -17,8 +17,8 @@ from .base import BaseLock
 from .keys import Seconds, check_wait
 from .lease import Lease
 from .owner import LockInfo
-from .protocol import Steps
 from .reentrant import Reentrant
+from .steps import Steps
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])

@@ -20,8 +20,8 @@ from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, Redi
 
 from .aiowaiting import AsyncWaitingRoom
 from .line import Line, SharedLine
-from .protocol import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .server import Server, Unlocked
+from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import asyncio_twin
 from .wire import pack
 

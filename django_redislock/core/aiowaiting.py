@@ -11,8 +11,8 @@ from typing import Any
 from redis.exceptions import ConnectionError, RedisError
 
 from .line import Line, SharedLine
-from .protocol import Call
-from .waiting import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
+from .steps import Call
+from .waiters import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
 from .wire import pack
 
 

@@ -15,8 +15,8 @@ from . import events, owner, protocol
 from .keys import Seconds, check_expire, check_id, check_name, check_prefix, check_wait, lock_keys
 from .lease import GONE, Lease
 from .owner import LockInfo
-from .protocol import Steps
 from .server import server_of
+from .steps import Steps
 from .watchdog import watchdog
 
 DEFAULT_EXPIRE = 30.0

@@ -12,8 +12,9 @@ from redis.exceptions import RedisError
 
 from ..exceptions import LockBackendError
 from . import events
-from .protocol import Call, Commands, Compute, Steps, attempt, give_back, together
+from .protocol import give_back
 from .scripts import Script
+from .steps import Call, Commands, Compute, Steps, attempt, together
 from .wanted import MISSING, Landing, ValueLease, Wanted, computing
 from .watchdog import watchdog
 

@@ -17,8 +17,8 @@ from redis import Redis
 from ..exceptions import LockBackendError
 from . import scripts
 from .keys import LockKeys, check_prefix, held_keys
-from .protocol import Call, Steps, attempt
 from .server import Server, server_of
+from .steps import Call, Steps, attempt
 
 MINUTES = 60
 

@@ -20,8 +20,9 @@ from ..exceptions import LockBackendError
 from .compute import ABSENT, Ticket, compute, digest, waits
 from .keys import milliseconds
 from .owner import record
-from .protocol import Call, Commands, Join, Leave, Steps, attempt, give_back, sleep, together
+from .protocol import give_back, sleep
 from .scripts import Script
+from .steps import Call, Commands, Join, Leave, Steps, attempt, together
 from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, lease_name, outer
 
 LEASE = Script("lease")

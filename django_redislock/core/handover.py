@@ -17,8 +17,8 @@ from . import contention, owner, protocol
 from .keys import LockKeys, milliseconds
 from .lease import GONE, Lease
 from .lock import Lock
-from .protocol import Call, Steps
 from .scripts import Script
+from .steps import Call, Steps, attempt
 from .watchdog import watchdog
 
 START = Script("start", "counts")
@@ -86,7 +86,7 @@ class ExecutionLock(Lock):
 
     def _confirm(self, delivery: Delivery, life: float) -> Steps[None]:
         call = Call(DONE, (mark_key(self._keys, delivery),), (milliseconds(life),))
-        yield from protocol.attempt(self.name, call, 0.0)
+        yield from attempt(self.name, call, 0.0)
 
     def _new_claim(self, timeout: float | None) -> protocol.Claim:
         delivery = self.delivery
@@ -130,7 +130,7 @@ class ExecutionLock(Lock):
             ),
         )
         # Also when the lock was lost: that the message has been worked off is no less true.
-        _, reply = yield from protocol.attempt(lease.name, call, lease.deadline, lease.retry_for)
+        _, reply = yield from attempt(lease.name, call, lease.deadline, lease.retry_for)
         return bool(reply)
 
     def _record(self) -> bytes:

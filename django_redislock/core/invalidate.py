@@ -6,8 +6,9 @@ import re
 import time
 
 from .keys import MAX_NAME, lock_keys
-from .protocol import Call, Steps, attempt, names
+from .protocol import names
 from .scripts import Script
+from .steps import Call, Steps, attempt
 from .wanted import KIND, lease_name
 
 INVALIDATE = Script("invalidate")

@@ -14,8 +14,8 @@ from . import events
 from .keys import LockKeys
 
 if TYPE_CHECKING:
-    from .protocol import Call
     from .server import Server
+    from .steps import Call
 
 RETRY_FOR = 5.0
 """Seconds for which an unreachable server is tried again, when the caller's own deadline is not nearer."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError, ResponseError
 
-from .protocol import Call, Calls, Commands
+from .steps import Call, Calls, Commands
 from .wire import Wire, pack
 
 

@@ -14,8 +14,8 @@ from . import protocol
 from .keys import check_prefix, lock_keys
 from .lock import Lock
 from .owner import Held, LockInfo
-from .protocol import Commands, Steps, attempt
 from .server import Server, server_of
+from .steps import Commands, Steps, attempt
 
 BATCH = 500
 QUEUE = 20

@@ -25,8 +25,8 @@ from .holding import Holding, majority
 from .keys import Seconds, check_wait
 from .lock import Lock
 from .owner import LockInfo
-from .protocol import Steps
 from .server import server_of
+from .steps import Steps
 
 T = TypeVar("T")
 

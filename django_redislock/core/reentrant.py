@@ -9,8 +9,8 @@ from typing import Any
 from .base import BaseLock
 from .keys import LockKeys
 from .lease import Lease
-from .protocol import Steps
 from .server import Server
+from .steps import Steps
 
 # The acquisitions of this process that may be entered again; each RLock object that entered keeps its own alive.
 _entered: weakref.WeakValueDictionary[tuple[Server, LockKeys, Any], Lease] = weakref.WeakValueDictionary()

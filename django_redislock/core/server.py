@@ -24,7 +24,7 @@ from redis.retry import Retry
 
 from . import scripts
 from .link import Link
-from .protocol import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
+from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
 from .waiting import WaitingRoom
 from .wire import Wire

@@ -1,194 +1,24 @@
-"""The waiting room of a process: one subscription per server, however many threads wait for however many locks.
+"""The waiting room of a process's threads: one subscription per server, however many of them wait for however many locks.
 
-A waiter sleeps until a message with its id arrives on the process's own channel. There is no thread for this: one of the
-waiters reads the connection for all, and passes that duty on when it leaves. Messages can be lost (a broken connection, a
-frozen process that was served first), so the first waiter for each lock also looks by itself twice a second, and when what
-holds the lock ends.
+There is no thread for this: one of the waiters reads the connection for all, and passes that duty on when it leaves.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from urllib.parse import quote
-from weakref import ref
+from typing import TYPE_CHECKING
 
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
-from . import owner
 from .native import Alarm
+from .waiters import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
 from .wire import Wire, pack
 
 if TYPE_CHECKING:
-    from .protocol import Call
-
-LOOK_EVERY = 0.5
-QUIET = 10.0
-"""Seconds after which a subscription on which nothing came is asked whether it is alive."""
-ANSWER_WITHIN = 1.0
-"""Seconds that it has for the answer."""
-
-
-class Waiter:
-    """One thread or task that waits for one lock."""
-
-    __slots__ = ("__weakref__", "channel", "id", "lock", "said", "woken", "word")
-
-    def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
-        self.lock = lock
-        self.id = id
-        self.channel = channel
-        self.woken = False
-        """Whether there is a reason to try for the lock again."""
-        self.word: bytes | None = None
-        """What the message said beyond the id."""
-        self.said: Any = None
-        """The reply to what was sent along with the subscription; None when nothing was."""
-
-    def wake(self, word: bytes | None = None) -> None:
-        """Let the waiter try for its lock, or take what was sent along."""
-        if word is not None:
-            self.word = word
-        self.woken = True
-        self.stir()
-
-    def stir(self) -> None:
-        """End its sleep."""
-        raise NotImplementedError
-
-    def heed(self) -> bytes | None:
-        """Be ready to be woken again, and return what it was told."""
-        self.woken = False
-        word, self.word = self.word, None
-        return word
-
-
-W = TypeVar("W", bound=Waiter)
-
-
-class Waiters(Generic[W]):
-    """Who waits here for which lock, by id and in the order of their coming.
-
-    One whom a signal interrupted on the way in or out is forgotten by himself, hence the references: plain ones, for those of
-    a WeakValueDictionary cost a good part of a wake-up.
-    """
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._by_lock: dict[bytes, dict[bytes, ref[W]]] = {}
-        self._by_id: dict[bytes, ref[W]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def none_but(self, waiter: W) -> bool:
-        """Whether nobody else waits."""
-        count = len(self._by_id)
-        return count == 0 or (count == 1 and waiter.id in self._by_id)
-
-    def add(self, waiter: W) -> None:
-        """Take in who comes to wait."""
-        with self._mutex:
-            self._by_id[waiter.id] = self._by_lock.setdefault(waiter.lock, {})[waiter.id] = ref(waiter)
-
-    def remove(self, waiter: W) -> None:
-        """Let go who does not wait any more."""
-        with self._mutex:
-            self._remove(waiter.lock, waiter.id)
-
-    def _remove(self, lock: bytes, id: bytes) -> None:
-        self._by_id.pop(id, None)
-        same = self._by_lock.get(lock)
-        if same is not None:
-            same.pop(id, None)
-            if not same:
-                del self._by_lock[lock]
-
-    def find(self, wanted: Callable[[W], bool]) -> W | None:
-        """Return the first that is wanted."""
-        with self._mutex:
-            there = (waiter() for waiter in self._by_id.values())
-            return next((waiter for waiter in there if waiter is not None and wanted(waiter)), None)
-
-    def hear(self, reply: Any) -> None:
-        """Wake whom a message is for; it is an id, and perhaps a word after it."""
-        kind, *_, message = reply
-        id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
-        found = self._by_id.get(id)
-        waiter = None if found is None else found()
-        if waiter is not None:
-            waiter.wake(word if told else None)
-
-    def is_first(self, waiter: W) -> bool:
-        """Whether nobody waits longer for the same lock."""
-        with self._mutex:
-            return self._first(waiter.lock) is waiter
-
-    def _first(self, lock: bytes) -> W | None:
-        """Return who waits longest for the lock, and forget those before him who are gone."""
-        while same := self._by_lock.get(lock):
-            id, first = next(iter(same.items()))
-            waiter = first()
-            if waiter is not None:
-                return waiter
-            self._remove(lock, id)
-        return None
-
-    def wake_first(self) -> None:
-        """Wake the first waiter for each lock."""
-        with self._mutex:
-            for lock in list(self._by_lock):
-                first = self._first(lock)
-                if first is not None:
-                    first.wake()
-
-    def wake_all(self, but: W | None = None) -> None:
-        """Wake everybody."""
-        with self._mutex:
-            for waiter in [found() for found in self._by_id.values()]:
-                if waiter is not None and waiter is not but:
-                    waiter.wake()
-
-
-class Pulse:
-    """Tells when a subscription is to be asked whether it is alive: a router may have forgotten it, and then nobody is told."""
-
-    def __init__(self) -> None:
-        self._heard = time.monotonic()
-        self._asked = -math.inf
-
-    def beat(self) -> None:
-        """Note that something came."""
-        self._heard = time.monotonic()
-
-    def check(self) -> bool:
-        """Tell whether to send a PING now; raises ConnectionError when the last one was not answered in time."""
-        now = time.monotonic()
-        if now < self._heard + QUIET:
-            return False
-        if self._asked < self._heard:
-            self._asked = now
-            return True
-        if now > self._asked + ANSWER_WITHIN:
-            raise ConnectionError("The subscription is dead.")
-        return False
-
-
-def new_channel() -> bytes:
-    """Return the name of a channel that nobody else listens on; it tells whoever looks at a queue where the process runs."""
-    return f"redislock:wake:{secrets.token_hex(8)}:{os.getpid()}:{quote(owner.HOST)}".encode()
-
-
-def withdrawal(call: Call) -> bytes:
-    """Return what undoes a call and the subscription that it was sent along with."""
-    undo = b"" if call.undo is None else call.undo().whole
-    return pack(b"UNSUBSCRIBE") + undo
+    from .steps import Call
 
 
 class WaitingThread(Waiter):

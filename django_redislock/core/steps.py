@@ -1,0 +1,196 @@
+"""What an algorithm asks for, and how it goes on: each is written once, without I/O, for threads and for asyncio.
+
+An algorithm is a generator: it yields what it wants done (`Call` a script, `Join` the waiting room, `Await` a wake-up, `Pause`,
+`Leave`, …) and is sent the result, or has the error thrown into it. A driver, synchronous or asyncio, does the rest.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
+
+from redis.exceptions import AuthenticationError, ConnectionError, RedisError
+
+from ..exceptions import LockBackendError
+from . import events, scripts
+from .lease import RETRY_FOR
+from .wire import pack
+
+
+class Call:
+    """Run a script; the result is its reply.
+
+    When there is no answer, `undo` is sent after it, so that it leaves nothing behind should the server come to it later.
+    That is only for what nobody will repeat: else the undo of the first try could arrive after the second one.
+    """
+
+    __slots__ = ("args", "keys", "request", "script", "undo")
+
+    def __init__(
+        self,
+        script: scripts.Script,
+        keys: tuple[bytes, ...],
+        args: tuple[bytes, ...],
+        undo: Callable[[], Call] | None = None,
+    ) -> None:
+        self.script = script
+        self.keys = keys
+        self.args = args
+        self.undo = undo
+        self.request = pack(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, *args)
+        """The command that runs the script; packed here, so that who is woken sends what was packed before the sleep."""
+
+    @property
+    def whole(self) -> bytes:
+        """The command for a server that does not know the script."""
+        return pack(b"EVAL", self.script.text, b"%d" % len(self.keys), *self.keys, *self.args)
+
+
+class Commands(NamedTuple):
+    """Send plain commands, all at once; the result is a list of their replies."""
+
+    commands: tuple[tuple[bytes, ...], ...]
+
+
+class Calls(NamedTuple):
+    """Run many scripts, all at once; the result is a list of their replies, an error in place of what the server refused."""
+
+    calls: tuple[Call, ...]
+
+
+class Join(NamedTuple):
+    """Make sure that wake-ups arrive, and enter the waiting room; the result is a waiter with a `channel`.
+
+    `along` gets the channel. The call that it returns is sent in the same breath with the subscription, if there is none yet:
+    then the waiter's `said` is the reply.
+    """
+
+    lock: bytes
+    id: bytes
+    along: Callable[[bytes], Call] | None = None
+
+
+class Await(NamedTuple):
+    """Sleep until the waiter is woken or until this time on the monotonic clock; the result is what it was told, or None.
+
+    `look` is when what holds the lock ends: then the first waiter of each process is up.
+    """
+
+    waiter: Any
+    until: float
+    look: float
+
+
+class Leave(NamedTuple):
+    """Leave the waiting room."""
+
+    waiter: Any
+
+
+class Pause(NamedTuple):
+    """Sleep for so many seconds."""
+
+    seconds: float
+
+
+class Compute(NamedTuple):
+    """Call the function; the result is what it returned and None, or None and what it raised."""
+
+    function: Callable[[], Any]
+
+
+class Follow(NamedTuple):
+    """Wait for what another thread or task of this process makes, until this time on the monotonic clock; the result is
+    that, or None when the time is over."""
+
+    made: Future[Any]
+    until: float
+
+
+Effect = Call | Calls | Commands | Join | Await | Leave | Pause | Compute | Follow
+T = TypeVar("T")
+Steps = Generator[Effect, Any, T]
+
+
+def attempt(
+    name: str, effect: Call | Commands | Join, until: float, retry_for: float = RETRY_FOR
+) -> Steps[tuple[float, Any]]:
+    """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
+
+    Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that
+    stays away for longer than `retry_for`, or past `until`, raises LockBackendError. So does, without another try, one that
+    stays silent for as long as the client's own socket timeout, and any other error.
+    """
+    give_up = min(until, time.monotonic() + retry_for)
+    tries = 0
+    while True:
+        sent = time.monotonic()
+        try:
+            return sent, (yield effect)
+        except RedisError as error:
+            pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0  # noqa: S311
+            broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
+            if not broken or (tries and time.monotonic() + pause >= give_up):
+                raise _backend_error(name, error, effect) from error
+        tries += 1
+        yield Pause(pause)
+
+
+def together(many: Sequence[Steps[T]], ended: dict[int, T]) -> Steps[None]:
+    """Go through many steps side by side, so that their calls take one round trip; `ended` is given what each returned.
+
+    Raises the first error of one of them, when all have ended.
+    """
+    failure: BaseException | None = None
+    wanted: dict[int, Effect] = {}
+
+    def proceed(number: int, result: Any = None, error: BaseException | None = None) -> None:
+        nonlocal failure
+        steps = many[number]
+        wanted.pop(number, None)
+        try:
+            wanted[number] = steps.send(result) if error is None else steps.throw(error)
+        except StopIteration as stop:
+            ended[number] = stop.value
+        except BaseException as raised:
+            failure = failure or raised
+
+    for number in range(len(many)):
+        proceed(number)
+    while wanted:
+        calls = {number: effect for number, effect in wanted.items() if isinstance(effect, Call)}
+        pauses = {number: effect for number, effect in wanted.items() if isinstance(effect, Pause)}
+        others = [number for number in wanted if number not in calls and number not in pauses]
+        replies: list[Any] = []
+        error: BaseException | None = None
+        try:
+            if others:
+                some = others[:1]
+                replies = [(yield wanted[some[0]])]
+            elif pauses:
+                some = list(pauses)
+                yield Pause(max(pause.seconds for pause in pauses.values()))
+            else:
+                some = list(calls)
+                replies = yield Calls(tuple(calls.values()))
+        except BaseException as raised:
+            error = raised
+        interrupted = error is not None and not isinstance(error, RedisError)
+        for number, reply in zip_longest(list(wanted if interrupted else some), replies):
+            refused = reply if isinstance(reply, RedisError) else None
+            proceed(number, reply, error or refused)
+    if failure is not None:
+        raise failure
+
+
+def _backend_error(name: str, error: RedisError, effect: Call | Commands | Join) -> LockBackendError:
+    cause = f"{type(error).__name__}: {error}"
+    if isinstance(effect, Call) and "WRONGTYPE" in cause:  # something else wrote one of them
+        cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
+    if not isinstance(effect, Commands):  # those are about values, not about locks
+        events.emit("backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause)
+    return LockBackendError(name, cause)
