@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ from django_redislock.core import AsyncLock, Lock, RLock, waiting
 from django_redislock.core.keys import milliseconds
 from django_redislock.core.server import server_of
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import BUSY, Proxy, lived, monitoring, queued, say, wait_until
+from tests.support import BUSY, Proxy, in_a_fork, lived, monitoring, queued, say, wait_until
 
 
 def start(function, *args):
@@ -365,19 +364,15 @@ def test_a_forked_child_reports_no_loss_of_its_parents_lock(client, caplog):
     told = []
     lock = Lock(client, "a", expire=1.5, on_lost=told.append)
     lock.acquire()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            lived(2)
-            assert lock.lost is None
-            with pytest.raises(NotAcquired):
-                lock.raise_if_lost()
-            status = 0 if not told else 2
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def child():
+        lived(2)
+        assert lock.lost is None
+        with pytest.raises(NotAcquired):
+            lock.raise_if_lost()
+        assert told == []
+
+    in_a_fork(child)
     lock.release()
 
 
