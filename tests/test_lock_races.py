@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import redis
 
-from django_redislock.core import AsyncLock, Lock, RLock, waiting
+from django_redislock.core import AsyncLock, Lock, RLock, waiters
 from django_redislock.core.keys import milliseconds
 from django_redislock.core.server import server_of
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
@@ -261,7 +261,7 @@ def contention(client, name):
 
 
 def test_a_subscription_that_died_in_silence_starves_no_thread(client, redis_url, monkeypatch):
-    monkeypatch.setattr(waiting, "QUIET", 0.5)
+    monkeypatch.setattr(waiters, "QUIET", 0.5)
     with ForgetfulProxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
         with Lock(client, "a"):
             assert not Lock(behind, "a").acquire(timeout=0.1)
@@ -273,7 +273,7 @@ def test_a_subscription_that_died_in_silence_starves_no_thread(client, redis_url
 
 
 def test_a_subscription_that_died_in_silence_starves_no_task(client, redis_url, monkeypatch):
-    monkeypatch.setattr(waiting, "QUIET", 0.5)
+    monkeypatch.setattr(waiters, "QUIET", 0.5)
 
     async def main():
         with Lock(client, "a"):
@@ -293,7 +293,7 @@ def subscriptions(client):
 
 
 def test_a_quiet_subscription_that_lives_is_kept(client, monkeypatch):
-    monkeypatch.setattr(waiting, "QUIET", 0.2)
+    monkeypatch.setattr(waiters, "QUIET", 0.2)
     with Lock(client, "a"):
         thread = start(lambda: Lock(client, "a").acquire(timeout=30))
         wait_until(lambda: queued(client, "a") == 1)
