@@ -100,6 +100,48 @@ def test_hard_time_limit(stage, how):
     assert ended(stage.publish(tasks.mortal)).state == "SUCCESS"
 
 
+@pytest.fixture
+def place(crew, client):
+    """Have a message wait in its body's start for one that runs, and return the stage and how to see the place it holds."""
+    stage = Stage(crew.of("prefork"), gated=True)
+    task = tasks.mortal_waiting
+    stage.publish(task)
+    stage.diary.wait_for("start")
+
+    def place():
+        return next((lock for lock in held_locks(client) if lock.name.startswith(f"celery-queue:{task.name}:")), None)
+
+    yield stage, task, place
+    stage.diary.open_gate()
+    assert stage.diary.events("overlap") == []
+
+
+def test_the_place_of_a_message_that_waits_in_its_start_is_renewed(place):
+    stage, task, held = place
+    second = stage.publish(task)
+    wait_until(lambda: held().ttl <= 4)
+    seen = [held().ttl]
+
+    def renewed():
+        seen.append(held().ttl)
+        return seen[-1] > seen[-2]
+
+    wait_until(renewed)
+    assert stage.publish(task).id == second.id, "it is still the one that waits"
+    stage.diary.open_gate()
+    assert ended(second).state == "SUCCESS"
+
+
+def test_hard_time_limit_while_waiting_for_the_lock(place):
+    """Celery sends SIGTERM first, after which a child has a tenth of a second, unless it is deaf."""
+    stage, task, held = place
+    killed = stage.publish(task, "deaf before the start", time_limit=1)
+    assert type(ended(killed).result).__name__ == "TimeLimitExceeded"
+    wait_until(lambda: held() is None, 4 + 1 + BUSY, "the place is free")
+    stage.diary.open_gate()
+    assert ended(stage.publish(task)).state == "SUCCESS"
+
+
 def test_child_killed(stage):
     run = runs(stage, tasks.mortal)
     os.kill(run["pid"], signal.SIGKILL)

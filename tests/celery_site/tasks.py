@@ -78,9 +78,11 @@ def act(task: Any, name: str, how: str = "return") -> Any:
 
 
 @signals.task_prerun.connect
-def _die_before_the_start(args: Any = (), **others: Any) -> None:
+def _before_the_start(args: Any = (), **others: Any) -> None:
     if "killed before the start" in args:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "deaf before the start" in args:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @shared_task
@@ -257,6 +259,12 @@ def mortal_job(self: Any, name: str, how: str = "return") -> Any:
 @shared_task(bind=True)
 @single_instance(key="{name}", expire=2, scope="queued+run", on_conflict="reschedule", reschedule_delay=0.3)
 def mortal_queued(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=4, scope="queued+run", on_conflict="wait", wait=60)
+def mortal_waiting(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
