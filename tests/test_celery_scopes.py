@@ -14,7 +14,7 @@ from django_redislock.celery import DuplicateResult
 from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
-from tests.celery_site.harness import POOLS, Stage, Workers, ended, workers
+from tests.celery_site.harness import POOLS, Stage, Workers, all_ended, ended, workers
 from tests.support import BUSY, wait_until
 
 pytestmark = pytest.mark.processes
@@ -169,7 +169,7 @@ def test_canvases_end_though_a_duplicate_waits(stage, task):
         chord([plain, plain], one).apply_async(),
     ]
     stage.consume()
-    wait_until(lambda: all(result.ready() for result in results), 90, f"all ends: {results}")
+    all_ended(results)
 
 
 @only_prefork

@@ -18,7 +18,7 @@ from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
 from tests.celery_site.forms import FORMS
-from tests.celery_site.harness import POOLS, Stage, Workers, beat, ended, workers
+from tests.celery_site.harness import POOLS, Stage, Workers, all_ended, beat, ended, workers
 from tests.support import wait_until
 
 pytestmark = pytest.mark.processes
@@ -94,7 +94,7 @@ def canvases(stage: Stage, task) -> dict:
 
 def outcomes(results: dict) -> dict:
     """Wait until all has ended and tell how."""
-    wait_until(lambda: all(result.ready() for result in results.values()), 90, f"all ends: {results}")
+    all_ended(list(results.values()))
     done = {name: result.result for name, result in results.items() if name != "group"}
     return done | {"group": [child.result for child in results["group"].results]}
 
