@@ -146,7 +146,7 @@ def test_job_lasts_over_retries(stage):
 @pytest.mark.parametrize(("how", "events"), [("fail", 1), ("retry", 3), ("ignore", 1), ("reject", 1), ("replace", 1)])
 @pytest.mark.parametrize("task", [tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
 def test_no_lock_is_left_however_a_task_ends(stage, task, how, events):
-    """Its life of a minute is longer than any patience here."""
+    """Its life of ten minutes is longer than any patience here."""
     stage.publish(task, how)
     stage.diary.wait_for("end", events)
     wait_until(lambda: task.lock_info(stage.name) is None)

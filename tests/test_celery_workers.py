@@ -207,7 +207,7 @@ def test_the_lock_is_free_before_the_next_of_a_chain_and_before_the_result_is_se
     [("return", 1), ("fail", 1), ("retry", 3), ("ignore", 1), ("reject", 1), ("replace", 1)],
 )
 def test_the_lock_is_released_however_a_task_ends(stage, how, events):
-    """Its life of a minute is longer than any patience here."""
+    """Its life of ten minutes is longer than any patience here."""
     stage.publish(tasks.refuse, how)
     stage.diary.wait_for("end", events)
     wait_until(lambda: tasks.refuse.lock_info(stage.name) is None)
