@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from celery import chain, chord, group
 
 from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
-from tests.celery_site.harness import Stage, Workers, ended, workers
+from tests.celery_site.harness import KINDS, Stage, Workers, ended, member, published, workers
 from tests.support import BUSY, wait_until
 
 pytestmark = pytest.mark.processes
-
-KINDS = ("single", "chain", "group", "chord")
 
 
 @pytest.fixture(scope="module")
@@ -83,33 +80,6 @@ EVENTS = {
     "delivered again": Event(tasks.dying, "once killed", "ran ", do=kill),
     "lock lost": Event(tasks.losing, "until lost", "finished", do=unlock),
 }
-
-
-def published(kind: str, stage: Stage, task: Any, *args: object, **options: Any) -> Any:
-    """Publish the task alone, or with another one in a canvas."""
-    one = task.si(stage.name, *args).set(queue=stage.queue, **options)
-    plain, gather = (other.set(queue=stage.queue) for other in (tasks.plain.si(stage.name), tasks.gather.s()))
-    match kind:
-        case "single":
-            return one.apply_async()
-        case "chain":
-            return chain(one, plain).apply_async()
-        case "group":
-            return group(one, plain).apply_async()
-        case "chord":
-            return chord([one, plain], gather).apply_async()
-
-
-def member(kind: str, result: Any) -> Any:
-    """Return the result of the task itself."""
-    match kind:
-        case "chain":
-            return result.parent
-        case "group":
-            return result.results[0]
-        case "chord":
-            return result.parent.results[0]
-    return result
 
 
 def told(result: Any) -> str:

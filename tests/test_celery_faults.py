@@ -13,7 +13,7 @@ from django_redislock import LockBackendError
 from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
-from tests.celery_site.harness import POOLS, Stage, Workers, ended, workers
+from tests.celery_site.harness import KINDS, POOLS, Stage, Workers, ended, member, published, workers
 from tests.support import BUSY, wait_until
 from tests.support.worker import Worker
 
@@ -46,6 +46,16 @@ def runs(stage: Stage, task) -> dict:
     """Publish a task that lasts until a signal comes, and wait until it runs."""
     result = stage.publish(task, "sleep")
     return {"result": result, **stage.diary.wait_for("start")}
+
+
+def run_in_all(worker: Worker, task) -> list[Stage]:
+    """Have the worker run the task alone and in every canvas, until a signal comes."""
+    stages = {kind: Stage([worker]) for kind in KINDS}
+    for kind, stage in stages.items():
+        published(kind, stage, task, "sleep")
+    for stage in stages.values():
+        stage.diary.wait_for("start")
+    return list(stages.values())
 
 
 def free_within(task, stage: Stage, seconds: float) -> None:
@@ -138,11 +148,11 @@ def test_child_killed_and_its_message_delivered_again(stage):
 
 
 def test_main_process_and_children_killed(crew):
-    worker = crew.start("prefork", name="doomed", concurrency=2).wait_ready()
-    stage = Stage([worker])
-    runs(stage, tasks.mortal)
+    worker = crew.start("prefork", name="doomed", concurrency=4).wait_ready()
+    stages = run_in_all(worker, tasks.mortal)
     worker.kill()
-    free_within(tasks.mortal, stage, LIFE + 1)
+    for stage in stages:
+        free_within(tasks.mortal, stage, LIFE + 1)
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -160,12 +170,12 @@ def test_warm_shutdown_lets_the_task_finish(crew, pool):
 
 
 def test_cold_shutdown(crew):
-    worker = crew.start("prefork", name="cold", concurrency=1).wait_ready()
-    stage = Stage([worker])
-    runs(stage, tasks.refuse)
+    worker = crew.start("prefork", name="cold", concurrency=4).wait_ready()
+    stages = run_in_all(worker, tasks.refuse)
     worker.signal(signal.SIGQUIT)
     worker.wait()
-    free_within(tasks.refuse, stage, 5)
+    for stage in stages:
+        free_within(tasks.refuse, stage, 5)
 
 
 # The lock's own faults
@@ -200,7 +210,8 @@ def apart(crew, own_server, settings) -> Iterator[Worker]:
 def test_redis_down_at_the_start(apart, own_server):
     stage = Stage([apart])
     own_server.stop()
-    assert type(ended(stage.publish(tasks.refuse)).result) is LockBackendError
+    for kind in KINDS:
+        assert type(ended(member(kind, published(kind, stage, tasks.refuse))).result) is LockBackendError
     assert ended(stage.publish(tasks.run_without)).state == "SUCCESS"
     assert "runs without its lock, for Redis does not answer" in apart.log
     later = stage.publish(tasks.try_later)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from celery import chain, chord, group
+from celery import chain
 from celery.exceptions import ChordError
 
 from django_redislock import TaskAlreadyRunning
@@ -18,7 +18,7 @@ from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
 from tests.celery_site.forms import FORMS
-from tests.celery_site.harness import POOLS, Stage, Workers, all_ended, beat, ended, workers
+from tests.celery_site.harness import KINDS, POOLS, Stage, Workers, all_ended, beat, ended, published, workers
 from tests.support import wait_until
 
 pytestmark = pytest.mark.processes
@@ -83,13 +83,7 @@ def test_every_order_and_form_runs_and_refuses_a_duplicate(gated, form):
 
 
 def canvases(stage: Stage, task) -> dict:
-    one, plain = (each.si(stage.name).set(queue=stage.queue) for each in (task, tasks.plain))
-    return {
-        "single": stage.publish(task),
-        "chain": chain(one, plain).apply_async(),
-        "group": group(one, plain).apply_async(),
-        "chord": chord([one, plain], tasks.gather.s().set(queue=stage.queue)).apply_async(),
-    }
+    return {kind: published(kind, stage, task) for kind in KINDS}
 
 
 def outcomes(results: dict) -> dict:

@@ -13,10 +13,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from celery import states
+from celery import chain, chord, group, states
 from celery.result import AsyncResult, GroupResult
 from kombu import pools
 
+from tests.celery_site import tasks
 from tests.celery_site.app import BROKER, app, use
 from tests.celery_site.diary import DIRECTORY, Diary
 from tests.support import Server, wait_until
@@ -167,3 +168,33 @@ def _states(result: AsyncResult[Any] | GroupResult) -> list[str]:
         return [state for child in result.results for state in _states(child)]
     before = [] if result.parent is None else _states(result.parent)
     return [*before, f"{result.id}: {result.state}"]
+
+
+KINDS = ("single", "chain", "group", "chord")
+
+
+def published(kind: str, stage: Stage, task: Any, *args: object, **options: Any) -> Any:
+    """Publish the task alone, or with another one in a canvas."""
+    one = task.si(stage.name, *args).set(queue=stage.queue, **options)
+    plain, gather = (other.set(queue=stage.queue) for other in (tasks.plain.si(stage.name), tasks.gather.s()))
+    match kind:
+        case "single":
+            return one.apply_async()
+        case "chain":
+            return chain(one, plain).apply_async()
+        case "group":
+            return group(one, plain).apply_async()
+        case "chord":
+            return chord([one, plain], gather).apply_async()
+
+
+def member(kind: str, result: Any) -> Any:
+    """Return the result of the task itself."""
+    match kind:
+        case "chain":
+            return result.parent
+        case "group":
+            return result.results[0]
+        case "chord":
+            return result.parent.results[0]
+    return result
