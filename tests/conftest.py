@@ -72,6 +72,12 @@ def client(server: Server, _empty_database: None) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
+def locks_by_url(settings: Any, redis_url: str) -> None:
+    """The settings name the server of the locks by its URL."""
+    settings.DJANGO_REDISLOCK = {"URL": redis_url}
+
+
+@pytest.fixture
 def own_server() -> Iterator[RedisServer]:
     """A server for this test alone, to pause, kill and restart."""
     with RedisServer() as server:

@@ -19,13 +19,8 @@ from django_redislock.core.server import server_of
 from tests.admin_pages import LIST, browser, messages, names, superuser, user
 from tests.support import counting, wait_in_a_thread
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("locks_by_url")]
 PAGE = LIST + "contention/"
-
-
-@pytest.fixture(autouse=True)
-def _url(settings: Any, redis_url: str) -> None:
-    settings.DJANGO_REDISLOCK = {"URL": redis_url}
 
 
 def get(web: Client) -> str:

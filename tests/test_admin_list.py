@@ -24,7 +24,7 @@ from django_redislock.models import HeldLock, decode_key, encode_key, visible
 from tests.admin_pages import LIST, browser, hold, messages, names, next_millisecond, page_of, rewrite, superuser
 from tests.support import RedisServer, Server, counting, wait_until
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("locks_by_url")]
 
 AWKWARD = [
     "a/b/../c?d=e#f",
@@ -43,11 +43,6 @@ AWKWARD = [
     "x" * MAX_NAME,
     "🔒" * MAX_NAME,
 ]
-
-
-@pytest.fixture(autouse=True)
-def _url(settings: Any, redis_url: str) -> None:
-    settings.DJANGO_REDISLOCK = {"URL": redis_url}
 
 
 @pytest.fixture

@@ -35,14 +35,9 @@ from tests.admin_pages import (
 )
 from tests.support import Proxy, RedisServer
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("locks_by_url")]
 
 WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
-
-
-@pytest.fixture(autouse=True)
-def _url(settings: Any, redis_url: str) -> None:
-    settings.DJANGO_REDISLOCK = {"URL": redis_url}
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def make_stale(client, key=":1:k", left=10):
 
 def test_a_value_lives_longer_by_stale(get, client):
     assert get("k", lambda: "v", 60, stale=30) == "v"
-    assert 89_000 < client.pttl(":1:k") <= 90_000
+    assert 80_000 < client.pttl(":1:k") <= 90_000
     assert get("k", never, 60, stale=30) == "v"
 
 
@@ -85,13 +85,13 @@ def test_one_refreshes_and_everybody_else_has_the_old_value_at_once(cache, clien
         assert first.result(20) == "new"
     assert work.calls == 1
     assert cache.get("k") == "new"
-    assert client.pttl(":1:k") > 59_000
+    assert client.pttl(":1:k") > 50_000
     assert not list(held_locks(client))
 
 
 def test_what_another_process_refreshes_is_not_waited_for(cache, client, get):
     """Another process's lease is a lock of that name."""
-    cache.set("k", "old", 10)
+    cache.set("k", "old", 25)
     with Lock(client, "cache::1:k"):
         assert get("k", never, 60, stale=30) == "old"
         assert get("k", never, 60, stale=30, refresh="thread") == "old"
@@ -100,19 +100,19 @@ def test_what_another_process_refreshes_is_not_waited_for(cache, client, get):
 
 
 def test_in_the_background_everybody_has_the_old_value_at_once(get, cache, client):
-    cache.set("k", "old", 10)
+    cache.set("k", "old", 25)
     calls = []
     options = {"stale": 30, "refresh": "thread"}
     assert get("k", lambda: calls.append(1) or "new", 60, **options) == "old"
     wait_until(lambda: cache.get("k") == "new")
-    assert client.pttl(":1:k") > 89_000
+    assert client.pttl(":1:k") > 70_000
     assert get("k", never, 60, **options) == "new"
     assert len(calls) == 1
     wait_until(lambda: not list(held_locks(client)) and not flights._flights)
 
 
 def test_a_background_thread_is_one_for_all(cache):
-    cache.set("k", "old", 10)
+    cache.set("k", "old", 25)
     work = Work("new")
     assert cache.get_or_set("k", work, 60, stale=30, refresh="thread") == "old"
     assert work.running.wait(10)
@@ -125,7 +125,7 @@ def test_a_background_thread_is_one_for_all(cache):
 
 
 def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, client, caplog):
-    cache.set("k", "old", 10)
+    cache.set("k", "old", 25)
 
     def fail():
         raise ValueError("mine")
@@ -137,7 +137,7 @@ def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, clie
 
 
 def test_an_inline_failure_is_the_callers_own(get, cache, client):
-    cache.set("k", "old", 10)
+    cache.set("k", "old", 25)
 
     def fail():
         raise ValueError("mine")
@@ -149,7 +149,7 @@ def test_an_inline_failure_is_the_callers_own(get, cache, client):
 
 
 def test_who_prefers_a_new_value_waits_for_it_and_then_takes_the_old_one(cache, client):
-    cache.set("k", "old", 10)
+    cache.set("k", "old", 25)
     work = Work("new")
     options = {"stale": 30, "on_wait_timeout": "stale"}
     with ThreadPoolExecutor(3) as pool:
@@ -229,12 +229,12 @@ def test_jitter_shortens_lives_at_random(redis_url, client):
     for number in range(20):
         cache.get_or_set(f"k{number}", lambda: 1, 100)
     lives = [client.pttl(f":1:k{number}") for number in range(20)]
-    assert all(49_000 < life <= 100_000 for life in lives)
+    assert all(40_000 < life <= 100_000 for life in lives)
     assert len({life // 1000 for life in lives}) > 3
     cache.get_or_set("forever", lambda: 1, None)
     assert client.pttl(":1:forever") == -1
     cache.get_or_set("exact", lambda: 1, 100, jitter=0)
-    assert client.pttl(":1:exact") > 99_000
+    assert client.pttl(":1:exact") > 95_000
 
 
 # Counters
@@ -250,7 +250,7 @@ def test_counters(redis_url):
         with pytest.raises(ZeroDivisionError):
             cache.get_or_set("fails", lambda: 1 / 0)
         cache.get_or_set("deleted", lambda: cache.delete("deleted"))
-        cache.set("old", "old", 10)
+        cache.set("old", "old", 25)
         cache.get_or_set("old", never, refresh="thread", stale=30, wait=0)
         after = cache.stats()
         assert caches["default"].stats() == elsewhere
@@ -322,11 +322,11 @@ def test_a_celery_worker_refreshes(server, client, tmp_path, asynchronous):
 
     use(server.url)
     cache = caches["default"]
-    cache.set("k", "old", 10)
+    cache.set("k", "old", 120)  # longer than a worker may take to start
     default = functools.partial(cache_programs.celebrate, "worker", year=2026)
     if asynchronous:
         default = functools.partial(cache_programs.acelebrate, "worker", year=2026)
-    options = {"stale": 30, "refresh": "celery", "jitter": 0}
+    options = {"stale": 300, "refresh": "celery", "jitter": 0}
 
     def ask():
         if asynchronous:
@@ -339,9 +339,9 @@ def test_a_celery_worker_refreshes(server, client, tmp_path, asynchronous):
     assert sum(line.startswith("LPUSH") for line in sent) == 1, "one order, however many find it old"
     with Worker("celery", "solo", tmp_path / "worker.log") as worker:
         worker.wait_ready()
-        wait_until(lambda: cache.get("k") != "old", 20)
+        wait_until(lambda: cache.get("k") != "old")
     made = cache.get("k")
     assert made["greeting"] == "worker 2026"
     assert made["pid"] != threading.get_native_id()
-    assert client.pttl(":1:k") > 80_000
+    assert client.pttl(":1:k") > 240_000
     assert not list(held_locks(client))

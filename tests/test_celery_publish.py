@@ -30,6 +30,13 @@ def app():
         yield app
 
 
+CANVASES = {
+    "chain": lambda one, other: chain(one, other),
+    "group": lambda one, other: group(one, other),
+    "chord": lambda one, other: chord([one, other], other),
+}
+
+
 @pytest.fixture(params=SCOPES)
 def scope(request):
     return request.param
@@ -131,8 +138,8 @@ def test_members_of_canvases_are_published_in_any_case(client, app, make, scope)
     task.delay()
     one, last = task.si(), task.si()
     assert messages(app, task) != []
-    for canvas in (chain(one, last), group(one, last), chord([one, one], last)):
-        result = canvas.apply_async()
+    for canvas in CANVASES.values():
+        result = canvas(one, last).apply_async()
         assert not isinstance(result, DuplicateResult)
         assert messages(app, task) != []
     frozen = task.si()
@@ -178,11 +185,22 @@ def test_a_message_that_could_not_be_published_leaves_no_lock(client, make, scop
     assert not isinstance(task.delay(), DuplicateResult)
 
 
+@pytest.mark.parametrize("canvas", CANVASES.values(), ids=CANVASES)
+def test_a_canvas_that_could_not_be_published_leaves_no_lock(client, make, scope, canvas):
+    one = make(scope=scope).si().set(serializer="no such serializer")
+    with pytest.raises(SerializerNotInstalled):
+        canvas(one, make(scope="run").si()).apply_async()
+    assert list(held_locks(client)) == []
+
+
 def test_without_redis_publishing_is_a_typed_error_and_never_none(make, scope, settings):
     settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
     task = make(scope=scope)
     with pytest.raises(LockBackendError):
         task.delay()
+    for canvas in CANVASES.values():
+        with pytest.raises(LockBackendError):
+            canvas(task.si(), task.si()).apply_async()
 
 
 def test_without_redis_publishing_may_go_on(app, make, scope, settings, caplog):
@@ -205,6 +223,8 @@ def test_eager_tasks_run_one_after_the_other_and_leave_nothing(client, app, make
     app.conf.task_always_eager = True
     try:
         assert [task.delay().get(), task.delay().get()] == [1, 1]
+        done = {kind: canvas(task.si(), task.si()).apply_async().get() for kind, canvas in CANVASES.items()}
+        assert done == {"chain": 1, "group": [1, 1], "chord": 1}
     finally:
         app.conf.task_always_eager = False
     assert list(held_locks(client)) == []

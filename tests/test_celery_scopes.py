@@ -14,7 +14,7 @@ from django_redislock.celery import DuplicateResult
 from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
-from tests.celery_site.harness import POOLS, Stage, Workers, ended, workers
+from tests.celery_site.harness import POOLS, Stage, Workers, all_ended, ended, workers
 from tests.support import BUSY, wait_until
 
 pytestmark = pytest.mark.processes
@@ -146,7 +146,7 @@ def test_job_lasts_over_retries(stage):
 @pytest.mark.parametrize(("how", "events"), [("fail", 1), ("retry", 3), ("ignore", 1), ("reject", 1), ("replace", 1)])
 @pytest.mark.parametrize("task", [tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
 def test_no_lock_is_left_however_a_task_ends(stage, task, how, events):
-    """Its life of a minute is longer than any patience here."""
+    """Its life of ten minutes is longer than any patience here."""
     stage.publish(task, how)
     stage.diary.wait_for("end", events)
     wait_until(lambda: task.lock_info(stage.name) is None)
@@ -169,7 +169,7 @@ def test_canvases_end_though_a_duplicate_waits(stage, task):
         chord([plain, plain], one).apply_async(),
     ]
     stage.consume()
-    wait_until(lambda: all(result.ready() for result in results), 90, f"all ends: {results}")
+    all_ended(results)
 
 
 @only_prefork

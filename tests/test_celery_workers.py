@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from celery import chain, chord, group
+from celery import chain
 from celery.exceptions import ChordError
 
 from django_redislock import TaskAlreadyRunning
@@ -18,7 +18,7 @@ from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
 from tests.celery_site.forms import FORMS
-from tests.celery_site.harness import POOLS, Stage, Workers, beat, ended, workers
+from tests.celery_site.harness import KINDS, POOLS, Stage, Workers, all_ended, beat, ended, published, workers
 from tests.support import wait_until
 
 pytestmark = pytest.mark.processes
@@ -83,18 +83,12 @@ def test_every_order_and_form_runs_and_refuses_a_duplicate(gated, form):
 
 
 def canvases(stage: Stage, task) -> dict:
-    one, plain = (each.si(stage.name).set(queue=stage.queue) for each in (task, tasks.plain))
-    return {
-        "single": stage.publish(task),
-        "chain": chain(one, plain).apply_async(),
-        "group": group(one, plain).apply_async(),
-        "chord": chord([one, plain], tasks.gather.s().set(queue=stage.queue)).apply_async(),
-    }
+    return {kind: published(kind, stage, task) for kind in KINDS}
 
 
 def outcomes(results: dict) -> dict:
     """Wait until all has ended and tell how."""
-    wait_until(lambda: all(result.ready() for result in results.values()), 90, f"all ends: {results}")
+    all_ended(list(results.values()))
     done = {name: result.result for name, result in results.items() if name != "group"}
     return done | {"group": [child.result for child in results["group"].results]}
 
@@ -207,7 +201,7 @@ def test_the_lock_is_free_before_the_next_of_a_chain_and_before_the_result_is_se
     [("return", 1), ("fail", 1), ("retry", 3), ("ignore", 1), ("reject", 1), ("replace", 1)],
 )
 def test_the_lock_is_released_however_a_task_ends(stage, how, events):
-    """Its life of a minute is longer than any patience here."""
+    """Its life of ten minutes is longer than any patience here."""
     stage.publish(tasks.refuse, how)
     stage.diary.wait_for("end", events)
     wait_until(lambda: tasks.refuse.lock_info(stage.name) is None)

@@ -23,10 +23,7 @@ from tests.admin_pages import held, hold, next_millisecond
 from tests.support import RedisServer, Server
 from tests.support.processes import ROOT
 
-
-@pytest.fixture(autouse=True)
-def _url(settings: Any, redis_url: str) -> None:
-    settings.DJANGO_REDISLOCK = {"URL": redis_url}
+pytestmark = pytest.mark.usefixtures("locks_by_url")
 
 
 @pytest.fixture

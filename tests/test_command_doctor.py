@@ -15,6 +15,8 @@ from django.core.management.base import CommandError
 
 from tests.support import RedisServer
 
+pytestmark = pytest.mark.usefixtures("locks_by_url")
+
 CHECKS = [
     "connection",
     "version",
@@ -28,11 +30,6 @@ CHECKS = [
     "release",
     "wait",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _url(settings: Any, redis_url: str) -> None:
-    settings.DJANGO_REDISLOCK = {"URL": redis_url}
 
 
 def doctor(*arguments: str) -> tuple[str, int]:

@@ -344,41 +344,35 @@ class TestPaused:
     """A holder is stopped for longer than its lock lives; meanwhile another takes the lock and writes."""
 
     @pytest.fixture
-    def successor_writes(self, account):
-        def write():
+    def overtake(self, account):
+        def overtake(process):
+            process.pause()
             with lock("account:1", timeout=10) as held:
                 account.claim(held)
                 account.balance += 100
                 account.save_fenced(held)
+            process.resume()
+            process.send()
 
-        return write
+        return overtake
 
-    def test_just_before_its_write_reaches_the_database(self, database, run_python, successor_writes):
+    def test_just_before_its_write_reaches_the_database(self, database, run_python, overtake):
         process = run_python(programs.deposit_paused_before_the_write, database, True)
         process.wait_for(event="writing")
-        process.pause()
-        successor_writes()
-        process.resume()
-        process.send()
+        overtake(process)
         assert process.wait_for(event="refused")["error"] == "StaleFence"
         assert stored()[0] == 100
 
-    def test_without_a_fence_it_overwrites(self, database, run_python, successor_writes):
+    def test_without_a_fence_it_overwrites(self, database, run_python, overtake):
         process = run_python(programs.deposit_paused_before_the_write, database, False)
         process.wait_for(event="writing")
-        process.pause()
-        successor_writes()
-        process.resume()
-        process.send()
+        overtake(process)
         process.wait_for(event="written")
         assert stored()[0] == 1
 
-    def test_before_its_write_begins_it_is_told_of_the_loss(self, database, run_python, successor_writes):
+    def test_before_its_write_begins_it_is_told_of_the_loss(self, database, run_python, overtake):
         process = run_python(programs.write_when_told, database)
         process.wait_for(event="held")
-        process.pause()
-        successor_writes()
-        process.resume()
-        process.send()
+        overtake(process)
         assert process.wait_for(event="refused")["error"] == "LockLost"
         assert stored()[0] == 100

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import os
 import pickle
 import subprocess
 import threading
@@ -28,7 +27,7 @@ from django_redislock.core.keys import lock_keys
 from django_redislock.core.server import server_of
 from django_redislock.core.wire import pack
 from tests import lock_programs
-from tests.support import BUSY, RedisServer, counting, find_program, free_port, queued, wait_until
+from tests.support import BUSY, RedisServer, counting, find_program, free_port, in_a_fork, queued, wait_until
 from tests.test_cache_clients import sentinel  # noqa: F401 - a fixture
 
 KEYS = lock_keys("redislock", "a")
@@ -858,16 +857,7 @@ def test_a_forked_child_owns_nothing_of_its_parents(aclient, client, kind, entri
                 await blocks.enter_async_context(lock)
             waiter = asyncio.create_task(hold(kind(aclient, "a")))
             await until(lambda: waiting(client) == 1)
-            pid = os.fork()
-            if pid == 0:
-                status = 1
-                try:
-                    asyncio.run(child(lock))
-                    status = 0
-                finally:
-                    os._exit(status)
-            _, status = await asyncio.to_thread(os.waitpid, pid, 0)
-            assert os.waitstatus_to_exitcode(status) == 0
+            in_a_fork(lambda: asyncio.run(child(lock)))
             await asyncio.sleep(2.6)
             assert await lock.owned(), "the parent keeps and renews its lock"
         assert await waiter
@@ -895,16 +885,11 @@ def test_a_child_that_runs_the_loop_of_its_parent_has_connections_of_its_own(acl
 
     loop = asyncio.new_event_loop()
     mine = loop.run_until_complete(cycle())
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            assert loop.run_until_complete(cycle()) is not mine
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def child():
+        assert loop.run_until_complete(cycle()) is not mine
+
+    in_a_fork(child)
     assert loop.run_until_complete(cycle()) is mine
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -20,7 +19,7 @@ from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost, NotAcquired
 from tests import lock_programs
-from tests.support import BUSY, Proxy, RedisServer, find_program, lived, queued, wait_until
+from tests.support import BUSY, Proxy, RedisServer, find_program, in_a_fork, lived, queued, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -684,21 +683,16 @@ def test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins(client, redis
 def test_a_forked_child_owns_nothing_of_its_parents(client):
     lock = Lock(client, "a", expire=2.4)
     lock.acquire()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            with pytest.raises(NotAcquired):
-                lock.release()
-            lock.__exit__(None, None, None)
-            alive = [thread.name for thread in threading.enumerate()]
-            with Lock(client, "b"):
-                other = Lock(client, "a").acquire(blocking=False)
-            status = 0 if WATCHDOG not in alive and not other else 2
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def child():
+        with pytest.raises(NotAcquired):
+            lock.release()
+        lock.__exit__(None, None, None)
+        assert WATCHDOG not in [thread.name for thread in threading.enumerate()]
+        with Lock(client, "b"):
+            assert not Lock(client, "a").acquire(blocking=False)
+
+    in_a_fork(child)
     lived(3)
     assert lock.owned(), "the parent keeps and renews its lock"
     lock.release()
@@ -707,23 +701,17 @@ def test_a_forked_child_owns_nothing_of_its_parents(client):
 def test_a_fork_while_threads_wait_harms_neither_side(client):
     got = []
     with Lock(client, "a", expire=60):
-        threads = [threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=20))) for _ in range(1)]
-        for thread in threads:
-            thread.start()
+        thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=20)))
+        thread.start()
         wait_until(lambda: queued(client, "a") == 1)
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                started = time.monotonic()
-                refused = not Lock(client, "a").acquire(timeout=0.3)
-                status = 0 if refused and time.monotonic() - started < 5 else 2
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(pid, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
-    for thread in threads:
-        thread.join(timeout=5)
+
+        def child():
+            started = time.monotonic()
+            assert not Lock(client, "a").acquire(timeout=0.3)
+            assert time.monotonic() - started < 5
+
+        in_a_fork(child)
+    thread.join(timeout=20)
     assert got == [True]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import threading
 import time
@@ -12,11 +11,11 @@ from contextlib import contextmanager, suppress
 import pytest
 import redis
 
-from django_redislock.core import AsyncLock, Lock, RLock, waiting
+from django_redislock.core import AsyncLock, Lock, RLock, waiters
 from django_redislock.core.keys import milliseconds
 from django_redislock.core.server import server_of
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import BUSY, Proxy, lived, monitoring, queued, say, wait_until
+from tests.support import BUSY, Proxy, in_a_fork, lived, monitoring, queued, say, wait_until
 
 
 def start(function, *args):
@@ -262,7 +261,7 @@ def contention(client, name):
 
 
 def test_a_subscription_that_died_in_silence_starves_no_thread(client, redis_url, monkeypatch):
-    monkeypatch.setattr(waiting, "QUIET", 0.5)
+    monkeypatch.setattr(waiters, "QUIET", 0.5)
     with ForgetfulProxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
         with Lock(client, "a"):
             assert not Lock(behind, "a").acquire(timeout=0.1)
@@ -274,7 +273,7 @@ def test_a_subscription_that_died_in_silence_starves_no_thread(client, redis_url
 
 
 def test_a_subscription_that_died_in_silence_starves_no_task(client, redis_url, monkeypatch):
-    monkeypatch.setattr(waiting, "QUIET", 0.5)
+    monkeypatch.setattr(waiters, "QUIET", 0.5)
 
     async def main():
         with Lock(client, "a"):
@@ -294,7 +293,7 @@ def subscriptions(client):
 
 
 def test_a_quiet_subscription_that_lives_is_kept(client, monkeypatch):
-    monkeypatch.setattr(waiting, "QUIET", 0.2)
+    monkeypatch.setattr(waiters, "QUIET", 0.2)
     with Lock(client, "a"):
         thread = start(lambda: Lock(client, "a").acquire(timeout=30))
         wait_until(lambda: queued(client, "a") == 1)
@@ -365,19 +364,15 @@ def test_a_forked_child_reports_no_loss_of_its_parents_lock(client, caplog):
     told = []
     lock = Lock(client, "a", expire=1.5, on_lost=told.append)
     lock.acquire()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            lived(2)
-            assert lock.lost is None
-            with pytest.raises(NotAcquired):
-                lock.raise_if_lost()
-            status = 0 if not told else 2
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def child():
+        lived(2)
+        assert lock.lost is None
+        with pytest.raises(NotAcquired):
+            lock.raise_if_lost()
+        assert told == []
+
+    in_a_fork(child)
     lock.release()
 
 

@@ -20,10 +20,7 @@ from django_redislock.core import Lock, events
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import counting, wait_in_a_thread
 
-
-@pytest.fixture(autouse=True)
-def _url(settings: Any, redis_url: str) -> None:
-    settings.DJANGO_REDISLOCK = {"URL": redis_url}
+pytestmark = pytest.mark.usefixtures("locks_by_url")
 
 
 @pytest.fixture

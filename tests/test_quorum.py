@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from contextlib import ExitStack
 
@@ -12,7 +11,7 @@ import pytest
 from django_redislock.core import Lock, QuorumLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import RedisServer, wait_until
+from tests.support import RedisServer, in_a_fork, wait_until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -211,19 +210,14 @@ def test_the_error_of_a_block_is_kept(clients):
 @pytest.mark.processes
 def test_a_forked_child_owns_nothing(clients):
     lock = QuorumLock(clients, "a")
+
+    def child():
+        lock.__exit__(None, None, None)
+        with pytest.raises(NotAcquired):
+            lock.release()
+
     with lock:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                lock.__exit__(None, None, None)
-                with pytest.raises(NotAcquired):
-                    lock.release()
-                status = 0
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(pid, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+        in_a_fork(child)
         assert lock.owned()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 
 import pytest
@@ -13,7 +12,7 @@ import redis.asyncio
 from django_redislock.core import AsyncRLock, Lock, RLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockLost, NotAcquired
-from tests.support import wait_until
+from tests.support import in_a_fork, wait_until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -183,23 +182,18 @@ def test_the_entered_objects_may_go_while_another_is_inside(client):
 @pytest.mark.parametrize("asks_first", [False, True])
 def test_a_forked_child_is_not_inside_and_leaves_its_copy_of_each_block(client, asks_first):
     lock = RLock(client, "a")
+
+    def child():
+        if asks_first:
+            assert not lock.acquire(blocking=False)
+            assert not RLock(client, "a").acquire(blocking=False)
+            with pytest.raises(NotAcquired):
+                lock.release()
+        for _ in range(2):
+            lock.__exit__(None, None, None)
+
     with lock, lock:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                if asks_first:
-                    assert not lock.acquire(blocking=False)
-                    assert not RLock(client, "a").acquire(blocking=False)
-                    with pytest.raises(NotAcquired):
-                        lock.release()
-                for _ in range(2):
-                    lock.__exit__(None, None, None)
-                status = 0
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(pid, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+        in_a_fork(child)
         assert lock.owned()
     assert not lock.locked()
 

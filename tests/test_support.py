@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
 import pytest
 import redis
 
-from tests.support import Proxy, RedisServer, counting, find_program, monitoring, say, wait_until
+from tests.support import Proxy, RedisServer, counting, find_program, in_a_fork, monitoring, say, wait_until
 
 ONE_TRY = {"retry": None, "socket_timeout": 2}
 
@@ -216,3 +218,18 @@ class TestPythonProcess:
         process.wait_for(up=1)
         process.kill()
         assert process.wait() == -9
+
+
+class TestFork:
+    def test_what_fails_in_the_child_fails_here(self):
+        with pytest.raises(AssertionError, match="ZeroDivisionError"):
+            in_a_fork(lambda: 1 / 0)
+
+    def test_a_child_that_dies_fails_here(self):
+        with pytest.raises(AssertionError, match="signal 9"):
+            in_a_fork(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def test_what_the_child_does_is_its_own(self):
+        mine = []
+        in_a_fork(lambda: mine.append(1))
+        assert mine == []

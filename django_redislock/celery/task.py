@@ -92,7 +92,7 @@ class SingleInstanceMixin(LockedTask):
         lock = self._running_lock(name, options, request, args, kwargs)
         try:
             try:
-                acquired, holder = self._acquire(lock, options)
+                acquired, holder = self._acquire(lock, options, queued)
             except LockBackendError as error:
                 if options.on_backend_error == "reschedule":
                     self._reschedule(name, error, options, request, options.reschedule_limit, queued)
@@ -152,9 +152,16 @@ class SingleInstanceMixin(LockedTask):
             return None
         return request
 
-    def _acquire(self, lock: ExecutionLock, options: Options) -> tuple[bool, LockInfo | None]:
+    def _acquire(
+        self, lock: ExecutionLock, options: Options, queued: ExecutionLock | None
+    ) -> tuple[bool, LockInfo | None]:
         """Return whether the lock was acquired, and else who holds it, as far as that can be known."""
-        if lock.acquire(timeout=options.wait if options.on_conflict == "wait" else 0):
+        wait = options.wait if options.on_conflict == "wait" else 0
+        acquired = lock.acquire(timeout=wait if queued is None else 0)
+        if not acquired and wait != 0 and queued is not None and not lock.worked_off:
+            with queued.alive(options.expire):  # a hard time limit may end the wait, and its message for ever
+                acquired = lock.acquire(timeout=wait)
+        if acquired:
             return True, None
         if lock.worked_off:
             return False, None

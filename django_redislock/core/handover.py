@@ -10,6 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -70,6 +73,21 @@ class ExecutionLock(Lock):
         """What `release` leaves behind."""
         self.worked_off = False
         """Whether the lock was refused because the message has been worked off."""
+
+    @contextmanager
+    def alive(self, expire: float) -> Iterator[None]:
+        """Give what the given id holds this shorter life, renewed while the block lasts, for its process may die in there.
+
+        After the block it is still held. Raises LockBackendError when Redis cannot answer.
+        """
+        mine = copy(self)
+        mine._leases, mine.expire, mine.auto_renewal = {}, expire, True
+        try:
+            mine.acquire(blocking=False)
+            yield
+        finally:
+            for lease in mine._leases.values():
+                watchdog.remove(lease)
 
     def free(self) -> bool:
         """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot answer."""

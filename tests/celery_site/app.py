@@ -21,7 +21,7 @@ BROKER = "REDISLOCK_TEST_BROKER"
 def use(server_url: str, broker_url: str | None = None) -> None:
     """Have the broker and the results in databases of their own, for every test empties that of the locks."""
     base = server_url.rpartition("/")[0]
-    app.conf.update(broker_url=broker_url or f"{base}/1", result_backend=f"{base}/2")
+    app.conf.update(broker_url=broker_url or f"{base}/1", result_backend=f"tests.celery_site.backend.Backend+{base}/2")
 
 
 if "REDISLOCK_TEST_BEAT" in os.environ:

@@ -41,7 +41,9 @@ class Diary:
 
     def wait_for(self, event: str, count: int = 1, timeout: float = 60) -> dict[str, Any]:
         """Wait until this was noted so often, and return the last one."""
-        wait_until(lambda: len(self.events(event)) >= count, timeout, f"{count} x {event!r}; there are {self.events()}")
+        wait_until(
+            lambda: len(self.events(event)) >= count, timeout, lambda: f"{count} x {event!r}; there are {self.events()}"
+        )
         return self.events(event)[count - 1]
 
     def open_gate(self) -> None:

@@ -11,12 +11,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from celery import states
+from celery import chain, chord, group, states
 from celery.result import AsyncResult, GroupResult
 from kombu import pools
 
+from tests.celery_site import tasks
 from tests.celery_site.app import BROKER, app, use
 from tests.celery_site.diary import DIRECTORY, Diary
 from tests.support import Server, wait_until
@@ -25,6 +26,22 @@ from tests.support.worker import Worker
 
 # A solo worker does one thing at a time, so there are two of them.
 POOLS = {"prefork": (1, 4), "threads": (1, 4), "solo": (2, 1), "gevent": (1, 4)}
+
+
+class ListeningWorker(Worker):
+    """A worker that hears what it is told from the start.
+
+    Celery says that it is ready before it listens for commands, with gevent some time before; one that comes too early is lost.
+    """
+
+    _listens = False
+
+    def wait_ready(self, timeout: float = 120) -> Self:
+        super().wait_ready(timeout)
+        if not self._listens:
+            wait_until(lambda: app.control.ping([self.hostname], timeout=1), timeout, "the worker listens")
+            self._listens = True
+        return self
 
 
 class Workers:
@@ -48,7 +65,7 @@ class Workers:
         """Start one more worker, on the queue of its pool or of this name."""
         queue = f"{self._run}-{name or pool}"
         log = self._directory / f"{queue}-{number}.log"
-        worker = self._stack.enter_context(Worker(queue, pool, log, *options, number=number, **more))
+        worker = self._stack.enter_context(ListeningWorker(queue, pool, log, *options, number=number, **more))
         self._started.append(worker)
         return worker
 
@@ -132,5 +149,52 @@ class Stage:
 
 def ended(result: AsyncResult[Any] | GroupResult, timeout: float = 60) -> AsyncResult[Any]:
     """Wait until the task is in a terminal state."""
-    wait_until(lambda: result.state in states.READY_STATES, timeout, f"{result.id} ends; it is {result.state}")
+    wait_until(lambda: result.state in states.READY_STATES, timeout, lambda: f"{result.id} ends; it is {result.state}")
+    return result
+
+
+def all_ended(results: list[AsyncResult[Any] | GroupResult], timeout: float = 90) -> None:
+    """Wait until all these canvases have ended."""
+
+    def open_ones() -> list[AsyncResult[Any] | GroupResult]:
+        return [result for result in results if not result.ready()]
+
+    wait_until(lambda: not open_ones(), timeout, lambda: f"all ends; what does not is {[*map(_states, open_ones())]}")
+
+
+def _states(result: AsyncResult[Any] | GroupResult) -> list[str]:
+    """Tell how a result and those before it stand."""
+    if isinstance(result, GroupResult):
+        return [state for child in result.results for state in _states(child)]
+    before = [] if result.parent is None else _states(result.parent)
+    return [*before, f"{result.id}: {result.state}"]
+
+
+KINDS = ("single", "chain", "group", "chord")
+
+
+def published(kind: str, stage: Stage, task: Any, *args: object, **options: Any) -> Any:
+    """Publish the task alone, or with another one in a canvas."""
+    one = task.si(stage.name, *args).set(queue=stage.queue, **options)
+    plain, gather = (other.set(queue=stage.queue) for other in (tasks.plain.si(stage.name), tasks.gather.s()))
+    match kind:
+        case "single":
+            return one.apply_async()
+        case "chain":
+            return chain(one, plain).apply_async()
+        case "group":
+            return group(one, plain).apply_async()
+        case "chord":
+            return chord([one, plain], gather).apply_async()
+
+
+def member(kind: str, result: Any) -> Any:
+    """Return the result of the task itself."""
+    match kind:
+        case "chain":
+            return result.parent
+        case "group":
+            return result.results[0]
+        case "chord":
+            return result.parent.results[0]
     return result

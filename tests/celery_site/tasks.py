@@ -78,9 +78,11 @@ def act(task: Any, name: str, how: str = "return") -> Any:
 
 
 @signals.task_prerun.connect
-def _die_before_the_start(args: Any = (), **others: Any) -> None:
+def _before_the_start(args: Any = (), **others: Any) -> None:
     if "killed before the start" in args:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "deaf before the start" in args:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @shared_task
@@ -101,39 +103,39 @@ def note_error(request: Any, error: BaseException, traceback: object, name: str 
     Diary(name).note("errback", error=type(error).__name__)
 
 
-# One for each policy. A life of a minute, so that a lock that is left behind does not look like one that is released.
+# One for each policy. A life of ten minutes, so that a lock that is left behind does not look like one that is released.
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, reschedule_delay=0.3)
+@single_instance(key="{name}", expire=600, reschedule_delay=0.3)
 def refuse(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, on_conflict="skip", skip_result="skipped")
+@single_instance(key="{name}", expire=600, on_conflict="skip", skip_result="skipped")
 def skip(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, on_conflict="wait", wait=60)
+@single_instance(key="{name}", expire=600, on_conflict="wait", wait=60)
 def wait(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, on_conflict="wait", wait=0.2)
+@single_instance(key="{name}", expire=600, on_conflict="wait", wait=0.2)
 def wait_shortly(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True, max_retries=0)
-@single_instance(key="{name}", expire=60, on_conflict="reschedule", reschedule_delay=0.2, reschedule_limit=None)
+@single_instance(key="{name}", expire=600, on_conflict="reschedule", reschedule_delay=0.2, reschedule_limit=None)
 def reschedule(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=2)
+@single_instance(key="{name}", expire=600, on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=2)
 def reschedule_twice(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
@@ -144,13 +146,13 @@ def decide(task: Any, error: Exception) -> Any:
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, on_conflict=decide)
+@single_instance(key="{name}", expire=600, on_conflict=decide)
 def call(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60)
+@single_instance(key="{name}", expire=600)
 def nested(self: Any, name: str, depth: int = 0) -> Any:
     """A task that calls itself, like a function and through Celery."""
     if depth:
@@ -161,14 +163,14 @@ def nested(self: Any, name: str, depth: int = 0) -> Any:
 if "REDISLOCK_TEST_NEW_CODE" in os.environ:
 
     @shared_task(bind=True, name="deployed")
-    @single_instance(expire=60)
+    @single_instance(expire=600)
     def deployed(self: Any, name: str, how: str = "return", also: int = 0) -> Any:
         return act(self, name, how)
 
 else:
 
     @shared_task(bind=True, name="deployed")
-    @single_instance(expire=60)
+    @single_instance(expire=600)
     def deployed(self: Any, name: str, how: str = "return") -> Any:
         return act(self, name, how)
 
@@ -194,7 +196,7 @@ def mortal_late(self: Any, name: str, how: str = "return") -> Any:
 
 
 @shared_task(bind=True, autoretry_for=(Exception,), retry_backoff=False, default_retry_delay=0.3, max_retries=3)
-@single_instance(key="{name}", expire=60)
+@single_instance(key="{name}", expire=600)
 def autoretry(self: Any, name: str, how: str = "return") -> Any:
     diary = Diary(name)
     with diary.run(self.request.id):
@@ -219,31 +221,31 @@ def try_later(self: Any, name: str, how: str = "return") -> Any:
 
 # One for each scope that begins with publishing.
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, scope="queued")
+@single_instance(key="{name}", expire=600, scope="queued")
 def queued(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, scope="queued+run", reschedule_delay=0.2, on_conflict="reschedule")
+@single_instance(key="{name}", expire=600, scope="queued+run", reschedule_delay=0.2, on_conflict="reschedule")
 def queued_and_run(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, scope="queued+run")
+@single_instance(key="{name}", expire=600, scope="queued+run")
 def queued_and_run_refuse(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, scope="job")
+@single_instance(key="{name}", expire=600, scope="job")
 def job(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True)
-@single_instance(expire=60, scope="job")
+@single_instance(expire=600, scope="job")
 def job_of_all_arguments(self: Any, name: str, how: str = "return", more: Any = ()) -> Any:
     return act(self, name, how)
 
@@ -261,13 +263,19 @@ def mortal_queued(self: Any, name: str, how: str = "return") -> Any:
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, keep_for=60)
+@single_instance(key="{name}", expire=4, scope="queued+run", on_conflict="wait", wait=60)
+def mortal_waiting(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, keep_for=60)
 def throttled(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=60, scope="job", queue_life=1)
+@single_instance(key="{name}", expire=600, scope="job", queue_life=1)
 def short_queue(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 

