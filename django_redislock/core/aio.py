@@ -134,11 +134,11 @@ class AsyncLock(BaseLock):
 
     def _entered(self) -> asyncio.Task[Any] | None:
         """Return the task that entered the block which the current one leaves: another one if that of a generator is closed."""
-        me = self._me()
-        if me in self._entrants:
+        me, entrants = self._me(), list(self._entrants)  # of which tasks of another loop, and thread, may leave meanwhile
+        if me in entrants:
             return me  # type: ignore[no-any-return]
-        ended = [task for task in self._entrants if task.done()]
-        for candidates in (self._entrants, ended):
+        ended = [task for task in entrants if task.done()]
+        for candidates in (entrants, ended):
             if len(set(candidates)) == 1:  # through an AsyncRLock it may have entered several times
                 return candidates[0]  # type: ignore[no-any-return]
         return None

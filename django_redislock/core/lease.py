@@ -92,6 +92,8 @@ class Lease:
         self.failures = 0
         self.deadline = sent + life
         self.next_renewal = sent + life / 3
+        if self.expire < life:  # shortened in another thread just now
+            self.renewed(sent, self.expire)
 
     def change(self, expire: float) -> None:
         """Note that a command with another life is about to be sent: without an answer, count on the shorter of the two."""
