@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ..core import Lock, events
+from ..core.handover import ExecutionLock
 from ..exceptions import LockBackendError, LockError, LockLost, LossRecord, NotAcquired
 
 
@@ -63,3 +64,13 @@ def release(lock: Lock) -> None:
         with suppress(LockError):
             lock.release()
         raise
+
+
+def leave_queue(queued: ExecutionLock | None) -> None:
+    """Release what the message held while it waited, if it did."""
+    if queued is None:
+        return
+    try:
+        queued.free()
+    except LockBackendError as error:
+        events.log.warning("%s could not release its place in the queue: %s", queued.label, error)

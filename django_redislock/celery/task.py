@@ -22,8 +22,8 @@ from ..core import LockInfo, events
 from ..core.handover import Ending, ExecutionLock
 from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
-from .base import AGAIN_HEADER, MOMENT, LockedTask, leave_queue
-from .execution import Execution, release, run, running
+from .base import AGAIN_HEADER, MOMENT, LockedTask
+from .execution import Execution, leave_queue, release, run, running
 from .key import lock_name
 from .options import Mark, Options
 from .publish import life
