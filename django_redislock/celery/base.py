@@ -48,7 +48,7 @@ class LockedTask(_Task):
     """A task that has locks; `SingleInstanceMixin` runs it under them."""
 
     _given_options: Mapping[str, Any] = {}
-    _completed: tuple[conf.CelerySettings, Options] | None = None
+    _completed: Options | None = None
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
         """Return who runs the task with these arguments now, or waits to run it, or None.
@@ -163,10 +163,10 @@ class LockedTask(_Task):
 
     @property
     def _options(self) -> Options:
-        settings = conf.get().celery
-        if self._completed is None or self._completed[0] is not settings:
-            self._completed = settings, options_of.complete(self._given_options)
-        return self._completed[1]
+        settings, options = conf.get(), self._completed
+        if options is None or options.settings is not settings:
+            self._completed = options = options_of.complete(self._given_options, settings)
+        return options
 
     @cached_property
     def _signature(self) -> inspect.Signature:
@@ -211,9 +211,9 @@ class LockedTask(_Task):
         return Delivery(id, f"{id}:{request.retries}:{headers.get(MESSAGE_HEADER, '')}", again)
 
     def _lock(self, name: str, options: Options, label: str = "", **more: Any) -> ExecutionLock:
-        settings = conf.get()
+        settings = options.settings
         return ExecutionLock(
-            get_client() if settings.enabled else UNLOCKED,
+            get_client(settings=settings) if settings.enabled else UNLOCKED,
             name,
             label=label,
             kind="celery",

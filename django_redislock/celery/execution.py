@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from ..core import Lock, events
 from ..core.handover import ExecutionLock
@@ -12,7 +11,7 @@ from ..exceptions import LockBackendError, LockError, LockLost, LossRecord, NotA
 
 
 class Execution:
-    """One execution of a single-instance task, as its body sees it: ``self.single_instance``."""
+    """One execution of a single-instance task, as its body sees it: ``self.single_instance``; it runs while in its block."""
 
     def __init__(self, task: str, task_id: str | None = None, lock: Lock | None = None) -> None:
         self.task = task
@@ -20,6 +19,13 @@ class Execution:
         """None in a direct call."""
         self.lock = lock
         """None in a call that takes no lock."""
+
+    def __enter__(self) -> None:
+        self._outer = running.executions
+        running.executions = (*self._outer, self)
+
+    def __exit__(self, *error: object) -> None:
+        running.executions = self._outer
 
     @property
     def lost(self) -> LossRecord | None:
@@ -38,16 +44,6 @@ class Running(threading.local):
 
 
 running = Running()
-
-
-@contextmanager
-def run(execution: Execution) -> Iterator[None]:
-    before = running.executions
-    running.executions = (*before, execution)
-    try:
-        yield
-    finally:
-        running.executions = before
 
 
 def release(lock: Lock) -> None:

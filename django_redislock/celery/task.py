@@ -23,7 +23,7 @@ from ..core.handover import Ending, ExecutionLock
 from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
 from .base import AGAIN_HEADER, MOMENT, LockedTask
-from .execution import Execution, leave_queue, release, run, running
+from .execution import Execution, leave_queue, release, running
 from .key import lock_name
 from .options import Mark, Options
 from .publish import life
@@ -80,14 +80,14 @@ class SingleInstanceMixin(LockedTask):
         name, task_id = lock_name(self.name, key), None if request is None else request.id
         for outer in running.executions:
             if outer.lock is not None and outer.lock.name == name:
-                with run(Execution(self.name, task_id, outer.lock)):
+                with Execution(self.name, task_id, outer.lock):
                     return super().__call__(*args, **kwargs)
         queued = None
         if request is not None and task_id is not None and options.scope in ("queued", "queued+run"):
             queued = self._waiting_lock(key, task_id, options, {})
         if options.scope == "queued":
             leave_queue(queued)
-            with run(Execution(self.name, task_id)):
+            with Execution(self.name, task_id):
                 return super().__call__(*args, **kwargs)
         lock = self._running_lock(name, options, request, args, kwargs)
         try:
@@ -106,7 +106,7 @@ class SingleInstanceMixin(LockedTask):
                 if not acquired:
                     return self._conflict(lock, holder, options, request, queued)
             leave_queue(queued)
-            with run(Execution(self.name, task_id, lock)), self._ending(lock, options, request):
+            with Execution(self.name, task_id, lock), self._ending(lock, options, request):
                 return super().__call__(*args, **kwargs)
         except _Rescheduled:
             queued = None
