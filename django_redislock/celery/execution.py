@@ -62,11 +62,12 @@ def release(lock: Lock) -> None:
         raise
 
 
-def leave_queue(queued: ExecutionLock | None) -> None:
-    """Release what the message held while it waited, if it did."""
-    if queued is None:
-        return
-    try:
-        queued.free()
-    except LockBackendError as error:
-        events.log.warning("%s could not release its place in the queue: %s", queued.label, error)
+def leave_queue(queued: ExecutionLock | None) -> ExecutionLock | None:
+    """Release what the message held while it waited, if it did; return what could not be released."""
+    if queued is not None:
+        try:
+            queued.free()
+        except LockBackendError as error:
+            events.log.warning("%s could not release its place in the queue: %s", queued.label, error)
+            return queued
+    return None

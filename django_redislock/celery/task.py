@@ -105,7 +105,7 @@ class SingleInstanceMixin(LockedTask):
                     raise Ignore("worked off before")
                 if not acquired:
                     return self._conflict(lock, holder, options, request, queued)
-            leave_queue(queued)
+            queued = leave_queue(queued)  # once: what holds the place later is the message of a retry
             with Execution(self.name, task_id, lock), self._ending(lock, options, request):
                 return super().__call__(*args, **kwargs)
         except _Rescheduled:
