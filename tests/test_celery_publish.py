@@ -112,7 +112,7 @@ def test_a_duplicate_is_counted_for_the_page_about_contention(client, make):
     assert contention(client).names == {}
     with counting(client) as counts:
         assert task.delay().id == first.id
-    assert counts["evalsha"] + counts["eval"] == 3  # the try, who holds it, and the count
+    assert counts["evalsha"] == 3  # the try, who holds it, and the count; EVAL would follow one that is not loaded yet
     ((name, found),) = contention(client).names.items()
     assert name.startswith(f"celery-queue:{task.name}")
     assert (found.duplicates, found.waits) == (1, 0)
