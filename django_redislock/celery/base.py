@@ -107,11 +107,8 @@ class LockedTask(_Task):
             raise
 
     def _claim(self, lock: ExecutionLock, options: Options, known: bool) -> DuplicateResult | None:
-        """Take the lock for a message, or return the result of who holds it, unless somebody knows the id of the message.
-
-        He waits for what comes of that id: a canvas, or who wants the result of a retry.
-        """
-        if lock.acquire(blocking=False) or known:
+        """Take the lock for a message, or return the result of who holds it; None when the message is to be published."""
+        if lock.acquire(blocking=False) or known:  # a canvas, or who wants the result of a retry, waits for a known id
             return None
         holder = lock.owner()
         if holder is None and not lock.acquire(timeout=MOMENT):

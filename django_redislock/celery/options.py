@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from string import Formatter
 from typing import Any, Literal, TypedDict
 
@@ -54,7 +54,7 @@ class SingleInstanceOptions(TypedDict, total=False):
 class Options:
     """Every option, with the value in force now."""
 
-    settings: conf.Settings
+    settings: conf.Settings = field(repr=False)  # a URL may hold a password
     """Those that the rest is completed from."""
     scope: str
     expire: float
@@ -73,7 +73,7 @@ class Options:
     reschedule_limit: int | None = 100
 
 
-NAMES = tuple(field.name for field in fields(Options) if field.name != "settings")
+NAMES = tuple(each.name for each in fields(Options) if each.name != "settings")
 
 
 class Mark:
