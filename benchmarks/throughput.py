@@ -69,7 +69,7 @@ def main() -> None:
         for number in range(ROUNDS * 2):
             name, queue = list(QUEUES.items())[(number + number // 2) % 2]
             for key in range(TASKS):
-                app.send_task(queue, (key,), queue=queue)
+                app.tasks[queue].apply_async((key,), queue=queue)  # with what producers send along: the key in a header
             with worker(queue) as process:
                 while broker.llen(queue) > TASKS - 500:  # it starts
                     time.sleep(0.001)

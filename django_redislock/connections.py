@@ -16,12 +16,12 @@ from redis import Redis
 from . import conf
 
 
-def get_client(using: str | None = None) -> Redis:
-    """Return the client of the cache alias `using`, or of the one that the settings name.
+def get_client(using: str | None = None, settings: conf.Settings | None = None) -> Redis:
+    """Return the client of the cache alias `using`, or of the one that the settings name; None stands for those in force.
 
     Opens no connection. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
     """
-    settings = conf.get()
+    settings = settings or conf.get()
     if settings.url is not None and using in (None, URL):
         return _client_of_url(settings.url)
     alias = using or settings.cache_alias

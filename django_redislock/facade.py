@@ -119,7 +119,7 @@ def _made(kind_of_lock: type[L], name: str, using: str | None, **options: Any) -
     for key in defaults:
         if options[key] is None:
             options[key] = getattr(settings, key)
-    return kind_of_lock(get_client(using), name, prefix=settings.key_prefix, **options)
+    return kind_of_lock(get_client(using, settings), name, prefix=settings.key_prefix, **options)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from celery.contrib.django.task import DjangoTask
 from django.core.checks import run_checks
 from django.db import transaction
 
-from django_redislock import TaskAlreadyRunning
+from django_redislock import TaskAlreadyRunning, conf
 from django_redislock.celery import SingleInstanceMixin, SingleInstanceTask, single_instance
 from django_redislock.celery.options import complete
 from django_redislock.checks import TAG
@@ -81,7 +81,7 @@ def test_what_is_not_given_comes_from_the_settings_as_they_are(app, settings):
     def task():
         pass
 
-    assert task._options == complete({"wait": 3.0})
+    assert task._options == complete({"wait": 3.0}, conf.get())
     assert (task._options.wait, task._options.expire, task._options.on_conflict) == (3.0, 30.0, "raise")
     settings.DJANGO_REDISLOCK = {"CELERY": {"WAIT": 5, "EXPIRE": 7, "ON_CONFLICT": "skip"}}
     assert (task._options.wait, task._options.expire, task._options.on_conflict) == (3.0, 7.0, "skip")

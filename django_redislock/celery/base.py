@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from ..core.handover import Delivery, ExecutionLock, waiting_id
 from ..core.server import UNLOCKED
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
-from .execution import release
+from .execution import leave_queue, release
 from .key import lock_name, make, signature_of
 from .options import Options
 from .publish import DuplicateResult, life, shown
@@ -48,7 +48,7 @@ class LockedTask(_Task):
     """A task that has locks; `SingleInstanceMixin` runs it under them."""
 
     _given_options: Mapping[str, Any] = {}
-    _completed: tuple[conf.CelerySettings, Options] | None = None
+    _completed: Options | None = None
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
         """Return who runs the task with these arguments now, or waits to run it, or None.
@@ -87,32 +87,32 @@ class LockedTask(_Task):
             headers[MESSAGE_HEADER] = secrets.token_hex(8)
         options["headers"] = headers
         ours = self._options
-        if ours.scope == "run" or not conf.get().enabled or self.app.conf.task_always_eager:
+        if ours.scope == "run" or self.app.conf.task_always_eager:
             return super().apply_async(args, kwargs, task_id, *others, **options)
         known, task_id = task_id is not None, task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, shown(bound))
-        if not known:
-            duplicate = self._claim(lock, ours)
+        try:
+            duplicate = self._claim(lock, ours, known)
+        except LockBackendError:
+            if ours.on_backend_error != "run":
+                raise
+            events.log.warning("%s is published without its lock, for Redis does not answer.", lock.label)
+        else:
             if duplicate is not None:
                 return duplicate
-        else:  # somebody waits for what comes of that id: a canvas, or who wants the result of a retry
-            with self._ready_without(lock, ours):
-                lock.acquire(blocking=False)
         try:
             return super().apply_async(args, kwargs, task_id, *others, **options)
         except BaseException:
             release(lock)
             raise
 
-    def _claim(self, lock: ExecutionLock, options: Options) -> DuplicateResult | None:
-        """Take the lock for a message, or return the result of who holds it."""
-        holder = None
-        with self._ready_without(lock, options):
-            if lock.acquire(blocking=False):
-                return None
+    def _claim(self, lock: ExecutionLock, options: Options, known: bool) -> DuplicateResult | None:
+        """Take the lock for a message, or return the result of who holds it; None when the message is to be published."""
+        if lock.acquire(blocking=False) or known:  # a canvas, or who wants the result of a retry, waits for a known id
+            return None
+        holder = lock.owner()
+        if holder is None and not lock.acquire(timeout=MOMENT):
             holder = lock.owner()
-            if holder is None and not lock.acquire(timeout=MOMENT):
-                holder = lock.owner()
         if holder is None:
             return None  # it changes hands too fast; that one waits or runs is made sure of at the start
         error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
@@ -135,16 +135,6 @@ class LockedTask(_Task):
             raise error
         return DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
 
-    @contextmanager
-    def _ready_without(self, lock: ExecutionLock, options: Options) -> Iterator[None]:
-        """Let a message go out without its lock when Redis does not answer, if that is wanted."""
-        try:
-            yield
-        except LockBackendError:
-            if options.on_backend_error != "run":
-                raise
-            events.log.warning("%s is published without its lock, for Redis does not answer.", lock.label)
-
     def _waiting_lock(
         self, key: str, task_id: str, ours: Options, options: Mapping[str, Any], arguments: str = ""
     ) -> ExecutionLock:
@@ -160,14 +150,20 @@ class LockedTask(_Task):
             details={"arguments": arguments},
         )
 
+    def _withdraw(self, task_id: str, key: object) -> None:
+        """Free what the message of this id holds, for it will not start."""
+        options = self._options
+        if options.scope != "run" and isinstance(key, str):  # without a key, nobody took a lock for it
+            leave_queue(self._waiting_lock(key, task_id, options, {}))
+
     # The locks
 
     @property
     def _options(self) -> Options:
-        settings = conf.get().celery
-        if self._completed is None or self._completed[0] is not settings:
-            self._completed = settings, options_of.complete(self._given_options)
-        return self._completed[1]
+        settings, options = conf.get(), self._completed
+        if options is None or options.settings is not settings:
+            self._completed = options = options_of.complete(self._given_options, settings)
+        return options
 
     @cached_property
     def _signature(self) -> inspect.Signature:
@@ -204,16 +200,17 @@ class LockedTask(_Task):
         return self._lock(name, options, label, delivery=delivery, details=details)
 
     def _delivery(self, request: Context) -> Delivery:
-        headers, id, mark = request.headers or {}, waiting_id(request.id or ""), ""
+        id = waiting_id(request.id or "")
+        if not self.acks_late or request.is_eager:
+            return Delivery(id, "", False)
+        headers = request.headers or {}
         again = bool((request.delivery_info or {}).get("redelivered") or headers.get(AGAIN_HEADER))
-        if self.acks_late and not request.is_eager:
-            mark = f"{id}:{request.retries}:{headers.get(MESSAGE_HEADER, '')}"
-        return Delivery(id, mark, again and bool(mark))
+        return Delivery(id, f"{id}:{request.retries}:{headers.get(MESSAGE_HEADER, '')}", again)
 
     def _lock(self, name: str, options: Options, label: str = "", **more: Any) -> ExecutionLock:
-        settings = conf.get()
+        settings = options.settings
         return ExecutionLock(
-            get_client() if settings.enabled else UNLOCKED,
+            get_client(settings=settings) if settings.enabled else UNLOCKED,
             name,
             label=label,
             kind="celery",
@@ -227,21 +224,11 @@ class LockedTask(_Task):
         )
 
 
-def leave_queue(queued: ExecutionLock | None) -> None:
-    """Release what the message held while it waited, if it did."""
-    if queued is None:
-        return
-    try:
-        queued.free()
-    except LockBackendError as error:
-        events.log.warning("%s could not release its place in the queue: %s", queued.label, error)
-
-
 @signals.task_revoked.connect
 def _forget(sender: Any = None, request: Any = None, **kwargs: Any) -> None:
     """Free the lock of a message that was revoked, or expired, before its start."""
     if isinstance(sender, LockedTask) and request is not None:
-        _leave_queue(sender, request.id, (request.headers or {}).get(KEY_HEADER))
+        sender._withdraw(request.id, (request.headers or {}).get(KEY_HEADER))
 
 
 @signals.task_failure.connect
@@ -251,12 +238,4 @@ def _forget_dead(
     """Free the lock of a message whose process was killed before its body began; the worker's main process tells of that."""
     if isinstance(exception, WorkerLostError) and isinstance(sender, LockedTask):
         # Celery 5.6 tells of no request, so of no key that the producer had computed.
-        _leave_queue(sender, task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top))
-
-
-def _leave_queue(task: LockedTask, task_id: str, key: object) -> None:
-    options = task._options
-    if (
-        conf.get().enabled and options.scope != "run" and isinstance(key, str)
-    ):  # without a key, nobody took a lock for it
-        leave_queue(task._waiting_lock(key, task_id, options, {}))
+        sender._withdraw(task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from ..core import Lock, events
+from ..core.handover import ExecutionLock
 from ..exceptions import LockBackendError, LockError, LockLost, LossRecord, NotAcquired
 
 
 class Execution:
-    """One execution of a single-instance task, as its body sees it: ``self.single_instance``."""
+    """One execution of a single-instance task, as its body sees it: ``self.single_instance``; it runs while in its block."""
 
     def __init__(self, task: str, task_id: str | None = None, lock: Lock | None = None) -> None:
         self.task = task
@@ -19,6 +19,13 @@ class Execution:
         """None in a direct call."""
         self.lock = lock
         """None in a call that takes no lock."""
+
+    def __enter__(self) -> None:
+        self._outer = running.executions
+        running.executions = (*self._outer, self)
+
+    def __exit__(self, *error: object) -> None:
+        running.executions = self._outer
 
     @property
     def lost(self) -> LossRecord | None:
@@ -39,16 +46,6 @@ class Running(threading.local):
 running = Running()
 
 
-@contextmanager
-def run(execution: Execution) -> Iterator[None]:
-    before = running.executions
-    running.executions = (*before, execution)
-    try:
-        yield
-    finally:
-        running.executions = before
-
-
 def release(lock: Lock) -> None:
     """Release the lock, if it is held."""
     try:
@@ -63,3 +60,14 @@ def release(lock: Lock) -> None:
         with suppress(LockError):
             lock.release()
         raise
+
+
+def leave_queue(queued: ExecutionLock | None) -> ExecutionLock | None:
+    """Release what the message held while it waited, if it did; return what could not be released."""
+    if queued is not None:
+        try:
+            queued.free()
+        except LockBackendError as error:
+            events.log.warning("%s could not release its place in the queue: %s", queued.label, error)
+            return queued
+    return None

@@ -58,7 +58,8 @@ def make(key: Key, bound: inspect.BoundArguments) -> str:
 def digest(arguments: Mapping[str, Any]) -> str:
     """Return a hash of the arguments: the same for what is the same to a worker, another for 1, "1" and True."""
     try:
-        return _hash(_sorted_json(arguments, _DigestEncoder))
+        flat = _FLAT.issuperset(map(type, arguments.values()))
+        return _hash(_sorted(arguments if flat else _plain(arguments, _DigestEncoder)))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"no key can be made from the arguments {arguments!r}: {error}. Name the parameters that count, as in "
@@ -84,9 +85,14 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
     return arguments
 
 
-def _sorted_json(value: object, encoder: type[_Encoder]) -> str:
-    plain = json.loads(json.dumps(value, cls=encoder))  # first, so that the keys that are sorted are strings
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"))
+_FLAT = frozenset({str, int, float, bool, type(None)})
+"""Types whose values are the same before and after `_plain`."""
+_sorted = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+
+def _plain(value: object, encoder: type[_Encoder]) -> Any:
+    """Return the value as a worker gets it, before it makes anything of it: then the keys that are sorted are strings."""
+    return json.loads(json.dumps(value, cls=encoder))
 
 
 def _hash(text: str) -> str:
@@ -122,6 +128,6 @@ class _DigestEncoder(_Encoder):
 def _seen(value: Any) -> Any:
     """Return an argument as a worker sees it; what JSON cannot carry stays as it is."""
     try:
-        return kombu_json.loads(_sorted_json(value, _Encoder))
+        return kombu_json.loads(_sorted(_plain(value, _Encoder)))
     except (TypeError, ValueError):
         return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from string import Formatter
 from typing import Any, Literal, TypedDict
 
@@ -54,6 +54,8 @@ class SingleInstanceOptions(TypedDict, total=False):
 class Options:
     """Every option, with the value in force now."""
 
+    settings: conf.Settings = field(repr=False)  # a URL may hold a password
+    """Those that the rest is completed from."""
     scope: str
     expire: float
     auto_renewal: bool
@@ -71,7 +73,7 @@ class Options:
     reschedule_limit: int | None = 100
 
 
-NAMES = tuple(field.name for field in fields(Options))
+NAMES = tuple(each.name for each in fields(Options) if each.name != "settings")
 
 
 class Mark:
@@ -84,10 +86,10 @@ class Mark:
         """Whether a task class has it."""
 
 
-def complete(given: Mapping[str, Any]) -> Options:
+def complete(given: Mapping[str, Any], settings: conf.Settings) -> Options:
     """Return the options given, and the rest from the settings."""
-    settings = conf.get().celery
-    return Options(**{**{name: getattr(settings, name) for name in NAMES if hasattr(settings, name)}, **given})
+    defaults = {name: getattr(settings.celery, name) for name in NAMES if hasattr(settings.celery, name)}
+    return Options(settings, **{**defaults, **given})
 
 
 def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:

@@ -9,8 +9,7 @@ a conflict is not retried as if it were the body's failure.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import signals
@@ -22,8 +21,8 @@ from ..core import LockInfo, events
 from ..core.handover import Ending, ExecutionLock
 from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
-from .base import AGAIN_HEADER, MOMENT, LockedTask, leave_queue
-from .execution import Execution, release, run, running
+from .base import AGAIN_HEADER, MOMENT, LockedTask
+from .execution import Execution, leave_queue, release, running
 from .key import lock_name
 from .options import Mark, Options
 from .publish import life
@@ -80,14 +79,14 @@ class SingleInstanceMixin(LockedTask):
         name, task_id = lock_name(self.name, key), None if request is None else request.id
         for outer in running.executions:
             if outer.lock is not None and outer.lock.name == name:
-                with run(Execution(self.name, task_id, outer.lock)):
+                with Execution(self.name, task_id, outer.lock):
                     return super().__call__(*args, **kwargs)
         queued = None
         if request is not None and task_id is not None and options.scope in ("queued", "queued+run"):
             queued = self._waiting_lock(key, task_id, options, {})
         if options.scope == "queued":
             leave_queue(queued)
-            with run(Execution(self.name, task_id)):
+            with Execution(self.name, task_id):
                 return super().__call__(*args, **kwargs)
         lock = self._running_lock(name, options, request, args, kwargs)
         try:
@@ -105,9 +104,15 @@ class SingleInstanceMixin(LockedTask):
                     raise Ignore("worked off before")
                 if not acquired:
                     return self._conflict(lock, holder, options, request, queued)
-            leave_queue(queued)
-            with run(Execution(self.name, task_id, lock)), self._ending(lock, options, request):
-                return super().__call__(*args, **kwargs)
+            queued = leave_queue(queued)  # once: what holds the place later is the message of a retry
+            try:
+                with Execution(self.name, task_id, lock):
+                    result = super().__call__(*args, **kwargs)
+            except BaseException as error:
+                self._set_ending(lock, options, request, error)
+                raise
+            self._set_ending(lock, options, request)
+            return result
         except _Rescheduled:
             queued = None
             raise
@@ -115,31 +120,25 @@ class SingleInstanceMixin(LockedTask):
             release(lock)
             leave_queue(queued)
 
-    @contextmanager
-    def _ending(self, lock: ExecutionLock, options: Options, request: Context | None) -> Iterator[None]:
-        """See how the body ends, and have the lock end accordingly."""
-        ending, delivery = Ending(), lock.delivery
+    def _set_ending(
+        self, lock: ExecutionLock, options: Options, request: Context | None, error: BaseException | None = None
+    ) -> None:
+        """Have the lock end by how the body ended: with this error, or without."""
+        delivery = lock.delivery
         marked = options.expire if delivery is not None and delivery.mark else 0.0
-        kept = Ending(marked, f"{'' if delivery is None else delivery.id}:kept", options.keep_for)
-        ended = kept if options.keep_for else Ending(marked)
-        try:
-            yield
-            ending = ended
-        except Retry as retry:
-            ending = Ending(marked)
+        if isinstance(error, Retry):
+            lock.ending = Ending(marked)
             if options.scope == "job" and delivery is not None:
-                waits = life(self.app, options.queue_life, None, retry.when, None)
-                ending = Ending(marked, delivery.id, waits)
-            raise
-        except (Ignore, Reject):  # it is for the task to say what becomes of its message
-            raise
-        except Exception:
-            ending = ended
-            raise
-        finally:
-            lock.ending = ending
-            if ending.marked and request is not None and delivery is not None:
-                request.update(single_instance_lock=lock)
+                waits = life(self.app, options.queue_life, None, error.when, None)
+                lock.ending = Ending(marked, delivery.id, waits)
+        elif error is not None and (isinstance(error, (Ignore, Reject)) or not isinstance(error, Exception)):
+            return  # it is for the task to say what becomes of its message, and for the broker when the process ends
+        elif options.keep_for:
+            lock.ending = Ending(marked, f"{'' if delivery is None else delivery.id}:kept", options.keep_for)
+        else:
+            lock.ending = Ending(marked)
+        if marked and request is not None:
+            request.update(single_instance_lock=lock)
 
     def _traced_request(self) -> Context | None:
         """Return the request of the execution that begins with this call, or None when a task is called like a function."""

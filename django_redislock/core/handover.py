@@ -28,6 +28,8 @@ START = Script("start", "counts")
 LEAVE = Script("leave")
 DONE = Script("done")
 
+_json = json.JSONEncoder(separators=(",", ":")).encode
+
 ROOM = 150
 """Characters of an owner id that are left for the id of a task."""
 
@@ -154,7 +156,7 @@ class ExecutionLock(Lock):
     def _record(self) -> bytes:
         # What differs from one task to the next is added to what is kept ready for all of them.
         general = owner.record(self.kind, "", self.expire, self.auto_renewal)
-        own = json.dumps({"label": self.label} | self._details, separators=(",", ":")).encode()
+        own = _json({"label": self.label, **self._details}).encode()
         return b"%b,%b" % (general[:-1], own[1:])
 
 
