@@ -128,6 +128,21 @@ def test_a_retry_holds_its_place_though_the_run_that_published_it_ends_later(cli
     assert (type(second), second.id) == (DuplicateResult, first.id)
 
 
+def test_a_conflict_that_is_retried_by_hand_holds_its_place(client, app, make):
+    def later(task, error):
+        raise task.retry(countdown=60)
+
+    task = make(lambda self: None, scope="queued+run", on_conflict=later, task_options={"bind": True})
+    first = task.delay()
+    request = {"id": first.id, "root_id": first.id, "retries": 0, "args": (), "kwargs": {}, "delivery_info": {}}
+    (running, _) = task._locks((), {})
+    with running:
+        traced = build_tracer(task.name, task, app=app)(first.id, (), {}, {**request, "called_directly": False})
+    assert (traced.info and traced.info.state, messages(app, task)) == ("RETRY", [first.id, first.id])
+    second = task.delay()
+    assert (type(second), second.id) == (DuplicateResult, first.id)
+
+
 def test_the_run_scope_asks_nothing_when_publishing(client, make):
     task = make()
     task.delay()

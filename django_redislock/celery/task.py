@@ -113,7 +113,7 @@ class SingleInstanceMixin(LockedTask):
                 raise
             self._set_ending(lock, options, request)
             return result
-        except _Rescheduled:
+        except (_Rescheduled, Retry):  # what holds the place from now on is the message that was published again
             queued = None
             raise
         finally:
