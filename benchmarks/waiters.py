@@ -16,7 +16,9 @@ WATCH = 2.0
 
 
 def waiters(make, url, count, ready, done) -> None:
-    client = redis.Redis.from_url(url, max_connections=count + 10)
+    client = redis.Redis.from_url(
+        url, max_connections=count + 10, socket_timeout=60
+    )  # python-redis-lock waits no longer
     threading.stack_size(256 * 1024)
 
     def wait() -> None:
