@@ -134,7 +134,8 @@ class AsyncLock(BaseLock):
 
     def _entered(self) -> asyncio.Task[Any] | None:
         """Return the task that entered the block which the current one leaves: another one if that of a generator is closed."""
-        me, entrants = self._me(), list(self._entrants)  # of which tasks of another loop, and thread, may leave meanwhile
+        me = self._me()
+        entrants = list(self._entrants)  # tasks of another loop, in another thread, may leave meanwhile
         if me in entrants:
             return me  # type: ignore[no-any-return]
         ended = [task for task in entrants if task.done()]
