@@ -349,7 +349,7 @@ def test_a_lost_index_is_mended_by_the_renewal(client):
 
 def test_what_is_held_is_found_among_a_million_foreign_keys_without_looking_at_them():
     """It costs as many commands as beside none: so many for the locks, and no scan."""
-    with RedisServer(enable_debug_command="yes") as server, server.client() as client:
+    with RedisServer(enable_debug_command="yes") as server, server.client(socket_timeout=60) as client:
         costs = []
         for keys in (0, 0, 1_000_000):  # the first makes the scripts known
             if keys:
