@@ -90,6 +90,27 @@ def test_neither_a_newcomer_nor_the_releaser_overtakes_a_waiter(client):
         order.clear()
 
 
+def test_waiters_of_one_given_id_are_told_apart(client):
+    """One id may wait for several locks at once: who leaves takes nobody along, and whoever stays is still told."""
+    held = {name: Lock(client, name) for name in "abc"}
+    got: list[str] = []
+    threads = {}
+
+    def wait(name, id):
+        with Lock(client, name, id=id):
+            got.append(name)
+
+    for name, id in (("c", None), ("a", "worker"), ("b", "worker")):  # the first of them reads for all
+        held[name].acquire()
+        threads[name] = threading.Thread(target=wait, args=(name, id), daemon=True)
+        threads[name].start()
+        wait_until(lambda name=name: queued(client, name) == 1)
+    for name in "bca":
+        held[name].release()
+        wait_until(lambda name=name: name in got, timeout=1 + BUSY)
+        threads[name].join(timeout=30)
+
+
 def test_a_waiter_wakes_at_the_holders_expiry(client):
     """Even with nothing published, and whatever the waiter's own settings."""
     Lock(client, "a", expire=0.4, auto_renewal=False).acquire()

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 from weakref import ref
@@ -70,7 +70,7 @@ W = TypeVar("W", bound=Waiter)
 
 
 class Waiters(Generic[W]):
-    """Who waits here for which lock, by id and in the order of their coming.
+    """Who waits here: by lock, and by owner id, in the order of their coming. Several may wait under one id that was given.
 
     One whom a signal interrupted on the way in or out is forgotten by himself, hence the references: plain ones, for those of
     a WeakValueDictionary cost a good part of a wake-up.
@@ -78,69 +78,62 @@ class Waiters(Generic[W]):
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._by_lock: dict[bytes, dict[bytes, ref[W]]] = {}
-        self._by_id: dict[bytes, ref[W]] = {}
+        self._by_lock: dict[bytes, dict[int, ref[W]]] = {}
+        self._by_id: dict[bytes, dict[int, ref[W]]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def none_but(self, waiter: W) -> bool:
         """Whether nobody else waits."""
-        count = len(self._by_id)
-        return count == 0 or (count == 1 and waiter.id in self._by_id)
+        same = self._by_id.get(waiter.id, {})
+        return len(self._by_id) == (len(same) == 1 and id(waiter) in same)
 
     def add(self, waiter: W) -> None:
         """Take in who comes to wait."""
         with self._mutex:
-            self._by_id[waiter.id] = self._by_lock.setdefault(waiter.lock, {})[waiter.id] = ref(waiter)
+            for table, name in ((self._by_lock, waiter.lock), (self._by_id, waiter.id)):
+                table.setdefault(name, {})[id(waiter)] = ref(waiter)
 
     def remove(self, waiter: W) -> None:
         """Let go who does not wait any more."""
         with self._mutex:
-            self._remove(waiter.lock, waiter.id)
-
-    def _remove(self, lock: bytes, id: bytes) -> None:
-        self._by_id.pop(id, None)
-        same = self._by_lock.get(lock)
-        if same is not None:
-            same.pop(id, None)
-            if not same:
-                del self._by_lock[lock]
+            for table, name in ((self._by_lock, waiter.lock), (self._by_id, waiter.id)):
+                same = table.get(name)
+                if same is not None:
+                    same.pop(id(waiter), None)
+                    if not same:
+                        del table[name]
 
     def find(self, wanted: Callable[[W], bool]) -> W | None:
         """Return the first that is wanted."""
         with self._mutex:
-            there = (waiter() for waiter in self._by_id.values())
-            return next((waiter for waiter in there if waiter is not None and wanted(waiter)), None)
+            return next(filter(wanted, self._all()), None)
 
     def hear(self, reply: Any) -> None:
         """Wake whom a message is for; it is an id, and perhaps a word after it."""
         kind, *_, message = reply
         id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
-        found = self._by_id.get(id)
-        waiter = None if found is None else found()
-        if waiter is not None:
-            waiter.wake(word if told else None)
+        for found in list(self._by_id.get(id, {}).values()):
+            waiter = found()
+            if waiter is not None:
+                waiter.wake(word if told else None)
 
     def is_first(self, waiter: W) -> bool:
         """Whether nobody waits longer for the same lock."""
         with self._mutex:
             return self._first(waiter.lock) is waiter
 
-    def _first(self, lock: bytes) -> W | None:
-        """Return who waits longest for the lock, and forget those before him who are gone."""
-        while same := self._by_lock.get(lock):
-            id, first = next(iter(same.items()))
-            waiter = first()
-            if waiter is not None:
-                return waiter
-            self._remove(lock, id)
-        return None
-
     def wake_first(self) -> None:
-        """Wake the first waiter for each lock."""
+        """Wake the first waiter for each lock, and forget whoever is gone."""
         with self._mutex:
-            for lock in list(self._by_lock):
+            for table in (self._by_lock, self._by_id):
+                for name, same in list(table.items()):
+                    for key in [key for key, found in same.items() if found() is None]:
+                        del same[key]
+                    if not same:
+                        del table[name]
+            for lock in self._by_lock:
                 first = self._first(lock)
                 if first is not None:
                     first.wake()
@@ -148,9 +141,20 @@ class Waiters(Generic[W]):
     def wake_all(self, but: W | None = None) -> None:
         """Wake everybody."""
         with self._mutex:
-            for waiter in [found() for found in self._by_id.values()]:
-                if waiter is not None and waiter is not but:
+            for waiter in self._all():
+                if waiter is not but:
                     waiter.wake()
+
+    def _first(self, lock: bytes) -> W | None:
+        there = (found() for found in self._by_lock.get(lock, {}).values())
+        return next((waiter for waiter in there if waiter is not None), None)
+
+    def _all(self) -> Iterator[W]:
+        for same in self._by_id.values():
+            for found in same.values():
+                waiter = found()
+                if waiter is not None:
+                    yield waiter
 
 
 class Pulse:
