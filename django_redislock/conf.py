@@ -14,6 +14,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.dispatch import receiver
 from redis.connection import parse_url
 
 from .core import keys
@@ -135,6 +137,14 @@ def get() -> Settings:
 
 
 _last_read: tuple[object, Settings] | None = None
+
+
+@receiver(setting_changed)
+def _forget(setting: str = "", **kwargs: Any) -> None:
+    """Have those who keep something made from the settings make it anew: the caches that they name are others now."""
+    global _last_read
+    if setting == "CACHES":
+        _last_read = None
 
 
 def read(raw: object) -> tuple[Settings, list[Problem]]:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
-from celery import Celery, chain, chord, group
+from celery import Celery, Task, chain, chord, group
 from celery.app.trace import build_tracer
+from celery.signals import before_task_publish
 from django.db import transaction
+from kombu import Connection
 from kombu.exceptions import SerializerNotInstalled
 
 from django_redislock import LockBackendError, TaskAlreadyRunning
@@ -18,7 +26,7 @@ from django_redislock.celery import DuplicateResult, single_instance
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
 from django_redislock.signals import lock_conflict
-from tests.support import BUSY, counting
+from tests.support import BUSY, counting, wait_until
 
 QUEUE = "producer"  # that broker is shared by all tests of a process
 SCOPES = ["queued", "queued+run", "job"]
@@ -217,6 +225,143 @@ def test_a_canvas_that_could_not_be_published_leaves_no_lock(client, make, scope
     with pytest.raises(SerializerNotInstalled):
         canvas(one, make(scope="run").si()).apply_async()
     assert list(held_locks(client)) == []
+
+
+def test_a_message_that_could_not_be_made_leaves_no_lock(client, app, make, scope):
+    """The lock was asked for, and its answer not read yet: who comes next on that connection gets its own."""
+    task = make(scope=scope, task_options={"base": Misrouted})
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            task.delay()
+        assert task.lock_info() is None
+    task.broken = False
+    assert messages(app, task) == []
+    first = task.delay()
+    assert (task.delay().id, messages(app, task)) == (first.id, [first.id])
+
+
+class Misrouted(Task):
+    broken = True
+
+    def shadow_name(self, *args):
+        return 1 / 0 if self.broken else None
+
+
+def test_while_the_lock_answers_the_message_is_made(client, app, make, scope):
+    """Counted where Celery asks for another name of the task: the script has been sent by then, and nobody waited for it."""
+    sent = []
+
+    class Watched(Task):
+        def shadow_name(self, *args):
+            wait_until(lambda: list(held_locks(client)), message="the lock is held")
+            sent.append(True)
+
+    make(scope=scope).delay(0)  # a connection to send on
+    make(scope=scope, task_options={"base": Watched}).delay()
+    assert sent == [True]
+
+
+def test_nobody_is_told_of_a_message_that_is_not_published(client, app, make, scope):
+    told = []
+
+    class Careful(Task):
+        def apply_async(self, *args, **options):
+            try:
+                return super().apply_async(*args, **options)
+            except Exception as error:
+                told.append(error)  # to publish it later, perhaps
+                raise
+
+    def before(**data):
+        told.append(data["headers"]["id"])
+
+    before_task_publish.connect(before)
+    try:
+        task = make(scope=scope, task_options={"base": Careful})
+        first = task.delay()
+        assert (task.delay().id, told) == (first.id, [first.id])
+        strict = make(scope=scope, on_duplicate="raise", task_options={"base": Careful})
+        second = strict.delay()
+        with pytest.raises(TaskAlreadyRunning) as caught:
+            strict.delay()
+        assert caught.value.__context__ is None
+        assert told == [first.id, second.id]
+    finally:
+        before_task_publish.disconnect(before)
+
+
+def test_a_connection_or_producer_that_is_given_is_used(client, app, make, scope):
+    task = make(scope=scope)
+    with Connection("memory://elsewhere") as other, other.Producer() as producer:
+        ways = [{"connection": other}, {"producer": producer}, {"publisher": producer}]
+        for number, way in enumerate(ways):
+            result = task.apply_async((number,), **way)
+            assert task.apply_async((number,), **way).id == result.id
+    assert len(messages(app, task)) == 3  # all connections to the memory broker of a process have the same queues
+
+
+def test_a_task_that_is_published_in_another_way_has_its_lock(client, make, scope):
+    """Whose class hands its messages to something else than Celery's producer."""
+
+    class Outbox(Task):
+        def apply_async(self, args=None, kwargs=None, task_id=None, *others, **options):
+            return self.AsyncResult(task_id)
+
+    task = make(scope=scope, task_options={"base": Outbox})
+    first = task.delay()
+    assert task.lock_info().label == f"{task.name}[{first.id}]"
+
+
+def test_one_of_many_threads_publishes(client, app, make, scope):
+    task = make(scope=scope)
+    start = threading.Barrier(8)
+
+    def publish(_):
+        start.wait(BUSY)
+        return [task.delay(number).id for number in range(20)]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(publish, range(8)))
+    assert found == [found[0]] * 8
+    assert sorted(messages(app, task)) == sorted(found[0])
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises, at whatever point."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in destructors, it is swallowed
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
+def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_unread(client, make):
+    """As the soft time limit of a task that publishes does it; without Celery's pools, which it may leave locked."""
+
+    def interrupt(*args):
+        raise Interrupted
+
+    class Noted(Task):
+        def apply_async(self, args=None, kwargs=None, task_id=None, producer=None, **options):
+            producer.note(task_id)
+
+    task = make(scope="queued", task_options={"base": Noted})
+    noted, interrupted = [], 0
+    producer = SimpleNamespace(note=noted.append)
+    task.apply_async(producer=producer)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(500):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.00002, 0.0005))
+                task.apply_async((number,), producer=producer)
+                time.sleep(0.1)
+            except Interrupted:
+                interrupted += 1
+            info = task.lock_info(number)
+            assert info is None or info.arguments.startswith(f"a={number}, ")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 200
+    held = {info.label.removeprefix(f"{task.name}[").removesuffix("]") for info in held_locks(client)}
+    assert held - set(noted) == set()
 
 
 def test_without_redis_publishing_is_a_typed_error_and_never_none(make, scope, settings):

@@ -20,7 +20,7 @@ def lock(client):
     """Make a lock of one name; give an `id` for a message and a `delivery` for an execution."""
 
     def lock(**options):
-        return ExecutionLock(client, "name", **{"expire": 30, **options})
+        return ExecutionLock(client, "name", expire=30).named("name", **options)
 
     return lock
 

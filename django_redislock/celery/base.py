@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task, signals
@@ -16,16 +16,14 @@ from celery.result import AsyncResult
 from celery.utils import uuid
 
 from .. import conf
-from ..connections import get_client
 from ..core import LockInfo, events
 from ..core.handover import Delivery, ExecutionLock, waiting_id
-from ..core.server import UNLOCKED
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
 from .execution import leave_queue, release
 from .key import lock_name, make, signature_of
 from .options import Options
-from .publish import DuplicateResult, life, shown
+from .publish import Closed, DuplicateResult, Gate, life, producer_of, shown
 
 KEY_HEADER = "single_instance_key"
 """Carries the key of a message, so that producers and workers of different versions agree."""
@@ -70,7 +68,13 @@ class LockedTask(_Task):
     # Publishing
 
     def apply_async(
-        self, args: Any = None, kwargs: Any = None, task_id: str | None = None, *others: Any, **options: Any
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        *others: Any,
+        **options: Any,
     ) -> AsyncResult[Any]:
         """Publish the task with its key in a header, and where the scope begins here, with its lock; see Celery for the arguments.
 
@@ -80,7 +84,7 @@ class LockedTask(_Task):
             bound = self._signature.bind(*(args or ()), **(kwargs or {}))
         except TypeError:
             # Celery's own check tells, or without that the worker does
-            return super().apply_async(args, kwargs, task_id, *others, **options)
+            return super().apply_async(args, kwargs, task_id, producer, *others, **options)
         key = self._key(bound)
         headers = {**(options.get("headers") or {}), KEY_HEADER: key}
         if self.acks_late:
@@ -88,28 +92,35 @@ class LockedTask(_Task):
         options["headers"] = headers
         ours = self._options
         if ours.scope == "run" or self.app.conf.task_always_eager:
-            return super().apply_async(args, kwargs, task_id, *others, **options)
+            return super().apply_async(args, kwargs, task_id, producer, *others, **options)
+        # A canvas, or who wants the result of a retry, waits for an id that is known.
         known, task_id = task_id is not None, task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, shown(bound))
         try:
-            duplicate = self._claim(lock, ours, known)
-        except LockBackendError:
-            if ours.on_backend_error != "run":
-                raise
-            events.log.warning("%s is published without its lock, for Redis does not answer.", lock.label)
-        else:
-            if duplicate is not None:
-                return duplicate
-        try:
-            return super().apply_async(args, kwargs, task_id, *others, **options)
+            decide, producer = partial(self._claim, lock, ours, known), producer_of(self.app, producer, options)
+            with Gate(lock.begin(), decide, producer) as gate:
+                return super().apply_async(args, kwargs, task_id, gate, *others, **options)  # type: ignore[arg-type]
+        except Closed:
+            pass
         except BaseException:
             release(lock)
             raise
+        return gate.instead()
 
-    def _claim(self, lock: ExecutionLock, options: Options, known: bool) -> DuplicateResult | None:
+    def _claim(
+        self, lock: ExecutionLock, options: Options, known: bool, answer: Callable[[], bool]
+    ) -> DuplicateResult | None:
         """Take the lock for a message, or return the result of who holds it; None when the message is to be published."""
-        if lock.acquire(blocking=False) or known:  # a canvas, or who wants the result of a retry, waits for a known id
+        try:
+            return None if answer() or known else self._duplicate(lock, options)
+        except LockBackendError:
+            if options.on_backend_error != "run":
+                raise
+            events.log.warning("%s is published without its lock, for Redis does not answer.", lock.label)
             return None
+
+    def _duplicate(self, lock: ExecutionLock, options: Options) -> DuplicateResult | None:
+        """Return the result of the message that holds the lock, or None when it is free after all."""
         holder = lock.owner()
         if holder is None and not lock.acquire(timeout=MOMENT):
             holder = lock.owner()
@@ -140,10 +151,9 @@ class LockedTask(_Task):
     ) -> ExecutionLock:
         """Return the lock that a message of this id holds while it waits."""
         expires = options.get("expires", self.expires)
-        return self._lock(
+        return ours.lock.named(
             lock_name(self.name, key, "celery" if ours.scope == "job" else "celery-queue"),
-            ours,
-            f"{self.name}[{task_id}]",
+            label=f"{self.name}[{task_id}]",
             id=waiting_id(task_id),
             expire=life(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
             auto_renewal=False,
@@ -184,20 +194,21 @@ class LockedTask(_Task):
         """Return every lock of these arguments that the scope knows; the one of what runs first."""
         options, key = self._options, self._key_of(args, kwargs)
         if options.scope != "queued":
-            yield self._lock(lock_name(self.name, key), options)
+            yield options.lock.named(lock_name(self.name, key))
         if options.scope in ("queued", "queued+run"):
-            yield self._lock(lock_name(self.name, key, "celery-queue"), options)
+            yield options.lock.named(lock_name(self.name, key, "celery-queue"))
 
     def _running_lock(
         self, name: str, options: Options, request: Context | None, args: Any, kwargs: Any
     ) -> ExecutionLock:
         if request is None:
-            return self._lock(name, options, f"{self.name}[{DIRECT}]")
+            return options.lock.named(name, label=f"{self.name}[{DIRECT}]")
         details = {"worker": request.hostname or ""}
         with suppress(TypeError):  # wrong arguments; the body tells
             details["arguments"] = shown(self._signature.bind(*args, **kwargs))
-        label, delivery = f"{self.name}[{request.id}]", self._delivery(request)
-        return self._lock(name, options, label, delivery=delivery, details=details)
+        return options.lock.named(
+            name, label=f"{self.name}[{request.id}]", delivery=self._delivery(request), details=details
+        )
 
     def _delivery(self, request: Context) -> Delivery:
         id = waiting_id(request.id or "")
@@ -206,22 +217,6 @@ class LockedTask(_Task):
         headers = request.headers or {}
         again = bool((request.delivery_info or {}).get("redelivered") or headers.get(AGAIN_HEADER))
         return Delivery(id, f"{id}:{request.retries}:{headers.get(MESSAGE_HEADER, '')}", again)
-
-    def _lock(self, name: str, options: Options, label: str = "", **more: Any) -> ExecutionLock:
-        settings = options.settings
-        return ExecutionLock(
-            get_client(settings=settings) if settings.enabled else UNLOCKED,
-            name,
-            label=label,
-            kind="celery",
-            prefix=settings.key_prefix,
-            **{
-                "expire": options.expire,
-                "auto_renewal": options.auto_renewal,
-                "max_hold": options.max_hold,
-                **more,
-            },
-        )
 
 
 @signals.task_revoked.connect

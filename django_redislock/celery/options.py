@@ -6,11 +6,15 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from string import Formatter
 from typing import Any, Literal, TypedDict
 
 from .. import conf
+from ..connections import get_client
+from ..core.handover import ExecutionLock
 from ..core.keys import Seconds, check_expire, check_timeout
+from ..core.server import UNLOCKED
 from .key import Key, signature_of
 
 OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
@@ -71,6 +75,20 @@ class Options:
     lock_direct_calls: bool = False
     reschedule_delay: float = 10.0
     reschedule_limit: int | None = 100
+
+    @cached_property
+    def lock(self) -> ExecutionLock:
+        """What every lock of the task is made from."""
+        settings = self.settings
+        return ExecutionLock(
+            get_client(settings=settings) if settings.enabled else UNLOCKED,
+            "celery",
+            kind="celery",
+            prefix=settings.key_prefix,
+            expire=self.expire,
+            auto_renewal=self.auto_renewal,
+            max_hold=self.max_hold,
+        )
 
 
 NAMES = tuple(each.name for each in fields(Options) if each.name != "settings")

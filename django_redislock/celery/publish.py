@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from celery import Celery
 from celery.result import AsyncResult
@@ -15,6 +16,7 @@ from django.db.models import Model
 from django.views.debug import get_default_exception_reporter_filter
 
 from ..core.keys import MAX_SECONDS
+from ..exceptions import LockBackendError
 
 LONGEST = 300
 """Characters of the arguments that are told."""
@@ -30,6 +32,69 @@ class DuplicateResult(_AsyncResult):
     """The result of the task that holds the lock, in place of one that was not published."""
 
 
+class Closed(BaseException):
+    """The message is not to be published. Who handles failures to publish is passed by, for this is none."""
+
+
+class Gate:
+    """A producer that lets nothing pass before the lock has answered.
+
+    Celery comes to its producer when the message is made, and before anybody is told of it: so the lock answers meanwhile.
+    `decide` is given the answer, and returns the result that takes the message's place, if it is not to be published, or raises.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[], bool],
+        decide: Callable[[Callable[[], bool]], AsyncResult[Any] | None],
+        producer: AbstractContextManager[Any],
+    ) -> None:
+        self._answer: Callable[[], bool] | None = answer
+        self._decide = decide
+        self._context = producer
+        self._producer: Any = None
+        self._instead: AsyncResult[Any] | Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._answer is not None:  # it failed before, or the task is published in another way
+            with suppress(LockBackendError):
+                self._answer()
+        if self._producer is not None:
+            self._context.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._producer is None:
+            self._open()
+        return getattr(self._producer, name)
+
+    def _open(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            try:
+                self._instead = self._decide(answer)
+            except Exception as error:
+                self._instead = error
+        if self._instead is not None:
+            raise Closed
+        self._producer = self._context.__enter__()
+
+    def instead(self) -> AsyncResult[Any]:
+        """Return what takes the place of the message, or raise what stands against it."""
+        if isinstance(self._instead, AsyncResult):
+            return self._instead
+        raise self._instead or Closed
+
+
+def producer_of(app: Celery, producer: Any, options: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Return the producer that Celery would take, and take what tells of it from the options."""
+    producer = producer or options.pop("publisher", None)
+    connection = options.pop("connection", None)
+    return app.producer_or_acquire(app.amqp.Producer(connection, auto_declare=False) if connection else producer)
+
+
 def life(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:
     """Return for how many seconds a message holds its lock: until it should have started, and no longer than it may start."""
     begins = countdown if countdown is not None else _seconds_until(app, eta)
@@ -42,6 +107,8 @@ def life(app: Celery, queue_life: float, countdown: object, eta: object, expires
 
 def _seconds_until(app: Celery, when: object) -> float | None:
     """Return the seconds until then, or None for what is no time: it is for Celery to refuse that."""
+    if when is None:
+        return None
     if isinstance(when, (int, float)):
         return float(when)
     try:

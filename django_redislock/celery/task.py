@@ -156,8 +156,8 @@ class SingleInstanceMixin(LockedTask):
     ) -> tuple[bool, LockInfo | None]:
         """Return whether the lock was acquired, and else who holds it, as far as that can be known."""
         wait = options.wait if options.on_conflict == "wait" else 0
-        acquired = lock.acquire(timeout=wait if queued is None else 0)
-        if not acquired and wait != 0 and queued is not None and not lock.worked_off:
+        acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
+        if not acquired and wait and queued is not None and not lock.worked_off:
             with queued.alive(options.expire):  # a hard time limit may end the wait, and its message for ever
                 acquired = lock.acquire(timeout=wait)
         if acquired:

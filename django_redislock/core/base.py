@@ -55,7 +55,8 @@ class BaseLock(ABC):
     ) -> None:
         self._server = server_of(client)
         self.name = check_name(name)
-        self._keys = lock_keys(check_prefix(prefix), name)
+        self._prefix = check_prefix(prefix)
+        self._keys = lock_keys(prefix, name)
         self.expire = DEFAULT_EXPIRE if expire is None else check_expire(expire)
         if not isinstance(auto_renewal, bool):
             raise TypeError(f"auto_renewal must be True or False, not {auto_renewal!r}")

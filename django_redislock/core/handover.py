@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
-from typing import Any, NamedTuple
-from urllib.parse import quote
+from typing import Any, NamedTuple, Self
 
 from . import contention, owner, protocol
-from .keys import LockKeys, milliseconds
+from .keys import LockKeys, lock_keys, milliseconds
 from .lease import GONE, Lease
 from .lock import Lock
 from .scripts import Script
@@ -30,8 +29,8 @@ DONE = Script("done")
 
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
-ROOM = 150
-"""Characters of an owner id that are left for the id of a task."""
+_plain = re.compile(r"[\w.~-]{1,150}", re.ASCII).fullmatch
+"""Tells whether an owner id has room for this id of a task, and takes its characters."""
 
 
 class Delivery(NamedTuple):
@@ -58,23 +57,32 @@ class Ending(NamedTuple):
 
 def waiting_id(task_id: str) -> str:
     """Return the owner id under which a task's message holds a lock."""
-    id = quote(task_id, safe="-_.")
-    return id if 0 < len(id) <= ROOM else hashlib.sha256(task_id.encode()).hexdigest()
+    return task_id if _plain(task_id) else hashlib.sha256(task_id.encode()).hexdigest()
 
 
 class ExecutionLock(Lock):
-    """The lock of a message, or of its execution; `details` are told to those who ask who holds it."""
+    """The lock of a message, or of its execution."""
 
-    def __init__(
-        self, *args: Any, delivery: Delivery | None = None, details: dict[str, str] | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.delivery = delivery
-        self._details = details or {}
-        self.ending = Ending()
-        """What `release` leaves behind."""
-        self.worked_off = False
-        """Whether the lock was refused because the message has been worked off."""
+    delivery: Delivery | None = None
+    details: Mapping[str, str] = {}
+    """What more is told to those who ask who holds it."""
+    ending = Ending()
+    """What `release` leaves behind."""
+    worked_off = False
+    """Whether the lock was refused because the message has been worked off."""
+
+    def named(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
+        """Return a lock as this one, with a name of its own, and what else is given; nothing of that is checked again."""
+        return self._copy(name=name, _keys=lock_keys(self._prefix, name), label=label, _given_id=id, **changes)
+
+    def _copy(self, **changes: Any) -> Self:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _leases={}, _coming={}, _entrants=[], **changes)
+        return other
+
+    def begin(self) -> Callable[[], bool]:
+        """Ask for the lock once. The function returned waits for the answer, and is to be called: was it acquired?"""
+        return self._server.begin(self._acquire(0.0, False))
 
     @contextmanager
     def alive(self, expire: float) -> Iterator[None]:
@@ -82,8 +90,7 @@ class ExecutionLock(Lock):
 
         After the block it is still held. Raises LockBackendError when Redis cannot answer.
         """
-        mine = copy(self)
-        mine._leases, mine.expire, mine.auto_renewal = {}, expire, True
+        mine = self._copy(expire=expire, auto_renewal=True)
         try:
             mine.acquire(blocking=False)
             yield
@@ -112,7 +119,7 @@ class ExecutionLock(Lock):
         delivery = self.delivery
         if delivery is None:
             return super()._new_claim(timeout)
-        lease = self._new_lease(self._given_id or f"{delivery.id}:{secrets.token_hex(12)}")
+        lease = self._new_lease(self._given_id or f"{delivery.id}:{os.urandom(12).hex()}")
         keys, args = (mark_key(self._keys, delivery),), (delivery.id.encode(), b"1" if delivery.again else b"0")
         return protocol.Claim(lease, self._record(), timeout, self._given_id is not None, START, keys, args)
 
@@ -156,7 +163,7 @@ class ExecutionLock(Lock):
     def _record(self) -> bytes:
         # What differs from one task to the next is added to what is kept ready for all of them.
         general = owner.record(self.kind, "", self.expire, self.auto_renewal)
-        own = _json({"label": self.label, **self._details}).encode()
+        own = _json({"label": self.label, **self.details}).encode()
         return b"%b,%b" % (general[:-1], own[1:])
 
 

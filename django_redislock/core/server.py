@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import Any, TypeVar
 
 from redis import Redis
@@ -76,10 +77,13 @@ class Server:
         """Return a new connection, not connected yet."""
         return self.connection_class(**self.settings, retry=Retry(NoBackoff(), 0))
 
-    def call(self, call: Call | Calls | Commands) -> Any:
-        """Run a script, or several, or commands, on a connection of its own for the moment."""
+    def call(self, call: Call | Calls | Commands, posted: Link | None = None) -> Any:
+        """Run a script, or several, or commands, on a connection of its own for the moment.
+
+        `posted`: where the script has been sent already.
+        """
         try:
-            link = self._free.pop()
+            link = posted or self._free.pop()
         except IndexError:
             link = self._wait_for_link()
         try:
@@ -94,10 +98,20 @@ class Server:
             self._free.clear()  # a server that went away took the idle connections with it
             raise
         finally:
+            if link.posted is not None:  # a signal, before the reply was read
+                link.close()
             self._free.append(link)
             if self._wanted:
                 with self._returned:
                     self._returned.notify()
+
+    def _post(self, call: Call) -> Link | None:
+        """Send the script where no connection has to be waited for, and return on which: `call` reads the reply there."""
+        try:
+            link = self._free.pop()
+        except IndexError:
+            return None
+        return link if link.post(call) else None
 
     def renew(self, call: Call, patience: float) -> Any:
         """Run a renewal on the watchdog's own connection, and wait for so many seconds for its reply."""
@@ -125,19 +139,31 @@ class Server:
 
     def run(self, steps: Steps[T]) -> T:
         """Do what the steps ask for, and return their result."""
-        proceed: Callable[[Any], Effect] = steps.send
-        result: Any = None
+        return self._run(steps, lambda: steps.send(None))
+
+    def begin(self, steps: Steps[T]) -> Callable[[], T]:
+        """Send the script that the steps ask for first; the function returned does the rest, and is to be called."""
+        call: Any = next(steps)
+        try:
+            link = self._post(call)
+            return lambda: self._run(steps, lambda: steps.send(self.call(call, link)))
+        except BaseException as error:  # a signal; the server may have got it
+            self._run(steps, partial(steps.throw, error))
+            raise
+
+    def _run(self, steps: Steps[T], proceed: Callable[[], Effect]) -> T:
         while True:
             try:
                 while True:  # within the try, for a signal handler may raise at any jump
-                    effect = proceed(result)
-                    proceed, result = steps.send, self._do(effect)
+                    effect = proceed()
+                    result = self._do(effect)
+                    proceed = partial(steps.send, result)
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
             except BaseException as error:
                 if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # the steps themselves ended with it
                     raise
-                proceed, result = steps.throw, error
+                proceed = partial(steps.throw, error)
 
     def _do(self, effect: Effect) -> Any:
         match effect:
@@ -168,12 +194,13 @@ class Unlocked(Server):
 
     def __init__(self) -> None:
         self.room = WaitingRoom(lambda: Wire(self.connection()))
+        self._free = []
 
     def renew(self, call: Call, patience: float) -> Any:
         """Grant it."""
         return self.call(call)
 
-    def call(self, call: Call | Calls | Commands) -> Any:
+    def call(self, call: Call | Calls | Commands, posted: Link | None = None) -> Any:
         """Grant it."""
         if isinstance(call, Calls):
             return [self.call(each) for each in call.calls]
