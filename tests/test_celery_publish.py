@@ -300,12 +300,27 @@ def test_a_connection_or_producer_that_is_given_is_used(client, app, make, scope
     assert len(messages(app, task)) == 3  # all connections to the memory broker of a process have the same queues
 
 
+@pytest.mark.parametrize("scope", ["run", *SCOPES])
+def test_what_is_given_by_its_place_arrives(client, app, make, scope):
+    task, after = make(scope=scope), make().si()
+    seen = {}
+
+    def before(**data):
+        _, _, embedded = data["body"]
+        seen.update(embedded, shadow=data["headers"]["shadow"])
+
+    before_task_publish.connect(before)
+    task.apply_async((1,), None, "an-id", None, after, after, "a shadow")
+    before_task_publish.disconnect(before)
+    assert (seen["callbacks"], seen["errbacks"], seen["shadow"]) == ([after], [after], "a shadow")
+
+
 def test_a_task_that_is_published_in_another_way_has_its_lock(client, make, scope):
     """Whose class hands its messages to something else than Celery's producer."""
 
     class Outbox(Task):
-        def apply_async(self, args=None, kwargs=None, task_id=None, *others, **options):
-            return self.AsyncResult(task_id)
+        def apply_async(self, args=None, kwargs=None, **options):
+            return self.AsyncResult(options["task_id"])
 
     task = make(scope=scope, task_options={"base": Outbox})
     first = task.delay()
@@ -339,8 +354,8 @@ def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_u
         raise Interrupted
 
     class Noted(Task):
-        def apply_async(self, args=None, kwargs=None, task_id=None, producer=None, **options):
-            producer.note(task_id)
+        def apply_async(self, args=None, kwargs=None, **options):
+            options["producer"].note(options["task_id"])
 
     task = make(scope="queued", task_options={"base": Noted})
     noted, interrupted = [], 0

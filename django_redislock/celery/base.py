@@ -85,6 +85,9 @@ class LockedTask(_Task):
         except TypeError:
             # Celery's own check tells, or without that the worker does
             return super().apply_async(args, kwargs, task_id, producer, *others, **options)
+        options |= zip(
+            ("link", "link_error", "shadow"), others, strict=False
+        )  # by name: classes between have fewer arguments
         key = self._key(bound)
         headers = {**(options.get("headers") or {}), KEY_HEADER: key}
         if self.acks_late:
@@ -92,14 +95,14 @@ class LockedTask(_Task):
         options["headers"] = headers
         ours = self._options
         if ours.scope == "run" or self.app.conf.task_always_eager:
-            return super().apply_async(args, kwargs, task_id, producer, *others, **options)
+            return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         # A canvas, or who wants the result of a retry, waits for an id that is known.
         known, task_id = task_id is not None, task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, shown(bound))
         try:
             decide, producer = partial(self._claim, lock, ours, known), producer_of(self.app, producer, options)
             with Gate(lock.begin(), decide, producer) as gate:
-                return super().apply_async(args, kwargs, task_id, gate, *others, **options)  # type: ignore[arg-type]
+                return super().apply_async(args, kwargs, task_id=task_id, producer=gate, **options)  # type: ignore[arg-type]
         except Closed:
             pass
         except BaseException:
