@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import redis
 from common import server, table
 
 TASKS, ROUNDS = 10_000, 3
-QUEUES = {"without a lock": "plain", "django-redislock": "locked"}
+QUEUES = {"without a lock": "plain", "SET NX by hand": "by-hand", "django-redislock": "locked"}
+RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end"
 
 
 def make_app(url: str):
@@ -32,6 +34,17 @@ def make_app(url: str):
         pass
 
     app.task(body, name="plain", shared=False)
+
+    client = redis.Redis.from_url(url)
+    release = client.register_script(RELEASE)
+
+    def by_hand(key: int) -> None:
+        name, token = f"by-hand:{key}", uuid.uuid4().hex
+        if not client.set(name, token, nx=True, ex=30):
+            raise AssertionError("a key was there already")
+        release([name], [token])
+
+    app.task(by_hand, name="by-hand", shared=False)
 
     def marked(key: int) -> None:
         pass
@@ -66,8 +79,8 @@ def main() -> None:
         app = make_app(url)
         speed: dict[str, list[float]] = {name: [] for name in QUEUES}
         cpu: dict[str, list[float]] = {name: [] for name in QUEUES}
-        for number in range(ROUNDS * 2):
-            name, queue = list(QUEUES.items())[(number + number // 2) % 2]
+        for number in range(ROUNDS * len(QUEUES)):
+            name, queue = list(QUEUES.items())[(number + number // len(QUEUES)) % len(QUEUES)]
             for key in range(TASKS):
                 app.tasks[queue].apply_async((key,), queue=queue)  # with what producers send along: the key in a header
             with worker(queue) as process:
