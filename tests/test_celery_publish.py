@@ -26,7 +26,7 @@ from django_redislock.celery import DuplicateResult, single_instance
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
 from django_redislock.signals import lock_conflict
-from tests.support import BUSY, counting, wait_until
+from tests.support import BUSY, Interrupted, counting, interruptions, wait_until
 
 QUEUE = "producer"  # that broker is shared by all tests of a process
 SCOPES = ["queued", "queued+run", "job"]
@@ -341,17 +341,10 @@ def test_one_of_many_threads_publishes(client, app, make, scope):
     assert sorted(messages(app, task)) == sorted(found[0])
 
 
-class Interrupted(BaseException):
-    """What a signal handler raises, at whatever point."""
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in destructors, it is swallowed
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_unread(client, make):
     """As the soft time limit of a task that publishes does it; without Celery's pools, which it may leave locked."""
-
-    def interrupt(*args):
-        raise Interrupted
 
     class Noted(Task):
         def apply_async(self, args=None, kwargs=None, **options):
@@ -361,19 +354,16 @@ def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_u
     noted, interrupted = [], 0
     producer = SimpleNamespace(note=noted.append)
     task.apply_async(producer=producer)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
+    with interruptions(Interrupted) as interrupted_after:
         for number in range(500):
             try:
-                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.00002, 0.0005))
+                interrupted_after(random.uniform(0.00002, 0.0005))
                 task.apply_async((number,), producer=producer)
                 time.sleep(0.1)
             except Interrupted:
                 interrupted += 1
             info = task.lock_info(number)
             assert info is None or info.arguments.startswith(f"a={number}, ")
-    finally:
-        signal.signal(signal.SIGALRM, before)
     assert interrupted > 200
     held = {info.label.removeprefix(f"{task.name}[").removesuffix("]") for info in held_locks(client)}
     assert held - set(noted) == set()

@@ -20,7 +20,7 @@ from django_redislock.celery.base import KEY_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.contention import Waits, contention
 from django_redislock.signals import lock_conflict, task_rescheduled, task_skipped
-from tests.support import counting, free_port, wait_until
+from tests.support import Interrupted, counting, free_port, interruptions, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -419,36 +419,25 @@ def test_a_redis_that_goes_away_after_a_refusal_is_no_reason_to_run(own_server, 
     assert type(task.apply().result) is TaskAlreadyRunning
 
 
-class Interrupted(BaseException):
-    """What a signal handler raises, at whatever point."""
-
-
 # The alarm also hits destructors, which swallow what it raises.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 def test_an_interruption_at_any_point_leaves_nothing_beyond_the_life_of_the_lock(client, make):
     """As the soft time limit does it; the lock is held, released or ends by its life, and the next run succeeds."""
-
-    def interrupt(*args):
-        raise Interrupted
-
     task = make(lambda self: time.sleep(random.uniform(0, 0.0005)), key=[], expire=1)
     task.apply()
-    before = signal.signal(signal.SIGALRM, interrupt)
     interrupted = 0
-    try:
+    with interruptions(Interrupted) as interrupted_after:
         for _ in range(150):
             try:
-                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.003))
+                interrupted_after(random.uniform(0.0001, 0.003))
                 task.apply()
                 time.sleep(0.1)
             except Interrupted:
                 interrupted += 1
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                interrupted_after(0)
             wait_until(lambda: not names(client))
-    finally:
-        signal.signal(signal.SIGALRM, before)
     assert interrupted > 100
     assert task.apply().state == "SUCCESS"
 

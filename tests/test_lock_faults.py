@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from contextlib import contextmanager
@@ -19,7 +18,18 @@ from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost, NotAcquired
 from tests import lock_programs
-from tests.support import BUSY, Proxy, RedisServer, find_program, in_a_fork, lived, queued, wait_until
+from tests.support import (
+    BUSY,
+    Proxy,
+    RedisServer,
+    TimeLimit,
+    find_program,
+    in_a_fork,
+    interruptions,
+    lived,
+    queued,
+    wait_until,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -715,55 +725,38 @@ def test_a_fork_while_threads_wait_harms_neither_side(client):
     assert got == [True]
 
 
-class Interruption(Exception):
-    pass
-
-
 # The alarm also hits destructors, and sockets that redis-py is about to open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_that_raises_anywhere_leaves_no_lock_and_no_broken_connection(client):
-    def interrupt(*args):
-        raise Interruption
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
+    with interruptions(TimeLimit) as interrupted_after:
         interrupted = 0
         for number in range(400):
             lock = Lock(client, "a", expire=1)
             try:
-                signal.setitimer(signal.ITIMER_REAL, 0.00001 + (number % 100) * 0.000002)
+                interrupted_after(0.00001 + (number % 100) * 0.000002)
                 assert lock.acquire(timeout=10), "a lock without an owner outlived its life"
                 lock.release()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except Interruption:
+                interrupted_after(0)
+            except TimeLimit:
                 interrupted += 1
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                interrupted_after(0)
             del lock
             fresh = Lock(client, "b")
             assert fresh.acquire(timeout=10)
             fresh.release()
         assert interrupted > 50
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_interrupted_waiter_leaves_the_queue(client):
-    def interrupt(*args):
-        raise Interruption
-
     keys = lock_keys("redislock", "a")
     client.set(keys.lock, "x\n1\n1\n{}", px=30000)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
+    with interruptions(TimeLimit) as interrupted_after:
         for delay in (0.05, 0.1, 0.3, 0.7):
-            signal.setitimer(signal.ITIMER_REAL, delay)
-            with pytest.raises(Interruption):
+            interrupted_after(delay)
+            with pytest.raises(TimeLimit):
                 Lock(client, "a").acquire(timeout=20)
             assert not client.exists(keys.queue)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     client.delete(keys.lock)
     with Lock(client, "a", timeout=1):
         pass

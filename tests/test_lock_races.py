@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -13,6 +15,7 @@ import redis
 
 from django_redislock.core import AsyncLock, Lock, RLock, waiters
 from django_redislock.core.keys import milliseconds
+from django_redislock.core.link import Link
 from django_redislock.core.server import server_of
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
 from tests.support import BUSY, Proxy, in_a_fork, lived, monitoring, queued, say, wait_until
@@ -387,3 +390,23 @@ def test_a_released_reentrant_lock_is_not_reported_as_lost(client, caplog):
     assert second.lost is None
     assert first.lost is None
     assert "was lost" not in caplog.text
+
+
+def test_an_interrupted_call_keeps_no_lock_alive(client, monkeypatch):
+    """Else the watchdog would renew what nobody holds, until the garbage is collected."""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    lock = Lock(client, "a")
+    gone = weakref.ref(lock)
+    with monkeypatch.context() as patch:
+        patch.setattr(Link, "call", interrupt)
+        gc.disable()
+        try:
+            with suppress(KeyboardInterrupt):
+                lock.acquire()
+            del lock
+            assert gone() is None
+        finally:
+            gc.enable()

@@ -73,6 +73,7 @@ class AsyncServer:
                     cancelled = cancelled or not isinstance(error, Exception)
                     proceed, result = steps.throw, error
         finally:
+            del proceed, result  # as in `Server`: an error that leads here must not lead back to itself
             self._running -= 1
             if self._loop_ends and not self._running:
                 self._close()

@@ -152,18 +152,23 @@ class Server:
             raise
 
     def _run(self, steps: Steps[T], proceed: Callable[[], Effect]) -> T:
-        while True:
-            try:
-                while True:  # within the try, for a signal handler may raise at any jump
-                    effect = proceed()
-                    result = self._do(effect)
-                    proceed = partial(steps.send, result)
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]
-            except BaseException as error:
-                if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # the steps themselves ended with it
-                    raise
-                proceed = partial(steps.throw, error)
+        try:
+            while True:
+                try:
+                    while True:  # within the try, for a signal handler may raise at any jump
+                        effect = proceed()
+                        result = self._do(effect)
+                        proceed = partial(steps.send, result)
+                except StopIteration as stop:
+                    return stop.value  # type: ignore[no-any-return]
+                except BaseException as error:
+                    if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # the steps themselves ended with it
+                        raise
+                    proceed = partial(steps.throw, error)
+        finally:
+            # An error leads to this frame. If that led back, it would keep its locks alive, and renewed, until they are found
+            # to be garbage.
+            del proceed
 
     def _do(self, effect: Effect) -> Any:
         match effect:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .counts import command_counts, counting, monitoring
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
+from .interruptions import Interrupted, TimeLimit, interruptions
 from .locks import key_of, queue_of, queued, wait_in_a_thread
 from .processes import PythonProcess, in_a_fork, say
 from .programs import find_program
@@ -15,12 +16,14 @@ from .waiting import BUSY, lived, wait_until
 __all__ = [
     "BUSY",
     "Config",
+    "Interrupted",
     "PostgresServer",
     "Proxy",
     "PythonProcess",
     "RabbitServer",
     "RedisServer",
     "Server",
+    "TimeLimit",
     "command_counts",
     "counting",
     "create_tables",
@@ -28,6 +31,7 @@ __all__ = [
     "find_program",
     "free_port",
     "in_a_fork",
+    "interruptions",
     "key_of",
     "lived",
     "monitoring",
