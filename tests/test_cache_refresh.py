@@ -318,9 +318,9 @@ def test_only_a_function_of_a_module_can_be_refreshed_by_celery(get):
 @pytest.mark.processes
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_celery_worker_refreshes(server, client, tmp_path, asynchronous):
-    from tests.celery_site.app import app, use
+    from tests.celery_site.app import app
+    from tests.celery_site.harness import connected
 
-    use(server.url)
     cache = caches["default"]
     cache.set("k", "old", 120)  # longer than a worker may take to start
     default = functools.partial(cache_programs.celebrate, "worker", year=2026)
@@ -334,12 +334,13 @@ def test_a_celery_worker_refreshes(server, client, tmp_path, asynchronous):
         return cache.get_or_set("k", default, 60, **options)
 
     app.set_default()
-    with monitoring(client) as sent:
-        assert [ask() for _ in range(3)] == ["old"] * 3
-    assert sum(line.startswith("LPUSH") for line in sent) == 1, "one order, however many find it old"
-    with Worker("celery", "solo", tmp_path / "worker.log") as worker:
-        worker.wait_ready()
-        wait_until(lambda: cache.get("k") != "old")
+    with connected(server):
+        with monitoring(client) as sent:
+            assert [ask() for _ in range(3)] == ["old"] * 3
+        assert sum(line.startswith("LPUSH") for line in sent) == 1, "one order, however many find it old"
+        with Worker("celery", "solo", tmp_path / "worker.log") as worker:
+            worker.wait_ready()
+            wait_until(lambda: cache.get("k") != "old")
     made = cache.get("k")
     assert made["greeting"] == "worker 2026"
     assert made["pid"] != threading.get_native_id()

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 from celery import chain, chord, group, states
 from celery.result import AsyncResult, GroupResult
 from kombu import pools
@@ -81,26 +82,33 @@ class Workers:
 
 
 @contextmanager
-def workers(server: Server, directory: Path, broker_url: str | None = None) -> Iterator[Workers]:
-    """Set the app up for this server and this broker, else the same server; give workers that end with the block."""
+def connected(server: Server, broker_url: str | None = None) -> Iterator[None]:
+    """Set the app up for this server and this broker, else the same server; forget all connections with the block.
+
+    The next ones may be to another broker, and the app's pools would go on with the one they know.
+    """
     use(server.url, broker_url)
-    os.environ[DIRECTORY] = str(directory)
-    if broker_url:
-        os.environ[BROKER] = broker_url
     try:
-        with ExitStack() as stack:
-            crew = Workers(directory, stack)
-            yield crew
-            crew.dismiss()
+        yield
     finally:
-        del os.environ[DIRECTORY]
-        os.environ.pop(BROKER, None)
         pools.reset()
         app._after_fork()  # it forgets its pools, as in a forked child
         consumer = app.backend.result_consumer
         consumer.stop()
         consumer._pubsub = None  # so that a result that is garbage-collected later does not look for its server
         app.backend.client.close()
+
+
+@contextmanager
+def workers(server: Server, directory: Path, broker_url: str | None = None) -> Iterator[Workers]:
+    """Give workers that take their messages from this broker, else from the server, and end with the block."""
+    with connected(server, broker_url), pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv(DIRECTORY, str(directory))
+        if broker_url:
+            patch.setenv(BROKER, broker_url)
+        crew = Workers(directory, stack)
+        yield crew
+        crew.dismiss()
 
 
 @contextmanager
