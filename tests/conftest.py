@@ -10,6 +10,7 @@ import pytest
 import redis
 from django.conf import settings
 
+from django_redislock.core import held_locks
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
     Config,
@@ -22,6 +23,7 @@ from tests.support import (
     create_tables,
     sqlite_file,
     using_databases,
+    wait_until,
 )
 
 
@@ -120,6 +122,22 @@ def postgres() -> Iterator[PostgresServer]:
 def rabbitmq() -> Iterator[RabbitServer]:
     with RabbitServer() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def crew(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The Celery workers that the tests of a module share."""
+    from tests.celery_site.harness import workers
+
+    with workers(server, tmp_path_factory.mktemp("crew")) as crew:
+        yield crew
+
+
+@pytest.fixture
+def no_lock_is_left(client: redis.Redis) -> Iterator[None]:
+    """Wait for the end of every lock after the test."""
+    yield
+    wait_until(lambda: not list(held_locks(client)), message="all locks are released")
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

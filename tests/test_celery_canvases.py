@@ -5,26 +5,19 @@ The policies for duplicates are shown with the same four in test_celery_workers.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pytest
+from django.db import transaction
 
-from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
-from tests.celery_site.harness import KINDS, Stage, Workers, ended, member, published, workers
+from tests.celery_site.harness import KINDS, Stage, ended, ended_with_its_canvas, member, published
 from tests.support import BUSY, wait_until
 
-pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def crew(server, tmp_path_factory) -> Iterator[Workers]:
-    with workers(server, tmp_path_factory.mktemp("canvases")) as crew:
-        yield crew
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
 
 @pytest.fixture
@@ -32,16 +25,6 @@ def stages(crew) -> Iterator[dict[str, Stage]]:
     stages = {kind: Stage(crew.of("prefork")) for kind in KINDS}
     yield stages
     assert [stage.diary.events("overlap") for stage in stages.values()] == [[]] * len(stages)
-
-
-@pytest.fixture(autouse=True)
-def no_lock_is_left(client) -> Iterator[None]:
-    yield
-    wait_until(lambda: not list(held_locks(client)), message="all locks are released")
-
-
-def kill(stage: Stage, run: dict) -> None:
-    os.kill(run["pid"], signal.SIGKILL)
 
 
 def terminate(stage: Stage, run: dict) -> None:
@@ -55,7 +38,7 @@ def unlock(stage: Stage, run: dict) -> None:
 
 class Event(NamedTuple):
     task: Any
-    how: str
+    how: Any
     outcome: str | None
     """The type of the task's error, or what its result begins with; None when nothing is stored."""
     options: dict = {}
@@ -72,12 +55,14 @@ EVENTS = {
     "Reject": Event(tasks.refuse, "reject", None),
     "replace": Event(tasks.refuse, "replace", "plain"),
     "retry": Event(tasks.refuse, "retry", "2"),
+    "recursion": Event(tasks.nested, 0, "['ran "),
+    "replaced by itself": Event(tasks.queued_and_run, "replace by itself", "plain"),
     "autoretry": Event(tasks.autoretry, "return", "2"),
     "soft time limit": Event(tasks.refuse, "sleep", "SoftTimeLimitExceeded", {"soft_time_limit": 1}),
     "terminated": Event(tasks.refuse, "sleep", "TaskRevokedError", do=terminate),
     "hard time limit": Event(tasks.mortal, "sleep", "TimeLimitExceeded", {"time_limit": 1}, life=2 + 1),
-    "child killed": Event(tasks.mortal, "sleep", "WorkerLostError", do=kill, life=2 + 1),
-    "delivered again": Event(tasks.dying, "once killed", "ran ", do=kill),
+    "child killed": Event(tasks.mortal, "sleep", "WorkerLostError", do=Stage.kill_child, life=2 + 1),
+    "delivered again": Event(tasks.dying, "once killed", "ran ", do=Stage.kill_child),
     "lock lost": Event(tasks.losing, "until lost", "finished", do=unlock),
 }
 
@@ -102,16 +87,7 @@ def test_event(stages, event):
         if outcome is None:
             stages[kind].diary.wait_for("end")
             continue
-        one = ended(member(kind, result))
-        failed = isinstance(one.result, Exception)
-        assert told(one.result).startswith(outcome)
-        match kind:
-            case "chain" if event != "terminated":  # for what comes after a revoked one, Celery stores nothing
-                assert told(ended(result).result) == (told(one.result) if failed else "plain")
-            case "group":
-                assert ended(result.results[1]).result == "plain"
-            case "chord":
-                assert ended(result).state == ("FAILURE" if failed else "SUCCESS")
+        assert told(ended_with_its_canvas(kind, result)).startswith(outcome)
     for stage in stages.values():
         free_within(task, stage, life + BUSY if life else 60)
     again = [stage.publish(task) for stage in stages.values()]
@@ -142,3 +118,31 @@ def test_messages_that_never_start(stages, event):
         free_within(task, stage, 60)
         assert stage.diary.events("start") == []
         assert ended(stage.publish(task)).state == "SUCCESS"
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("task", [tasks.queued, tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
+def test_published_on_commit(stages, task, database):
+    results = {}
+
+    def publish() -> None:
+        for kind, stage in stages.items():
+            results[kind] = published(kind, stage.with_queue_of_its_own(), task)
+
+    def holders() -> list[str | None]:
+        found = [task.lock_info(stage.name) for stage in stages.values()]
+        return [lock and lock.label for lock in found]
+
+    with suppress(ZeroDivisionError), transaction.atomic():
+        transaction.on_commit(publish)
+        raise ZeroDivisionError
+    with transaction.atomic():
+        transaction.on_commit(publish)
+        assert (results, holders()) == ({}, [None] * len(stages))
+    assert holders() == [f"{task.name}[{member(kind, result).id}]" for kind, result in results.items()]
+    for stage in stages.values():
+        stage.consume()
+    for kind, result in results.items():
+        assert ended_with_its_canvas(kind, result).startswith("ran ")
+        free_within(task, stages[kind], 60)
+        assert len(stages[kind].diary.events("start")) == 1

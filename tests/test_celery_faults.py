@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -13,33 +13,19 @@ from django_redislock import LockBackendError
 from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
-from tests.celery_site.harness import KINDS, POOLS, Stage, Workers, ended, member, published, workers
+from tests.celery_site.harness import KINDS, POOLS, Stage, ended, ended_with_its_canvas, member, on_stage, published
 from tests.support import BUSY, wait_until
 from tests.support.worker import Worker
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
 LIFE = 2
 """Seconds that a lock of the mortal tasks lives without its holder."""
 
 
-@pytest.fixture(scope="module")
-def crew(server, tmp_path_factory) -> Iterator[Workers]:
-    with workers(server, tmp_path_factory.mktemp("faults")) as crew:
-        yield crew
-
-
 @pytest.fixture
 def stage(crew) -> Iterator[Stage]:
-    stage = Stage(crew.of("prefork"))
-    yield stage
-    assert stage.diary.events("overlap") == []
-
-
-@pytest.fixture(autouse=True)
-def no_lock_is_left(client) -> Iterator[None]:
-    yield
-    wait_until(lambda: not list(held_locks(client)), message="all locks are released")
+    yield from on_stage(Stage(crew.of("prefork")))
 
 
 def runs(stage: Stage, task) -> dict:
@@ -48,14 +34,15 @@ def runs(stage: Stage, task) -> dict:
     return {"result": result, **stage.diary.wait_for("start")}
 
 
-def run_in_all(worker: Worker, task) -> list[Stage]:
-    """Have the worker run the task alone and in every canvas, until a signal comes."""
-    stages = {kind: Stage([worker]) for kind in KINDS}
-    for kind, stage in stages.items():
-        published(kind, stage, task, "sleep")
+def run_in_all(
+    worker: Worker, task, how: str = "sleep", kinds: Sequence[str] = KINDS, gated: bool = False
+) -> dict[str, tuple[Stage, Any]]:
+    """Have the worker run the task alone and in every canvas, and return the stages and the results when all have started."""
+    stages = {kind: Stage([worker], gated) for kind in kinds}
+    running = {kind: (stage, published(kind, stage, task, how)) for kind, stage in stages.items()}
     for stage in stages.values():
         stage.diary.wait_for("start")
-    return list(stages.values())
+    return running
 
 
 def free_within(task, stage: Stage, seconds: float) -> None:
@@ -140,7 +127,7 @@ def test_child_killed_and_its_message_delivered_again(stage):
     """The only copy of the message meets the lock of its own dead run; it is neither dropped nor refused."""
     result = stage.publish(tasks.mortal_late, "sleep")
     first = stage.diary.wait_for("start")
-    os.kill(first["pid"], signal.SIGKILL)
+    stage.kill_child(first)
     second = stage.diary.wait_for("start", 2, timeout=LIFE + 10)
     assert second["id"] == first["id"]
     app.control.revoke(result.id, terminate=True)
@@ -149,32 +136,39 @@ def test_child_killed_and_its_message_delivered_again(stage):
 
 def test_main_process_and_children_killed(crew):
     worker = crew.start("prefork", name="doomed", concurrency=4).wait_ready()
-    stages = run_in_all(worker, tasks.mortal)
+    running = run_in_all(worker, tasks.mortal)
     worker.kill()
-    for stage in stages:
+    for stage, _ in running.values():
         free_within(tasks.mortal, stage, LIFE + 1)
 
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_warm_shutdown_lets_the_task_finish(crew, pool):
-    worker = crew.start(pool, name=f"warm-{pool}", concurrency=1).wait_ready()
-    stage = Stage([worker], gated=True)
-    result = stage.publish(tasks.refuse)
-    stage.diary.wait_for("start")
+    """And another worker does what is left of its canvas."""
+    kinds = KINDS if pool != "solo" else ["chain"]  # it does one thing at a time
+    worker = crew.start(pool, name=f"warm-{pool}", concurrency=len(kinds)).wait_ready()
+    running = run_in_all(worker, tasks.refuse, "return", kinds, gated=True)
     worker.signal(signal.SIGTERM)
-    assert tasks.refuse.lock_info(stage.name) is not None
-    stage.diary.open_gate()
+    wait_until(lambda: "Warm shutdown" in worker.log)
+    for stage, _ in running.values():
+        assert tasks.refuse.lock_info(stage.name) is not None
+        stage.diary.open_gate()
     assert worker.wait() == 0
-    assert result.state == "SUCCESS"
-    assert tasks.refuse.lock_info(stage.name) is None
+    for kind, (stage, result) in running.items():
+        assert member(kind, result).state == "SUCCESS"
+        assert tasks.refuse.lock_info(stage.name) is None
+        stage.workers = crew.of("prefork")
+        stage.consume()
+        assert ended_with_its_canvas(kind, result).startswith("ran ")
+        assert ended(stage.publish(tasks.refuse)).state == "SUCCESS"
 
 
 def test_cold_shutdown(crew):
     worker = crew.start("prefork", name="cold", concurrency=4).wait_ready()
-    stages = run_in_all(worker, tasks.refuse)
+    running = run_in_all(worker, tasks.refuse)
     worker.signal(signal.SIGQUIT)
     worker.wait()
-    for stage in stages:
+    for stage, _ in running.values():
         free_within(tasks.refuse, stage, 5)
 
 
@@ -202,7 +196,7 @@ def apart(crew, own_server, settings) -> Iterator[Worker]:
     """A worker whose locks live on a server of their own, which the test may kill."""
     settings.DJANGO_REDISLOCK = {"URL": own_server.url}
     name = f"apart-{own_server.port}"
-    worker = crew.start("solo", name=name, concurrency=1, env={"REDISLOCK_TEST_LOCKS": own_server.url})
+    worker = crew.start("prefork", name=name, concurrency=len(KINDS), env={"REDISLOCK_TEST_LOCKS": own_server.url})
     yield worker.wait_ready()
     worker.close()
 
@@ -211,7 +205,7 @@ def test_redis_down_at_the_start(apart, own_server):
     stage = Stage([apart])
     own_server.stop()
     for kind in KINDS:
-        assert type(ended(member(kind, published(kind, stage, tasks.refuse))).result) is LockBackendError
+        assert type(ended_with_its_canvas(kind, published(kind, stage, tasks.refuse))) is LockBackendError
     assert ended(stage.publish(tasks.run_without)).state == "SUCCESS"
     assert "runs without its lock, for Redis does not answer" in apart.log
     later = stage.publish(tasks.try_later)
@@ -221,11 +215,22 @@ def test_redis_down_at_the_start(apart, own_server):
     assert len(stage.diary.events("start")) == 2
 
 
-def test_redis_down_at_the_release(apart, own_server):
-    stage = Stage([apart], gated=True)
-    result = stage.publish(tasks.refuse)
-    stage.diary.wait_for("start")
+@pytest.mark.parametrize(
+    ("task", "how", "outcome", "told"),
+    [
+        (tasks.refuse, "return", "ran ", "could not release its lock, which ends by its expiry"),
+        (tasks.mortal, "until lost", "finished", " was lost: "),
+    ],
+    ids=["release", "renewal"],
+)
+def test_redis_down_at_the_release_or_the_renewal(apart, own_server, task, how, outcome, told):
+    running = run_in_all(apart, task, how, gated=True)
     own_server.stop()
-    stage.diary.open_gate()
-    assert ended(result).result == f"ran {result.id}"
-    assert "could not release its lock, which ends by its expiry" in apart.log
+    for stage, _ in running.values():
+        stage.diary.open_gate()
+    for kind, (_, result) in running.items():
+        assert ended_with_its_canvas(kind, result).startswith(outcome)
+    wait_until(lambda: apart.log.count(told) == len(running))
+    own_server.start()
+    for stage, _ in running.values():
+        assert ended(stage.publish(task)).state == "SUCCESS"

@@ -26,7 +26,6 @@ from tests.test_celery_scopes import (  # noqa: F401
 from tests.test_celery_workers import (  # noqa: F401
     gated,
     holder,
-    no_lock_is_left,
     test_a_crowd_on_few_keys,
     test_raise_ends_everything_at_once,
     test_reschedule_runs_later_under_the_same_id_without_a_retry,
@@ -35,7 +34,7 @@ from tests.test_celery_workers import (  # noqa: F401
     test_wait_runs_one_after_the_other,
 )
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
 
 @pytest.fixture(scope="module")

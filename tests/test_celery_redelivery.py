@@ -6,26 +6,17 @@ at once, by the transport's own function.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
 from celery import chain
 
-from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
-from tests.celery_site.harness import Stage, Workers, ended, workers
+from tests.celery_site.harness import Stage, ended, on_stage
 from tests.support import wait_until
 
-pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def crew(server, tmp_path_factory) -> Iterator[Workers]:
-    with workers(server, tmp_path_factory.mktemp("again")) as crew:
-        yield crew
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
 
 @pytest.fixture
@@ -36,18 +27,6 @@ def stage(crew) -> Iterator[Stage]:
 @pytest.fixture
 def gated(crew) -> Iterator[Stage]:
     yield from on_stage(Stage(crew.of("prefork"), gated=True))
-
-
-def on_stage(stage: Stage) -> Iterator[Stage]:
-    yield stage
-    stage.diary.open_gate()
-    assert stage.diary.events("overlap") == []
-
-
-@pytest.fixture(autouse=True)
-def no_lock_is_left(client) -> Iterator[None]:
-    yield
-    wait_until(lambda: not list(held_locks(client)), message="all locks are released")
 
 
 def copies(stage: Stage) -> dict[str, bytes]:
@@ -138,7 +117,7 @@ def test_a_copy_of_a_message_that_was_retried_does_not_retry_it_again(stage, tas
 def test_the_only_copy_runs_when_the_child_was_killed(stage, task):
     result = stage.publish(task, "once killed")
     first = stage.diary.wait_for("start")
-    os.kill(first["pid"], signal.SIGKILL)
+    stage.kill_child(first)
     assert ended(result).result == f"ran {result.id}"
     assert len(stage.diary.events("start")) == 2
 

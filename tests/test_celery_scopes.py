@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,22 +9,20 @@ from celery import chain, chord, group
 
 from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult
-from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
-from tests.celery_site.harness import POOLS, Stage, Workers, all_ended, ended, workers
+from tests.celery_site.harness import POOLS, Stage, Workers, all_ended, ended
 from tests.support import BUSY, wait_until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
 SCOPES = {"queued": tasks.queued, "queued+run": tasks.queued_and_run, "job": tasks.job}
 
 
 @pytest.fixture(scope="module")
-def crew(server, tmp_path_factory) -> Iterator[Workers]:
-    with workers(server, tmp_path_factory.mktemp("scopes")) as crew:
-        crew.start_all()
-        yield crew
+def crew(crew) -> Workers:
+    crew.start_all()
+    return crew
 
 
 @pytest.fixture(params=POOLS)
@@ -57,12 +53,6 @@ def gated(crew, pool) -> Iterator[Stage]:
 @pytest.fixture(params=SCOPES)
 def task(request):
     return SCOPES[request.param]
-
-
-@pytest.fixture(autouse=True)
-def no_lock_is_left(client) -> Iterator[None]:
-    yield
-    wait_until(lambda: not list(held_locks(client)), message="all locks are released")
 
 
 # How long each scope lasts
@@ -133,7 +123,6 @@ def test_job_lasts_to_the_end(gated):
     assert ended(second).state == "SUCCESS"
 
 
-@only_prefork
 def test_job_lasts_over_retries(stage):
     first = stage.publish(tasks.job, "retry late")
     stage.diary.wait_for("end")
@@ -299,7 +288,7 @@ def test_job_is_free_within_its_life_after_the_child_was_killed(stage):
     task = tasks.mortal_job
     result = stage.publish(task, "sleep")
     started = stage.diary.wait_for("start")
-    os.kill(started["pid"], signal.SIGKILL)
+    stage.kill_child(started)
     wait_until(lambda: task.lock_info(stage.name) is None, 2 + 1 + BUSY)
     assert type(ended(result).result).__name__ == "WorkerLostError"
     assert ended(stage.publish(task)).state == "SUCCESS"

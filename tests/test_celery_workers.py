@@ -14,21 +14,19 @@ from celery import chain
 from celery.exceptions import ChordError
 
 from django_redislock import TaskAlreadyRunning
-from django_redislock.core import held_locks
 from tests.celery_site import tasks
 from tests.celery_site.app import app
 from tests.celery_site.forms import FORMS
-from tests.celery_site.harness import KINDS, POOLS, Stage, Workers, all_ended, beat, ended, published, workers
+from tests.celery_site.harness import KINDS, POOLS, Stage, Workers, all_ended, beat, ended, on_stage, published
 from tests.support import wait_until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
 
 @pytest.fixture(scope="module")
-def crew(server, tmp_path_factory) -> Iterator[Workers]:
-    with workers(server, tmp_path_factory.mktemp("workers")) as crew:
-        crew.start_all()
-        yield crew
+def crew(crew) -> Workers:
+    crew.start_all()
+    return crew
 
 
 @pytest.fixture(params=POOLS)
@@ -45,18 +43,6 @@ def stage(crew, pool) -> Iterator[Stage]:
 def gated(crew, pool) -> Iterator[Stage]:
     """A stage on which bodies wait at the gate."""
     yield from on_stage(Stage(crew.of(pool), gated=True))
-
-
-def on_stage(stage: Stage) -> Iterator[Stage]:
-    yield stage
-    stage.diary.open_gate()
-    assert stage.diary.events("overlap") == []
-
-
-@pytest.fixture(autouse=True)
-def no_lock_is_left(client) -> Iterator[None]:
-    yield
-    wait_until(lambda: not list(held_locks(client)), message="all locks are released")
 
 
 only_prefork = pytest.mark.parametrize("pool", ["prefork"], indirect=True)

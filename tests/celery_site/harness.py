@@ -150,9 +150,27 @@ class Stage:
         """Publish the task with the stage's name as its first argument, to the stage's queue."""
         return task.apply_async((self.name, *args), queue=self.queue, **options)
 
+    def kill_child(self, run: dict[str, Any]) -> None:
+        """Kill the child that runs the task, once its worker knows so: else the worker may give the task to another child."""
+        inspect = app.control.inspect([worker.hostname for worker in self.workers])
+
+        def known() -> bool:
+            found = (inspect.query_task(run["id"]) or {}).values()
+            return any(run["id"] in tasks and tasks[run["id"]][0] == "active" for tasks in found)
+
+        wait_until(known, message="the worker knows that the task has started")
+        os.kill(run["pid"], signal.SIGKILL)
+
     @property
     def log(self) -> str:
         return "\n".join(worker.log for worker in self.workers)
+
+
+def on_stage(stage: Stage) -> Iterator[Stage]:
+    """Give a fixture's stage to its test, on which no two runs may overlap."""
+    yield stage
+    stage.diary.open_gate()
+    assert stage.diary.events("overlap") == []
 
 
 def ended(result: AsyncResult[Any] | GroupResult, timeout: float = 60) -> AsyncResult[Any]:
@@ -206,3 +224,17 @@ def member(kind: str, result: Any) -> Any:
         case "chord":
             return result.parent.results[0]
     return result
+
+
+def ended_with_its_canvas(kind: str, result: Any) -> Any:
+    """Wait until the task and the rest of its canvas have ended, and return the task's result, on which the rest depends."""
+    one = ended(member(kind, result))
+    failed = isinstance(one.result, Exception)
+    match kind:
+        case "chain" if one.state != "REVOKED":  # for what comes after a revoked one, Celery stores nothing
+            assert type(ended(result).result) is type(one.result) if failed else ended(result).result == "plain"
+        case "group":
+            assert ended(result.results[1]).result == "plain"
+        case "chord":
+            assert ended(result).state == ("FAILURE" if failed else "SUCCESS")
+    return one.result

@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from celery import shared_task, signals
+from celery import chain, shared_task, signals
 from celery.exceptions import Ignore, Reject
 
 from django_redislock.celery import single_instance
@@ -48,6 +48,9 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 raise Reject("not wanted")
             case "replace":
                 raise task.replace(plain.si(name).set(queue=task.request.delivery_info["routing_key"]))
+            case "replace by itself":
+                members = [each.si(name).set(queue=task.request.delivery_info["routing_key"]) for each in (task, plain)]
+                raise task.replace(chain(*members))
             case "exit":
                 raise SystemExit(1)
             case "brief":
@@ -157,6 +160,7 @@ def nested(self: Any, name: str, depth: int = 0) -> Any:
     """A task that calls itself, like a function and through Celery."""
     if depth:
         return f"ran {self.request.id}"
+    Diary(name).note("start")
     return [self(name, 1), self.apply((name, 1)).get(disable_sync_subtasks=False)]
 
 
