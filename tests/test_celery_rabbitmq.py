@@ -1,4 +1,4 @@
-"""What depends on the broker, with RabbitMQ: the tests of the other modules, on workers that take their messages from there."""
+"""What depends on the broker, with RabbitMQ: tests of the other modules, on workers of every pool."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.celery_site import tasks
-from tests.celery_site.harness import Stage, Workers, ended, workers
+from tests.celery_site.harness import POOLS, Stage, Workers, ended, workers
 from tests.test_celery_faults import test_child_killed_and_its_message_delivered_again  # noqa: F401
 from tests.test_celery_redelivery import (  # noqa: F401
     test_the_only_copy_runs_when_the_child_was_killed,
     test_the_only_copy_runs_when_the_child_was_killed_before_its_result_was_stored,
 )
 from tests.test_celery_scopes import (  # noqa: F401
+    only_prefork,
     stage,
     task,
     test_a_purged_message_frees_its_lock_within_its_life,
@@ -40,12 +41,19 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 @pytest.fixture(scope="module")
 def crew(server, rabbitmq, tmp_path_factory) -> Iterator[Workers]:
     with workers(server, tmp_path_factory.mktemp("rabbitmq"), rabbitmq.url) as crew:
+        crew.start_all()
         yield crew
 
 
-@pytest.fixture
-def pool() -> str:
-    return "prefork"
+@pytest.fixture(params=POOLS)
+def pool(request) -> str:
+    return request.param
+
+
+def pytest_generate_tests(metafunc) -> None:
+    """Kill only the children of prefork workers: the others have none, and would be killed themselves."""
+    if "pool" in metafunc.fixturenames and "killed" in metafunc.function.__name__:
+        metafunc.definition.add_marker(only_prefork)
 
 
 def test_the_only_copy_runs_when_the_whole_worker_was_killed(crew):

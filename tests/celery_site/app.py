@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
-from celery import Celery
+from celery import Celery, bootsteps
 
 app = Celery("celery_site", include=["tests.celery_site.tasks", "tests.celery_site.forms", "django_redislock.tasks"])
 app.conf.update(
@@ -14,6 +15,20 @@ app.conf.update(
     worker_cancel_long_running_tasks_on_connection_loss=True,
 )
 
+
+class Pulse(bootsteps.StartStopStep):
+    """Turns the loop of a solo worker: with RabbitMQ it acknowledges a message, and gets the next, no sooner than at a turn."""
+
+    requires = {"celery.worker.components:Timer"}
+
+    def include_if(self, worker: Any) -> bool:
+        return "solo" in worker.pool_cls.__module__
+
+    def start(self, worker: Any) -> None:
+        worker.timer.call_repeatedly(0.05, lambda: None)
+
+
+app.steps["worker"].add(Pulse)
 
 BROKER = "REDISLOCK_TEST_BROKER"
 
