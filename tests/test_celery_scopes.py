@@ -286,11 +286,11 @@ def test_the_lock_of_a_message_is_free_when_the_child_was_killed_before_the_body
 @only_prefork
 def test_job_is_free_within_its_life_after_the_child_was_killed(stage):
     task = tasks.mortal_job
-    result = stage.publish(task, "sleep")
+    result = stage.publish(task, "once killed")
     started = stage.diary.wait_for("start")
     stage.kill_child(started)
     wait_until(lambda: task.lock_info(stage.name) is None, 2 + 1 + BUSY)
-    assert type(ended(result).result).__name__ == "WorkerLostError"
+    assert type(ended(result).result).__name__ in ("WorkerLostError", "str")  # a string when Celery ran it once more
     assert ended(stage.publish(task)).state == "SUCCESS"
 
 
