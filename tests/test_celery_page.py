@@ -11,6 +11,7 @@ from celery import Celery, _state
 from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult
 from django_redislock.core import Lock, held_locks
+from tests.support import name_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "celery.rst").read_text()
 
@@ -42,7 +43,7 @@ def test_which_scope(client, page, capsys):
 
 def test_operators(client, page):
     assert page["who_builds"](3) is None
-    name = page["build_report"]._name((3,), {})
+    name = name_of(page["build_report"], 3)
     Lock(client, name, label="page.build_report[id]").acquire()
     assert page["who_builds"](3)[0] == "page.build_report[id]"
     assert page["let_it_be_built_again"](3) is True
@@ -67,7 +68,7 @@ def test_from_celery_singleton(client, page):
 
 def test_from_the_cookbook(client, page):
     task = page["import_feed"]
-    with Lock(client, task._name(("https://example.org",), {})):
+    with Lock(client, name_of(task, "https://example.org")):
         assert task.apply(("https://example.org",)).get() is None
     assert task.apply(("https://example.org",)).get() == "imported https://example.org"
 

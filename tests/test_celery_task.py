@@ -20,7 +20,7 @@ from django_redislock.celery.base import KEY_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.contention import Waits, contention
 from django_redislock.signals import lock_conflict, task_rescheduled, task_skipped
-from tests.support import Interrupted, counting, free_port, interruptions, wait_until
+from tests.support import Interrupted, counting, free_port, interruptions, name_of, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def make(app, request):
 @contextlib.contextmanager
 def held(client, task, *args):
     """Let somebody else run the task with these arguments."""
-    with Lock(client, task._name(args, {}), label="somebody", kind="celery") as lock:
+    with Lock(client, name_of(task, *args), label="somebody", kind="celery") as lock:
         yield lock
 
 
@@ -85,7 +85,7 @@ def test_duplicates_and_waits_are_counted_for_the_page_about_contention(client, 
     assert contention(client).names == {}
     with held(client, task):
         task.apply()
-    counted = contention(client).names.get(task._name((), {}), Waits())
+    counted = contention(client).names.get(name_of(task), Waits())
     waits = int(on_conflict == "wait")
     assert (counted.duplicates, counted.waits, counted.gave_up) == (duplicates, waits, waits)
 
@@ -119,7 +119,7 @@ def test_a_retry_waits_for_its_former_run_to_end(client, make, monkeypatch):
     """That run has published the retry before it ends, and the retry may be faster."""
     monkeypatch.setattr(task_module, "MOMENT", 60)
     task = make(lambda self: "ran")
-    former = Lock(client, task._name((), {}), label=f"{task.name}[the-id]")
+    former = Lock(client, name_of(task), label=f"{task.name}[the-id]")
     former.acquire()
     results = []
     thread = threading.Thread(target=lambda: results.append(task.apply(task_id="the-id").result))
@@ -141,7 +141,7 @@ def test_a_duplicate_is_told_who_runs(client, make, caplog):
     lock_conflict.disconnect(receiver)
     error = result.result
     assert type(error) is TaskAlreadyRunning
-    assert error.key == task._name((1,), {})
+    assert error.key == name_of(task, 1)
     assert error.holder.startswith("somebody on ")
     assert 0 < error.ttl <= 30
     assert "finds the lock held for" in caplog.text
@@ -218,8 +218,8 @@ def test_the_settings_give_the_policy(client, make, settings):
 def test_nothing_is_locked_where_locks_are_off(client, make, settings):
     task = make(lambda self: [self.single_instance.lost, names(client)])
     settings.DJANGO_REDISLOCK = {"ENABLED": False}
-    with Lock(client, task._name((), {})):
-        assert task.apply().get() == [None, [task._name((), {})]], "of the holder, who is not in the way"
+    with Lock(client, name_of(task)):
+        assert task.apply().get() == [None, [name_of(task)]], "of the holder, who is not in the way"
         assert task.lock_info() is None
 
 
@@ -326,7 +326,7 @@ def test_lock_info_and_unlock_take_the_arguments_of_the_task(client, make):
     assert one.label == other.label
     assert one.fence == other.fence
     assert third is None
-    lock = Lock(client, task._name((1, 2), {}))
+    lock = Lock(client, name_of(task, 1, 2))
     lock.acquire()
     assert task.unlock(1) is True
     assert task.unlock(1) is False

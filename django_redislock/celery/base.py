@@ -73,21 +73,23 @@ class LockedTask(_Task):
         kwargs: Any = None,
         task_id: str | None = None,
         producer: Any = None,
-        *others: Any,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
         **options: Any,
     ) -> AsyncResult[Any]:
         """Publish the task with its key in a header, and where the scope begins here, with its lock; see Celery for the arguments.
 
         Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says.
         """
+        # By name, and only what is given: a class between may have fewer arguments.
+        given = {"link": link, "link_error": link_error, "shadow": shadow}
+        options |= {name: value for name, value in given.items() if value is not None}
         try:
             bound = self._signature.bind(*(args or ()), **(kwargs or {}))
         except TypeError:
             # Celery's own check tells, or without that the worker does
-            return super().apply_async(args, kwargs, task_id, producer, *others, **options)
-        options |= zip(
-            ("link", "link_error", "shadow"), others, strict=False
-        )  # by name: classes between have fewer arguments
+            return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         key = self._key(bound)
         headers = {**(options.get("headers") or {}), KEY_HEADER: key}
         if self.acks_late:
@@ -181,9 +183,6 @@ class LockedTask(_Task):
     @cached_property
     def _signature(self) -> inspect.Signature:
         return signature_of(self.run)
-
-    def _name(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
-        return lock_name(self.name, self._key_of(args, kwargs, request))
 
     def _key_of(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
         headers = {} if request is None else request.headers or {}

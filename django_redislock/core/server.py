@@ -199,7 +199,7 @@ class Unlocked(Server):
 
     def __init__(self) -> None:
         self.room = WaitingRoom(lambda: Wire(self.connection()))
-        self._free = []
+        self._free = []  # nothing is sent ahead
 
     def renew(self, call: Call, patience: float) -> Any:
         """Grant it."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import redis
 
@@ -16,6 +17,12 @@ def key_of(name: str) -> str:
 
 def queue_of(name: str) -> str:
     return lock_keys("redislock", name).queue
+
+
+def name_of(task: Any, *args: Any) -> str:
+    """Return the name of the lock of a single-instance task that is called with these arguments."""
+    lock, *_ = task._locks(args, {})
+    return lock.name
 
 
 def queued(client: redis.Redis, name: str) -> int:
