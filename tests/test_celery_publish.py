@@ -25,7 +25,7 @@ from django_redislock.celery import DuplicateResult, single_instance
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
 from django_redislock.signals import lock_conflict
-from tests.support import BUSY, Interrupted, counting, interruptions, wait_until
+from tests.support import BUSY, Interrupted, counting, interruptions
 
 QUEUE = "producer"  # that broker is shared by all tests of a process
 SCOPES = ["queued", "queued+run", "job"]
@@ -234,10 +234,13 @@ def test_a_canvas_that_could_not_be_published_leaves_no_lock(client, make, scope
 def test_a_message_that_could_not_be_made_leaves_no_lock(client, app, make, scope):
     """The lock was asked for, and its answer not read yet: who comes next on that connection gets its own."""
     task = make(scope=scope, task_options={"base": Misrouted})
-    for _ in range(3):
+    connections = []
+    for _ in range(4):
         with pytest.raises(ZeroDivisionError):
             task.delay()
         assert task.lock_info() is None
+        connections.append(client.info("stats")["total_connections_received"])
+    assert connections[1:] == connections[1:2] * 3, "none is lost with the answer"
     task.broken = False
     assert messages(app, task) == []
     first = task.delay()
@@ -251,18 +254,29 @@ class Misrouted(Task):
         return 1 / 0 if self.broken else None
 
 
-def test_while_the_lock_answers_the_message_is_made(client, app, make, scope):
-    """Counted where Celery asks for another name of the task: the script has been sent by then, and nobody waited for it."""
-    sent = []
+def test_while_the_lock_answers_the_message_is_made(app, make, scope, own_server, settings):
+    """Seen where Celery asks for another name of the task: the server stands still until then."""
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url}
+    asked = []
 
     class Watched(Task):
-        def shadow_name(self, *args):
-            wait_until(lambda: list(held_locks(client)), message="the lock is held")
-            sent.append(True)
+        def shadow_name(self, args, *others):
+            own_server.resume()
+            asked.append(args)
 
-    make(scope=scope).delay(0)  # a connection to send on
-    make(scope=scope, task_options={"base": Watched}).delay()
-    assert sent == [True]
+    task = make(scope=scope, task_options={"base": Watched})
+    task.delay(0)  # there is a connection to send on now
+    own_server.pause()
+    first = task.delay(1)
+    assert asked == [(0,), (1,)]
+    assert task.lock_info(1).label == f"{task.name}[{first.id}]"
+
+
+def test_other_caches_are_other_locks(client, make, settings, server):
+    task = make(scope="queued")
+    task.delay()
+    settings.CACHES = {"default": {**settings.CACHES["default"], "LOCATION": server.url_of_db(5)}}
+    assert task.lock_info() is None
 
 
 def test_nobody_is_told_of_a_message_that_is_not_published(client, app, make, scope, monkeypatch):
@@ -289,8 +303,9 @@ def test_nobody_is_told_of_a_message_that_is_not_published(client, app, make, sc
     assert told == [first.id, second.id]
 
 
-def test_a_connection_or_producer_that_is_given_is_used(client, app, make, scope):
+def test_a_connection_or_producer_that_is_given_is_used(client, app, make, scope, monkeypatch):
     task = make(scope=scope)
+    monkeypatch.setattr(app.producer_pool, "acquire", lambda **options: pytest.fail("the app's own was used"))
     with Connection("memory://elsewhere") as other, other.Producer() as producer:
         ways = [{"connection": other}, {"producer": producer}, {"publisher": producer}]
         for number, way in enumerate(ways):
