@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from celery import Celery, Task, chain, chord, group
 from celery.app.trace import build_tracer
+from celery.exceptions import SoftTimeLimitExceeded
 from django.db import transaction
 from kombu import Connection
 from kombu.exceptions import SerializerNotInstalled
@@ -352,8 +353,9 @@ def test_one_of_many_threads_publishes(client, app, make, scope):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in destructors, it is swallowed
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
-def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_unread(client, make):
-    """As the soft time limit of a task that publishes does it; without Celery's pools, which it may leave locked."""
+@pytest.mark.parametrize("error", [Interrupted, SoftTimeLimitExceeded])
+def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_unread(client, make, error):
+    """Without Celery's pools, which it may leave locked."""
 
     class Noted(Task):
         def apply_async(self, args=None, kwargs=None, **options):
@@ -363,13 +365,13 @@ def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_u
     noted, interrupted = [], 0
     producer = SimpleNamespace(note=noted.append)
     task.apply_async(producer=producer)
-    with interruptions(Interrupted) as interrupted_after:
+    with interruptions(error) as interrupted_after:
         for number in range(500):
             try:
                 interrupted_after(random.uniform(0.00002, 0.0005))
                 task.apply_async((number,), producer=producer)
                 time.sleep(0.1)
-            except Interrupted:
+            except error:
                 interrupted += 1
             info = task.lock_info(number)
             assert info is None or info.arguments.startswith(f"a={number}, ")

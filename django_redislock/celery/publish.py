@@ -10,13 +10,14 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self
 
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from django.db.models import Model
 from django.views.debug import get_default_exception_reporter_filter
 
 from ..core.keys import MAX_SECONDS
-from ..exceptions import LockBackendError
+from ..exceptions import LockBackendError, LockError
 
 LONGEST = 300
 """Characters of the arguments that are told."""
@@ -40,7 +41,8 @@ class Gate:
     """A producer that lets nothing pass before the lock has answered.
 
     Celery comes to its producer when the message is made, and before anybody is told of it: so the lock answers meanwhile.
-    `decide` is given the answer, and returns the result that takes the message's place, if it is not to be published, or raises.
+    `decide` is given the answer, and returns the result that takes the message's place, if it is not to be published, or raises a
+    LockError.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Gate:
         self._decide = decide
         self._context = producer
         self._producer: Any = None
-        self._instead: AsyncResult[Any] | Exception | None = None
+        self._instead: AsyncResult[Any] | LockError | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +77,7 @@ class Gate:
         if answer is not None:
             try:
                 self._instead = self._decide(answer)
-            except Exception as error:
+            except LockError as error:
                 self._instead = error
         if self._instead is not None:
             raise Closed
@@ -144,6 +146,8 @@ def shown(bound: inspect.BoundArguments) -> str:
         try:
             hidden = cleanse(name, dict(value) if isinstance(value, Mapping) else value)
             parts.append(f"{name}={_shortened.repr(hidden)}")
+        except SoftTimeLimitExceeded:
+            raise
         except Exception:  # of somebody's repr()
             parts.append(f"{name}=?")
     text = ", ".join(parts)
