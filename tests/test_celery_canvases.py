@@ -39,8 +39,8 @@ def unlock(stage: Stage, run: dict) -> None:
 class Event(NamedTuple):
     task: Any
     how: Any
-    outcome: str | tuple[str, ...] | None
-    """The type of the task's error, or what its result begins with, or each that may be; None when nothing is stored."""
+    outcome: str | None
+    """The type of the task's error, or what its result begins with; None when nothing is stored."""
     options: dict = {}
     do: Callable[[Stage, dict], None] | None = None
     """What is done to its first run."""
@@ -61,8 +61,7 @@ EVENTS = {
     "soft time limit": Event(tasks.refuse, "sleep", "SoftTimeLimitExceeded", {"soft_time_limit": 1}),
     "terminated": Event(tasks.refuse, "sleep", "TaskRevokedError", do=terminate),
     "hard time limit": Event(tasks.mortal, "sleep", "TimeLimitExceeded", {"time_limit": 1}, life=2 + 1),
-    # On a busy machine Celery has given the task of a killed child to another child, though it does not acknowledge late.
-    "child killed": Event(tasks.mortal, "once killed", ("WorkerLostError", "ran "), do=Stage.kill_child, life=2 + 1),
+    "child killed": Event(tasks.mortal, "once killed", "WorkerLostError", do=Stage.kill_child, life=2 + 1),
     "delivered again": Event(tasks.dying, "once killed", "ran ", do=Stage.kill_child),
     "lock lost": Event(tasks.losing, "until lost", "finished", do=unlock),
 }

@@ -151,7 +151,7 @@ class Stage:
         return task.apply_async((self.name, *args), queue=self.queue, **options)
 
     def kill_child(self, run: dict[str, Any]) -> None:
-        """Kill the child that runs the task, once its worker knows so: else the worker may give the task to another child."""
+        """Kill the child that runs the task, once its worker knows so: what it does not know to be accepted, it gives to another."""
         inspect = app.control.inspect([worker.hostname for worker in self.workers])
 
         def known() -> bool:
