@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from django_redislock.core import flight, held_locks
+from django_redislock.core.clock import monotonic
 from django_redislock.core.wanted import Wanted
 from django_redislock.signals import lock_backend_error
 from tests import cache_programs
@@ -134,7 +135,7 @@ def test_a_lost_reply_loses_nothing(proxy, redis_url, client, backend, of):
 def test_who_finds_the_value_after_a_lost_reply_keeps_no_lease(cache_and_want, client):
     cache, want = cache_and_want
     lease = want.lease(threading.current_thread())
-    steps = partial(flight._seek, want, lease, b"", time.monotonic() + 10, False)
+    steps = partial(flight._seek, want, lease, b"", monotonic() + 10, False)
     assert want.server.run(steps())[0] == b"compute"
     cache.set("k", "v")
     assert want.server.run(steps()) == (b"value", client.get(":1:k")), (

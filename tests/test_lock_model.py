@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +14,7 @@ from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from django_redislock.core import AsyncLock, Lock, held_locks
+from django_redislock.core.clock import monotonic
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockLost
@@ -234,7 +234,7 @@ class Model(RuleBasedStateMachine):
         lease = actor.do(actor.lock._latest)
         if lease.loss is None:
             actor.suffer(fault)
-        lease.next_renewal = now = time.monotonic()
+        lease.next_renewal = now = monotonic()
         watchdog.hurry(lease)
         if actor is self.holder:
             wait_until(lambda: lease.next_renewal > now + 5)

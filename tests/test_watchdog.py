@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from django_redislock.core import Lock
+from django_redislock.core.clock import monotonic
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockBackendError, LockLost
@@ -147,7 +148,7 @@ def test_a_renewal_that_races_a_release_reports_nothing_and_revives_nothing(clie
             lock = Lock(client, name, on_lost=told.append)
             lock.acquire()
             lease = lock._latest()
-            lease.next_renewal = time.monotonic()
+            lease.next_renewal = monotonic()
             watchdog.hurry(lease)
             lived(chance.choice((0, 0, 0.005)))
             lock.release()

@@ -10,11 +10,11 @@ import math
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from ..core.clock import monotonic
 from ..core.flight import ELSEWHERE, fly, fly_together
 from ..core.steps import Follow, Steps
 from ..core.wanted import MISSING, Landing, Owner, Wanted, outer
@@ -65,7 +65,7 @@ def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) 
     compute = on_timeout in ("compute", "stale")  # "stale": with an old value one does not come here
     if wait is not None and compute:
         wait *= random.uniform(1, 1 + SPREAD)  # noqa: S311
-    until = math.inf if wait is None else time.monotonic() + wait
+    until = math.inf if wait is None else monotonic() + wait
     while True:
         landing = yield from _share(place, until, want, caller)
         if landing.empty:
@@ -86,7 +86,7 @@ def renewed(want: Wanted, caller: Caller, old: bytes, value: Any, wait: float) -
 
     Waits `wait` seconds for that; 0: not at all.
     """
-    landing = yield from refresh(want, caller, old, time.monotonic() + wait if wait else -math.inf)
+    landing = yield from refresh(want, caller, old, monotonic() + wait if wait else -math.inf)
     landing = _own_copy(landing, want)
     if landing.error is not None or landing.value is not MISSING:
         return landing
@@ -107,13 +107,13 @@ def values_of(
     Those that nobody is after are computed together by one call of `default`; only then the others are waited for, so that
     nobody waits who keeps another one waiting. A key that `default` has nothing for is left out.
     """
-    until = math.inf if wait is None else time.monotonic() + wait
+    until = math.inf if wait is None else monotonic() + wait
     landings: dict[str, Landing] = {}
     first = yield from _share_many(wants, default, caller)
     for want in wants:
         landing = _own_copy(first.get(want.key, Landing()), want)
         if landing.value is MISSING and landing.error is None and not landing.absent:
-            left = None if until == math.inf else max(0.0, until - time.monotonic())
+            left = None if until == math.inf else max(0.0, until - monotonic())
             landing = yield from value_of(want, caller, left, on_timeout)
         if not landing.absent:
             landings[want.key] = landing
@@ -203,9 +203,9 @@ def _share(
             return (yield from _lead(want, caller, until, last=True, old=old))
         if not waited:
             want.tally.count("waited")
-        waited, began = True, time.monotonic()
+        waited, began = True, monotonic()
         followed = yield Follow(found.landed, until)
-        want.tally.count("seconds_waited", time.monotonic() - began)
+        want.tally.count("seconds_waited", monotonic() - began)
         if followed is None:
             _close(place, found, wake=False)  # should its leader never come back, it is not waited for again
             return Landing()

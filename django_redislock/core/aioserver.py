@@ -7,7 +7,6 @@ import inspect
 import math
 import os
 import threading
-import time
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError
 
 from .aiowaiting import AsyncWaitingRoom
+from .clock import monotonic
 from .line import Line, SharedLine
 from .server import Server, Unlocked
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
@@ -184,7 +184,7 @@ async def _outcome(made: Future[Any], until: float) -> Any:
             loop.call_soon_threadsafe(land)
 
     made.add_done_callback(tell)
-    timer = None if until == math.inf else loop.call_later(max(0.0, until - time.monotonic()), land)
+    timer = None if until == math.inf else loop.call_later(max(0.0, until - monotonic()), land)
     try:
         await here
     finally:

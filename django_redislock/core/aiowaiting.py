@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from redis.exceptions import ConnectionError, RedisError
 
+from .clock import monotonic
 from .line import Line, SharedLine
 from .steps import Call
 from .waiters import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
@@ -79,7 +79,7 @@ class AsyncWaitingRoom:
         if not waiter.woken:
             loop = asyncio.get_running_loop()
             waiter.alarm = loop.create_future()
-            timer = loop.call_later(until - time.monotonic(), waiter.stir)
+            timer = loop.call_later(until - monotonic(), waiter.stir)
             try:
                 await waiter.alarm
             finally:
@@ -90,11 +90,11 @@ class AsyncWaitingRoom:
     async def _mend(self, until: float) -> float:
         """Subscribe anew, and return how long to sleep then: not for long without a subscription."""
         try:
-            async with asyncio.timeout(until - time.monotonic()):
+            async with asyncio.timeout(until - monotonic()):
                 await self._subscription.open()
         except (RedisError, OSError):
             # The scripts that the waiters call say what is wrong with the server.
-            return min(until, time.monotonic() + LOOK_EVERY)
+            return min(until, monotonic() + LOOK_EVERY)
         return until
 
     def _look(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
 from . import events, owner, protocol
+from .clock import monotonic
 from .keys import Seconds, check_expire, check_id, check_name, check_prefix, check_wait, lock_keys
 from .lease import GONE, Lease
 from .owner import LockInfo
@@ -245,7 +245,7 @@ class BaseLock(ABC):
         if self._given_id is None or lease is not None:
             raise NotAcquired(self.name)
         lease = self._new_lease(self._given_id)
-        lease.begin(0, time.monotonic())
+        lease.begin(0, monotonic())
         return lease
 
     def _latest(self) -> Lease | None:

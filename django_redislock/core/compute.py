@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from redis.exceptions import RedisError
 
 from ..exceptions import LockBackendError
 from . import events
+from .clock import monotonic
 from .protocol import give_back
 from .scripts import Script
 from .steps import Call, Commands, Compute, Steps, attempt, together
@@ -147,16 +147,16 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     ready: tuple[bytes, ...] = ()
     if len(data) > LARGE and life != 0:
         ready = (keys.receipt + lease.id.encode() + b":value",)
-        yield from attempt(lease.name, _pieces(ready[0], data), time.monotonic() + lease.retry_for)
+        yield from attempt(lease.name, _pieces(ready[0], data), monotonic() + lease.retry_for)
         data = b"%d %b" % (len(data), digest(data))
     call = Call(
         SETTLE,
         (keys.lock, keys.held, keys.queue, want.key.encode(), waits(want.prefix), *ready),
         (ticket.fence, lease.name.encode(), b"" if life is None else b"%d" % life, ticket.replaced, ticket.ends, data),
     )
-    now = time.monotonic()
+    now = monotonic()
     _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)
-    late = reply == -1 and bool(lease.fence) and time.monotonic() >= lease.deadline
+    late = reply == -1 and bool(lease.fence) and monotonic() >= lease.deadline
     if reply != 1:
         want.tally.count("lease_lost" if late else "fenced")
     if reply == 0:
@@ -181,7 +181,7 @@ def _pieces(key: bytes, data: bytes) -> Commands:
 def _abandon(lease: ValueLease) -> Steps[None]:
     """End the lease without a value: one of those who wait computes next."""
     with suppress(LockBackendError):
-        yield from attempt(lease.name, give_back(lease), time.monotonic())
+        yield from attempt(lease.name, give_back(lease), monotonic())
 
 
 def digest(data: bytes) -> bytes:

@@ -7,7 +7,6 @@ call of its own.
 from __future__ import annotations
 
 import math
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from redis import Redis
 
 from ..exceptions import LockBackendError
 from . import scripts
+from .clock import monotonic
 from .keys import LockKeys, check_prefix, held_keys
 from .server import Server, server_of
 from .steps import Call, Steps, attempt
@@ -57,7 +57,7 @@ def contention(client: Redis | Server, prefix: str = "redislock", *, retry_for: 
 
     Costs one command. Raises LockBackendError when Redis cannot answer.
     """
-    return server_of(client).run(_read(check_prefix(prefix), time.monotonic() + retry_for))
+    return server_of(client).run(_read(check_prefix(prefix), monotonic() + retry_for))
 
 
 def _read(prefix: str, until: float) -> Steps[Contention]:
@@ -91,4 +91,4 @@ def count_duplicate(server: Server, name: str, keys: LockKeys) -> None:
 
 
 def _count(name: str, keys: LockKeys) -> Steps[None]:
-    yield from attempt(name, Call(scripts.DUPLICATE, (keys.held,), (name.encode(),)), time.monotonic())
+    yield from attempt(name, Call(scripts.DUPLICATE, (keys.held,), (name.encode(),)), monotonic())

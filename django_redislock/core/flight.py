@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from ..exceptions import LockBackendError
+from .clock import monotonic
 from .compute import ABSENT, Ticket, compute, digest, waits
 from .keys import milliseconds
 from .owner import record
@@ -119,11 +119,11 @@ def _seek(
         )
 
     try:
-        if listening and until > time.monotonic():
+        if listening and until > monotonic():
             waiter = yield Join(keys.lock, id)
         while True:
-            last = time.monotonic() >= until
-            patience = time.monotonic() if want.forgiving else until
+            last = monotonic() >= until
+            patience = monotonic() if want.forgiving else until
             if reply is None or last:
                 call = ask(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
                 sent, reply = yield from attempt(name, call, patience)
@@ -142,9 +142,9 @@ def _seek(
                 if not lease.waited:
                     lease.waited = True
                     want.tally.count("waited")
-                began = time.monotonic()
+                began = monotonic()
                 word = yield sleep(waiter, until, reply[2])
-                want.tally.count("seconds_waited", time.monotonic() - began)
+                want.tally.count("seconds_waited", monotonic() - began)
                 if word is None:
                     reply = None
                     continue
@@ -170,7 +170,7 @@ def take(want: Wanted, owner: Owner, old: bytes) -> Steps[bool]:
 def give_up(want: Wanted) -> Steps[None]:
     """End that right."""
     with suppress(LockBackendError):
-        yield from attempt(want.name, give_back(want.lease(threading.current_thread())), time.monotonic())
+        yield from attempt(want.name, give_back(want.lease(threading.current_thread())), monotonic())
 
 
 def fly_together(wants: list[Wanted], owner: Owner, default: Callable[[list[Any]], Any]) -> Steps[list[Landing]]:
@@ -212,12 +212,12 @@ def fly_together(wants: list[Wanted], owner: Owner, default: Callable[[list[Any]
 def peek_many(keys: list[str]) -> Steps[list[bytes | None]]:
     """Read many values."""
     command = (b"MGET", *[key.encode() for key in keys])
-    _, replies = yield from attempt(lease_name(keys[0]), Commands((command,)), time.monotonic())
+    _, replies = yield from attempt(lease_name(keys[0]), Commands((command,)), monotonic())
     return list(replies[0])
 
 
 def peek(key: str, with_life: bool) -> Steps[tuple[bytes | None, int]]:
     """Read a value, and how many milliseconds it has left (-1: it stays; -2: unknown, or it has just ended)."""
     commands = ((b"GET", key.encode()),) + (((b"PTTL", key.encode()),) if with_life else ())
-    _, replies = yield from attempt(lease_name(key), Commands(commands), time.monotonic())
+    _, replies = yield from attempt(lease_name(key), Commands(commands), monotonic())
     return replies[0], replies[1] if with_life else -2

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..exceptions import LockBackendError, LockError, LockLost, LossRecord
 from . import events
+from .clock import monotonic
 from .keys import Seconds
 from .lease import Lease
 from .lock import Lock
@@ -84,7 +85,7 @@ class Holding:
             part = _Part(server, self.name, **self._options)
             part.holding, part.shared_id = weakref.ref(self), self.id
             try:
-                left = max(0.0, until - time.monotonic())
+                left = max(0.0, until - monotonic())
                 acquired = part.acquire(timeout=None if left == math.inf else left)
             except LockBackendError as error:
                 missing += 1

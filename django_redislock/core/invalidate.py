@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 
+from .clock import monotonic
 from .keys import MAX_NAME, lock_keys
 from .protocol import names
 from .scripts import Script
@@ -31,7 +31,7 @@ def invalidate(prefix: str, keys: list[str], cut: bool = False) -> Steps[int]:
             tuple(key for lock in locks for key in (lock.lock, lock.held, lock.queue)),
             tuple(name.encode() for name in some),
         )
-        _, reply = yield from attempt(some[0], call, time.monotonic())
+        _, reply = yield from attempt(some[0], call, monotonic())
         ended += reply
     return ended
 

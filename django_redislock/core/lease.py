@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..exceptions import LossRecord
 from . import events
+from .clock import monotonic
 from .keys import LockKeys
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class Lease:
 
     def change(self, expire: float) -> None:
         """Note that a command with another life is about to be sent: without an answer, count on the shorter of the two."""
-        now = time.monotonic()
+        now = monotonic()
         self.expire = expire
         self.deadline = min(self.deadline, now + expire)
         self.next_renewal = min(self.next_renewal, now + expire / 3)
@@ -122,7 +123,7 @@ class Lease:
     @property
     def loss(self) -> LossRecord | None:
         """Why and when the lock was lost, or None while it is held; local and free."""
-        if self._loss is None and time.monotonic() >= self.deadline and not self.foreign:
+        if self._loss is None and monotonic() >= self.deadline and not self.foreign:
             self.lose(f"its life of {self.expire:g} s ended without a renewal")
         return self._loss
 

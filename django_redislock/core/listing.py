@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -11,6 +10,7 @@ from urllib.parse import unquote
 from redis import Redis
 
 from . import protocol
+from .clock import monotonic
 from .keys import check_prefix, lock_keys
 from .lock import Lock
 from .owner import Held, LockInfo
@@ -43,7 +43,7 @@ def list_locks(
     and no longer than by any other call.
     """
     server = server_of(client)
-    names = server.run(protocol.names(check_prefix(prefix), time.monotonic() + retry_for))
+    names = server.run(protocol.names(check_prefix(prefix), monotonic() + retry_for))
     yield from read_locks(server, filter(matching, names), prefix, retry_for=retry_for)
 
 
@@ -52,7 +52,7 @@ def read_locks(
 ) -> Iterator[Held]:
     """Yield those of these locks that are held now, as `list_locks` does."""
     server = server_of(client)
-    until = time.monotonic() + retry_for
+    until = monotonic() + retry_for
     names = sorted(names)
     for start in range(0, len(names), BATCH):
         batch = names[start : start + BATCH]
@@ -72,7 +72,7 @@ class Waiting(NamedTuple):
 
 def read_queue(client: Redis | Server, name: str, prefix: str, *, retry_for: float = math.inf) -> list[Waiting]:
     """Return the first `QUEUE` of those who wait for the lock. Raises LockBackendError when Redis cannot answer."""
-    return server_of(client).run(_read_queue(name, prefix, time.monotonic() + retry_for))
+    return server_of(client).run(_read_queue(name, prefix, monotonic() + retry_for))
 
 
 def _read_queue(name: str, prefix: str, until: float) -> Steps[list[Waiting]]:

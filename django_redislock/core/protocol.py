@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from redis.exceptions import RedisError
 
 from ..exceptions import LockBackendError
 from . import events, scripts
+from .clock import monotonic
 from .keys import LockKeys, held_keys, milliseconds
 from .lease import Lease
 from .owner import Held, new_id, parse
@@ -61,7 +61,7 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
     """
     lease = claim.lease
     id = lease.id.encode()
-    until = math.inf if claim.timeout is None else time.monotonic() + claim.timeout
+    until = math.inf if claim.timeout is None else monotonic() + claim.timeout
     waiter: Any = None
     ticket = b""
     began = 0.0
@@ -70,7 +70,7 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
             waiter = yield Join(lease.keys.lock, id)
         call = claim.call(waiter.channel if waiter is not None else b"", waiter is not None, ticket)
         while True:
-            last = time.monotonic() >= until
+            last = monotonic() >= until
             if last and waiter is not None:
                 call = claim.call(waiter.channel, False, ticket)
             sent, reply = yield from attempt(lease.name, call, until, lease.retry_for)
@@ -86,7 +86,7 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
                 call = claim.call(waiter.channel, True, ticket)
                 continue
             left_ms, ticket = reply
-            began = began or time.monotonic()
+            began = began or monotonic()
             # Packed now: whoever is woken is in a hurry, and so is who waits for the release.
             call = claim.call(waiter.channel, True, ticket)
             if not claim.given_id:
@@ -107,7 +107,7 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
 def _tell_wait(lease: Lease, began: float, acquired: bool) -> None:
     """Tell how long was waited, if there was a wait at all."""
     if began:
-        seconds = time.monotonic() - began
+        seconds = monotonic() - began
         message = "Lock %r was waited for %.3f s (acquired: %s)."
         events.emit(
             "waited", message, lease.name, seconds, acquired, name=lease.name, seconds=seconds, acquired=acquired
@@ -116,7 +116,7 @@ def _tell_wait(lease: Lease, began: float, acquired: bool) -> None:
 
 def sleep(waiter: Any, until: float, left_ms: int) -> Await:
     """Return the sleep of a waiter whose lock has so many milliseconds left (negative: nobody knows)."""
-    now = time.monotonic()
+    now = monotonic()
     look = now + (left_ms + 1) / 1000 if left_ms >= 0 else math.inf
     return Await(waiter, min(until, now + MAX_SLEEP), look)
 
@@ -136,7 +136,7 @@ def give_back(lease: Lease, channel: bytes = b"") -> Call:
 def release(lease: Lease) -> Steps[bool]:
     """Release the lock; False when it was not the lease's any more."""
     # After the deadline the lock has ended by itself, so there is no sense in trying for longer.
-    until = max(lease.deadline, time.monotonic())
+    until = max(lease.deadline, monotonic())
     _, reply = yield from attempt(lease.name, lease.farewell or give_back(lease), until, lease.retry_for)
     return bool(reply)
 
@@ -144,7 +144,7 @@ def release(lease: Lease) -> Steps[bool]:
 def renew(lease: Lease) -> Steps[bool]:
     """Give the lease its life, a shorter one, too; False when it is not held any more."""
     life = lease.expire
-    until = max(lease.deadline, time.monotonic())
+    until = max(lease.deadline, monotonic())
     sent, reply = yield from attempt(lease.name, renewal([lease], shorten=True), until, lease.retry_for)
     if reply[0]:
         lease.renewed(sent, life)

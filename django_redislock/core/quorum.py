@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -21,6 +20,7 @@ from redis import Redis
 from ..exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockError, LockLost, LossRecord, NotAcquired
 from . import events, protocol
 from .base import chain
+from .clock import monotonic
 from .holding import Holding, majority
 from .keys import Seconds, check_wait
 from .lock import Lock
@@ -109,7 +109,7 @@ class QuorumLock:
         before = self._mine()
         if before is not None and before.loss is None:
             raise AlreadyAcquired(self.name)
-        until = math.inf if seconds is None else time.monotonic() + seconds
+        until = math.inf if seconds is None else monotonic() + seconds
         while True:
             holding = Holding(self.name, self._servers, self._options, weakref.WeakMethod(self._tell_of_loss))
             try:
@@ -121,7 +121,7 @@ class QuorumLock:
                 holding.give_back()
                 raise
             holding.give_back()
-            if time.monotonic() >= until:
+            if monotonic() >= until:
                 return False
 
     def release(self) -> None:
@@ -212,7 +212,7 @@ class QuorumLock:
         answers, cause = [], ""
         for server in self._servers:
             try:
-                answers.append(server.run(question(time.monotonic())))
+                answers.append(server.run(question(monotonic())))
             except LockBackendError as error:
                 cause = error.cause
         if len(answers) < majority(self._servers):

@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError, TimeoutError
 from redis.retry import Retry
 
 from . import scripts
+from .clock import monotonic
 from .link import Link
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
@@ -119,7 +120,7 @@ class Server:
         return self._renewals.call(call)
 
     def _wait_for_link(self) -> Link:
-        give_up = time.monotonic() + self.timeout
+        give_up = monotonic() + self.timeout
         with self._returned:
             self._wanted += 1
             try:
@@ -132,7 +133,7 @@ class Server:
                         link = Link(self.connection())
                         self._links.add(link)
                         return link
-                    if not self._returned.wait(give_up - time.monotonic()):
+                    if not self._returned.wait(give_up - monotonic()):
                         raise TimeoutError(f"no connection was free within {self.timeout:g} s")
             finally:
                 self._wanted -= 1
@@ -189,7 +190,7 @@ class Server:
                     return None, error
             case Follow(made, until):
                 try:
-                    return made.result(None if until == math.inf else max(0.0, until - time.monotonic()))
+                    return made.result(None if until == math.inf else max(0.0, until - monotonic()))
                 except FutureTimeout:
                     return None
 

@@ -7,7 +7,6 @@ An algorithm is a generator: it yields what it wants done (`Call` a script, `Joi
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from itertools import zip_longest
@@ -17,6 +16,7 @@ from redis.exceptions import AuthenticationError, ConnectionError, RedisError
 
 from ..exceptions import LockBackendError
 from . import events, scripts
+from .clock import monotonic
 from .lease import RETRY_FOR
 from .wire import pack
 
@@ -125,16 +125,16 @@ def attempt(
     stays away for longer than `retry_for`, or past `until`, raises LockBackendError. So does, without another try, one that
     stays silent for as long as the client's own socket timeout, and any other error.
     """
-    give_up = min(until, time.monotonic() + retry_for)
+    give_up = min(until, monotonic() + retry_for)
     tries = 0
     while True:
-        sent = time.monotonic()
+        sent = monotonic()
         try:
             return sent, (yield effect)
         except RedisError as error:
             pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0  # noqa: S311
             broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
-            if not broken or (tries and time.monotonic() + pause >= give_up):
+            if not broken or (tries and monotonic() + pause >= give_up):
                 raise _backend_error(name, error, effect) from error
         tries += 1
         yield Pause(pause)

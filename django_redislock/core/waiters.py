@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
@@ -20,6 +19,7 @@ from weakref import ref
 from redis.exceptions import ConnectionError
 
 from . import owner
+from .clock import monotonic
 from .wire import pack
 
 if TYPE_CHECKING:
@@ -161,16 +161,16 @@ class Pulse:
     """Tells when a subscription is to be asked whether it is alive: a router may have forgotten it, and then nobody is told."""
 
     def __init__(self) -> None:
-        self._heard = time.monotonic()
+        self._heard = monotonic()
         self._asked = -math.inf
 
     def beat(self) -> None:
         """Note that something came."""
-        self._heard = time.monotonic()
+        self._heard = monotonic()
 
     def check(self) -> bool:
         """Tell whether to send a PING now; raises ConnectionError when the last one was not answered in time."""
-        now = time.monotonic()
+        now = monotonic()
         if now < self._heard + QUIET:
             return False
         if self._asked < self._heard:

@@ -6,13 +6,13 @@ There is no thread for this: one of the waiters reads the connection for all, an
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
+from .clock import monotonic
 from .native import Alarm
 from .waiters import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
 from .wire import Wire, pack
@@ -61,7 +61,7 @@ class WaitingRoom:
         """Enter; raises redis-py's errors when the subscription cannot be had."""
         waiter = WaitingThread(lock, id, self.channel)
         if not self._waiters:  # nobody looked while the room was empty, and there is no need to look at once
-            self._next_look = time.monotonic() + LOOK_EVERY
+            self._next_look = monotonic() + LOOK_EVERY
         self._waiters.add(waiter)  # first: the reply to what is sent along may make somebody tell it something
         if self._wire is None:
             try:
@@ -84,7 +84,7 @@ class WaitingRoom:
         """
         if look < until and self._waiters.is_first(waiter):
             until = look
-        while not waiter.woken and (left := until - time.monotonic()) > 0:
+        while not waiter.woken and (left := until - monotonic()) > 0:
             waiter.asleep = True  # before the attempt to read: who stops reading later, looks for a sleeper
             if self._may_read(waiter):
                 try:
@@ -123,7 +123,7 @@ class WaitingRoom:
         """Read messages until one is for this waiter, and wake those whom the others are for."""
         try:
             wire = self._wire or self._subscribe()
-            while not waiter.woken and (now := time.monotonic()) < until:
+            while not waiter.woken and (now := monotonic()) < until:
                 if now >= self._next_look:
                     self._next_look = now + LOOK_EVERY
                     self._waiters.wake_first()
@@ -142,7 +142,7 @@ class WaitingRoom:
             # The scripts that the waiters call say what is wrong with the server; here it only means to look more often.
             self._close()
             self._waiters.wake_all(but=waiter)
-            waiter.alarm.sleep(max(0.0, min(until - time.monotonic(), LOOK_EVERY)))
+            waiter.alarm.sleep(max(0.0, min(until - monotonic(), LOOK_EVERY)))
             waiter.woken = True
         except BaseException:  # interrupted in the middle of a message, perhaps
             self._close()
@@ -168,7 +168,7 @@ class WaitingRoom:
                 raise
             self._pulse = Pulse()
             self._wire = wire
-        self._next_look = time.monotonic() + LOOK_EVERY
+        self._next_look = monotonic() + LOOK_EVERY
         self._waiters.wake_all(but=waiter)  # what was said meanwhile went unheard
         return wire
 

@@ -17,6 +17,7 @@ from functools import partial
 from redis.exceptions import RedisError
 
 from . import events, native
+from .clock import monotonic
 from .lease import GONE, Lease
 from .protocol import renewal
 from .server import Server
@@ -83,7 +84,7 @@ class Watchdog:
     def _run(self, mine: object) -> None:
         while self._running is mine:
             self._next = math.inf  # whoever adds a lease from now on rings
-            now = time.monotonic()
+            now = monotonic()
             leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
             # Without leases it still wakes at the time it was asked for: else each short hold would have to wake it.
             idle = self._wish if self._wish > now else math.inf
@@ -129,7 +130,7 @@ class Watchdog:
 
     def _renew(self, server: Server, leases: list[Lease], patience: float) -> None:
         lives = [lease.expire for lease in leases]
-        sent = time.monotonic()
+        sent = monotonic()
         try:
             replies = server.renew(renewal(leases), patience)
         except (RedisError, OSError) as error:
@@ -143,7 +144,7 @@ class Watchdog:
 
     def _unknown(self, leases: list[Lease], error: Exception) -> None:
         """No answer: try again soon, and give up at the deadline only."""
-        now = time.monotonic()
+        now = monotonic()
         for lease in leases:
             if not lease.failures:
                 events.log.warning("Renewal of lock %r is not answered (%s); trying again.", lease.name, error)
