@@ -60,7 +60,8 @@ def redis_url(server: Server) -> str:
 @pytest.fixture(autouse=True)
 def _empty_database(server: Server) -> None:
     """Every test starts with an empty database, whichever fixtures it uses, and hears of no lock that another one left."""
-    watchdog._leases.clear()
+    for each in list(watchdog.of_servers):
+        each._leases.clear()
     with server.client() as client:
         client.flushdb()
 

@@ -162,7 +162,7 @@ class AsyncLock(BaseLock):
             raise
 
     def _call_on_lost(self, lease: Lease) -> None:
-        if isinstance(lease.owner, asyncio.Task):
+        if hasattr(lease.owner, "get_loop"):  # not every task is one of asyncio's own
             with suppress(RuntimeError):  # its loop is closed, and there is nobody left to be told
                 lease.owner.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)
 

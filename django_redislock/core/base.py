@@ -136,8 +136,7 @@ class BaseLock(ABC):
             if not (yield from protocol.acquire(claim, listening)) or not self._begins(lease):
                 return False
             self._leases[me] = lease
-            if self.auto_renewal:
-                watchdog.add(lease)
+            watchdog.add(lease, self.auto_renewal)
             self._tell("acquired", lease)
         except GeneratorExit:
             raise

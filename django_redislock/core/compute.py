@@ -72,8 +72,7 @@ def compute(
     for want, lease, *_ in mine:
         if lease.waited:
             want.tally.count("taken_over")
-        if want.auto_renewal:
-            watchdog.add(lease)
+        watchdog.add(lease, want.auto_renewal)
     try:
         result, error = yield Compute(function)
         values = [ABSENT] * len(tickets)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,25 @@ if TYPE_CHECKING:
 RETRY_FOR = 5.0
 """Seconds for which an unreachable server is tried again, when the caller's own deadline is not nearer."""
 GONE = "it expired, was force-released, or the server lost its data"
+
+
+class _Life:
+    """What ends with the thread or greenlet that has it."""
+
+
+_mine = threading.local()
+
+
+def _life() -> weakref.ref[_Life]:
+    """Return a reference that is dead as soon as the calling thread, or greenlet, has ended.
+
+    Python takes a thread that it did not start for alive for ever, and gives its number to the next one.
+    """
+    try:
+        life = _mine.life
+    except AttributeError:
+        life = _mine.life = _Life()
+    return weakref.ref(life)
 
 
 class Lease:
@@ -45,7 +65,8 @@ class Lease:
             "fence",
             "entries",
         ),
-        *("acquired", "deadline", "next_renewal", "failures", "farewell", "_loss", "_losing"),
+        *("acquired", "deadline", "next_renewal", "failures", "farewell"),
+        *("renewing", "asked", "_owner_life", "_losses"),
     )  # a thousand locks may be held at once
     retry_for = RETRY_FOR
 
@@ -78,14 +99,25 @@ class Lease:
         self.failures = 0
         self.farewell: Call | None = None
         """The call that releases the lock, if it was packed ahead; of an id that nobody else acquires by."""
-        self._loss: LossRecord | None = None
-        self._losing = threading.Lock()
+        self.renewing = False
+        """Whether the watchdog renews it; else it waits for its end only."""
+        self.asked = False
+        """Whether a renewal is on its way."""
+        self._owner_life: weakref.ref[_Life] | None = None
+        # The first one counts. A lock would not do: a signal handler may ask while the code that it interrupted holds it.
+        self._losses: list[LossRecord] = []
 
     def begin(self, fence: int, sent: float) -> None:
         """Note that the lock was acquired by a command sent at `sent`."""
         self.fence = fence
         self.acquired = sent
         self.renewed(sent, self.expire)
+
+    def watch_owner(self) -> None:
+        """Have the end of the thread noticed that calls, and that acquired the lock."""
+        # Of a thread that Python started, Python knows; and a task is asked itself.
+        if type(self.owner) not in (threading.Thread, asyncio.Task):
+            self._owner_life = _life()
 
     def renewed(self, sent: float, life: float) -> None:
         """Note that the lock got a new life by a command sent at `sent`."""
@@ -115,17 +147,41 @@ class Lease:
 
     @property
     def owner_ended(self) -> bool:
-        """Whether the thread or task that acquired the lock ended without releasing it."""
-        if isinstance(self.owner, asyncio.Task):
-            return self.owner.done() or self.owner.get_loop().is_closed()
-        return not self.owner.is_alive()
+        """Whether the thread or task that acquired the lock ended without releasing it.
+
+        Raises what the owner raises, and TypeError for one that is neither.
+        """
+        owner: Any = self.owner
+        if hasattr(owner, "get_loop"):  # a task of asyncio's, or of whoever makes tasks instead
+            return bool(owner.done() or owner.get_loop().is_closed())
+        if not hasattr(owner, "is_alive"):
+            raise TypeError(f"{type(owner).__module__}.{type(owner).__qualname__} is neither a thread nor a task")
+        if self._owner_life is not None and self._owner_life() is None:
+            return True
+        return not owner.is_alive()
+
+    @property
+    def next_look(self) -> float:
+        """When the watchdog has to look at it next."""
+        return self.next_renewal if self.renewing and not self.asked else self.deadline
+
+    @property
+    def _loss(self) -> LossRecord | None:
+        return self._losses[0] if self._losses else None
 
     @property
     def loss(self) -> LossRecord | None:
         """Why and when the lock was lost, or None while it is held; local and free."""
-        if self._loss is None and monotonic() >= self.deadline and not self.foreign:
-            self.lose(f"its life of {self.expire:g} s ended without a renewal")
+        if not self._losses and monotonic() >= self.deadline and not self.foreign:
+            self.lose(self.ending)
         return self._loss
+
+    @property
+    def ending(self) -> str:
+        """Why it is lost if nothing is heard of it until its life ends."""
+        if self.asked or self.failures:
+            return f"no answer from Redis until its life of {self.expire:g} s ended"
+        return f"its life of {self.expire:g} s ended without a renewal"
 
     def lose(self, reason: str) -> None:
         """Note that the lock was lost, and report it once, if it was acquired here at all."""
@@ -134,26 +190,19 @@ class Lease:
 
     def note_loss(self, reason: str) -> bool:
         """Note that the lock was lost; False when that is known."""
-        with self._losing:
-            if self._loss is not None:
-                return False
-            self._loss = LossRecord(self.name, self.id, self.fence, reason, time.time())
-        return True
+        if self._losses:
+            return False
+        record = LossRecord(self.name, self.id, self.fence, reason, time.time())
+        self._losses.append(record)
+        return self._losses[0] is record
 
     def report_loss(self) -> None:
         """Tell everybody of the loss, which may take them any time."""
-        if self._loss is None:
+        loss = self._loss
+        if loss is None:
             return
-        events.emit(
-            "lost",
-            "Lock %r (fence %d) was lost: %s.",
-            self.name,
-            self.fence,
-            self._loss.reason,
-            name=self.name,
-            fence=self.fence,
-            record=self._loss,
-        )
+        message = "Lock %r (fence %d) was lost: %s."
+        events.emit("lost", message, self.name, self.fence, loss.reason, name=self.name, fence=self.fence, record=loss)
         holder = self.holder()
         if holder is not None and holder.on_lost is not None:
             holder._call_on_lost(self)

@@ -6,11 +6,9 @@ A greenlet starves behind one that computes, so the watchdog must be a real thre
 from __future__ import annotations
 
 import _thread
-import math
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 
@@ -34,30 +32,9 @@ def start(run: Callable[[], None], name: str) -> None:
         original["start_new_thread"](run, ())
 
 
-def together(functions: list[Callable[[], None]]) -> None:
-    """Call all the functions at the same time, and return when all have returned."""
-    if not functions:
-        return
-
-    def call(function: Callable[[], None], returned: Alarm) -> None:
-        try:
-            function()
-        finally:
-            returned.ring()
-
-    mine, *others = functions
-    running = []
-    for other in others:
-        returned = Alarm()
-        try:
-            start(partial(call, other, returned), "redislock-renewal")
-        except RuntimeError:  # no further thread is to be had
-            other()
-        else:
-            running.append(returned)
-    mine()
-    for returned in running:
-        returned.sleep(math.inf)
+def greenlets() -> bool:
+    """Tell whether Python's threads are greenlets: their sockets are of use in the thread that made them only."""
+    return _original() is not None
 
 
 class Alarm:
@@ -76,10 +53,10 @@ class Alarm:
         except RuntimeError:  # it has been rung already
             pass
 
-    def sleep(self, seconds: float) -> None:
-        """Sleep for so long, or until it rings."""
-        self._lock.acquire(True, min(seconds, threading.TIMEOUT_MAX))
+    def sleep(self, seconds: float) -> bool:
+        """Sleep for so long, or until it rings, and tell whether it rang."""
+        return bool(self._lock.acquire(True, min(seconds, threading.TIMEOUT_MAX)))
 
-    def silence(self) -> None:
-        """Forget that it was rung."""
-        self._lock.acquire(False)
+    def silence(self) -> bool:
+        """Forget that it was rung, and tell whether it was."""
+        return bool(self._lock.acquire(False))

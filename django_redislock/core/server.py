@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -23,13 +23,16 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, TimeoutError
 from redis.retry import Retry
 
-from . import scripts
+from . import native, scripts
 from .clock import monotonic
 from .link import Link
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
 from .waiting import WaitingRoom
 from .wire import Wire
+
+if TYPE_CHECKING:
+    from .watchdog import ServerWatchdog
 
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 16
@@ -52,6 +55,9 @@ T = TypeVar("T")
 class Server:
     """One Redis server as this process sees it; shared by all clients with the same settings."""
 
+    watchdog: ServerWatchdog
+    """Of the locks held there; there is none before the first."""
+
     def __init__(self, client: Redis | AsyncRedis) -> None:
         pool = client.connection_pool
         settings = {key: value for key, value in pool.connection_kwargs.items() if key not in OURS}
@@ -72,7 +78,7 @@ class Server:
         self._returned = threading.Condition(threading.Lock())
         self._wanted = 0
         self.room = WaitingRoom(lambda: Wire(self.connection()))
-        self._renewals = Link(self.connection())
+        self._of_thread = threading.local()
 
     def connection(self) -> Any:
         """Return a new connection, not connected yet."""
@@ -115,9 +121,46 @@ class Server:
         return link if link.post(call) else None
 
     def renew(self, call: Call, patience: float) -> Any:
-        """Run a renewal on the watchdog's own connection, and wait for so many seconds for its reply."""
-        self._renewals.limit(min(patience, self.timeout))
-        return self._renewals.call(call)
+        """Run a renewal, and wait for so many seconds for its reply, but never for a connection that others use."""
+        link = self._link_for_renewal()
+        patience = min(patience, self.timeout)
+        link.limit(patience, patience)
+        try:
+            return link.call(call)
+        except ConnectionError:
+            if link in self._links:
+                self._free.clear()
+            raise
+        finally:
+            link.limit(self.timeout, self.settings["socket_connect_timeout"])
+            if len(self._links) > self._limit + 1:  # one more than callers may have is kept
+                self._links.discard(link)
+                link.close()
+            elif link in self._links:
+                self._free.append(link)
+                if self._wanted:
+                    with self._returned:
+                        self._returned.notify()
+
+    def _link_for_renewal(self) -> Link:
+        if native.greenlets():
+            try:
+                return self._of_thread.link  # type: ignore[no-any-return]
+            except AttributeError:
+                link = self._of_thread.link = Link(self.connection())
+                return link
+        try:
+            return self._free.pop()
+        except IndexError:
+            link = Link(self.connection())
+            self._links.add(link)
+            return link
+
+    @property
+    def ready(self) -> bool:
+        """Whether a renewal finds an open connection; else it has to connect first, and that may take any time."""
+        links = [getattr(self._of_thread, "link", None)] if native.greenlets() else self._free[-1:]
+        return any(link is not None and link.open for link in links)
 
     def _wait_for_link(self) -> Link:
         give_up = monotonic() + self.timeout
@@ -201,6 +244,8 @@ class Unlocked(Server):
     def __init__(self) -> None:
         self.room = WaitingRoom(lambda: Wire(self.connection()))
         self._free = []  # nothing is sent ahead
+
+    ready = True
 
     def renew(self, call: Call, patience: float) -> Any:
         """Grant it."""

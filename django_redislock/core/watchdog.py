@@ -1,159 +1,266 @@
-"""The watchdog: one thread per process that renews all held locks.
+"""The watchdog: one thread per process and server that renews all locks held there, and tells of those that are lost.
 
 After Redisson's: a lock is renewed every third of its life, and the watchdog dies with its process. Beyond it, all that are
-due go out in one call per server, to all servers at once; no answer is not yet a loss (it is tried again until the deadline);
-losses are reported.
+due go out in one call; no answer is not yet a loss (it is tried again until the deadline); losses are reported, also of locks
+that nobody renews.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import threading
-import time
 import weakref
+from contextlib import suppress
 from functools import partial
-
-from redis.exceptions import RedisError
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from . import events, native
 from .clock import monotonic
 from .lease import GONE, Lease
 from .protocol import renewal
-from .server import Server
+
+if TYPE_CHECKING:
+    from .server import Server
 
 BATCH = 1000
 """Locks renewed in one call at most, so that the server is not kept busy for long."""
 SOONEST = 0.05
-"""Seconds between two tries for an unanswered renewal, and the shortest time given to a reply."""
+"""Seconds between two tries for an unanswered renewal."""
+SHORTEST_PATIENCE, LONGEST_PATIENCE = 0.25, 5.0
+"""Seconds given to a reply: a quarter of the lock's life, but within these, and no more than the client's own timeout."""
+LONGEST_SLEEP = 10.0
+"""Seconds after which held locks are looked at in any case: a sleep does not count the time for which the host is suspended."""
+IDLE = 60.0
+"""Seconds after which a thread without locks ends."""
 
 
-class Watchdog:
-    """Renews the leases that are added to it until they are removed, lost or not to be renewed any more."""
+class Post:
+    """The place of the thread that keeps watch: it keeps it, or is away at the server, or has left it for good."""
+
+    __slots__ = ("alarm", "away", "next", "relief")
+
+    def __init__(self, away: bool = False) -> None:
+        self.alarm = native.Alarm()
+        self.away = away
+        self.next = math.inf
+        """When it is looked again from here; set by its own thread alone, so that an interrupted `add` leaves no false belief."""
+        self.relief: dict[None, Post] = {}
+        """The post of who keeps watch meanwhile; one at most."""
+
+
+class ServerWatchdog:
+    """Watches the leases of one server that are added to it until they are removed or lost.
+
+    The thread renews by itself. If it might be away when there is something else to do (the server is slow, or a name is
+    being resolved), or if it is missed meanwhile, another thread keeps watch until it is back.
+    """
 
     def __init__(self) -> None:
         self._leases: dict[int, weakref.ref[Lease]] = {}
-        self._alarm = native.Alarm()
-        self._starting = threading.Lock()
-        self._next = math.inf
-        """When the thread looks again; set by the thread alone, so that an interrupted `add` leaves no false belief."""
+        self._post = Post(away=True)
         self._wish = 0.0
         """When it was last asked to look."""
-        self._running: object = None
-        """What the running thread knows that it is the one by."""
 
-    def add(self, lease: Lease) -> None:
-        """Renew the lease from now on."""
+    def add(self, lease: Lease, renew: bool) -> None:
+        """Watch the lease from now on, and renew it if asked to; called by the thread or task that acquired it."""
         key, name, fence = id(lease), lease.name, lease.fence
 
         def abandoned(_: object) -> None:
-            if self._leases.pop(key, None) is not None:
+            if self._leases.pop(key, None) is not None and renew:
                 _not_renewed(name, fence, "its lock object was garbage-collected while it was held")
 
+        lease.renewing = renew
+        lease.watch_owner()
         self._leases[key] = weakref.ref(lease, abandoned)
-        if self._running is None:
-            self._start()
         self._hurry(lease)
 
     def hurry(self, lease: Lease) -> None:
-        """Look in time for the lease, if it is renewed at all; its next renewal was brought forward."""
+        """Look in time for the lease, if it is watched at all; what is next to do for it was brought forward."""
         if id(lease) in self._leases:
             self._hurry(lease)
 
     def _hurry(self, lease: Lease) -> None:
-        if lease.next_renewal < self._next:
-            self._wish = lease.next_renewal
-            self._alarm.ring()
+        post, look = self._post, lease.next_look
+        if look < post.next:
+            self._wish = look
+            if not post.away:
+                post.alarm.ring()
+            if post.away:  # if it went just now, it may not have heard
+                self._relieve(post)
 
     def remove(self, lease: Lease) -> bool:
-        """Do not renew the lease any more; whether it was renewed until now."""
+        """Do not watch the lease any more; whether it was watched until now."""
         return self._leases.pop(id(lease), None) is not None
 
-    def _start(self) -> None:
-        with self._starting:
-            if self._running is not None:
-                return
-            mine = object()
-            self._running = mine
-            try:
-                native.start(lambda: self._run(mine), "redislock-watchdog")
-            except BaseException:  # a signal, perhaps after the thread started: then it ends at once
-                self._running = None
-                raise
+    def _relieve(self, away: Post) -> None:
+        """Have another thread keep watch, unless there is one already."""
+        post = Post()
+        if away.relief.setdefault(None, post) is not post:
+            return
+        try:
+            self._post = post
+            native.start(partial(self._watch, post), "redislock-watchdog")
+        except BaseException:  # a signal, perhaps after the thread started: then it ends at once
+            self._post = away
+            away.relief.clear()
+            raise
 
-    def _run(self, mine: object) -> None:
-        while self._running is mine:
-            self._next = math.inf  # whoever adds a lease from now on rings
+    def _watch(self, post: Post) -> None:
+        while self._post is post:
+            post.next = math.inf  # whoever adds a lease from now on rings
             now = monotonic()
             leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
             # Without leases it still wakes at the time it was asked for: else each short hold would have to wake it.
-            idle = self._wish if self._wish > now else math.inf
-            soonest = min((lease.next_renewal for lease in leases), default=idle)
+            wish = self._wish if self._wish > now else math.inf
+            soonest = min((lease.next_look for lease in leases), default=wish)
             if soonest > now:
+                idle = soonest == math.inf
                 leases.clear()  # nobody is kept alive by the sleeping watchdog
-                self._next = soonest
-                self._alarm.sleep(soonest - now)
+                post.next = soonest
+                if not post.alarm.sleep(IDLE if idle else min(soonest - now, LONGEST_SLEEP)) and idle:
+                    post.away = True
+                    if self._leases:  # of somebody who came this moment
+                        self._relieve(post)
+                    return
                 continue
             try:
-                self._tick(now, leases)
+                self._look(post, now, leases)
             except Exception:  # the thread that keeps all locks must survive whatever one of them does
                 events.log.exception("The watchdog failed; it goes on.")
-                time.sleep(SOONEST)
+                post.alarm.sleep(SOONEST)
             leases.clear()
 
-    def _tick(self, now: float, leases: list[Lease]) -> None:
-        shortest = min(lease.expire for lease in leases)
-        # Those that are due soon go along, so that many locks settle into few calls.
-        due = [lease for lease in leases if lease.next_renewal <= now + lease.expire / 6 and self._wanted(lease, now)]
-        patience = max(SOONEST, shortest / 4)
-        by_server: dict[Server, list[Lease]] = {}
+    def _look(self, post: Post, now: float, leases: list[Lease]) -> None:
+        due = sorted(filter(partial(self._is_due, now), leases), key=_patience)
+        if not due:
+            return
+        # Who has little time asks first, and does not cut the patience of those who have more.
+        groups = [due[:1]]
+        for lease in due[1:]:
+            if _patience(lease) > 2 * _patience(groups[-1][0]) or len(groups[-1]) == BATCH:
+                groups.append([])
+            groups[-1].append(lease)
         for lease in due:
-            by_server.setdefault(lease.server, []).append(lease)
-        native.together([partial(self._renew_all, server, mine, patience) for server, mine in by_server.items()])
+            lease.asked = True
+        server = due[0].server
+        post.next = now + sum(_patience(group[-1]) for group in groups)
+        post.away = True
+        try:
+            missed = any(lease.next_look < post.next for lease in leases if id(lease) in self._leases)
+            if missed or not server.ready or post.alarm.silence():
+                with suppress(RuntimeError):  # no further thread is to be had
+                    self._relieve(post)
+            while groups:
+                group = groups.pop(0)
+                self._renew(server, group)
+                if groups:
+                    self._hurry(min(group, key=lambda lease: lease.next_look))
+        finally:
+            for lease in chain.from_iterable(groups):  # of whom an error let nobody ask
+                lease.asked = False
+            relief = post.relief.pop(None, None)
+            if relief is not None and self._post is relief:
+                self._post = post
+                relief.alarm.ring()
+            post.away = False
 
-    def _wanted(self, lease: Lease, now: float) -> bool:
-        """Whether the lease is to be renewed; if not, it is dropped, with a word why."""
-        reason = None
-        if lease.owner_ended:
+    def _is_due(self, now: float, lease: Lease) -> bool:
+        """Whether the lease is to be renewed now; one that is not renewed any more, or whose life has ended, is told of."""
+        if now >= lease.deadline:
+            if self.remove(lease):
+                _lost(lease, lease.ending)
+            return False
+        # Those that are due soon go along, so that many locks settle into few calls.
+        if lease.asked or not lease.renewing or lease.next_renewal > now + lease.expire / 6:
+            return False
+        if _owner_ended(lease):
             reason = "the thread or task that acquired it ended without releasing it"
         elif lease.max_hold is not None and now >= lease.acquired + lease.max_hold:
             reason = f"it has been held for max_hold = {lease.max_hold:g} s"
-        elif lease.loss is None:
+        else:
             return True
-        if self.remove(lease) and reason:
+        lease.renewing = False
+        if id(lease) in self._leases:
             _not_renewed(lease.name, lease.fence, reason)
         return False
 
-    def _renew_all(self, server: Server, leases: list[Lease], patience: float) -> None:
-        for start in range(0, len(leases), BATCH):
-            self._renew(server, leases[start : start + BATCH], patience)
-
-    def _renew(self, server: Server, leases: list[Lease], patience: float) -> None:
+    def _renew(self, server: Server, leases: list[Lease]) -> None:
         lives = [lease.expire for lease in leases]
         sent = monotonic()
         try:
-            replies = server.renew(renewal(leases), patience)
-        except (RedisError, OSError) as error:
-            self._unknown(leases, error)
-            return
-        for lease, life, renewed in zip(leases, lives, replies, strict=True):
-            if renewed:
-                lease.renewed(sent, life)
-            elif self.remove(lease):  # else it was released meanwhile, and nothing is wrong
-                _lost(lease, GONE)
+            try:
+                replies = server.renew(renewal(leases), _patience(leases[-1]))
+            except Exception as error:  # of Redis, or of what gives the address or the password
+                self._unanswered(leases, error)
+                return
+            for lease, life, renewed in zip(leases, lives, replies, strict=True):
+                if renewed:
+                    lease.renewed(sent, life)
+                elif self.remove(lease):  # else it was released meanwhile, and nothing is wrong
+                    _lost(lease, GONE)
+        finally:
+            for lease in leases:
+                lease.asked = False
 
-    def _unknown(self, leases: list[Lease], error: Exception) -> None:
-        """No answer: try again soon, and give up at the deadline only."""
+    def _unanswered(self, leases: list[Lease], error: Exception) -> None:
+        """Try again soon, until the deadline."""
         now = monotonic()
         for lease in leases:
             if not lease.failures:
                 events.log.warning("Renewal of lock %r is not answered (%s); trying again.", lease.name, error)
             lease.failures += 1
-            if now < lease.deadline:
-                pause = min(SOONEST * 2**lease.failures, lease.expire / 10)
-                lease.next_renewal = min(now + pause, lease.deadline)
-            elif self.remove(lease):
-                _lost(lease, f"no answer from Redis until its life of {lease.expire:g} s ended ({error})")
+            pause = min(SOONEST * 2**lease.failures, lease.expire / 10)
+            lease.next_renewal = min(now + pause, lease.deadline)
+
+
+class Watchdog:
+    """Watches the leases that are added to it, each with those of the same server."""
+
+    def __init__(self) -> None:
+        self.of_servers: weakref.WeakSet[ServerWatchdog] = weakref.WeakSet()
+
+    def _of(self, server: Server) -> ServerWatchdog:
+        try:
+            return server.watchdog
+        except AttributeError:
+            kept: ServerWatchdog = vars(server).setdefault("watchdog", ServerWatchdog())
+            self.of_servers.add(kept)
+            return kept
+
+    def add(self, lease: Lease, renew: bool = True) -> None:
+        """Watch the lease from now on, and renew it if asked to; called by the thread or task that acquired it."""
+        self._of(lease.server).add(lease, renew)
+
+    def hurry(self, lease: Lease) -> None:
+        """Look in time for the lease, if it is watched at all; what is next to do for it was brought forward."""
+        self._of(lease.server).hurry(lease)
+
+    def remove(self, lease: Lease) -> bool:
+        """Do not watch the lease any more; whether it was watched until now."""
+        return self._of(lease.server).remove(lease)
+
+
+def _patience(lease: Lease) -> float:
+    return min(max(SHORTEST_PATIENCE, lease.expire / 4), LONGEST_PATIENCE)
+
+
+_unknown: set[type] = set()
+"""Kinds of owners of which was said that they cannot be asked."""
+
+
+def _owner_ended(lease: Lease) -> bool:
+    try:
+        return lease.owner_ended
+    except Exception as error:
+        kind = type(lease.owner)
+        if kind not in _unknown:
+            _unknown.add(kind)
+            message = (
+                "Whether the holder of lock %r has ended is not known (%s: %s). It is renewed until it is released."
+            )
+            events.log.warning(message, lease.name, type(error).__name__, error)
+        return False
 
 
 def _lost(lease: Lease, reason: str) -> None:
@@ -182,7 +289,8 @@ watchdog = Watchdog()
 
 
 def _after_fork() -> None:
-    watchdog.__init__()  # type: ignore[misc]  # a child owns nothing of its parent's
+    for each in watchdog.of_servers:
+        each.__init__()  # type: ignore[misc]  # a child owns nothing of its parent's
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -112,9 +112,9 @@ class Wire:
             raise ConnectionError("Connection closed by server.")
         self._unread += data
 
-    def limit(self, seconds: float) -> None:
-        """Let nothing take longer than so many seconds from now on."""
-        self.connection.socket_timeout = self.connection.socket_connect_timeout = seconds
+    def limit(self, seconds: float, connecting: float) -> None:
+        """Let nothing take longer than so many seconds from now on, and connecting not longer than so many."""
+        self.connection.socket_timeout, self.connection.socket_connect_timeout = seconds, connecting
         self.wait(seconds)
 
     def wait(self, seconds: float) -> None:
