@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import redis
@@ -13,11 +14,10 @@ import redis
 from django_redislock.core import Lock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.server import server_of
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import Proxy, RedisServer, key_of, lived, wait_until
-
-WATCHDOG = "redislock-watchdog"
+from tests.support import Proxy, RedisServer, key_of, lived, wait_until, watchdogs_of
 
 
 def calls(client):
@@ -34,7 +34,7 @@ def test_a_thousand_locks_cost_one_thread_and_two_commands_a_second(client):
     before, seconds = calls(client), 6
     lived(seconds)
     assert calls(client) - before <= 2 * seconds
-    assert [thread.name for thread in threading.enumerate()].count(WATCHDOG) == 1
+    assert watchdogs_of(client) == 1
     assert not told
     assert all(lock.lost is None for lock in locks)
     assert client.exists(*(key_of(lock.name) for lock in locks)) == 1000
@@ -65,6 +65,187 @@ def test_frozen_servers_do_not_keep_the_locks_of_another_one_from_being_renewed(
         for lock in frozen:
             with pytest.raises((LockLost, LockBackendError)):
                 lock.release()
+
+
+def renew_now(lock):
+    """Have the lock renewed ahead of time, and return its acquisition."""
+    lease = lock._latest()
+    lease.next_renewal = monotonic()
+    watchdog.hurry(lease)
+    return lease
+
+
+@pytest.fixture
+def slow_names(monkeypatch):
+    """The name "localhost" is not resolved until the event is set that is returned."""
+    resolved, resolve = threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host, *args, **kwargs):
+        if host == "localhost":
+            resolved.wait(60)
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    yield resolved
+    resolved.set()
+
+
+def by_name(proxy, **options):
+    return redis.Redis(host="localhost", port=proxy.port, **options)
+
+
+def test_a_lock_that_is_taken_while_another_server_is_frozen_is_renewed(client, own_server):
+    """The frozen one's locks are long, and its client has all the patience of the defaults."""
+    told = []
+    with own_server.client() as frozen:
+        long = Lock(frozen, "long", expire=40)
+        long.acquire()
+        own_server.pause()
+        asked = renew_now(long)
+        wait_until(lambda: asked.asked)
+        short = Lock(client, "short", expire=2, on_lost=told.append)
+        short.acquire()
+        lived(3)
+        assert short.owned()
+        assert not told
+        short.release()
+        own_server.resume()
+        long.release()
+
+
+def test_a_short_life_does_not_cut_the_patience_for_a_long_one_on_a_distant_server(redis_url):
+    told = []
+    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as distant:
+        short, long = Lock(distant, "short", expire=0.3), Lock(distant, "long", expire=4, on_lost=told.append)
+        long.acquire()
+        proxy.delay_replies(0.1)
+        short.acquire()
+        lived(5)
+        assert long.lost is None
+        assert long.owned()
+        assert not told
+        long.release()
+        with suppress(LockLost):  # a busy machine may take what little time it has
+            short.release()
+
+
+def test_a_name_that_is_resolved_slowly_costs_no_lock_of_another_server_its_renewal(client, redis_url, slow_names):
+    """And who holds the lock there is told at its end, although nobody knows yet where the server is."""
+    lost, kept = [], []
+    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as first:
+        slow_names.set()
+        with by_name(proxy) as named:
+            away = Lock(named, "away", expire=3, on_lost=lost.append)
+            away.acquire()
+            slow_names.clear()
+            proxy.cut()
+            wait_until(lambda: away._latest().asked)
+            here = Lock(client, "here", expire=1.5, on_lost=kept.append)
+            here.acquire()
+            wait_until(lambda: lost)
+            assert not slow_names.is_set()
+            lived(1)
+            assert here.owned()
+            assert not kept
+            here.release()
+            slow_names.set()
+            with pytest.raises(LockLost, match="no answer"):
+                away.release()
+        first.ping()
+
+
+def test_a_loss_is_told_while_the_answer_about_a_longer_lock_of_the_same_server_is_waited_for(own_server):
+    told = []
+    with own_server.client() as frozen:
+        long, short = Lock(frozen, "long", expire=60), Lock(frozen, "short", expire=2, on_lost=told.append)
+        long.acquire()
+        short.acquire()
+        own_server.pause()
+        asked = renew_now(long)
+        wait_until(lambda: told)
+        assert asked.asked
+        assert told == [short]
+        own_server.resume()
+        with pytest.raises(LockLost):
+            short.release()
+        long.release()
+
+
+def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(redis_url, client):
+    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as distant:
+        long, short = Lock(distant, "long", expire=60), Lock(distant, "short", expire=1)
+        long.acquire()
+        proxy.delay_replies(4.5)
+        before = calls(client)
+        asked = renew_now(long)
+        wait_until(lambda: calls(client) > before)
+        lived(0.2)  # until the reply has come as far as the proxy
+        proxy.delay_replies(0)
+        short.acquire()
+        lived(2.5)
+        assert asked.asked
+        assert short.lost is None
+        assert short.owned()
+        short.release()
+        wait_until(lambda: not asked.asked)
+        long.release()
+        wait_until(lambda: watchdogs_of(distant) == 1)
+
+
+def test_each_server_has_one_thread_also_after_it_was_away(client, own_server):
+    """Whoever kept watch meanwhile goes."""
+    with own_server.client() as other:
+        locks = [Lock(one, f"lock {i}", expire=40) for i in range(20) for one in (client, other)]
+        for lock in locks:
+            lock.acquire()
+        own_server.pause()
+        short = Lock(client, "short", expire=0.6)
+        short.acquire()
+        for lock in locks:
+            renew_now(lock)
+        wait_until(lambda: any(lock._latest().asked for lock in locks))
+        lived(1)
+        own_server.resume()
+        wait_until(lambda: not any(lock._latest().asked for lock in locks))
+        wait_until(lambda: watchdogs_of(client) == watchdogs_of(other) == 1)
+        assert short.owned()
+        for lock in [*locks, short]:
+            lock.release()
+
+
+def test_a_renewal_needs_no_connection_beyond_that_of_the_calls(client, own_server):
+    with own_server.client() as observer, own_server.client(client_name="held") as used:
+        lock = Lock(used, "a", expire=1.2)
+        with lock:
+            lived(2)
+            assert lock.owned()
+            assert [one["name"] for one in observer.client_list()].count("held") == 1
+
+
+def test_a_renewal_waits_for_no_connection_that_callers_use(redis_url):
+    with redis.Redis.from_url(redis_url, max_connections=1) as small:
+        server = server_of(small)
+        lock = Lock(small, "a", expire=1)
+        lock.acquire()
+        used = server._free.pop()  # somebody is about to call, and takes his time
+        before = lock._latest().deadline
+        wait_until(lambda: lock._latest().deadline > before + 1)
+        assert lock.lost is None
+        server._free.append(used)
+        lock.release()
+        assert len(server._links) <= 2
+
+
+def test_a_call_has_its_own_time_after_a_renewal_used_its_connection(own_server):
+    with own_server.client(socket_timeout=7, socket_connect_timeout=6) as client:
+        lock = Lock(client, "a", expire=2)
+        lock.acquire()
+        before = lock._latest().deadline
+        wait_until(lambda: lock._latest().deadline > before)
+        (link,) = wait_until(lambda: server_of(client)._free)
+        assert link.connection._sock.gettimeout() == 7
+        assert (link.connection.socket_timeout, link.connection.socket_connect_timeout) == (7, 6)
+        lock.release()
 
 
 def test_a_key_that_something_else_wrote_costs_no_other_lock_its_renewal(client):

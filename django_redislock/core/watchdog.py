@@ -30,9 +30,7 @@ SOONEST = 0.05
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 0.25, 5.0
 """Seconds given to a reply: a quarter of the lock's life, but within these, and no more than the client's own timeout."""
 LONGEST_SLEEP = 10.0
-"""Seconds after which held locks are looked at in any case: a sleep does not count the time for which the host is suspended."""
-IDLE = 60.0
-"""Seconds after which a thread without locks ends."""
+"""Seconds after which it looks in any case: a sleep does not count the time for which the host is suspended."""
 
 
 class Post:
@@ -107,22 +105,22 @@ class ServerWatchdog:
             raise
 
     def _watch(self, post: Post) -> None:
+        rung = True
         while self._post is post:
             post.next = math.inf  # whoever adds a lease from now on rings
             now = monotonic()
             leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
-            # Without leases it still wakes at the time it was asked for: else each short hold would have to wake it.
-            wish = self._wish if self._wish > now else math.inf
-            soonest = min((lease.next_look for lease in leases), default=wish)
+            # Without leases it still waits for the time it was asked for: else each short hold would have to start it.
+            soonest = min((lease.next_look for lease in leases), default=self._wish)
+            if not leases and (soonest <= now or not rung):
+                post.away = True
+                if self._leases:  # of somebody who came this moment
+                    self._relieve(post)
+                return
             if soonest > now:
-                idle = soonest == math.inf
                 leases.clear()  # nobody is kept alive by the sleeping watchdog
                 post.next = soonest
-                if not post.alarm.sleep(IDLE if idle else min(soonest - now, LONGEST_SLEEP)) and idle:
-                    post.away = True
-                    if self._leases:  # of somebody who came this moment
-                        self._relieve(post)
-                    return
+                rung = post.alarm.sleep(min(soonest - now, LONGEST_SLEEP))
                 continue
             try:
                 self._look(post, now, leases)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .counts import command_counts, counting, monitoring
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .interruptions import Interrupted, TimeLimit, interruptions
-from .locks import key_of, name_of, queue_of, queued, wait_in_a_thread
+from .locks import key_of, name_of, queue_of, queued, wait_in_a_thread, watchdogs_of
 from .processes import PythonProcess, in_a_fork, say
 from .programs import find_program
 from .proxy import Proxy
@@ -43,4 +43,5 @@ __all__ = [
     "using_databases",
     "wait_in_a_thread",
     "wait_until",
+    "watchdogs_of",
 ]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import redis
 
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.server import server_of
 
 from .waiting import wait_until
 
@@ -28,6 +30,12 @@ def name_of(task: Any, *args: Any) -> str:
 def queued(client: redis.Redis, name: str) -> int:
     """Return how many wait for the lock, of all processes."""
     return client.zcard(queue_of(name))
+
+
+def watchdogs_of(client: redis.Redis) -> int:
+    """Return how many threads of this process watch the locks on the client's server."""
+    found = [getattr(thread, "_target", None) for thread in threading.enumerate() if "watchdog" in thread.name]
+    return sum(isinstance(run, partial) and run.func.__self__ is server_of(client).watchdog for run in found)  # type: ignore[attr-defined]
 
 
 def wait_in_a_thread(client: redis.Redis, name: str) -> None:
