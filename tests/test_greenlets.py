@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.support import RedisServer
+
 pytestmark = pytest.mark.processes
 
 PROGRAM = """
@@ -42,21 +44,111 @@ print(got)
 """
 
 
-@pytest.mark.parametrize(
-    "patch",
-    [
-        "from gevent import monkey; monkey.patch_all()",
-        "import warnings; warnings.simplefilter('ignore')\nimport eventlet; eventlet.monkey_patch()",
-    ],
-    ids=["gevent", "eventlet"],
-)
-def test_a_greenlet_that_computes_keeps_its_lock(redis_url, patch):
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(patch=patch), redis_url],
+TWO_DATABASES = """
+{patch}
+import sys, time
+import redis
+from django_redislock.core import Lock
+
+clients = [redis.Redis.from_url(url) for url in sys.argv[1:]]
+locks = [Lock(client, "a", expire=0.9) for client in clients]
+for lock in locks:
+    lock.acquire()
+
+def connections():
+    return clients[0].info("stats")["total_connections_received"]
+
+before = connections()
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    pass
+print([lock.owned() for lock in locks], connections() - before <= len(locks))
+for lock in locks:
+    lock.release()
+"""
+
+ENDS = """
+{patch}
+import logging, os, sys, time
+import redis
+from django_redislock.core import Lock, held_locks
+
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s", level=logging.WARNING)
+client = redis.Redis.from_url(sys.argv[1])
+lost, kept = [], []
+lock = Lock(client, "a", expire=0.6, on_lost=lost.append)
+ended = {spawn}(lock.acquire)
+
+def live():
+    with Lock(client, "b", expire=0.6) as held:
+        while not lost:
+            time.sleep(0.01)
+        time.sleep(1)
+        kept.append(held.owned())
+
+lives = {spawn}(live)
+while not kept:
+    time.sleep(0.01)
+print(lost == [lock], kept, list(held_locks(client)))
+"""
+
+IDLE = """
+{patch}
+import os, sys, time
+import redis
+from django_redislock.core import Lock
+
+client = redis.Redis.from_url(sys.argv[1])
+
+def files():
+    return len(os.listdir("/proc/self/fd"))
+
+counts = []
+for _ in range(5):
+    with Lock(client, "a", expire=0.3):
+        time.sleep(0.4)
+    time.sleep(0.4)
+    counts.append(files())
+print(max(counts[2:]) <= counts[1] + 2, len(client.client_list()))
+"""
+
+PATCHES = {
+    "gevent": "from gevent import monkey; monkey.patch_all()\nimport gevent",
+    "eventlet": "import warnings; warnings.simplefilter('ignore')\nimport eventlet; eventlet.monkey_patch()",
+}
+everywhere = pytest.mark.parametrize("kind", PATCHES)
+
+
+def run(kind, program, *args):
+    ended = subprocess.run(
+        [sys.executable, "-c", program.format(patch=PATCHES[kind], spawn=f"{kind}.spawn"), *args],
         env=os.environ | {"PYTHONDEVMODE": ""},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert (run.stdout, run.stderr) == ("True None\n[0, 1, 2]\n", "")
+    return ended.stdout, ended.stderr
+
+
+@everywhere
+def test_a_greenlet_that_computes_keeps_its_lock(redis_url, kind):
+    assert run(kind, PROGRAM, redis_url) == ("True None\n[0, 1, 2]\n", "")
+
+
+@everywhere
+def test_a_greenlet_that_computes_keeps_its_locks_of_two_databases(kind):
+    """Each is renewed over one connection, which is not made anew each time."""
+    with RedisServer() as own:
+        assert run(kind, TWO_DATABASES, own.url, own.url_of_db(1)) == ("[True, True] True\n", "")
+
+
+@everywhere
+def test_the_end_of_a_greenlet_is_noticed(redis_url, kind):
+    """Python takes it for a thread that lives for ever."""
+    assert run(kind, ENDS, redis_url) == ("WARNING\nERROR\nTrue [True] []\n", "")
+
+
+def test_the_watchdogs_thread_leaves_nothing_of_gevent_behind():
+    with RedisServer() as own:
+        assert run("gevent", IDLE, own.url) == ("True 2\n", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 import weakref
@@ -25,17 +26,23 @@ GONE = "it expired, was force-released, or the server lost its data"
 
 
 class _Life:
-    """What ends with the thread or greenlet that has it."""
+    """What ends with the thread that has it."""
+
+    dead = False
 
 
 _mine = threading.local()
 
 
-def _life() -> weakref.ref[_Life]:
-    """Return a reference that is dead as soon as the calling thread, or greenlet, has ended.
+def _life() -> weakref.ref[Any]:
+    """Return a reference to what is gone, or `dead`, as soon as the calling thread or greenlet has ended.
 
     Python takes a thread that it did not start for alive for ever, and gives its number to the next one.
     """
+    greenlets = sys.modules.get("greenlet")
+    here = None if greenlets is None else greenlets.getcurrent()
+    if here is not None and here.parent is not None:
+        return weakref.ref(here)
     try:
         life = _mine.life
     except AttributeError:
@@ -103,7 +110,7 @@ class Lease:
         """Whether the watchdog renews it; else it waits for its end only."""
         self.asked = False
         """Whether a renewal is on its way."""
-        self._owner_life: weakref.ref[_Life] | None = None
+        self._owner_life: weakref.ref[Any] | None = None
         # The first one counts. A lock would not do: a signal handler may ask while the code that it interrupted holds it.
         self._losses: list[LossRecord] = []
 
@@ -156,7 +163,7 @@ class Lease:
             return bool(owner.done() or owner.get_loop().is_closed())
         if not hasattr(owner, "is_alive"):
             raise TypeError(f"{type(owner).__module__}.{type(owner).__qualname__} is neither a thread nor a task")
-        if self._owner_life is not None and self._owner_life() is None:
+        if self._owner_life is not None and getattr(self._owner_life(), "dead", True):
             return True
         return not owner.is_alive()
 

@@ -29,7 +29,22 @@ def start(run: Callable[[], None], name: str) -> None:
     if original is None:
         threading.Thread(target=run, name=name, daemon=True).start()
     else:
-        original["start_new_thread"](run, ())
+        original["start_new_thread"](_run, (run,))
+
+
+def _run(run: Callable[[], None]) -> None:
+    try:
+        run()
+    finally:
+        _end_hub()
+
+
+def _end_hub() -> None:
+    """Have gevent end its loop in this thread, if it has one: else the loop's files and threads stay behind."""
+    find = getattr(sys.modules.get("gevent._hub_local"), "get_hub_if_exists", None)
+    hub = find() if find is not None else None
+    if hub is not None:
+        hub.destroy(destroy_loop=True)
 
 
 def greenlets() -> bool:

@@ -156,6 +156,12 @@ class Server:
             self._links.add(link)
             return link
 
+    def leave(self) -> None:
+        """Close what only the calling thread, which ends, could use."""
+        link: Link | None = vars(self._of_thread).pop("link", None)
+        if link is not None:
+            link.close()
+
     @property
     def ready(self) -> bool:
         """Whether a renewal finds an open connection; else it has to connect first, and that may take any time."""
@@ -246,6 +252,9 @@ class Unlocked(Server):
         self._free = []  # nothing is sent ahead
 
     ready = True
+
+    def leave(self) -> None:
+        """Close nothing."""
 
     def renew(self, call: Call, patience: float) -> Any:
         """Grant it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -36,7 +37,7 @@ LONGEST_SLEEP = 10.0
 class Post:
     """The place of the thread that keeps watch: it keeps it, or is away at the server, or has left it for good."""
 
-    __slots__ = ("alarm", "away", "next", "relief")
+    __slots__ = ("alarm", "away", "next", "relief", "server")
 
     def __init__(self, away: bool = False) -> None:
         self.alarm = native.Alarm()
@@ -45,6 +46,8 @@ class Post:
         """When it is looked again from here; set by its own thread alone, so that an interrupted `add` leaves no false belief."""
         self.relief: dict[None, Post] = {}
         """The post of who keeps watch meanwhile; one at most."""
+        self.server: Server | None = None
+        """Where its thread has been."""
 
 
 class ServerWatchdog:
@@ -56,6 +59,8 @@ class ServerWatchdog:
 
     def __init__(self) -> None:
         self._leases: dict[int, weakref.ref[Lease]] = {}
+        self._abandoned: deque[tuple[str, int]] = deque()
+        """Locks whose objects were garbage-collected while they were held."""
         self._post = Post(away=True)
         self._wish = 0.0
         """When it was last asked to look."""
@@ -66,7 +71,9 @@ class ServerWatchdog:
 
         def abandoned(_: object) -> None:
             if self._leases.pop(key, None) is not None and renew:
-                _not_renewed(name, fence, "its lock object was garbage-collected while it was held")
+                # It is told by the thread: a destructor may come at any point, where nobody expects what listeners do.
+                self._abandoned.append((name, fence))
+                self._post.alarm.ring()
 
         lease.renewing = renew
         lease.watch_owner()
@@ -98,16 +105,25 @@ class ServerWatchdog:
             return
         try:
             self._post = post
-            native.start(partial(self._watch, post), "redislock-watchdog")
+            native.start(partial(self._serve, post), "redislock-watchdog")
         except BaseException:  # a signal, perhaps after the thread started: then it ends at once
             self._post = away
             away.relief.clear()
             raise
 
+    def _serve(self, post: Post) -> None:
+        try:
+            self._watch(post)
+        finally:
+            if post.server is not None:
+                post.server.leave()
+
     def _watch(self, post: Post) -> None:
         rung = True
         while self._post is post:
             post.next = math.inf  # whoever adds a lease from now on rings
+            while self._abandoned:
+                _not_renewed(*self._abandoned.popleft(), "its lock object was garbage-collected while it was held")
             now = monotonic()
             leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
             # Without leases it still waits for the time it was asked for: else each short hold would have to start it.
@@ -141,7 +157,7 @@ class ServerWatchdog:
             groups[-1].append(lease)
         for lease in due:
             lease.asked = True
-        server = due[0].server
+        server = post.server = due[0].server
         post.next = now + sum(_patience(group[-1]) for group in groups)
         post.away = True
         try:
