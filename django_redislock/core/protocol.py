@@ -50,7 +50,9 @@ class Claim:
             *self.more_args,
         )
         undo = None if self.given_id else partial(give_back, lease, channel)
-        return Call(self.script, (*lease.keys[:4], *self.more_keys), args, undo)
+        # What an id has released before is no answer to a release of this acquisition.
+        receipts = (lease.keys.receipts,) if self.given_id else ()
+        return Call(self.script, (*lease.keys[:4], *self.more_keys, *receipts), args, undo)
 
 
 def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
@@ -128,7 +130,7 @@ def give_back(lease: Lease, channel: bytes = b"") -> Call:
     fence = b"%d" % lease.fence if lease.fence else b""
     return Call(
         scripts.RELEASE,
-        (keys.lock, keys.held, keys.queue, keys.receipt + id),
+        (keys.lock, keys.held, keys.queue, keys.receipts),
         (id, lease.name.encode(), channel, fence),
     )
 
@@ -162,9 +164,8 @@ def renewal(leases: list[Lease], shorten: bool = False) -> Call:
 
 def reset(name: str, keys: LockKeys, fence: int | None, until: float = math.inf) -> Steps[int]:
     """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
-    receipt = keys.receipt + new_id().encode()
-    args = (name.encode(), b"" if fence is None else b"%d" % fence)
-    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, receipt), args)
+    args = (name.encode(), b"" if fence is None else b"%d" % fence, new_id().encode())
+    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, keys.receipts), args)
     _, reply = yield from attempt(name, call, until)
     return int(reply)
 

@@ -1,5 +1,5 @@
 -- Acquire the lock; when it is taken, join its queue or leave it.
--- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue
+-- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 receipts, if the id was given and may have released before
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw one)
 -- Returns the fence when acquired, else {ms until another try makes sense (negative: unknown), ticket}.
 
@@ -32,5 +32,8 @@ end
 local fence = take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms)
 if ARGV[7] ~= '' then
   count_waits(KEYS[2], now, ARGV[3], waited_ms(ARGV[7], now), 1, 0)
+end
+if KEYS[5] then
+  redis.call('ZREM', KEYS[5], 'id ' .. id)
 end
 return tonumber(fence)

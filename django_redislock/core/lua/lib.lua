@@ -4,11 +4,14 @@
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
 -- id \n 0 \n end (ms) \n channel , and it stays a while after its end, to tell who did not come.
 -- A queue is a sorted set of  channel \n id  by the ticket (server clock, us) that each waiter drew.
+-- The receipts of a lock are a sorted set, by time (ms), of the fences that were released, of  id <id>  where a release named
+-- no fence, and of  reset <id of the call> : of one minute, and of that the newest 1024.
 
 local RESERVED_MS = 500       -- a signalled waiter claims within this, or the next one is served
 local REMEMBERED_MS = 5000    -- then it is known for so long that its process does not answer
 local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
-local RECEIPT_LIFE_MS = 30000 -- outlives every retry of one release
+local RECEIPT_LIFE_MS = 60000 -- outlives every retry of one release
+local RECEIPTS = 1024
 local FENCE_LIFE_MS = 86400000 -- the clock may step back by less than this and fences still grow
 local INDEX_LIFE_MS = 30 * 86400000
 local WAITS_WINDOW_US = 600 * 1000000  -- waits are counted by ten minutes
@@ -38,6 +41,18 @@ local function index(held, name, now, life_ms)
   redis.call('PEXPIRE', held, math.max(INDEX_LIFE_MS, life_ms))
   if now % 8 == 0 then  -- now and then, what ended without a release
     redis.call('ZREMRANGEBYSCORE', held, '-inf', '(' .. now_ms)
+  end
+end
+
+-- Keep a receipt: when the call is repeated because its reply was lost, it gets the same answer.
+local function keep_receipt(receipts, receipt)
+  local now = now_us()
+  local now_ms = math.floor(now / 1000)
+  redis.call('ZADD', receipts, now_ms, receipt)
+  redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)
+  if now % 16 == 0 then
+    redis.call('ZREMRANGEBYSCORE', receipts, '-inf', now_ms - RECEIPT_LIFE_MS)
+    redis.call('ZREMRANGEBYRANK', receipts, 0, -RECEIPTS - 1)
   end
 end
 

@@ -1,6 +1,6 @@
 -- Start an execution: acquire the lock as acquire.lua does, take it over from the execution's own message, or find that the
 -- message was worked off before.
--- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 mark of the message
+-- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 mark of the message, 6 receipts, if the id was given
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw one),
 --       8 id under which the message holds the lock while it waits, 9 '1' when the message may have come before
 -- Returns the fence when acquired, 0 when the message was worked off, else {ms until another try makes sense (negative:
@@ -50,5 +50,8 @@ end
 redis.call('ZREM', KEYS[4], entry)
 if ARGV[7] ~= '' then
   count_waits(KEYS[2], now, ARGV[3], waited_ms(ARGV[7], now), 1, 0)
+end
+if KEYS[6] then
+  redis.call('ZREM', KEYS[6], 'id ' .. id)
 end
 return tonumber(take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms))
