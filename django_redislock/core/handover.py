@@ -23,7 +23,7 @@ from .scripts import Script
 from .steps import Call, Steps, attempt
 from .watchdog import watchdog
 
-START = Script("start", "counts")
+START = Script("start", "counts", "turns")
 LEAVE = Script("leave")
 DONE = Script("done")
 

@@ -87,13 +87,13 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
                 _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until, lease.retry_for)
                 call = claim.call(waiter.channel, True, ticket)
                 continue
-            left_ms, ticket = reply
+            left_ms, ticket, *first = reply
             began = began or monotonic()
             # Packed now: whoever is woken is in a hurry, and so is who waits for the release.
             call = claim.call(waiter.channel, True, ticket)
             if not claim.given_id:
                 lease.farewell = lease.farewell or give_back(lease)
-            yield sleep(waiter, until, left_ms)
+            yield sleep(waiter, until, left_ms, bool(first))
     except (LockBackendError, GeneratorExit):
         raise
     except BaseException:
@@ -116,11 +116,14 @@ def _tell_wait(lease: Lease, began: float, acquired: bool) -> None:
         )
 
 
-def sleep(waiter: Any, until: float, left_ms: int) -> Await:
-    """Return the sleep of a waiter whose lock has so many milliseconds left (negative: nobody knows)."""
+def sleep(waiter: Any, until: float, left_ms: int, first: bool = False) -> Await:
+    """Return the sleep of a waiter whose lock has so many milliseconds left (negative: nobody knows).
+
+    `first`: it sleeps no longer, even if others of its process wait for the same lock.
+    """
     now = monotonic()
     look = now + (left_ms + 1) / 1000 if left_ms >= 0 else math.inf
-    return Await(waiter, min(until, now + MAX_SLEEP), look)
+    return Await(waiter, min(until, now + MAX_SLEEP, look if first else math.inf), look)
 
 
 def give_back(lease: Lease, channel: bytes = b"") -> Call:

@@ -19,7 +19,7 @@ class Script:
         return f"<Script {self.name}>"
 
 
-ACQUIRE = Script("acquire", "counts")
+ACQUIRE = Script("acquire", "counts", "turns")
 RELEASE = Script("release")
 RENEW = Script("renew")
 RESET = Script("reset")

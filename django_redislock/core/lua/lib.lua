@@ -2,12 +2,13 @@
 --
 -- The value of a lock key is  id \n fence \n acquired (ms) \n record  and its expiry is the lock's life.
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
--- id \n 0 \n end (ms) \n channel , and it stays a while after its end, to tell who did not come.
+-- id \n 0 \n end (ms) \n channel , and it stays a while after its end, to tell who did not come. More of it: turns.lua.
 -- A queue is a sorted set of  channel \n id  by the ticket (server clock, us) that each waiter drew.
 -- The receipts of a lock are a sorted set, by time (ms), of the fences that were released, of  id <id>  where a release named
 -- no fence, and of  reset <id of the call> : of one minute, and of that the newest 1024.
 
 local RESERVED_MS = 500       -- a signalled waiter claims within this, or the next one is served
+local PASSED_OVER = 1000      -- entries of waiters that are gone, before the server serves others again
 local REMEMBERED_MS = 5000    -- then it is known for so long that its process does not answer
 local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
 local RECEIPT_LIFE_MS = 60000 -- outlives every retry of one release
@@ -80,15 +81,17 @@ local function take(lock, held, counter, value, id, name, record, now, life_ms)
   return fence
 end
 
--- Return how many ms are left of what the lock key holds (negative: unknown), and when a reservation was not claimed, the
--- channel of the process that did not come.
-local function ms_left(lock, value, now)
-  local ends, channel = string.match(value, '^[^\n]*\n0\n(%d+)\n(.*)$')
-  if not ends then
-    return redis.call('PTTL', lock)
-  end
+-- Return how many ms are left of a reservation, and whether it has ended.
+local function until_end(ends, now)
   local left = tonumber(ends) - math.floor(now / 1000)
-  return left, (left <= 0 or left > 2 * RESERVED_MS) and channel or nil  -- so much only after the clock stepped back
+  return left, left <= 0 or left > 2 * RESERVED_MS  -- so much only after the clock stepped back
+end
+
+-- Write a reservation for a waiter who was told, and return it.
+local function reserve(lock, id, channel)
+  local value = id .. '\n0\n' .. whole(math.floor(now_us() / 1000) + RESERVED_MS) .. '\n' .. channel
+  redis.call('SET', lock, value, 'PX', RESERVED_MS + REMEMBERED_MS)
+  return value
 end
 
 -- Return when the key ends (ms; 0: never).
@@ -98,21 +101,21 @@ local function ends_at(key, now)
 end
 
 -- Reserve a free lock for the first waiter that still listens, and return what the lock key then holds (false: nothing).
--- A waiter whose connection is gone is passed over, and so is everybody on the channel of a process that is `silent`: told
--- of it, they come back to the queue when they can. `own` is the caller's id: it need not be told.
-local function hand_over(lock, queue, own, silent)
-  while true do
+-- A waiter whose connection is gone is passed over. `own` is the caller's id: it need not be told.
+local function hand_over(lock, queue, own)
+  for _ = 1, PASSED_OVER do
     local first = redis.call('ZPOPMIN', queue)[1]
     if not first then
       redis.call('DEL', lock)
       return false
     end
     local channel, id = string.match(first, '^(.-)\n(.*)$')
-    local told = id == own or redis.pcall('PUBLISH', channel, id)
-    if told ~= 0 and (channel ~= silent or id == own) then
-      local value = id .. '\n0\n' .. whole(math.floor(now_us() / 1000) + RESERVED_MS) .. '\n' .. channel
-      redis.call('SET', lock, value, 'PX', RESERVED_MS + REMEMBERED_MS)
-      return value
+    if id == own or redis.pcall('PUBLISH', channel, id) ~= 0 then
+      return reserve(lock, id, channel)
     end
   end
+  -- So many dead at once: whoever looks next goes on with the rest.
+  local value = '\n0\n' .. whole(math.floor(now_us() / 1000)) .. '\n'
+  redis.call('SET', lock, value, 'PX', REMEMBERED_MS)
+  return value
 end

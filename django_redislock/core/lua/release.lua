@@ -4,6 +4,9 @@
 -- Returns 1 when released, by this call or by an earlier one whose reply was lost; 0 when the lock is not the caller's.
 local id, fence = ARGV[1], ARGV[4]
 local by_id = 'id ' .. id
+if ARGV[3] ~= '' then
+  redis.call('ZREM', KEYS[3], ARGV[3] .. '\n' .. id)
+end
 local value = redis.call('GET', KEYS[1])
 local held = value and is_of(value, id) and fence_of(value)
 if held and (fence == '' or fence == held) then
@@ -16,8 +19,5 @@ if held and (fence == '' or fence == held) then
   end
   hand_over(KEYS[1], KEYS[3], id)
   return 1
-end
-if ARGV[3] ~= '' then
-  redis.call('ZREM', KEYS[3], ARGV[3] .. '\n' .. id)
 end
 return redis.call('ZSCORE', KEYS[4], fence == '' and by_id or fence) and 1 or 0
