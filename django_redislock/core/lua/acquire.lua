@@ -7,6 +7,10 @@
 local id, life_ms = ARGV[1], tonumber(ARGV[2])
 local now = now_us()
 local value = redis.call('GET', KEYS[1])
+local wrong = not_ours(KEYS[1], value)
+if wrong then
+  return wrong
+end
 
 if not (value and is_of(value, id) and fence_of(value) ~= '0') then
   local ticket, waits = ARGV[7] ~= '' and ARGV[7] or whole(now), ARGV[6] == '1'

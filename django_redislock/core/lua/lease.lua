@@ -8,6 +8,10 @@ local LARGE = 524288  -- bytes; Lua would make one copy more
 local id, life_ms, name, channel = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5]
 local now = now_us()
 local lock = redis.call('GET', KEYS[1])
+local wrong = not_ours(KEYS[1], lock)
+if wrong then
+  return wrong
+end
 local mine = lock and is_of(lock, id)
 local left, overdue
 if lock and not mine then

@@ -36,12 +36,24 @@ local function fence_of(value)
   return string.match(value, '^[^\n]*\n(%d+)\n')
 end
 
+-- Return an error that names the key when something else wrote what the lock key holds, else nil.
+local function not_ours(lock, value)
+  if value and not fence_of(value) then
+    return redis.error_reply('ERR The key ' .. lock .. ' holds what no lock wrote: delete it, or give the lock another name or prefix.')
+  end
+end
+
 local function index(held, name, now, life_ms)
   local now_ms = math.floor(now / 1000)
   redis.call('ZADD', held, now_ms + life_ms, name)
-  redis.call('PEXPIRE', held, math.max(INDEX_LIFE_MS, life_ms))
+  if redis.call('PTTL', held) < math.max(INDEX_LIFE_MS / 2, life_ms) then  -- never cut short for those that live longer
+    redis.call('PEXPIRE', held, math.max(INDEX_LIFE_MS, life_ms))
+  end
   if now % 8 == 0 then  -- now and then, what ended without a release
-    redis.call('ZREMRANGEBYSCORE', held, '-inf', '(' .. now_ms)
+    local ended = redis.call('ZRANGEBYSCORE', held, '-inf', '(' .. now_ms, 'LIMIT', 0, 100)
+    if #ended > 0 then
+      redis.call('ZREM', held, unpack(ended))
+    end
   end
 end
 

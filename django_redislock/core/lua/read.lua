@@ -15,6 +15,10 @@ for i = 1, #KEYS, 2 do
       return redis.error_reply(value.err .. ' Key: ' .. KEYS[i])
     end
   end
+  local wrong = not_ours(KEYS[i], value)
+  if wrong then
+    return wrong
+  end
   values[#values + 1] = value or ''
   numbers[#numbers + 1] = value and #value or -1
   numbers[#numbers + 1] = value and whole(redis.call('PTTL', KEYS[i])) or -2

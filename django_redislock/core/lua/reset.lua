@@ -7,6 +7,10 @@ if redis.call('ZSCORE', KEYS[4], receipt) then  -- done before, and that reply w
   return 1
 end
 local value = redis.call('GET', KEYS[1])
+local wrong = not_ours(KEYS[1], value)
+if wrong then
+  return wrong
+end
 local fence = value and fence_of(value) or '0'
 if fence == '0' then
   return 0
