@@ -73,3 +73,17 @@ def race(url: str) -> None:
             lock = Lock(client, name, expire=60, auto_renewal=False)
             client.rpush(f"result:{name}", f"{os.getpid()}:{int(lock.acquire(blocking=False))}")
     say(event="done")
+
+
+def wait_in_forks(url: str, name: str, count: int) -> None:
+    """Fork processes that wait for the lock and leave it at once, and say their ids."""
+    pids = []
+    for _ in range(count):
+        pid = os.fork()
+        if not pid:
+            with Lock(redis.Redis.from_url(url), name):
+                pass
+            os._exit(0)
+        pids.append(pid)
+    say(pids=pids)
+    input()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import redis
+from django.core.cache import caches
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from django_redislock import lock, locked
-from django_redislock.core import Lock, held_locks
+from django_redislock.core import AsyncLock, Lock, held_locks
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.wanted import lease_name
+from django_redislock.exceptions import LockBackendError, NotAcquired
 from tests.support import monitoring, queued, wait_until
 
 NAN, INF = float("nan"), float("inf")
@@ -132,3 +136,33 @@ def test_the_facade_refuses_too():
         locked("a", expires=5)
     with pytest.raises(ValueError, match="timeout"):
         locked("a", on_conflict="raise", timeout=3)
+
+
+@pytest.mark.parametrize("operation", ["acquire", "owner", "locked", "reset", "release of an id", "aacquire"])
+def test_a_string_that_something_else_wrote_at_the_key_of_a_lock_is_refused_by_name(client, operation):
+    key = lock_keys("redislock", "a").lock
+    client.set(key, "of another program")
+    lock = Lock(client, "a")
+    if operation == "release of an id":
+        with pytest.raises(NotAcquired):
+            Lock(client, "a", id="given").release()
+    else:
+        with pytest.raises(
+            LockBackendError, match=r"The key \{redislock:\d+\}:lock:a holds what no lock wrote: delete it"
+        ):
+            if operation == "aacquire":
+                asyncio.run(AsyncLock(client, "a").acquire(timeout=0.5))
+            elif operation == "acquire":
+                lock.acquire(timeout=0.5)
+            else:
+                getattr(lock, operation)()
+    assert client.get(key) == b"of another program"
+
+
+def test_a_string_that_something_else_wrote_at_the_key_of_a_value_is_refused_by_name(client):
+    key = lock_keys("redislock", lease_name(caches["default"].make_key("a"))).lock
+    client.set(key, "of another program")
+    with pytest.raises(redis.ResponseError, match="holds what no lock wrote"):
+        caches["default"].get_or_set("a", lambda: 1)
+    caches["default"].delete("a")
+    assert client.get(key) == b"of another program"

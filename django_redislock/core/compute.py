@@ -145,7 +145,7 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     keys = lease.keys
     ready: tuple[bytes, ...] = ()
     if len(data) > LARGE and life != 0:
-        ready = (keys.receipt + lease.id.encode() + b":value",)
+        ready = (keys.held.removesuffix(b"held") + b"ready:" + lease.id.encode(),)
         yield from attempt(lease.name, _pieces(ready[0], data), monotonic() + lease.retry_for)
         data = b"%d %b" % (len(data), digest(data))
     call = Call(

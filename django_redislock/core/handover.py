@@ -23,7 +23,7 @@ from .scripts import Script
 from .steps import Call, Steps, attempt
 from .watchdog import watchdog
 
-START = Script("start", "counts")
+START = Script("start", "counts", "turns")
 LEAVE = Script("leave")
 DONE = Script("done")
 
@@ -145,7 +145,7 @@ class ExecutionLock(Lock):
         id = lease.id.encode()
         call = Call(
             LEAVE,
-            (keys.lock, keys.held, keys.queue, keys.receipt + id, mark_key(keys, delivery)),
+            (keys.lock, keys.held, keys.queue, keys.receipts, mark_key(keys, delivery)),
             (
                 id,
                 lease.name.encode(),

@@ -25,15 +25,17 @@ class LockKeys(NamedTuple):
     held: bytes
     fence: bytes
     queue: bytes
-    receipt: bytes
-    """Prefix of the receipts; the id follows."""
+    receipts: bytes
+    """What was released lately."""
 
 
 def lock_keys(prefix: str, name: str) -> LockKeys:
     """Return the keys of the lock `name`."""
     raw = name.encode()
     tag = b"{%s:%d}" % (prefix.encode(), zlib.crc32(raw) % BUCKETS)
-    return LockKeys(tag + b":lock:" + raw, tag + b":held", tag + b":fence", tag + b":queue:" + raw, tag + b":released:")
+    return LockKeys(
+        tag + b":lock:" + raw, tag + b":held", tag + b":fence", tag + b":queue:" + raw, tag + b":released:" + raw
+    )
 
 
 def held_keys(prefix: str) -> list[bytes]:

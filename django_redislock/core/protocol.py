@@ -50,7 +50,9 @@ class Claim:
             *self.more_args,
         )
         undo = None if self.given_id else partial(give_back, lease, channel)
-        return Call(self.script, (*lease.keys[:4], *self.more_keys), args, undo)
+        # What an id has released before is no answer to a release of this acquisition.
+        receipts = (lease.keys.receipts,) if self.given_id else ()
+        return Call(self.script, (*lease.keys[:4], *self.more_keys, *receipts), args, undo)
 
 
 def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
@@ -85,13 +87,13 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
                 _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until, lease.retry_for)
                 call = claim.call(waiter.channel, True, ticket)
                 continue
-            left_ms, ticket = reply
+            left_ms, ticket, *first = reply
             began = began or monotonic()
             # Packed now: whoever is woken is in a hurry, and so is who waits for the release.
             call = claim.call(waiter.channel, True, ticket)
             if not claim.given_id:
                 lease.farewell = lease.farewell or give_back(lease)
-            yield sleep(waiter, until, left_ms)
+            yield sleep(waiter, until, left_ms, bool(first))
     except (LockBackendError, GeneratorExit):
         raise
     except BaseException:
@@ -114,11 +116,14 @@ def _tell_wait(lease: Lease, began: float, acquired: bool) -> None:
         )
 
 
-def sleep(waiter: Any, until: float, left_ms: int) -> Await:
-    """Return the sleep of a waiter whose lock has so many milliseconds left (negative: nobody knows)."""
+def sleep(waiter: Any, until: float, left_ms: int, first: bool = False) -> Await:
+    """Return the sleep of a waiter whose lock has so many milliseconds left (negative: nobody knows).
+
+    `first`: it sleeps no longer, even if others of its process wait for the same lock.
+    """
     now = monotonic()
     look = now + (left_ms + 1) / 1000 if left_ms >= 0 else math.inf
-    return Await(waiter, min(until, now + MAX_SLEEP), look)
+    return Await(waiter, min(until, now + MAX_SLEEP, look if first else math.inf), look)
 
 
 def give_back(lease: Lease, channel: bytes = b"") -> Call:
@@ -128,7 +133,7 @@ def give_back(lease: Lease, channel: bytes = b"") -> Call:
     fence = b"%d" % lease.fence if lease.fence else b""
     return Call(
         scripts.RELEASE,
-        (keys.lock, keys.held, keys.queue, keys.receipt + id),
+        (keys.lock, keys.held, keys.queue, keys.receipts),
         (id, lease.name.encode(), channel, fence),
     )
 
@@ -162,9 +167,8 @@ def renewal(leases: list[Lease], shorten: bool = False) -> Call:
 
 def reset(name: str, keys: LockKeys, fence: int | None, until: float = math.inf) -> Steps[int]:
     """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
-    receipt = keys.receipt + new_id().encode()
-    args = (name.encode(), b"" if fence is None else b"%d" % fence)
-    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, receipt), args)
+    args = (name.encode(), b"" if fence is None else b"%d" % fence, new_id().encode())
+    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, keys.receipts), args)
     _, reply = yield from attempt(name, call, until)
     return int(reply)
 
@@ -180,9 +184,21 @@ def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> St
 
 
 def names(prefix: str, until: float = math.inf) -> Steps[list[str]]:
-    """Read the names of the locks held now."""
-    _, reply = yield from attempt(prefix, Call(scripts.NAMES, tuple(held_keys(prefix)), ()), until)
-    return [name.decode() for name in unpack(map(int, reply[0].split()), reply[1]) if name is not None]
+    """Read the names of the locks held now, in no order."""
+    keys = tuple(held_keys(prefix))
+    found: set[bytes | None] = set()
+    bucket, cursor = 1, b"0"
+    while bucket:
+        call = Call(scripts.NAMES, keys, (b"%d" % bucket, cursor))
+        _, (bucket, cursor, lengths, blob) = yield from attempt(prefix, call, until)
+        found.update(unpack(map(int, lengths.split()), blob))
+    return [name.decode() for name in found if name is not None]
+
+
+def count(prefix: str, until: float = math.inf) -> Steps[int]:
+    """Count the locks held now."""
+    _, reply = yield from attempt(prefix, Call(scripts.COUNT, tuple(held_keys(prefix)), ()), until)
+    return int(reply)
 
 
 def unpack(lengths: Iterable[int], blob: bytes) -> list[bytes | None]:

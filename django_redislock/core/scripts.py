@@ -19,11 +19,13 @@ class Script:
         return f"<Script {self.name}>"
 
 
-ACQUIRE = Script("acquire", "counts")
+ACQUIRE = Script("acquire", "counts", "turns")
 RELEASE = Script("release")
 RENEW = Script("renew")
 RESET = Script("reset")
-READ = Script("read")
+READ = Script("read", "waiters")
+QUEUE = Script("queue", "waiters")
 NAMES = Script("names")
+COUNT = Script("count")
 WAITS = Script("waits")
 DUPLICATE = Script("duplicate", "counts")

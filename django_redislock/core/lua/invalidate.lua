@@ -6,7 +6,7 @@ local ended = 0
 for i = 1, #ARGV do
   local lock, held, queue = KEYS[3 * i - 2], KEYS[3 * i - 1], KEYS[3 * i]
   local value = redis.call('GET', lock)
-  if value and fence_of(value) ~= '0' then
+  if value and (fence_of(value) or '0') ~= '0' then
     redis.call('ZREM', held, ARGV[i])
     hand_over(lock, queue, '')
     ended = ended + 1

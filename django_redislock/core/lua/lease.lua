@@ -8,10 +8,19 @@ local LARGE = 524288  -- bytes; Lua would make one copy more
 local id, life_ms, name, channel = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5]
 local now = now_us()
 local lock = redis.call('GET', KEYS[1])
+local wrong = not_ours(KEYS[1], lock)
+if wrong then
+  return wrong
+end
 local mine = lock and is_of(lock, id)
-local left, silent
+local left, overdue
 if lock and not mine then
-  left, silent = ms_left(KEYS[1], lock, now)
+  local ends = string.match(lock, '^[^\n]*\n0\n(%d+)\n')
+  if ends then
+    left, overdue = until_end(ends, now)
+  else
+    left = redis.call('PTTL', KEYS[1])
+  end
 end
 
 local function leave()
@@ -32,7 +41,7 @@ if large or value and (ARGV[7] == '' or redis.sha1hex(value) ~= ARGV[7]) then
 end
 
 -- There is no turn to keep: whoever computes does it for all who wait.
-if not lock or mine or silent then
+if not lock or mine or overdue then
   leave()
   local fence = take(KEYS[1], KEYS[2], KEYS[3], lock, id, name, ARGV[4], now, life_ms)
   return {'compute', fence, value and whole(ends_at(KEYS[5], now)) or ''}

@@ -1,11 +1,16 @@
 -- Take the lock from whoever holds it and hand it to the first waiter.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipt of this reset
--- ARGV  1 name, 2 fence of the acquisition to end ('': any)
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts
+-- ARGV  1 name, 2 fence of the acquisition to end ('': any), 3 id of this call
 -- Returns 1 when freed, 0 when nobody held it, -1 when another acquisition holds it.
-if redis.call('EXISTS', KEYS[4]) == 1 then  -- done before, and that reply was lost
+local receipt = 'reset ' .. ARGV[3]
+if redis.call('ZSCORE', KEYS[4], receipt) then  -- done before, and that reply was lost
   return 1
 end
 local value = redis.call('GET', KEYS[1])
+local wrong = not_ours(KEYS[1], value)
+if wrong then
+  return wrong
+end
 local fence = value and fence_of(value) or '0'
 if fence == '0' then
   return 0
@@ -14,6 +19,6 @@ if ARGV[2] ~= '' and ARGV[2] ~= fence then
   return -1
 end
 redis.pcall('ZREM', KEYS[2], ARGV[1])
-redis.call('SET', KEYS[4], '', 'PX', RECEIPT_LIFE_MS)
+keep_receipt(KEYS[4], receipt)
 hand_over(KEYS[1], KEYS[3], '')
 return 1

@@ -1,15 +1,18 @@
 -- Start an execution: acquire the lock as acquire.lua does, take it over from the execution's own message, or find that the
 -- message was worked off before.
--- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 mark of the message
+-- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 mark of the message, 6 receipts, if the id was given
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw one),
 --       8 id under which the message holds the lock while it waits, 9 '1' when the message may have come before
--- Returns the fence when acquired, 0 when the message was worked off, else {ms until another try makes sense (negative:
--- unknown), ticket}.
+-- Returns what acquire.lua returns, and 0 when the message was worked off.
 local id, life_ms = ARGV[1], tonumber(ARGV[2])
 local now = now_us()
 local value = redis.call('GET', KEYS[1])
+local wrong = not_ours(KEYS[1], value)
+if wrong then
+  return wrong
+end
 local entry = ARGV[5] .. '\n' .. id
-local ticket = ARGV[7] ~= '' and ARGV[7] or whole(now)
+local ticket, waits = ARGV[7] ~= '' and ARGV[7] or whole(now), ARGV[6] == '1'
 
 local mark = ARGV[9] == '1' and redis.call('GET', KEYS[5])
 if mark and not (value and is_of(value, id) and fence_of(value) ~= '0') then
@@ -25,30 +28,27 @@ end
 
 if value and is_of(value, ARGV[8]) and fence_of(value) ~= '0' then
   value = false
-else
-  local left, silent
-  if value and not is_of(value, id) then
-    left, silent = ms_left(KEYS[1], value, now)
-  end
-  if silent or not value and redis.call('EXISTS', KEYS[4]) == 1 then
-    value = hand_over(KEYS[1], KEYS[4], id, silent)
-    left = RESERVED_MS
-  end
-  if value and not is_of(value, id) then
-    if ARGV[6] == '1' then
+elseif not (value and is_of(value, id) and fence_of(value) ~= '0') then
+  local free, left, first = may_take(KEYS[1], KEYS[4], value, id, ARGV[5], ticket, waits, now)
+  if not free then
+    if waits then
       redis.call('ZADD', KEYS[4], 'NX', ticket, entry)
       redis.call('PEXPIRE', KEYS[4], QUEUE_LIFE_MS)
     elseif ARGV[7] ~= '' then
       redis.call('ZREM', KEYS[4], entry)
       count_waits(KEYS[2], now, ARGV[3], waited_ms(ARGV[7], now), 1, 1)
     end
-    return {left, ticket}
+    return {left, ticket, first and 1 or nil}
   end
+  value = false
 end
 
 -- A place in the queue goes with it: who waited may find the lock left to its own message.
 redis.call('ZREM', KEYS[4], entry)
 if ARGV[7] ~= '' then
   count_waits(KEYS[2], now, ARGV[3], waited_ms(ARGV[7], now), 1, 0)
+end
+if KEYS[6] then
+  redis.call('ZREM', KEYS[6], 'id ' .. id)
 end
 return tonumber(take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms))
