@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import pickle
@@ -463,9 +464,32 @@ def test_an_rlock_left_through_another_object_is_forgotten_by_all(client):
     second.release()
     first.release()
     assert second.lost is None
-    assert second.id is None
+    with pytest.raises(NotAcquired):
+        second.id  # noqa: B018
     assert second.acquire(blocking=False)
     second.release()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=lambda function: function.__name__)
+def test_a_copy_is_a_new_lock_object_that_has_acquired_nothing(client, copied):
+    lock = Lock(client, "a", expire=12, label="mine")
+    with lock:
+        twin = copied(lock)
+        with pytest.raises(NotAcquired):
+            twin.release()
+        assert not twin.acquire(blocking=False)
+        assert lock.owned()
+    assert twin.acquire(blocking=False)
+    assert (twin.owner().expire, twin.owner().label) == (12, "mine")
+    with pytest.raises(NotAcquired):
+        lock.release()
+    twin.release()
+
+
+@pytest.mark.parametrize("kind", [Lock, RLock, AsyncLock, AsyncRLock])
+def test_pickling_a_lock_tells_what_to_pass_instead(client, kind):
+    with pytest.raises(TypeError, match=r"Pass the name \('a'\), and the id .* Lock\(client, name, id=id\)"):
+        pickle.dumps(kind(client, "a"))
 
 
 @pytest.mark.parametrize(
