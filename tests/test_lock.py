@@ -133,6 +133,31 @@ def test_the_id_lets_another_object_release_and_extend(client):
         Lock(client, "a", id="nobody").extend()
 
 
+@pytest.mark.parametrize("id", [None, "mine"])
+def test_by_a_given_id_a_life_is_made_longer_but_not_shorter(client, id):
+    """The holder believes in the life that it asked for."""
+    holder = Lock(client, "a", expire=40, auto_renewal=False, id=id)
+    holder.acquire()
+    other = Lock(client, "a", id=holder.id, expire=1, auto_renewal=False)
+    other.extend()
+    other.extend(1)
+    assert holder.ttl() > 30
+    assert other.acquire(blocking=False)
+    assert other.fence == holder.fence
+    assert holder.ttl() > 30
+    other.extend(1)
+    other.raise_if_lost()
+    assert holder.ttl() > 30
+    Lock(client, "a", id=holder.id).extend(60)
+    assert 50 < holder.ttl() <= 60
+    longer = Lock(client, "a", id=holder.id, expire=80, auto_renewal=False)
+    assert longer.acquire(blocking=False)
+    assert 70 < holder.ttl() <= 80
+    holder.extend(20)
+    assert 10 < holder.ttl() <= 20, "who acquired it may"
+    holder.release()
+
+
 def test_extend_sets_a_new_life(client):
     lock = Lock(client, "a", expire=5, auto_renewal=False)
     with pytest.raises(NotAcquired):

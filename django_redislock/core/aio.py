@@ -102,6 +102,7 @@ class AsyncLock(BaseLock):
     def extend(self, expire: Seconds | None = None) -> Coroutine[Any, Any, None]:
         """Give the held lock a new life of `expire` seconds from now (None: of its own).
 
+        Only the object that acquired the lock makes its life shorter: by a given id, a life that is longer stays.
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
         return self._run(lambda _: self._extend(expire))

@@ -88,6 +88,9 @@ class ExecutionLock(Lock):
         mine = self._copy(expire=expire, auto_renewal=True)
         try:
             mine.acquire(blocking=False)
+            for lease in mine._leases.values():
+                lease.shared = False  # the message's own process: nobody else believes in its life
+                self._server.run(mine._renew(lease))
             yield
         finally:
             for lease in mine._leases.values():

@@ -46,6 +46,7 @@ class Lock(BaseLock):
     def extend(self, expire: Seconds | None = None) -> None:
         """Give the held lock a new life of `expire` seconds from now (None: of its own).
 
+        Only the object that acquired the lock makes its life shorter: by a given id, a life that is longer stays.
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
         self._server.run(self._extend(expire))

@@ -51,4 +51,5 @@ redis.call('ZREM', KEYS[4], entry)
 if ARGV[7] ~= '' then
   count_waits(KEYS[2], now, ARGV[3], waited_ms(ARGV[7], now), 1, 0)
 end
-return tonumber(take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms))
+local fence = take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms)
+return tonumber(fence)
