@@ -70,8 +70,9 @@ class AsyncLock(BaseLock):
     def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> Coroutine[Any, Any, bool]:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this task
-        holds it through this object, and LockBackendError when Redis cannot answer.
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this
+        task holds it through this object, or through another one and would wait for itself for ever (unless that one is not
+        renewed, or has `max_hold`: then it waits for its end), and LockBackendError when Redis cannot answer.
         """
         seconds = check_wait(blocking, timeout)
         return self._run(lambda listening: self._acquire(seconds, listening))

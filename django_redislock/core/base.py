@@ -21,6 +21,11 @@ from .steps import Steps
 from .watchdog import watchdog
 
 DEFAULT_EXPIRE = 30.0
+SELF_WAIT = (
+    "Lock %r (fence %d) is held by the very thread or task that waits for it now, through another object: only the end of its "
+    "life, or somebody else who frees it, can end this wait before the timeout. Release it first, or make both re-entrant: "
+    "lock(name, reentrant=True), rlock(name) or core.RLock."
+)
 
 
 class BaseLock(ABC):
@@ -167,7 +172,7 @@ class BaseLock(ABC):
         claim = self._new_claim(timeout)
         lease = claim.lease
         try:
-            if not (yield from protocol.acquire(claim, listening)) or not self._begins(lease):
+            if not (yield from self._ask(claim, me, listening)) or not self._begins(lease):
                 return False
             self._leases[me] = lease
             holders.add(lease)
@@ -184,6 +189,25 @@ class BaseLock(ABC):
                     yield from protocol.release(lease)
             raise
         return True
+
+    def _ask(self, claim: protocol.Claim, me: Any, listening: bool) -> Steps[bool]:
+        """Acquire in the claim's time, or tell the caller that it would wait for itself."""
+        timeout, id = claim.timeout, claim.lease.id
+        mine = [] if timeout == 0 else holders.leases_of(self._server, self._keys, me)
+        mine = [lease for lease in mine if lease.id != id and lease.loss is None]
+        if not mine:
+            return (yield from protocol.acquire(claim, listening))
+        since = monotonic()
+        claim.timeout = 0.0  # what was lost unnoticed may be free
+        if (yield from protocol.acquire(claim, False)):
+            return True
+        mine = [lease for lease in mine if lease.loss is None]
+        if timeout is None and any(map(_is_endless, mine)):
+            raise AlreadyAcquired(self.name)
+        if mine:
+            events.log.warning(SELF_WAIT, self.name, mine[0].fence)
+        claim.timeout = None if timeout is None else max(0.0, since + timeout - monotonic())
+        return (yield from protocol.acquire(claim, listening))
 
     def _new_claim(self, timeout: float | None) -> protocol.Claim:
         lease = self._new_lease(self._given_id or owner.new_id())
@@ -328,6 +352,12 @@ class BaseLock(ABC):
         events.emit(
             event, "Lock %r " + event + " (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence
         )
+
+
+def _is_endless(lease: Lease) -> bool:
+    """Whether the acquisition is renewed for as long as its owner lives."""
+    holder = lease.holder()
+    return lease.max_hold is None and (holder is None or holder.auto_renewal)
 
 
 def chain(error: BaseException, failure: BaseException) -> None:

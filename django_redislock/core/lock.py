@@ -22,7 +22,8 @@ class Lock(BaseLock):
         """Acquire the lock, and tell whether it was acquired.
 
         Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this
-        thread holds it through this object, and LockBackendError when Redis cannot answer.
+        thread holds it through this object, or through another one and would wait for itself for ever (unless that one is not
+        renewed, or has `max_hold`: then it waits for its end), and LockBackendError when Redis cannot answer.
         """
         return self._server.run(self._acquire(check_wait(blocking, timeout), self._server.room.open))
 
