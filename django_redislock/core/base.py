@@ -332,7 +332,7 @@ class BaseLock(ABC):
         lease.entries = 0
         holders.remove(lease)
         if self._leases.get(lease.owner) is lease:
-            self._leases.end(lease.owner, lease.loss)
+            self._leases.end(lease.owner, lease._loss)  # as it was noted: what was released is not lost at its deadline
 
     def _call_on_lost(self, lease: Lease) -> None:
         if self.on_lost is not None:
