@@ -42,12 +42,13 @@ class NotAcquired(LockError):
 
 
 class AlreadyAcquired(LockError):
-    """This thread or task holds the lock already, through this same object."""
+    """This thread or task holds the lock already, and would wait for itself."""
 
     def __str__(self) -> str:
         return (
-            f"Lock {self.name!r} is already held through this object, and waiting for it would never end. "
-            "Release it first, or use a second object for a second acquisition."
+            f"Lock {self.name!r} is already held by this thread or task, or through this object by the same id, so that waiting "
+            "for it would never end. Release it first, or make both acquisitions re-entrant: lock(name, reentrant=True), "
+            "rlock(name) or core.RLock."
         )
 
 

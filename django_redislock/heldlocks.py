@@ -19,7 +19,7 @@ from .connections import connection_names, get_client
 from .core import Lock, LockInfo
 from .core.listing import Waiting, list_locks, read_locks, read_queue
 from .core.owner import Held
-from .core.server import server_of
+from .core.place import place_of
 from .exceptions import LockBackendError
 from .models import HeldLock, encode_key
 
@@ -69,7 +69,7 @@ def clients(connection: str | None = None) -> tuple[dict[str, Redis], dict[str, 
         except ImproperlyConfigured as error:
             failed[name] = str(error)
             continue
-        place = _place(client)
+        place = place_of(client.connection_pool)
         if place not in places:
             places.add(place)
             found[name] = client
@@ -136,13 +136,6 @@ STATES: dict[str, Callable[[LockInfo], bool]] = {
     "expiring": expiring,
     "unrenewed": lambda lock: not lock.auto_renewal,
 }
-
-
-def _place(client: Any) -> Any:
-    """Return something that is equal for clients of the same database."""
-    options = client.connection_pool.connection_kwargs
-    place = options.get("host"), options.get("port"), options.get("path")
-    return (*place, options.get("db") or 0) if any(place) else server_of(client)
 
 
 @dataclass(frozen=True)

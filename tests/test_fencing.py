@@ -96,6 +96,25 @@ def test_another_thread_of_the_holder_may_write(account):
         assert stored() == (5, held.fence)
 
 
+def test_a_stale_holder_of_a_shared_lock_does_not_write_with_its_successors_fence(account):
+    shared = lock("account:1", auto_renewal=False)
+    late = Account.objects.get(pk=1)
+    late.balance = 1
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        one.submit(shared.acquire).result()
+        lock("account:1").reset()
+        with pytest.raises(LockLost):
+            one.submit(shared.release).result()
+        assert two.submit(in_thread(shared.acquire), False).result()
+        account.balance = 2
+        two.submit(in_thread(account.save_fenced), shared).result()
+        for write in (late.save_fenced, late.claim):
+            with pytest.raises(LockLost):
+                one.submit(in_thread(write), shared).result()
+        two.submit(in_thread(shared.release)).result()
+    assert stored()[0] == 2
+
+
 def test_a_lock_that_is_not_held_is_refused(account):
     with pytest.raises(NotAcquired):
         account.save_fenced(lock("account:1"))

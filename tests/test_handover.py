@@ -9,7 +9,7 @@ import pytest
 from django_redislock import LockLost, NotAcquired
 from django_redislock.core import Lock
 from django_redislock.core.handover import Delivery, Ending, ExecutionLock, waiting_id
-from tests.support import BUSY, wait_until
+from tests.support import BUSY, lived, wait_until
 
 FIRST = Delivery("task", "task:0:", again=False)
 COPY = FIRST._replace(again=True)
@@ -134,3 +134,15 @@ def test_any_task_id_gives_an_owner_id(lock, task_id):
     execution = lock(delivery=Delivery(waiting_id(task_id), "", again=False))
     assert execution.acquire(blocking=False)
     execution.release()
+
+
+def test_a_message_that_waits_in_a_worker_lives_no_longer_than_the_worker(lock):
+    """Its own life is that of a queue; should the process die in the wait, the message is lost."""
+    message = lock(id="task", auto_renewal=False, expire=600)
+    assert message.acquire(blocking=False)
+    with message.alive(2):
+        assert message.ttl() <= 2
+        lived(2.5)
+        assert message.owned()
+    assert message.ttl() <= 2
+    message.free()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import pickle
@@ -131,6 +132,31 @@ def test_the_id_lets_another_object_release_and_extend(client):
         Lock(client, "a", id="nobody").release()
     with pytest.raises(NotAcquired):
         Lock(client, "a", id="nobody").extend()
+
+
+@pytest.mark.parametrize("id", [None, "mine"])
+def test_by_a_given_id_a_life_is_made_longer_but_not_shorter(client, id):
+    """The holder believes in the life that it asked for."""
+    holder = Lock(client, "a", expire=40, auto_renewal=False, id=id)
+    holder.acquire()
+    other = Lock(client, "a", id=holder.id, expire=1, auto_renewal=False)
+    other.extend()
+    other.extend(1)
+    assert holder.ttl() > 30
+    assert other.acquire(blocking=False)
+    assert other.fence == holder.fence
+    assert holder.ttl() > 30
+    other.extend(1)
+    other.raise_if_lost()
+    assert holder.ttl() > 30
+    Lock(client, "a", id=holder.id).extend(60)
+    assert 50 < holder.ttl() <= 60
+    longer = Lock(client, "a", id=holder.id, expire=80, auto_renewal=False)
+    assert longer.acquire(blocking=False)
+    assert 70 < holder.ttl() <= 80
+    holder.extend(20)
+    assert 10 < holder.ttl() <= 20, "who acquired it may"
+    holder.release()
 
 
 def test_extend_sets_a_new_life(client):
@@ -486,9 +512,32 @@ def test_an_rlock_left_through_another_object_is_forgotten_by_all(client):
     second.release()
     first.release()
     assert second.lost is None
-    assert second.id is None
+    with pytest.raises(NotAcquired):
+        second.id  # noqa: B018
     assert second.acquire(blocking=False)
     second.release()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=lambda function: function.__name__)
+def test_a_copy_is_a_new_lock_object_that_has_acquired_nothing(client, copied):
+    lock = Lock(client, "a", expire=12, label="mine")
+    with lock:
+        twin = copied(lock)
+        with pytest.raises(NotAcquired):
+            twin.release()
+        assert not twin.acquire(blocking=False)
+        assert lock.owned()
+    assert twin.acquire(blocking=False)
+    assert (twin.owner().expire, twin.owner().label) == (12, "mine")
+    with pytest.raises(NotAcquired):
+        lock.release()
+    twin.release()
+
+
+@pytest.mark.parametrize("kind", [Lock, RLock, AsyncLock, AsyncRLock])
+def test_pickling_a_lock_tells_what_to_pass_instead(client, kind):
+    with pytest.raises(TypeError, match=r"Pass the name \('a'\), and the id .* Lock\(client, name, id=id\)"):
+        pickle.dumps(kind(client, "a"))
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,32 @@ def test_one_task_twice_raises_instead_of_hanging(aclient):
     asyncio.run(main())
 
 
+def test_what_is_kept_of_tasks_that_ended_is_little_and_keeps_none_of_them(aclient, client):
+    tasks = weakref.WeakSet()
+
+    async def lose(lock, operation):
+        await lock.acquire()
+        client.delete(KEYS.lock)
+        with pytest.raises(LockLost):
+            await getattr(lock, operation)()
+
+    async def main():
+        lock = AsyncLock(aclient, "a", auto_renewal=False)
+        for number in range(300):
+            task = asyncio.create_task(lose(lock, ("release", "extend")[number % 2]))
+            tasks.add(task)
+            await task
+        del task
+        await lock.acquire()
+        gc.collect()
+        assert len(tasks) <= 1
+        assert len(lock._leases) <= 2
+        assert len(lock._leases._ended) < 100
+        await lock.release()
+
+    asyncio.run(main())
+
+
 def test_the_task_that_calls_is_the_holder_whichever_task_runs_it(aclient):
     async def main():
         one, two = AsyncLock(aclient, "a", expire=2), AsyncLock(aclient, "b")

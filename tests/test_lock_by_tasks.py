@@ -6,14 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import test_lock, test_lock_faults, test_lock_waiting
+from tests import test_lock, test_lock_faults, test_lock_shared, test_lock_waiting
 from tests.support.tasks import Tasks, lock_for_threads
 from tests.test_lock_faults import clock  # noqa: F401 - a fixture
+from tests.test_lock_shared import one, two  # noqa: F401 - fixtures
 
 # What is not about the Lock of this process, or about signals, forks and names of threads.
 OMITTED = {
     "test_the_owner_is_known",
+    "test_what_is_kept_of_threads_that_ended_is_little_and_keeps_none_of_them",
     "test_errors_pickle_and_carry_their_data",
+    "test_a_copy_is_a_new_lock_object_that_has_acquired_nothing",
+    "test_pickling_a_lock_tells_what_to_pass_instead",
     "test_a_forked_child_owns_nothing_of_its_parents",
     "test_a_fork_while_threads_wait_harms_neither_side",
     "test_a_signal_that_raises_anywhere_leaves_no_lock_and_no_broken_connection",
@@ -23,7 +27,7 @@ OMITTED = {
     "test_a_cluster_client_is_refused_with_a_way_out",
     "test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins",
 }
-MODULES = (test_lock, test_lock_waiting, test_lock_faults)
+MODULES = (test_lock, test_lock_shared, test_lock_waiting, test_lock_faults)
 
 globals().update(
     {

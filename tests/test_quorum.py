@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -167,13 +170,60 @@ def test_the_loss_of_most_is_told_once(clients, caplog):
     with pytest.raises(LockLost):
         lock.raise_if_lost()
     with QuorumLock(clients, "a") as successor:
+        with pytest.raises(LockLost):
+            lock.release()
         with pytest.raises(NotAcquired):
             lock.release()
+        with pytest.raises(LockLost):
+            lock.raise_if_lost()
         assert successor.owned()
     with lock:
         lock.raise_if_lost()
+    with pytest.raises(NotAcquired):
+        lock.raise_if_lost()
     assert told == [lock]
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
+
+
+def test_each_thread_is_told_of_its_own_acquisition_through_a_shared_object(clients):
+    seen = []
+
+    def on_lost(lock):
+        seen.append(lock.lost)
+        with pytest.raises(LockLost):
+            lock.raise_if_lost()
+        seen.append("told")
+
+    lock = QuorumLock(clients, "a", expire=0.6, on_lost=on_lost)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        one.submit(lock.acquire).result(60)
+        lock.raise_if_lost()  # who never acquired may work for the only one that did
+        QuorumLock(clients, "a").reset()
+        wait_until(lambda: len(seen) == 2)
+        record = one.submit(lambda: lock.lost).result(60)
+        assert seen[0] == record
+        with pytest.raises(LockLost):
+            one.submit(lock.release).result(60)
+        two.submit(lock.acquire).result(60)
+        with pytest.raises(LockLost):
+            one.submit(lock.raise_if_lost).result(60)
+        assert one.submit(lambda: lock.lost).result(60) == record
+        assert two.submit(lambda: lock.lost).result(60) is None
+        two.submit(lock.release).result(60)
+        with pytest.raises(NotAcquired):
+            two.submit(lock.raise_if_lost).result(60)
+
+
+def test_who_acquires_after_a_loss_does_not_wait_for_what_is_left_of_the_lost_one(clients):
+    lock = QuorumLock(clients, "a")
+    lock.acquire()
+    for client in clients[:2]:
+        client.delete(KEYS.lock)
+    with pytest.raises(LockLost):
+        lock.extend()
+    assert lock.acquire(timeout=20)
+    lock.release()
+    assert holders(clients) == [0, 0, 0]
 
 
 def test_servers_that_stay_away_are_a_loss_at_the_deadline(servers, clients):
@@ -241,11 +291,28 @@ def test_a_look_at_it_during_its_release_sees_no_loss(clients):
     assert told == []
 
 
-def test_bad_arguments_are_told_at_once(clients):
+def test_a_copy_has_acquired_nothing_and_pickling_tells_what_to_pass(clients):
+    lock = QuorumLock(clients, "a")
+    with lock:
+        for twin in (copy.copy(lock), copy.deepcopy(lock)):
+            with pytest.raises(NotAcquired):
+                twin.release()
+            assert not twin.acquire(blocking=False)
+        with pytest.raises(TypeError, match="Pass the name"):
+            pickle.dumps(lock)
+    assert twin.acquire(blocking=False)
+    with pytest.raises(NotAcquired):
+        lock.release()
+    twin.release()
+
+
+def test_bad_arguments_are_told_at_once(servers, clients):
     with pytest.raises(ValueError, match="clients"):
         QuorumLock(clients[:2], "a")
     with pytest.raises(ValueError, match="clients"):
         QuorumLock([clients[0], *clients[:2]], "a")
+    with servers[0].client(socket_timeout=7) as again, pytest.raises(ValueError, match="clients"):
+        QuorumLock([*clients[:2], again], "a")
     with pytest.raises(TypeError, match="client"):
         QuorumLock([None, *clients], "a")
     with pytest.raises(ValueError, match="expire"):

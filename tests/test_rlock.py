@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
@@ -11,6 +12,8 @@ import redis.asyncio
 
 from django_redislock.core import AsyncRLock, Lock, RLock
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.place import place_of
+from django_redislock.core.server import server_of
 from django_redislock.exceptions import LockLost, NotAcquired
 from tests.support import in_a_fork, wait_until
 
@@ -156,6 +159,43 @@ def test_clients_of_the_same_settings_are_one_server(client, redis_url):
         assert not first.locked()
 
 
+@pytest.mark.parametrize("options", [{"socket_timeout": 7}, {"max_connections": 3}, {"client_name": "other"}], ids=repr)
+def test_clients_of_other_settings_lead_to_the_same_lock(client, redis_url, options):
+    with redis.Redis.from_url(redis_url, **options) as other:
+        with RLock(client, "a") as first, RLock(other, "a", timeout=5) as second:
+            assert first.id == second.id
+            assert other.get(KEYS.lock).startswith(first.id.encode())
+        assert not first.locked()
+        with RLock(client, "a") as first:
+            assert RLock(other, "a").acquire(timeout=5)
+            RLock(other, "a").release()
+            assert first.owned()
+
+
+def test_who_leads_to_the_same_database_is_known_by_where_it_is(redis_url):
+    def place(client):
+        return server_of(client).place
+
+    def sentinel(kind, service, timeout=5, **options):
+        return kind([("one", 1), ("two", 2)], socket_timeout=timeout).master_for(service, **options)
+
+    of_threads, of_asyncio = redis.sentinel.Sentinel, redis.asyncio.Sentinel
+    same = [
+        [redis.Redis(), redis.Redis("localhost", 6379, socket_timeout=9), redis.asyncio.Redis(db="0")],
+        [redis.Redis.from_url(redis_url), redis.Redis.from_url(redis_url, username="me", password="secret")],
+        [redis.Redis(db=1), redis.Redis.from_url("redis:///1")],
+        [redis.Redis(port=1), redis.Redis.from_url("redis://localhost:1")],
+        [redis.Redis(unix_socket_path="/a"), redis.Redis.from_url("unix:///a?db=0")],
+        [sentinel(of_threads, "main"), sentinel(of_threads, "main", 1, socket_keepalive=True)],
+        [sentinel(of_threads, "main", db=1)],
+        [sentinel(of_threads, "other")],
+    ]
+    places = [{place(client) for client in clients} for clients in same]
+    assert [len(each) for each in places] == [1] * len(same)
+    assert len(set.union(*places)) == len(same)
+    assert place_of(sentinel(of_asyncio, "main").connection_pool) == place(same[5][0])
+
+
 def test_a_lock_that_is_not_reentrant_keeps_out_and_is_kept_out(client):
     """Lock and RLock of one name exclude each other, also in one thread."""
     plain, again = Lock(client, "a"), RLock(client, "a")
@@ -176,6 +216,33 @@ def test_the_entered_objects_may_go_while_another_is_inside(client):
     assert outer.owned(), "entered twice, left once"
     outer.release()
     assert not outer.locked()
+
+
+def test_who_left_never_sees_another_threads_acquisition_through_any_of_its_objects(client):
+    first, second = RLock(client, "a"), RLock(client, "a")
+
+    def come_and_go():
+        with first, second:
+            fences.append(second.fence)
+        return look()
+
+    def look():
+        for lock in (first, second):
+            for asked in (lambda lock=lock: lock.fence, lambda lock=lock: lock.id, lock.raise_if_lost):
+                with pytest.raises(NotAcquired):
+                    asked()
+            assert lock.lost is None
+        return True
+
+    fences = []
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        assert one.submit(come_and_go).result(60)
+        two.submit(second.acquire).result(60)
+        two.submit(first.acquire).result(60)
+        assert one.submit(look).result(60)
+        assert first.fence > fences[0], "who never acquired may work for the only one that did"
+        for lock in (second, first):
+            two.submit(lock.release).result(60)
 
 
 @pytest.mark.processes

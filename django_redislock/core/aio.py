@@ -70,8 +70,9 @@ class AsyncLock(BaseLock):
     def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> Coroutine[Any, Any, bool]:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this task
-        holds it through this object, and LockBackendError when Redis cannot answer.
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this
+        task holds it through this object, or through another one and would wait for itself for ever (unless that one is not
+        renewed, or has `max_hold`: then it waits for its end), and LockBackendError when Redis cannot answer.
         """
         seconds = check_wait(blocking, timeout)
         return self._run(lambda listening: self._acquire(seconds, listening))
@@ -102,6 +103,7 @@ class AsyncLock(BaseLock):
     def extend(self, expire: Seconds | None = None) -> Coroutine[Any, Any, None]:
         """Give the held lock a new life of `expire` seconds from now (None: of its own).
 
+        Only the object that acquired the lock makes its life shorter: by a given id, a life that is longer stays.
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
         return self._run(lambda _: self._extend(expire))

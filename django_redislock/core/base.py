@@ -7,19 +7,25 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
 from . import events, owner, protocol
+from .acquirers import Acquirers, holders
 from .clock import monotonic
 from .keys import Seconds, check_expire, check_id, check_name, check_prefix, check_wait, lock_keys
 from .lease import GONE, Lease
 from .owner import LockInfo
 from .server import server_of
 from .steps import Steps
-from .watchdog import watchdog
+from .watchdog import owner_ended, watchdog
 
 DEFAULT_EXPIRE = 30.0
+SELF_WAIT = (
+    "Lock %r (fence %d) is held by the very thread or task that waits for it now, through another object: only the end of its "
+    "life, or somebody else who frees it, can end this wait before the timeout. Release it first, or make both re-entrant: "
+    "lock(name, reentrant=True), rlock(name) or core.RLock."
+)
 
 
 class BaseLock(ABC):
@@ -71,13 +77,31 @@ class BaseLock(ABC):
             raise TypeError("on_lost must be a plain function")
         self.on_lost = on_lost
         self.kind = kind
-        self._leases: dict[Any, Lease] = {}  # by the thread or task that acquired
+        self._leases: Acquirers[Lease] = Acquirers()
         self._coming: dict[Any, object] = {}  # who acquires now
         # Of an AsyncLock: the tasks that entered an ``async with`` block, each as often as it did.
         self._entrants: list[Any] = []
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
+
+    def _copy(self, **changes: Any) -> Self:
+        """Return a lock as this one, with these attributes changed unchecked; nobody has acquired it."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _leases=Acquirers(), _coming={}, _entrants=[], **changes)
+        return other
+
+    def __copy__(self) -> Self:
+        return self._copy()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self._copy()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a lock cannot be pickled, because its acquisitions belong to this process. Pass the name ({self.name!r}), and "
+            "the id of the held lock if another process is to release or extend it: Lock(client, name, id=id)"
+        )
 
     @abstractmethod
     def _me(self) -> Any:
@@ -87,18 +111,26 @@ class BaseLock(ABC):
 
     @property
     def id(self) -> str | None:
-        """The owner id of this acquisition: the right to extend and release it."""
+        """The owner id of this acquisition: the right to extend and release it; None before the first one.
+
+        Raises NotAcquired or LockLost when it has ended.
+        """
+        if self._given_id is not None:
+            return self._given_id
         lease = self._latest()
-        return self._given_id if lease is None else lease.id
+        if lease is None:
+            self._raise_if_ended()
+        return None if lease is None else lease.id
 
     @property
     def fence(self) -> int:
         """The fencing number of this acquisition: larger than every earlier one of the same name.
 
-        Raises NotAcquired.
+        Raises NotAcquired, also when it was released, and LockLost when `release` has told so.
         """
         lease = self._latest()
         if lease is None:
+            self._raise_if_ended()
             raise NotAcquired(self.name)
         return lease.fence
 
@@ -106,16 +138,23 @@ class BaseLock(ABC):
     def lost(self) -> LossRecord | None:
         """Why this acquisition was lost, or None while it is held; local and free."""
         lease = self._latest()
-        return None if lease is None else lease.loss
+        return self._leases.past_loss(self._me()) if lease is None else lease.loss
 
     def raise_if_lost(self) -> None:
-        """Raise LockLost if this acquisition was lost: call it before each irreversible step. Local and free."""
-        self._raise_loss(self._own())
+        """Raise LockLost if this acquisition was lost: call it before each irreversible step. Local and free.
+
+        Raises NotAcquired when there is none.
+        """
+        lease = self._latest()
+        if lease is None:
+            self._raise_if_ended()
+        self._raise_loss(self._own() if lease is None or lease.foreign else lease)
 
     # The steps of each operation; `Lock` and `AsyncLock` have them done
 
     def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
         me, turn = self._me(), object()
+        self._forget_the_gone()
         # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart; one would wait for itself.
         key = me if self._given_id is None else None
         try:
@@ -133,9 +172,10 @@ class BaseLock(ABC):
         claim = self._new_claim(timeout)
         lease = claim.lease
         try:
-            if not (yield from protocol.acquire(claim, listening)) or not self._begins(lease):
+            if not (yield from self._ask(claim, me, listening)) or not self._begins(lease):
                 return False
             self._leases[me] = lease
+            holders.add(lease)
             watchdog.add(lease, self.auto_renewal)
             self._tell("acquired", lease)
         except GeneratorExit:
@@ -148,6 +188,25 @@ class BaseLock(ABC):
                     yield from protocol.release(lease)
             raise
         return True
+
+    def _ask(self, claim: protocol.Claim, me: Any, listening: bool) -> Steps[bool]:
+        """Acquire in the claim's time, or tell the caller that it would wait for itself."""
+        timeout, id = claim.timeout, claim.lease.id
+        mine = [] if timeout == 0 else holders.leases_of(self._server, self._keys, me)
+        mine = [lease for lease in mine if lease.id != id and lease.loss is None]
+        if not mine:
+            return (yield from protocol.acquire(claim, listening))
+        since = monotonic()
+        claim.timeout = 0.0  # what was lost unnoticed may be free
+        if (yield from protocol.acquire(claim, False)):
+            return True
+        mine = [lease for lease in mine if lease.loss is None]
+        if timeout is None and any(map(_is_endless, mine)):
+            raise AlreadyAcquired(self.name)
+        if mine:
+            events.log.warning(SELF_WAIT, self.name, mine[0].fence)
+        claim.timeout = None if timeout is None else max(0.0, since + timeout - monotonic())
+        return (yield from protocol.acquire(claim, listening))
 
     def _new_claim(self, timeout: float | None) -> protocol.Claim:
         lease = self._new_lease(self._given_id or owner.new_id())
@@ -167,7 +226,7 @@ class BaseLock(ABC):
 
     def _release(self) -> Steps[None]:
         lease = self._own()
-        watchdog.remove(lease)
+        self._stop(lease)
         if lease.loss is None:
             try:
                 released = yield from protocol.release(lease)
@@ -248,18 +307,37 @@ class BaseLock(ABC):
         return lease
 
     def _latest(self) -> Lease | None:
-        """Return the caller's acquisition, or the last one of anybody through this object, for a look at it."""
-        leases = list(self._leases.values())
-        return self._leases.get(self._me()) or (leases[-1] if leases else None)
+        """Return the acquisition that the caller may look at: its own, or the only one if it never had one."""
+        return self._leases.told() or self._leases.seen(self._me())
+
+    def _raise_if_ended(self) -> None:
+        me = self._me()
+        if self._leases.ended(me):
+            loss = self._leases.past_loss(me)
+            raise NotAcquired(self.name) if loss is None else LockLost(self.name, loss)
+
+    def _stop(self, lease: Lease) -> None:
+        """Let the lease end: it is not renewed any more, and who asks for the lock waits for its expiry at most."""
+        watchdog.remove(lease)
+        holders.remove(lease)
+
+    def _forget_the_gone(self) -> None:
+        """Forget acquisitions that nobody will ask for: left through another object, or lost, of threads and tasks that ended."""
+        for lease in list(self._leases.values()):
+            if not lease.foreign and (not lease.entries or (lease.loss is not None and owner_ended(lease))):
+                self._forget(lease)
 
     def _forget(self, lease: Lease) -> None:
+        lease.entries = 0
+        holders.remove(lease)
         if self._leases.get(lease.owner) is lease:
-            del self._leases[lease.owner]
+            self._leases.end(lease.owner, lease._loss)  # as it was noted: what was released is not lost at its deadline
 
     def _call_on_lost(self, lease: Lease) -> None:
         if self.on_lost is not None:
             try:
-                self.on_lost(self)
+                with self._leases.telling_of(lease):
+                    self.on_lost(self)
             except Exception:
                 events.log.exception("on_lost of lock %r failed.", self.name)
 
@@ -273,6 +351,12 @@ class BaseLock(ABC):
         events.emit(
             event, "Lock %r " + event + " (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence
         )
+
+
+def _is_endless(lease: Lease) -> bool:
+    """Whether the acquisition is renewed for as long as its owner lives."""
+    holder = lease.holder()
+    return lease.max_hold is None and (holder is None or holder.auto_renewal)
 
 
 def chain(error: BaseException, failure: BaseException) -> None:

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..exceptions import LockBackendError, LockError, LockLost, LossRecord
 from . import events
@@ -19,6 +19,9 @@ from .lease import Lease
 from .lock import Lock
 from .owner import new_id
 from .server import Server
+
+if TYPE_CHECKING:
+    from .quorum import QuorumLock
 
 
 class _PartLease(Lease):
@@ -50,17 +53,17 @@ class _Part(Lock):
 class Holding:
     """One acquisition, from the first attempt to the release.
 
-    `options` are those of the lock on each server; `on_loss` is a weak reference to what is called when the whole is lost.
+    `options` are those of the lock on each server; `lock` is a weak reference to the whole, which is told of its loss.
     """
 
     def __init__(
-        self, name: str, servers: list[Server], options: dict[str, Any], on_loss: weakref.WeakMethod[Callable[[], None]]
+        self, name: str, servers: list[Server], options: dict[str, Any], lock: weakref.ref[QuorumLock]
     ) -> None:
         self.name = name
         self.id = new_id()
         self._servers = servers
         self._options = options
-        self._on_loss = on_loss
+        self._lock = lock
         self._needed = majority(servers)
         self._pid = os.getpid()
         self._parts: list[_Part] = []
@@ -166,9 +169,9 @@ class Holding:
         events.emit(
             "lost", "Quorum lock %r was lost: %s.", self.name, reason, name=self.name, fence=0, record=self._loss
         )
-        tell = self._on_loss()
-        if tell is not None:
-            tell()
+        lock = self._lock()
+        if lock is not None:
+            lock._tell_of_loss(self)
 
 
 def majority(servers: list[Server]) -> int:

@@ -73,7 +73,7 @@ class Lease:
             "entries",
         ),
         *("acquired", "deadline", "next_renewal", "failures", "farewell"),
-        *("renewing", "asked", "_owner_life", "_losses"),
+        *("renewing", "asked", "shared", "_owner_life", "_losses"),
     )  # a thousand locks may be held at once
     retry_for = RETRY_FOR
 
@@ -104,6 +104,8 @@ class Lease:
         self.deadline = 0.0
         self.next_renewal = 0.0
         self.failures = 0
+        self.shared = False
+        """Whether its id held the lock before, so that another holder may believe in its life."""
         self.farewell: Call | None = None
         """The call that releases the lock, if it was packed ahead; of an id that nobody else acquires by."""
         self.renewing = False

@@ -22,7 +22,8 @@ class Lock(BaseLock):
         """Acquire the lock, and tell whether it was acquired.
 
         Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this
-        thread holds it through this object, and LockBackendError when Redis cannot answer.
+        thread holds it through this object, or through another one and would wait for itself for ever (unless that one is not
+        renewed, or has `max_hold`: then it waits for its end), and LockBackendError when Redis cannot answer.
         """
         return self._server.run(self._acquire(check_wait(blocking, timeout), self._server.room.open))
 
@@ -46,6 +47,7 @@ class Lock(BaseLock):
     def extend(self, expire: Seconds | None = None) -> None:
         """Give the held lock a new life of `expire` seconds from now (None: of its own).
 
+        Only the object that acquired the lock makes its life shorter: by a given id, a life that is longer stays.
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
         self._server.run(self._extend(expire))

@@ -77,7 +77,8 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
                 call = claim.call(waiter.channel, False, ticket)
             sent, reply = yield from attempt(lease.name, call, until, lease.retry_for)
             if isinstance(reply, int):
-                lease.begin(reply, sent)
+                lease.begin(abs(reply), sent)
+                lease.shared = claim.given_id and reply < 0
                 _tell_wait(lease, began, acquired=True)
                 return True
             if last:
@@ -147,10 +148,12 @@ def release(lease: Lease) -> Steps[bool]:
 
 
 def renew(lease: Lease) -> Steps[bool]:
-    """Give the lease its life, a shorter one, too; False when it is not held any more."""
+    """Give the lease its life, a shorter one, too, where nobody else may believe in it; False when it is not held any more."""
     life = lease.expire
     until = max(lease.deadline, monotonic())
-    sent, reply = yield from attempt(lease.name, renewal([lease], shorten=True), until, lease.retry_for)
+    sent, reply = yield from attempt(
+        lease.name, renewal([lease], shorten=bool(lease.fence) and not lease.shared), until, lease.retry_for
+    )
     if reply[0]:
         lease.renewed(sent, life)
     return bool(reply[0])

@@ -13,12 +13,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from redis import Redis
 
 from ..exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockError, LockLost, LossRecord, NotAcquired
 from . import events, protocol
+from .acquirers import Acquirers
 from .base import chain
 from .clock import monotonic
 from .holding import Holding, majority
@@ -61,7 +62,7 @@ class QuorumLock:
         prefix: str = "redislock",
     ) -> None:
         self._servers = [server_of(client) for client in clients]
-        if len(self._servers) < 3 or len(set(self._servers)) < len(self._servers):
+        if len(self._servers) < 3 or len({server.place for server in self._servers}) < len(self._servers):
             raise ValueError(
                 "clients must be of at least three different servers: most of them must outlive the others"
             )
@@ -80,22 +81,43 @@ class QuorumLock:
         self.name = name
         self.on_lost = on_lost
         self._with_timeout = check_wait(blocking, timeout)
-        self._held: dict[threading.Thread, Holding] = {}
+        self._held: Acquirers[Holding] = Acquirers()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {len(self._servers)} servers>"
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _held=Acquirers())
+        return other
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self.__copy__()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a quorum lock cannot be pickled, because its acquisitions belong to this process. Pass the name ({self.name!r})"
+        )
 
     # This acquisition, known without asking
 
     @property
     def lost(self) -> LossRecord | None:
         """Why this acquisition was lost, or None while it is held; local and free."""
-        holding = self._mine()
-        return None if holding is None else holding.loss
+        holding = self._latest()
+        return self._held.past_loss(threading.current_thread()) if holding is None else holding.loss
 
     def raise_if_lost(self) -> None:
-        """Raise LockLost if this acquisition was lost: call it before each irreversible step. Local and free."""
-        self._raise_loss(self._own())
+        """Raise LockLost if this acquisition was lost: call it before each irreversible step. Local and free.
+
+        Raises NotAcquired when there is none.
+        """
+        holding = self._latest()
+        loss = self.lost
+        if loss is not None:
+            raise LockLost(self.name, loss)
+        if holding is None or holding.foreign:
+            raise NotAcquired(self.name)
 
     # The operations
 
@@ -107,11 +129,13 @@ class QuorumLock:
         """
         seconds = check_wait(blocking, timeout)
         before = self._mine()
-        if before is not None and before.loss is None:
-            raise AlreadyAcquired(self.name)
+        if before is not None:
+            if before.loss is None:
+                raise AlreadyAcquired(self.name)
+            before.give_back()  # what is left of it would be waited for
         until = math.inf if seconds is None else monotonic() + seconds
         while True:
-            holding = Holding(self.name, self._servers, self._options, weakref.WeakMethod(self._tell_of_loss))
+            holding = Holding(self.name, self._servers, self._options, weakref.ref(self))
             try:
                 if holding.collect(until):
                     self._held[threading.current_thread()] = holding
@@ -132,8 +156,10 @@ class QuorumLock:
         """
         holding = self._own()
         holding.release()
-        self._forget(holding)
-        self._raise_loss(holding)
+        loss = holding.loss
+        self._held.end(threading.current_thread(), loss)
+        if loss is not None:
+            raise LockLost(self.name, loss)
         events.emit("released", "Quorum lock %r released.", self.name, name=self.name, fence=0)
 
     def extend(self, expire: Seconds | None = None) -> None:
@@ -143,7 +169,8 @@ class QuorumLock:
         """
         holding = self._own()
         holding.extend(expire)
-        self._raise_loss(holding)
+        if holding.loss is not None:
+            raise LockLost(self.name, holding.loss)
 
     def owner(self) -> LockInfo | None:
         """Return who holds the lock on most servers now, or None. Raises LockBackendError when too many cannot answer."""
@@ -229,19 +256,14 @@ class QuorumLock:
             raise NotAcquired(self.name)
         return holding
 
-    def _forget(self, holding: Holding) -> None:
-        if self._mine() is holding:
-            del self._held[threading.current_thread()]
+    def _latest(self) -> Holding | None:
+        """Return the acquisition that the caller may look at: its own, or the only one if it never had one."""
+        return self._held.told() or self._held.seen(threading.current_thread())
 
-    def _tell_of_loss(self) -> None:
+    def _tell_of_loss(self, holding: Holding) -> None:
         if self.on_lost is not None:
             try:
-                self.on_lost(self)
+                with self._held.telling_of(holding):
+                    self.on_lost(self)
             except Exception:
                 events.log.exception("on_lost of lock %r failed.", self.name)
-
-    def _raise_loss(self, holding: Holding) -> None:
-        loss = holding.loss
-        if loss is not None:
-            self._forget(holding)
-            raise LockLost(self.name, loss)

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-import os
-import weakref
-from typing import Any
-
+from .acquirers import holders
 from .base import BaseLock
-from .keys import LockKeys
 from .lease import Lease
-from .server import Server
 from .steps import Steps
 
-# The acquisitions of this process that may be entered again; each RLock object that entered keeps its own alive.
-_entered: weakref.WeakValueDictionary[tuple[Server, LockKeys, Any], Lease] = weakref.WeakValueDictionary()
+
+class ReentrantLease(Lease):
+    """An acquisition that its owner may enter again; each object through which it did keeps it alive."""
+
+    __slots__ = ()
 
 
 class Reentrant(BaseLock):
     """Makes a lock re-entrant for the thread or task that holds it."""
 
-    def _key(self) -> tuple[Server, LockKeys, Any]:
-        return self._server, self._keys, self._me()
+    _lease_kind = ReentrantLease
 
     def _inside(self) -> Lease | None:
         """Return the acquisition that the caller is in, and forget one that it left through another object."""
-        lease = _entered.get(self._key())
-        if lease is None:
-            before = self._leases.get(self._me())
-            if before is not None and not before.foreign:
-                del self._leases[self._me()]
-        return lease
+        me = self._me()
+        mine = self._leases.get(me)
+        if mine is not None:
+            if mine.foreign:
+                return None
+            if mine.entries:
+                return mine
+            self._forget(mine)
+        held = holders.leases_of(self._server, self._keys, me)
+        return next((lease for lease in held if isinstance(lease, ReentrantLease)), None)
 
     def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
         lease = self._inside()
         if lease is None:
-            acquired = yield from super()._acquire(timeout, listening)
-            if acquired:
-                _entered[self._key()] = self._leases[self._me()]
-            return acquired
+            return (yield from super()._acquire(timeout, listening))
         if lease.loss is None:
             yield from self._renew(lease)
         self._raise_loss(lease)
@@ -49,7 +47,7 @@ class Reentrant(BaseLock):
         return self._inside() or super()._own()
 
     def _latest(self) -> Lease | None:
-        return self._inside() or super()._latest()
+        return self._leases.told() or self._inside() or super()._latest()
 
     def _release(self) -> Steps[None]:
         lease = self._own()
@@ -64,8 +62,3 @@ class Reentrant(BaseLock):
             lease.entries -= 1
             return
         super()._forget(lease)
-        if _entered.get(self._key()) is lease:
-            del _entered[self._key()]
-
-
-os.register_at_fork(after_in_child=_entered.clear)

@@ -26,6 +26,7 @@ from redis.retry import Retry
 from . import native, scripts
 from .clock import monotonic
 from .link import Link
+from .place import place_of
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
 from .waiting import WaitingRoom
@@ -60,6 +61,7 @@ class Server:
 
     def __init__(self, client: Redis | AsyncRedis) -> None:
         pool = client.connection_pool
+        self.place = place_of(pool)
         settings = {key: value for key, value in pool.connection_kwargs.items() if key not in OURS}
         self.connection_class: Any = pool.connection_class
         if isinstance(client, AsyncRedis):
@@ -248,6 +250,7 @@ class Unlocked(Server):
     """A server that grants everything and remembers nothing: what ``ENABLED: False`` runs on."""
 
     def __init__(self) -> None:
+        self.place = None
         self.room = WaitingRoom(lambda: Wire(self.connection()))
         self._free = []  # nothing is sent ahead
 

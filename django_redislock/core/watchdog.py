@@ -188,7 +188,7 @@ class ServerWatchdog:
         # Those that are due soon go along, so that many locks settle into few calls.
         if lease.asked or not lease.renewing or lease.next_renewal > now + lease.expire / 6:
             return False
-        if _owner_ended(lease):
+        if owner_ended(lease):
             reason = "the thread or task that acquired it ended without releasing it"
         elif lease.max_hold is not None and now >= lease.acquired + lease.max_hold:
             reason = f"it has been held for max_hold = {lease.max_hold:g} s"
@@ -263,7 +263,7 @@ _unknown: set[type] = set()
 """Kinds of owners of which was said that they cannot be asked."""
 
 
-def _owner_ended(lease: Lease) -> bool:
+def owner_ended(lease: Lease) -> bool:
     try:
         return lease.owner_ended
     except Exception as error:

@@ -82,17 +82,18 @@ local function next_fence(counter, now)
   return fence
 end
 
--- Write the caller into a lock that is free or reserved for it (`value` is what the key holds), and return its fence.
+-- Write the caller into a lock that is free or reserved for it (`value` is what the key holds), and return its fence and
+-- whether it had been taken under that id before. That one is not shortened: its holder believes in its life.
 local function take(lock, held, counter, value, id, name, record, now, life_ms)
   local fence = value and fence_of(value) or '0'
   index(held, name, now, life_ms)  -- first: should it fail, nothing is taken
-  if fence ~= '0' then  -- taken before, and that reply was lost
-    redis.call('PEXPIRE', lock, life_ms)
-  else
-    fence = next_fence(counter, now)
-    redis.call('SET', lock, id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. record, 'PX', life_ms)
+  if fence ~= '0' then  -- and that reply was lost, or somebody else knows the id
+    redis.call('PEXPIRE', lock, math.max(life_ms, redis.call('PTTL', lock)))
+    return fence, true
   end
-  return fence
+  fence = next_fence(counter, now)
+  redis.call('SET', lock, id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. record, 'PX', life_ms)
+  return fence, false
 end
 
 -- Return how many ms are left of a reservation, and whether it has ended.

@@ -51,4 +51,5 @@ end
 if KEYS[6] then
   redis.call('ZREM', KEYS[6], 'id ' .. id)
 end
-return tonumber(take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms))
+local fence = take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms)
+return tonumber(fence)

@@ -1,0 +1,206 @@
+"""Who waits for itself: the same thread, or task, that asks for a lock that it holds through another object."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import pytest
+import redis
+import redis.asyncio
+from django.db import transaction
+
+from django_redislock import AcquireTimeout, AlreadyAcquired, LockBackendError, lock
+from django_redislock.core import AsyncLock, AsyncRLock, Lock, QuorumLock, RLock
+from django_redislock.core.keys import lock_keys
+from tests.support import RedisServer, counting, in_a_fork, queued, wait_until
+
+KEYS = lock_keys("redislock", "a")
+HELP = r"lock\(name, reentrant=True\), rlock\(name\)"
+
+
+def warnings(caplog):
+    return [record for record in caplog.records if "through another object" in record.message]
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(Lock, Lock), (RLock, Lock), (Lock, RLock)])
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_without_a_timeout_the_same_thread_is_told_that_it_would_wait_for_itself(client, outer, inner, others_wait):
+    held, again = outer(client, "a"), inner(client, "a")
+    others = [threading.Thread(target=take, args=(Lock(client, "a"),)) for _ in range(3 * others_wait)]
+    with held:
+        for other in others:  # then this process listens, and a first call would join the queue
+            other.start()
+        wait_until(lambda: queued(client, "a") == len(others))
+        with pytest.raises(AlreadyAcquired, match=HELP):
+            again.acquire()
+        with pytest.raises(AlreadyAcquired, match=HELP), again:
+            pytest.fail("the body ran")
+        assert held.owned()
+        assert queued(client, "a") == len(others), "it has not left a place in the queue"
+    for other in others:
+        other.join(60)
+        assert not other.is_alive()
+    assert again.acquire()
+    again.release()
+
+
+def take(lock):
+    with lock:
+        pass
+
+
+def test_with_a_timeout_it_waits_and_says_why_once(client, caplog):
+    with Lock(client, "a") as held:
+        assert Lock(client, "a").acquire(timeout=0.3) is False
+        (record,) = warnings(caplog)
+        assert (record.levelno, record.args) == (logging.WARNING, ("a", held.fence))
+        assert "reentrant=True" in record.message
+        with pytest.raises(AcquireTimeout), Lock(client, "a", timeout=0.1):
+            pytest.fail("the body ran")
+        assert len(warnings(caplog)) == 2
+        caplog.clear()
+        for once in ({"blocking": False}, {"timeout": 0}):
+            assert Lock(client, "a").acquire(**once) is False
+        assert not warnings(caplog), "who does not wait is not told"
+
+
+@pytest.mark.parametrize("options", [{"auto_renewal": False}, {"max_hold": 0.1}], ids=repr)
+def test_for_a_lock_that_ends_by_itself_it_waits_without_a_timeout(client, caplog, options):
+    held = Lock(client, "a", expire=1, **options)
+    held.acquire()
+    with Lock(client, "a") as again:
+        assert again.fence > held.fence
+    assert len(warnings(caplog)) == 1
+
+
+def test_what_was_lost_unnoticed_or_left_or_dropped_keeps_nobody_out(client, caplog):
+    held = Lock(client, "a")
+    held.acquire()
+    client.delete(KEYS.lock)
+    with Lock(client, "a"):
+        pass
+    held = Lock(client, "a")
+    held.acquire()
+    held.release()
+    with Lock(client, "a"):
+        pass
+    held.acquire()
+    client.pexpire(KEYS.lock, 300)  # dropped, it is renewed no more
+    del held
+    with Lock(client, "a"):
+        pass
+    assert not warnings(caplog)
+
+
+def test_only_the_same_name_prefix_and_database_is_waited_for(client, server, own_server):
+    with (
+        redis.Redis.from_url(server.url_of_db(1)) as database,
+        own_server.client() as elsewhere,
+        Lock(client, "a"),
+        Lock(client, "b"),
+        Lock(client, "a", prefix="other"),
+        Lock(database, "a"),
+        Lock(elsewhere, "a"),
+        server.client(socket_timeout=9) as same,
+        pytest.raises(AlreadyAcquired),
+    ):
+        Lock(same, "a").acquire()
+
+
+def test_another_thread_waits_for_its_turn(client, caplog):
+    held, other = Lock(client, "a"), threading.Thread(target=take, args=(Lock(client, "a"),))
+    with held:
+        other.start()
+        wait_until(lambda: queued(client, "a") == 1)
+    other.join(60)
+    assert not other.is_alive()
+    assert not warnings(caplog)
+
+
+def test_the_same_id_does_not_wait_for_itself(client):
+    with Lock(client, "a") as held:
+        other = Lock(client, "a", id=held.id)
+        assert other.acquire()
+        assert other.fence == held.fence
+
+
+@pytest.mark.processes
+def test_a_forked_child_waits_for_its_parent(client):
+    def child():
+        assert Lock(client, "a").acquire(timeout=0.2) is False
+
+    with Lock(client, "a"):
+        in_a_fork(child)
+
+
+def test_after_a_failed_release_it_waits_for_the_expiry(proxy):
+    with redis.Redis.from_url(proxy.url, socket_timeout=0.3) as through:
+        held = Lock(through, "a", expire=2)
+        held.acquire()
+        proxy.black_hole()
+        with pytest.raises(LockBackendError):
+            held.release()
+        proxy.heal()
+        with Lock(through, "a", timeout=None):
+            pass
+
+
+def test_a_trial_costs_one_command_more_where_the_lock_is_held_by_the_same_thread_only(client):
+    with Lock(client, "a"), Lock(client, "b"):
+        pass
+    with counting(client) as counts, Lock(client, "a"), Lock(client, "b"):
+        pass
+    assert counts["evalsha"] == 4
+
+
+async def take_for_a_task(lock):
+    async with lock:
+        pass
+
+
+def test_tasks_are_told_too_and_other_tasks_of_the_thread_wait(redis_url, client, caplog):
+    async def main():
+        aclient = redis.asyncio.from_url(redis_url)
+        async with AsyncLock(aclient, "a") as held:
+            for kind in (AsyncLock, AsyncRLock):
+                with pytest.raises(AlreadyAcquired, match=HELP):
+                    await kind(aclient, "a").acquire()
+            task = asyncio.create_task(take_for_a_task(AsyncLock(aclient, "a")))
+            while queued(client, "a") < 1:
+                await asyncio.sleep(0.01)
+            assert not warnings(caplog)
+            assert await AsyncLock(aclient, "a").acquire(timeout=0.2) is False
+            assert len(warnings(caplog)) == 1
+            assert await held.owned()
+        await task
+
+    asyncio.run(main())
+
+
+@pytest.mark.processes
+def test_a_quorum_lock_is_told_too():
+    with RedisServer() as one, RedisServer() as two, RedisServer() as three:
+        clients = [server.client() for server in (one, two, three)]
+        with QuorumLock(clients, "a") as held:
+            with pytest.raises(AlreadyAcquired, match=HELP):
+                QuorumLock(clients, "a").acquire()
+            assert held.owned()
+        assert QuorumLock(clients, "a").acquire()
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.usefixtures("locks_by_url")
+@pytest.mark.django_db(transaction=True)
+def test_a_lock_that_waits_for_its_commit_may_be_taken_again_and_keeps_a_plain_one_out():
+    with transaction.atomic():
+        with lock("a", until_commit=True):
+            pass
+        with lock("a", until_commit=True):
+            pass
+        with pytest.raises(AlreadyAcquired, match=HELP):
+            lock("a", until_commit=False).acquire()
+    with lock("a"):
+        pass

@@ -1,0 +1,177 @@
+"""One lock object in many hands: what it tells each thread of its own acquisition, and never of another's."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from django_redislock.core import Lock
+from django_redislock.core.clock import monotonic
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.watchdog import watchdog
+from django_redislock.exceptions import LockLost, NotAcquired
+from tests.support import wait_until
+
+KEYS = lock_keys("redislock", "a")
+
+
+@pytest.fixture
+def one():
+    with ThreadPoolExecutor(1, "one") as thread:
+        yield lambda function, *args: thread.submit(function, *args).result(timeout=60)
+
+
+@pytest.fixture
+def two():
+    with ThreadPoolExecutor(1, "two") as thread:
+        yield lambda function, *args: thread.submit(function, *args).result(timeout=60)
+
+
+def lose(client, shared, thread):
+    """Have the thread acquire through the object, lose the lock, and be told so; return its fence and the error."""
+    thread(shared.acquire)
+    fence = thread(lambda: shared.fence)
+    client.delete(KEYS.lock)
+    with pytest.raises(LockLost) as told:
+        thread(shared.release)
+    return fence, told.value
+
+
+def test_who_was_told_of_its_loss_never_sees_its_successors_acquisition(client, one, two):
+    shared = Lock(client, "a", auto_renewal=False)
+    fence, told = lose(client, shared, one)
+    for succeeded in (False, True):
+        if succeeded:
+            assert two(shared.acquire, False)
+        for look in (lambda: shared.fence, lambda: shared.id, shared.raise_if_lost):
+            with pytest.raises(LockLost) as refused:
+                one(look)
+            assert refused.value.record == told.record
+        assert one(lambda: shared.lost) == told.record
+        assert told.record.fence == fence
+    assert two(lambda: shared.fence) > fence
+    assert two(lambda: shared.lost) is None
+    two(shared.release)
+
+
+def test_who_has_released_never_sees_the_next_ones_acquisition(client, one, two):
+    shared = Lock(client, "a")
+    one(shared.acquire)
+    one(shared.release)
+    two(shared.acquire)
+    for look in (lambda: shared.fence, lambda: shared.id, shared.raise_if_lost):
+        with pytest.raises(NotAcquired):
+            one(look)
+    client.delete(KEYS.lock)
+    with pytest.raises(LockLost):
+        two(shared.extend)
+    assert one(lambda: shared.lost) is None
+    with pytest.raises(LockLost):
+        two(shared.release)
+
+
+def test_an_acquisition_after_a_loss_is_ones_own_again(client, one):
+    shared = Lock(client, "a", auto_renewal=False)
+    fence, _ = lose(client, shared, one)
+    one(shared.acquire, False)
+    assert one(lambda: shared.fence) > fence
+    assert one(lambda: shared.lost) is None
+    one(shared.raise_if_lost)
+    one(shared.release)
+    with pytest.raises(NotAcquired):
+        one(lambda: shared.fence)
+    assert one(lambda: shared.lost) is None
+
+
+def test_with_an_id_given_who_has_ended_is_told_so_too(client, one, two):
+    shared = Lock(client, "a", id="mine", auto_renewal=False)
+    lose(client, shared, one)
+    two(shared.acquire, False)
+    for look in (lambda: shared.fence, shared.raise_if_lost):
+        with pytest.raises(LockLost):
+            one(look)
+    two(shared.release)
+    with pytest.raises(NotAcquired):
+        two(shared.raise_if_lost)
+
+
+def test_who_never_acquired_sees_the_only_acquisition_and_none_of_several(client, one, two):
+    shared = Lock(client, "a", auto_renewal=False)
+    one(shared.acquire)
+    fence, id = one(lambda: (shared.fence, shared.id))
+    assert (shared.fence, shared.id, shared.lost) == (fence, id, None)
+    shared.raise_if_lost()
+    client.delete(KEYS.lock)
+    two(shared.acquire, False)  # and the first one does not know yet
+    with pytest.raises(NotAcquired):
+        shared.fence  # noqa: B018
+    with pytest.raises(NotAcquired):
+        shared.raise_if_lost()
+    assert (shared.id, shared.lost) == (None, None)
+    with pytest.raises(LockLost):
+        one(shared.release)
+    assert shared.fence == two(lambda: shared.fence)
+    two(shared.release)
+    with pytest.raises(NotAcquired):
+        shared.fence  # noqa: B018
+
+
+def test_on_lost_is_told_of_the_lost_acquisition_though_another_one_holds_the_lock_by_then(client, one, two):
+    seen = []
+
+    def on_lost(lock):
+        seen.append((threading.current_thread(), lock.fence, lock.id, lock.lost))
+        with pytest.raises(LockLost):
+            lock.raise_if_lost()
+        seen.append("told")
+
+    shared = Lock(client, "a", on_lost=on_lost)
+    one(shared.acquire)
+    lease = one(shared._latest)
+    client.delete(KEYS.lock)
+    two(shared.acquire, False)
+    lease.next_renewal = monotonic()
+    watchdog.hurry(lease)
+    wait_until(lambda: len(seen) == 2)
+    told = seen[0][1:]
+    assert told == (lease.fence, lease.id, one(lambda: shared.lost))
+    assert seen[0][0] is not lease.owner
+    two(shared.release)
+    with pytest.raises(LockLost):
+        one(shared.release)
+
+
+def test_what_is_kept_of_threads_that_ended_is_little_and_keeps_none_of_them(client):
+    shared = Lock(client, "a", auto_renewal=False)
+    threads = weakref.WeakSet()
+
+    def lost():
+        threads.add(threading.current_thread())
+        shared.acquire()
+        client.delete(KEYS.lock)
+        with pytest.raises(LockLost):
+            shared.release()
+
+    def forgotten():
+        threads.add(threading.current_thread())
+        shared.acquire()
+        client.delete(KEYS.lock)
+        with pytest.raises(LockLost):
+            shared.extend()
+
+    for number in range(300):
+        thread = threading.Thread(target=(lost, forgotten)[number % 2])
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        del thread
+    shared.acquire()
+    gc.collect()
+    assert len(threads) <= 1
+    assert len(shared._leases) <= 2
+    assert len(shared._leases._ended) < 100
+    shared.release()
