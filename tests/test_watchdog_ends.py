@@ -13,7 +13,7 @@ import threading
 import pytest
 import redis.asyncio
 
-from django_redislock.core import AsyncLock, Lock, QuorumLock, RLock
+from django_redislock.core import AsyncLock, Lock, QuorumLock, RLock, native
 from django_redislock.core.clock import monotonic
 from django_redislock.core.server import server_of
 from django_redislock.exceptions import LockLost
@@ -159,6 +159,21 @@ def test_a_raw_thread_that_lives_keeps_its_lock(client, caplog):
     go.set()
     wait_until(lambda: held[1:] == [None, "released"])
     assert "not renewed" not in caplog.text
+
+
+@pytest.mark.parametrize("auto_renewal", [True, False])
+def test_where_no_thread_can_be_started_a_lock_is_held_for_its_life_and_the_log_says_so(
+    own_server, caplog, monkeypatch, auto_renewal
+):
+    """As in functions of `atexit`, from Python 3.12 on."""
+
+    def start(*args):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(native, "start", start)
+    with own_server.client() as client, Lock(client, "a", auto_renewal=auto_renewal) as lock:
+        assert lock.owned()
+    assert ("can't create new thread" in caplog.text) is auto_renewal
 
 
 # Their end is told
