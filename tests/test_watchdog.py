@@ -174,7 +174,7 @@ def test_a_loss_is_told_while_the_answer_about_a_longer_lock_of_the_same_server_
 
 def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(redis_url, client):
     with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as distant:
-        long, short = Lock(distant, "long", expire=60), Lock(distant, "short", expire=1)
+        long, short = Lock(distant, "long", expire=60), Lock(distant, "short", expire=1.8)
         long.acquire()
         proxy.delay_replies(4.5)
         before = calls(client)
@@ -200,7 +200,7 @@ def test_each_server_has_one_thread_also_after_it_was_away(client, own_server):
         for lock in locks:
             lock.acquire()
         own_server.pause()
-        short = Lock(client, "short", expire=0.6)
+        short = Lock(client, "short", expire=2.4)
         short.acquire()
         for lock in locks:
             renew_now(lock)
@@ -216,7 +216,7 @@ def test_each_server_has_one_thread_also_after_it_was_away(client, own_server):
 
 def test_a_renewal_needs_no_connection_beyond_that_of_the_calls(client, own_server):
     with own_server.client() as observer, own_server.client(client_name="held") as used:
-        lock = Lock(used, "a", expire=1.2)
+        lock = Lock(used, "a", expire=2.4)
         with lock:
             lived(2)
             assert lock.owned()
