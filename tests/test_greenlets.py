@@ -104,10 +104,10 @@ def files():
     return len(os.listdir("/proc/self/fd"))
 
 counts = []
-for _ in range(5):
-    with Lock(client, "a", expire=0.3):
-        time.sleep(0.4)
-    time.sleep(0.4)
+for _ in range(4):
+    with Lock(client, "a", expire=1.8):
+        time.sleep(0.8)
+    time.sleep(0.8)
     counts.append(files())
 print(max(counts[2:]) <= counts[1] + 2, len(client.client_list()))
 """

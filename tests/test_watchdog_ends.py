@@ -317,7 +317,7 @@ ASKING = """
 import signal, sys, redis
 from django_redislock.core import Lock
 
-lock = Lock(redis.Redis.from_url(sys.argv[1]), "a", expire=0.3, auto_renewal=False)
+lock = Lock(redis.Redis.from_url(sys.argv[1]), "a", expire=300, auto_renewal=False)
 lock.acquire()
 lease, seen = lock._latest(), []
 signal.signal(signal.SIGALRM, lambda *_: seen.append(lease.note_loss("asked")))
