@@ -13,7 +13,7 @@ import threading
 import pytest
 import redis.asyncio
 
-from django_redislock.core import AsyncLock, Lock, QuorumLock, RLock
+from django_redislock.core import AsyncLock, Lock, QuorumLock, RLock, native
 from django_redislock.core.clock import monotonic
 from django_redislock.core.server import server_of
 from django_redislock.exceptions import LockLost
@@ -44,16 +44,16 @@ class OwnTask(asyncio.tasks._PyTask):
 @pytest.mark.parametrize("kind", [asyncio.tasks._PyTask, OwnTask])
 def test_tasks_of_a_foreign_task_factory_keep_their_locks_and_those_of_others(redis_url, client, kind, caplog):
     told = []
-    other = Lock(client, "other", expire=1, on_lost=told.append)
+    other = Lock(client, "other", expire=2.4, on_lost=told.append)
     other.acquire()
 
     async def hold():
         assert not isinstance(asyncio.current_task(), asyncio.Task)
         async with (
             redis.asyncio.Redis.from_url(redis_url) as aclient,
-            AsyncLock(aclient, "a", expire=1, on_lost=told.append) as lock,
+            AsyncLock(aclient, "a", expire=2.4, on_lost=told.append) as lock,
         ):
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(3)
             assert await lock.owned()
 
     async def main():
@@ -74,7 +74,7 @@ def test_a_foreign_task_that_ends_without_releasing_is_noticed_and_told_in_its_l
         loop = asyncio.get_running_loop()
         loop.set_task_factory(lambda loop, run, **more: OwnTask(run, loop=loop, **more))
         async with redis.asyncio.Redis.from_url(redis_url) as aclient:
-            lock = AsyncLock(aclient, "a", expire=0.6, on_lost=lambda _: told.append(threading.current_thread()))
+            lock = AsyncLock(aclient, "a", expire=2, on_lost=lambda _: told.append(threading.current_thread()))
 
             async def take():
                 await lock.acquire()
@@ -109,10 +109,10 @@ def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(clien
         def _me(self):
             return owner
 
-    strange, other = Strange(client, "strange", expire=0.9), Lock(client, "other", expire=0.9)
+    strange, other = Strange(client, "strange", expire=2.4), Lock(client, "other", expire=2.4)
     strange.acquire()
     other.acquire()
-    lived(2)
+    lived(3)
     assert other.owned()
     assert strange.owned()
     strange.release()
@@ -126,7 +126,7 @@ def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(clien
 
 def test_the_end_of_a_raw_thread_is_noticed(client, caplog):
     """Python takes it for alive for ever, and gives its number to the next one."""
-    lock, acquired = Lock(client, "a", expire=0.6), threading.Event()
+    lock, acquired = Lock(client, "a", expire=2), threading.Event()
 
     def run():
         lock.acquire()
@@ -146,7 +146,7 @@ def test_a_raw_thread_that_lives_keeps_its_lock(client, caplog):
     go, held = threading.Event(), []
 
     def run():
-        with Lock(client, "a", expire=0.6) as lock:
+        with Lock(client, "a", expire=2.4) as lock:
             held.append(lock)
             go.wait(20)
             held.append(lock.lost)
@@ -155,10 +155,25 @@ def test_a_raw_thread_that_lives_keeps_its_lock(client, caplog):
     _thread.start_new_thread(run, ())
     wait_until(lambda: held)
     gc.collect()
-    lived(1.5)
+    lived(3)
     go.set()
     wait_until(lambda: held[1:] == [None, "released"])
     assert "not renewed" not in caplog.text
+
+
+@pytest.mark.parametrize("auto_renewal", [True, False])
+def test_where_no_thread_can_be_started_a_lock_is_held_for_its_life_and_the_log_says_so(
+    own_server, caplog, monkeypatch, auto_renewal
+):
+    """As in functions of `atexit`, from Python 3.12 on."""
+
+    def start(*args):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(native, "start", start)
+    with own_server.client() as client, Lock(client, "a", auto_renewal=auto_renewal) as lock:
+        assert lock.owned()
+    assert ("can't create new thread" in caplog.text) is auto_renewal
 
 
 # Their end is told
@@ -201,7 +216,7 @@ def test_the_end_of_an_asyncio_lock_that_is_not_renewed_is_told_in_its_loop(redi
 
 def test_after_max_hold_the_end_is_told(client, caplog, told):
     heard = []
-    lock = Lock(client, "a", expire=0.9, max_hold=1, on_lost=heard.append)
+    lock = Lock(client, "a", expire=2, max_hold=1, on_lost=heard.append)
     lock.acquire()
     wait_until(lambda: heard)
     assert "max_hold = 1 s" in caplog.text
@@ -213,7 +228,7 @@ def test_after_max_hold_the_end_is_told(client, caplog, told):
 def test_the_end_of_what_an_ended_thread_left_is_told_to_those_who_go_on(client, caplog, told):
     """Its work may have been handed to another thread."""
     heard = []
-    lock = Lock(client, "a", expire=0.6, on_lost=heard.append)
+    lock = Lock(client, "a", expire=2, on_lost=heard.append)
     thread = threading.Thread(target=lock.acquire)
     thread.start()
     thread.join()
@@ -302,7 +317,7 @@ ASKING = """
 import signal, sys, redis
 from django_redislock.core import Lock
 
-lock = Lock(redis.Redis.from_url(sys.argv[1]), "a", expire=0.3, auto_renewal=False)
+lock = Lock(redis.Redis.from_url(sys.argv[1]), "a", expire=300, auto_renewal=False)
 lock.acquire()
 lease, seen = lock._latest(), []
 signal.signal(signal.SIGALRM, lambda *_: seen.append(lease.note_loss("asked")))

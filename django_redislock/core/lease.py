@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from threading import _DummyThread
 from typing import TYPE_CHECKING, Any
 
 from ..exceptions import LossRecord
@@ -125,7 +126,7 @@ class Lease:
     def watch_owner(self) -> None:
         """Have the end of the thread noticed that calls, and that acquired the lock."""
         # Of a thread that Python started, Python knows; and a task is asked itself.
-        if type(self.owner) not in (threading.Thread, asyncio.Task):
+        if isinstance(self.owner, _DummyThread) or not isinstance(self.owner, (threading.Thread, asyncio.Task)):
             self._owner_life = _life()
 
     def renewed(self, sent: float, life: float) -> None:

@@ -78,7 +78,11 @@ class ServerWatchdog:
         lease.renewing = renew
         lease.watch_owner()
         self._leases[key] = weakref.ref(lease, abandoned)
-        self._hurry(lease)
+        try:
+            self._hurry(lease)
+        except RuntimeError as error:  # no thread is to be had, as at the end of the interpreter
+            if renew:
+                _not_renewed(name, fence, str(error))
 
     def hurry(self, lease: Lease) -> None:
         """Look in time for the lease, if it is watched at all; what is next to do for it was brought forward."""
