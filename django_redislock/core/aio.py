@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from .aioserver import acting_for, async_server_of
 from .base import BaseLock
-from .keys import Seconds, check_wait
+from .keys import AS_MADE, AsMade, Seconds
 from .lease import Lease
 from .owner import LockInfo
 from .reentrant import Reentrant
@@ -67,14 +67,19 @@ class AsyncLock(BaseLock):
         return await server.run(steps(server.room.open), caller)
 
     @_coroutine_function
-    def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> Coroutine[Any, Any, bool]:
+    def acquire(
+        self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE
+    ) -> Coroutine[Any, Any, bool]:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this
-        task holds it through this object, or through another one and would wait for itself for ever (unless that one is not
-        renewed, or has `max_hold`: then it waits for its end), and LockBackendError when Redis cannot answer.
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. What is not given is as the object
+        was made; without arguments it waits as ``with`` does.
+
+        Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this task holds the lock through this object, or through
+        another one and would wait for itself for ever. If the lock that it holds is not renewed, or has `max_hold`, it waits
+        for the end of that one.
         """
-        seconds = check_wait(blocking, timeout)
+        seconds = self._wait.seconds(blocking, timeout)
         return self._run(lambda listening: self._acquire(seconds, listening))
 
     @_coroutine_function
@@ -104,6 +109,7 @@ class AsyncLock(BaseLock):
         """Give the held lock a new life of `expire` seconds from now (None: of its own).
 
         Only the object that acquired the lock makes its life shorter: by a given id, a life that is longer stays.
+
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
         return self._run(lambda _: self._extend(expire))

@@ -13,7 +13,7 @@ from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, L
 from . import events, owner, protocol
 from .acquirers import Acquirers, holders
 from .clock import monotonic
-from .keys import Seconds, check_expire, check_id, check_name, check_prefix, check_wait, lock_keys
+from .keys import Seconds, Wait, check_expire, check_id, check_name, check_prefix, lock_keys
 from .lease import GONE, Lease
 from .owner import LockInfo
 from .server import server_of
@@ -32,7 +32,7 @@ class BaseLock(ABC):
     """A lock of a name in Redis: at most one holder at a time.
 
     `expire` is its life in seconds without renewal; with `auto_renewal` a watchdog renews it while its holder lives, at
-    most for `max_hold` seconds. `blocking` and `timeout` are what ``with`` acquires by. `id` is the owner id to use: give
+    most for `max_hold` seconds. `blocking` and `timeout` are what ``with`` and ``acquire()`` wait by. `id` is the owner id to use: give
     that of a held lock to release or extend it from elsewhere. `label` is told to those who ask who holds the lock.
     `on_lost(lock)` is called, from another thread perhaps, when the lock is lost while it is believed to be held.
 
@@ -69,7 +69,7 @@ class BaseLock(ABC):
         self.auto_renewal = auto_renewal
         self.max_hold = None if max_hold is None else check_expire(max_hold, "max_hold")
         self._given_id = None if id is None else check_id(id)
-        self._with_timeout = check_wait(blocking, timeout)
+        self._wait = Wait.of(blocking, timeout)
         if label is not None and not isinstance(label, str):
             raise TypeError(f"label must be a str, not {type(label).__name__}")
         self.label = label or ""
@@ -222,8 +222,8 @@ class BaseLock(ABC):
         return owner.record(self.kind, self.label, self.expire, self.auto_renewal)
 
     def _enter(self, listening: bool) -> Steps[None]:
-        if not (yield from self._acquire(self._with_timeout, listening)):
-            raise AcquireTimeout(self.name, self._with_timeout)
+        if not (yield from self._acquire(self._wait.timeout, listening)):
+            raise AcquireTimeout(self.name, self._wait.timeout)
 
     def _release(self) -> Steps[None]:
         lease = self._own()
