@@ -63,7 +63,13 @@ class AsyncLock(BaseLock):
         return self._run_for(_current_task(), steps)
 
     async def _run_for(self, caller: asyncio.Task[Any] | None, steps: Callable[[bool], Steps[T]]) -> T:
-        server = async_server_of(self._server)
+        try:
+            server = async_server_of(self._server)
+        except RuntimeError:
+            raise RuntimeError(
+                f"{type(self).__name__} is for asyncio only, and none of its event loops runs here (those of trio and others do "
+                "not count): use Lock in a thread, as trio.to_thread.run_sync() does"
+            ) from None
         return await server.run(steps(server.room.open), caller)
 
     @_coroutine_function
@@ -136,7 +142,8 @@ class AsyncLock(BaseLock):
         """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
 
         With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
-        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners.
+        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners. What no lock wrote
+        at its key is not deleted: LockBackendError names the key.
         """
         return await self._run(lambda _: self._reset(fence, by))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -156,12 +157,15 @@ class BaseLock(ABC):
         me, turn = self._me(), object()
         self._forget_the_gone()
         # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart; one would wait for itself.
-        key = me if self._given_id is None else None
+        key = (
+            os.getpid(),
+            me if self._given_id is None else None,
+        )  # in a forked child nobody ends what its parent's threads began
         try:
             if self._coming.setdefault(key, turn) is not turn:
                 raise AlreadyAcquired(self.name)
             for other, before in list(self._leases.items()):
-                if (other is me or key is None) and not before.foreign and before.loss is None:
+                if (other is me or self._given_id is not None) and not before.foreign and before.loss is None:
                     raise AlreadyAcquired(self.name)
             return (yield from self._acquire_now(me, timeout, listening))
         finally:
@@ -177,7 +181,7 @@ class BaseLock(ABC):
             self._leases[me] = lease
             holders.add(lease)
             if self.auto_renewal:
-                watchdog.add(lease)
+                self._renew_from_now_on(lease)
             self._tell("acquired", lease)
         except GeneratorExit:
             raise
@@ -189,6 +193,19 @@ class BaseLock(ABC):
                     yield from protocol.release(lease)
             raise
         return True
+
+    def _renew_from_now_on(self, lease: Lease) -> None:
+        try:
+            watchdog.add(lease)
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+            # Since Python 3.12 no thread can be started then. What the program does at its exit is short, and is done still.
+            watchdog.remove(lease)
+            message = "Lock %r (fence %d) is not renewed: the program ends, and %s. It ends by its expiry of %g s."
+            reason = f"the program ends ({error})"
+            data = {"name": lease.name, "fence": lease.fence, "reason": reason}
+            events.emit("not_renewed", message, lease.name, lease.fence, error, lease.expire, **data)
 
     def _ask(self, claim: protocol.Claim, me: Any, listening: bool) -> Steps[bool]:
         """Acquire in the claim's time, or tell the caller that it would wait for itself."""

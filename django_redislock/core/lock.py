@@ -77,7 +77,8 @@ class Lock(BaseLock):
         """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
 
         With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
-        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners.
+        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners. What no lock wrote
+        at its key is not deleted: LockBackendError names the key.
         """
         return self._server.run(self._reset(fence, by))
 
