@@ -183,7 +183,7 @@ class AsyncLock(BaseLock):
 
 
 class AsyncRLock(Reentrant, AsyncLock):
-    """A lock that the task that holds it may acquire again, through any AsyncRLock object of the same name and server.
+    """A lock that the task that holds it may acquire again, through any AsyncRLock object of the same name and database.
 
     Each further entry refreshes the life and proves that the lock is still held: a lost one raises LockLost. The last exit
     releases. For the arguments see `Lock`.

@@ -37,7 +37,9 @@ class BaseLock(ABC):
     that of a held lock to release or extend it from elsewhere. `label` is told to those who ask who holds the lock.
     `on_lost(lock)` is called, from another thread perhaps, when the lock is lost while it is believed to be held.
 
-    One object may be shared by threads or tasks: each has its own acquisition.
+    One object may be shared by threads or tasks: each has its own acquisition, and is told of no other. Who never acquired
+    through the object, such as a thread that works for the holder, may look at the only acquisition there is, and inside
+    `on_lost` it is the lost one. A copy of a lock is a new object that has acquired nothing.
 
     Raises TypeError and ValueError for bad arguments.
     """

@@ -84,7 +84,7 @@ class Lock(BaseLock):
 
 
 class RLock(Reentrant, Lock):
-    """A lock that the thread that holds it may acquire again, through any RLock object of the same name and server.
+    """A lock that the thread that holds it may acquire again, through any RLock object of the same name and database.
 
     Each further entry refreshes the life and proves that the lock is still held: a lost one raises LockLost. The last exit
     releases. For the arguments see `Lock`.
