@@ -14,7 +14,7 @@ from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, L
 from . import events, owner, protocol
 from .acquirers import Acquirers, holders
 from .clock import monotonic
-from .keys import Seconds, Wait, check_expire, check_id, check_name, check_prefix, lock_keys
+from .keys import Seconds, Wait, check_expire, check_id, check_name, check_prefix, check_wait, lock_keys
 from .lease import GONE, Lease
 from .owner import LockInfo
 from .server import server_of
@@ -72,7 +72,7 @@ class BaseLock(ABC):
         self.auto_renewal = auto_renewal
         self.max_hold = None if max_hold is None else check_expire(max_hold, "max_hold")
         self._given_id = None if id is None else check_id(id)
-        self._wait = Wait.of(blocking, timeout)
+        self._wait = Wait(bool(blocking), check_wait(blocking, timeout))
         if label is not None and not isinstance(label, str):
             raise TypeError(f"label must be a str, not {type(label).__name__}")
         self.label = label or ""
@@ -157,7 +157,8 @@ class BaseLock(ABC):
 
     def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
         me, turn = self._me(), object()
-        self._forget_the_gone()
+        if self._leases:
+            self._forget_the_gone()
         # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart; one would wait for itself.
         key = (
             os.getpid(),
@@ -178,7 +179,9 @@ class BaseLock(ABC):
         claim = self._new_claim(timeout)
         lease = claim.lease
         try:
-            if not (yield from self._ask(claim, me, listening)) or not self._begins(lease):
+            mine = None if timeout == 0 else holders.leases_of(self._server, self._keys, me)
+            steps = self._acquire_again(claim, mine, listening) if mine else protocol.acquire(claim, listening)
+            if not (yield from steps) or not self._begins(lease):
                 return False
             self._leases[me] = lease
             holders.add(lease)
@@ -189,7 +192,7 @@ class BaseLock(ABC):
             raise
         except BaseException:
             if lease.fence:  # acquired, and interrupted on the way out
-                watchdog.remove(lease)
+                self._stop(lease)
                 self._forget(lease)
                 with suppress(LockError):
                     yield from protocol.release(lease)
@@ -209,18 +212,13 @@ class BaseLock(ABC):
             data = {"name": lease.name, "fence": lease.fence, "reason": reason}
             events.emit("not_renewed", message, lease.name, lease.fence, error, lease.expire, **data)
 
-    def _ask(self, claim: protocol.Claim, me: Any, listening: bool) -> Steps[bool]:
-        """Acquire in the claim's time, or tell the caller that it would wait for itself."""
-        timeout, id = claim.timeout, claim.lease.id
-        mine = [] if timeout == 0 else holders.leases_of(self._server, self._keys, me)
-        mine = [lease for lease in mine if lease.id != id and lease.loss is None]
-        if not mine:
-            return (yield from protocol.acquire(claim, listening))
-        since = monotonic()
+    def _acquire_again(self, claim: protocol.Claim, mine: list[Lease], listening: bool) -> Steps[bool]:
+        """Acquire what the caller may hold already, or tell it that it would wait for itself."""
+        timeout, since = claim.timeout, monotonic()
         claim.timeout = 0.0  # what was lost unnoticed may be free
         if (yield from protocol.acquire(claim, False)):
             return True
-        mine = [lease for lease in mine if lease.loss is None]
+        mine = [lease for lease in mine if lease.id != claim.lease.id and lease.loss is None]
         if timeout is None and any(map(_is_endless, mine)):
             raise AlreadyAcquired(self.name)
         if mine:
@@ -349,7 +347,6 @@ class BaseLock(ABC):
 
     def _forget(self, lease: Lease) -> None:
         lease.entries = 0
-        holders.remove(lease)
         if self._leases.get(lease.owner) is lease:
             self._leases.end(lease.owner, lease._loss)  # as it was noted: what was released is not lost at its deadline
 

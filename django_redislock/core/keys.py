@@ -122,11 +122,6 @@ class Wait(NamedTuple):
     timeout: float | None
     """Seconds; None for ever. 0 without `blocking`."""
 
-    @classmethod
-    def of(cls, blocking: object, timeout: object) -> Wait:
-        """Return the arguments, checked by `check_wait`."""
-        return cls(bool(blocking), check_wait(blocking, timeout))
-
     def seconds(self, blocking: object, timeout: object) -> float | None:
         """Return how long to wait by these arguments of ``acquire()``, and by `self` for what is not given."""
         if timeout is not AS_MADE:
