@@ -84,6 +84,43 @@ def test_release_tells_what_was_never_held_from_what_was_lost(client):
     lock.release()
 
 
+@pytest.mark.parametrize("made", [{"blocking": False}, {"timeout": 0}, {"timeout": 0.2}], ids=repr)
+def test_acquire_without_arguments_waits_as_the_object_was_made(client, made):
+    lock = Lock(client, "a", **made)
+    with Lock(client, "a"):
+        assert in_thread(lock.acquire) is False
+    assert lock.acquire()
+    lock.release()
+
+
+def test_what_is_given_to_acquire_goes_before_what_the_object_was_made_with(client):
+    def ends(arguments, **made):
+        """Return whether it ends while another one holds the lock."""
+        lock, results = Lock(client, "a", **made), []
+        with Lock(client, "a"):
+            thread = threading.Thread(target=lambda: results.append(lock.acquire(**arguments)))
+            thread.start()
+            wait_until(lambda: results or lock.owner().waiting == 1)
+            thread.join(0.5)
+            ended = list(results)
+        thread.join(60)
+        assert ended in ([], [False])
+        if not ended:
+            assert results == [True]
+            lock.reset()
+        return bool(ended)
+
+    assert not ends({})
+    assert not ends({"timeout": 20}, blocking=False)
+    assert not ends({"timeout": None}, timeout=0.1)
+    assert not ends({"blocking": True}, blocking=False)
+    assert ends({"blocking": True}, timeout=0.1)
+    assert ends({"blocking": False})
+    assert ends({"blocking": False}, timeout=20)
+    assert ends({"timeout": 0.1}, timeout=20)
+    assert ends({"blocking": True, "timeout": 0.1})
+
+
 def test_the_same_object_twice_in_one_thread_raises_instead_of_hanging(client):
     lock = Lock(client, "a")
     with lock, pytest.raises(AlreadyAcquired):

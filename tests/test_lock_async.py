@@ -265,6 +265,15 @@ def test_a_thread_that_works_for_a_task_may_ask_its_lock(aclient, client):
     asyncio.run(main())
 
 
+def test_without_asyncio_it_is_told_that_it_needs_it(aclient):
+    """Under trio, say: it steps through coroutines as this does."""
+    lock = AsyncLock(aclient, "a")
+    for operation in (lock.acquire, lock.release, lock.extend, lock.owner, lock.locked, lock.reset, lock.__aenter__):
+        coroutine = operation()
+        with pytest.raises(RuntimeError, match=r"AsyncLock is for asyncio only.*trio"):
+            coroutine.send(None)
+
+
 def test_what_a_coroutine_function_is_tells():
     assert all(
         asyncio.iscoroutinefunction(getattr(AsyncLock, name))

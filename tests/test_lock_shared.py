@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -9,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from django_redislock.core import Lock
+from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.watchdog import watchdog
-from django_redislock.exceptions import LockLost, NotAcquired
-from tests.support import wait_until
+from django_redislock.exceptions import AlreadyAcquired, LockLost, NotAcquired
+from tests.support import in_a_fork, queued, wait_until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -175,3 +176,29 @@ def test_what_is_kept_of_threads_that_ended_is_little_and_keeps_none_of_them(cli
     assert len(shared._leases) <= 2
     assert len(shared._leases._ended) < 100
     shared.release()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [Lock, AsyncLock], ids=lambda kind: kind.__name__)
+def test_a_forked_child_may_acquire_through_an_object_that_a_thread_of_its_parent_acquires_through(client, kind):
+    """With an id of its own, for which the threads of one process wait in turn."""
+    shared = kind(client, "a", id="mine")
+
+    def acquire(*args):
+        return shared.acquire(*args) if kind is Lock else asyncio.run(shared.acquire(*args))
+
+    def child():
+        assert acquire(False) is False
+
+    held = Lock(client, "a")
+    held.acquire()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(acquire)
+        try:
+            wait_until(lambda: queued(client, "a") == 1)
+            with pytest.raises(AlreadyAcquired):
+                acquire(False)
+            in_a_fork(child)
+        finally:
+            held.release()
+        assert waiting.result(60)

@@ -291,6 +291,12 @@ def test_a_look_at_it_during_its_release_sees_no_loss(clients):
     assert told == []
 
 
+@pytest.mark.parametrize("made", [{"blocking": False}, {"timeout": 0.1}], ids=repr)
+def test_acquire_without_arguments_waits_as_the_object_was_made(clients, made):
+    with QuorumLock(clients, "a"):
+        assert QuorumLock(clients, "a", **made).acquire() is False
+
+
 def test_a_copy_has_acquired_nothing_and_pickling_tells_what_to_pass(clients):
     lock = QuorumLock(clients, "a")
     with lock:

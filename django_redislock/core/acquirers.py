@@ -101,8 +101,9 @@ class Holders:
     def add(self, lease: Lease) -> None:
         """Note that the lease's owner holds it."""
         leases, key = self._leases, _key(lease.server, lease.keys, lease.owner)
-        before = leases.get(key, ())  # lost, perhaps, and not left yet
-        leases[key] = (*_living(before), weakref.ref(lease)) if before else (weakref.ref(lease),)
+        before = leases.get(key)
+        mine = (weakref.ref(lease),)
+        leases[key] = mine if before is None else (*_living(before), *mine)  # lost, perhaps, and not left yet
         if len(leases) > self._room:
             for other, refs in list(leases.items()):
                 if not _living(refs) and leases.get(other) is refs:
@@ -112,11 +113,11 @@ class Holders:
     def remove(self, lease: Lease) -> None:
         """Note that the lease's owner does not hold it any more."""
         key = _key(lease.server, lease.keys, lease.owner)
-        left = tuple(ref for ref in self._leases.get(key, ()) if ref() not in (None, lease))
-        if left:
-            self._leases[key] = left
-        else:
-            self._leases.pop(key, None)
+        refs = self._leases.pop(key, ())
+        if refs and (len(refs) > 1 or refs[0]() is not lease):
+            left = tuple(ref for ref in refs if ref() not in (None, lease))
+            if left:
+                self._leases[key] = left
 
     def leases_of(self, server: Server, keys: LockKeys, owner: Any) -> list[Lease]:
         """Return what the thread or task holds of this lock, through whichever object and client; the last one first."""

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from .aioserver import acting_for, async_server_of
 from .base import BaseLock
-from .keys import Seconds, check_wait
+from .keys import AS_MADE, AsMade, Seconds
 from .lease import Lease
 from .owner import LockInfo
 from .reentrant import Reentrant
@@ -63,18 +63,29 @@ class AsyncLock(BaseLock):
         return self._run_for(_current_task(), steps)
 
     async def _run_for(self, caller: asyncio.Task[Any] | None, steps: Callable[[bool], Steps[T]]) -> T:
-        server = async_server_of(self._server)
+        try:
+            server = async_server_of(self._server)
+        except RuntimeError:
+            raise RuntimeError(
+                f"{type(self).__name__} is for asyncio only, and none of its event loops runs here (those of trio and others do "
+                "not count): use Lock in a thread, as trio.to_thread.run_sync() does"
+            ) from None
         return await server.run(steps(server.room.open), caller)
 
     @_coroutine_function
-    def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> Coroutine[Any, Any, bool]:
+    def acquire(
+        self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE
+    ) -> Coroutine[Any, Any, bool]:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this
-        task holds it through this object, or through another one and would wait for itself for ever (unless that one is not
-        renewed, or has `max_hold`: then it waits for its end), and LockBackendError when Redis cannot answer.
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. What is not given is as the object
+        was made; without arguments it waits as ``with`` does.
+
+        Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this task holds the lock through this object, or through
+        another one and would wait for itself for ever. If the lock that it holds is not renewed, or has `max_hold`, it waits
+        for the end of that one.
         """
-        seconds = check_wait(blocking, timeout)
+        seconds = self._wait.seconds(blocking, timeout)
         return self._run(lambda listening: self._acquire(seconds, listening))
 
     @_coroutine_function
@@ -104,6 +115,7 @@ class AsyncLock(BaseLock):
         """Give the held lock a new life of `expire` seconds from now (None: of its own).
 
         Only the object that acquired the lock makes its life shorter: by a given id, a life that is longer stays.
+
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
         return self._run(lambda _: self._extend(expire))
@@ -130,7 +142,8 @@ class AsyncLock(BaseLock):
         """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
 
         With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
-        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners.
+        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners. What no lock wrote
+        at its key is not deleted: LockBackendError names the key.
         """
         return await self._run(lambda _: self._reset(fence, by))
 
@@ -170,7 +183,7 @@ class AsyncLock(BaseLock):
 
 
 class AsyncRLock(Reentrant, AsyncLock):
-    """A lock that the task that holds it may acquire again, through any AsyncRLock object of the same name and server.
+    """A lock that the task that holds it may acquire again, through any AsyncRLock object of the same name and database.
 
     Each further entry refreshes the life and proves that the lock is still held: a lost one raises LockLost. The last exit
     releases. For the arguments see `Lock`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, L
 from . import events, owner, protocol
 from .acquirers import Acquirers, holders
 from .clock import monotonic
-from .keys import Seconds, check_expire, check_id, check_name, check_prefix, check_wait, lock_keys
+from .keys import Seconds, Wait, check_expire, check_id, check_name, check_prefix, check_wait, lock_keys
 from .lease import GONE, Lease
 from .owner import LockInfo
 from .server import server_of
@@ -32,11 +33,13 @@ class BaseLock(ABC):
     """A lock of a name in Redis: at most one holder at a time.
 
     `expire` is its life in seconds without renewal; with `auto_renewal` a watchdog renews it while its holder lives, at
-    most for `max_hold` seconds. `blocking` and `timeout` are what ``with`` acquires by. `id` is the owner id to use: give
+    most for `max_hold` seconds. `blocking` and `timeout` are what ``with`` and ``acquire()`` wait by. `id` is the owner id to use: give
     that of a held lock to release or extend it from elsewhere. `label` is told to those who ask who holds the lock.
     `on_lost(lock)` is called, from another thread perhaps, when the lock is lost while it is believed to be held.
 
-    One object may be shared by threads or tasks: each has its own acquisition.
+    One object may be shared by threads or tasks: each has its own acquisition, and is told of no other. Who never acquired
+    through the object, such as a thread that works for the holder, may look at the only acquisition there is, and inside
+    `on_lost` it is the lost one. A copy of a lock is a new object that has acquired nothing.
 
     Raises TypeError and ValueError for bad arguments.
     """
@@ -69,7 +72,7 @@ class BaseLock(ABC):
         self.auto_renewal = auto_renewal
         self.max_hold = None if max_hold is None else check_expire(max_hold, "max_hold")
         self._given_id = None if id is None else check_id(id)
-        self._with_timeout = check_wait(blocking, timeout)
+        self._wait = Wait(bool(blocking), check_wait(blocking, timeout))
         if label is not None and not isinstance(label, str):
             raise TypeError(f"label must be a str, not {type(label).__name__}")
         self.label = label or ""
@@ -154,14 +157,18 @@ class BaseLock(ABC):
 
     def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
         me, turn = self._me(), object()
-        self._forget_the_gone()
+        if self._leases:
+            self._forget_the_gone()
         # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart; one would wait for itself.
-        key = me if self._given_id is None else None
+        key = (
+            os.getpid(),
+            me if self._given_id is None else None,
+        )  # in a forked child nobody ends what its parent's threads began
         try:
             if self._coming.setdefault(key, turn) is not turn:
                 raise AlreadyAcquired(self.name)
             for other, before in list(self._leases.items()):
-                if (other is me or key is None) and not before.foreign and before.loss is None:
+                if (other is me or self._given_id is not None) and not before.foreign and before.loss is None:
                     raise AlreadyAcquired(self.name)
             return (yield from self._acquire_now(me, timeout, listening))
         finally:
@@ -172,7 +179,9 @@ class BaseLock(ABC):
         claim = self._new_claim(timeout)
         lease = claim.lease
         try:
-            if not (yield from self._ask(claim, me, listening)) or not self._begins(lease):
+            mine = None if timeout == 0 else holders.leases_of(self._server, self._keys, me)
+            steps = self._acquire_again(claim, mine, listening) if mine else protocol.acquire(claim, listening)
+            if not (yield from steps) or not self._begins(lease):
                 return False
             self._leases[me] = lease
             holders.add(lease)
@@ -182,25 +191,20 @@ class BaseLock(ABC):
             raise
         except BaseException:
             if lease.fence:  # acquired, and interrupted on the way out
-                watchdog.remove(lease)
+                self._stop(lease)
                 self._forget(lease)
                 with suppress(LockError):
                     yield from protocol.release(lease)
             raise
         return True
 
-    def _ask(self, claim: protocol.Claim, me: Any, listening: bool) -> Steps[bool]:
-        """Acquire in the claim's time, or tell the caller that it would wait for itself."""
-        timeout, id = claim.timeout, claim.lease.id
-        mine = [] if timeout == 0 else holders.leases_of(self._server, self._keys, me)
-        mine = [lease for lease in mine if lease.id != id and lease.loss is None]
-        if not mine:
-            return (yield from protocol.acquire(claim, listening))
-        since = monotonic()
+    def _acquire_again(self, claim: protocol.Claim, mine: list[Lease], listening: bool) -> Steps[bool]:
+        """Acquire what the caller may hold already, or tell it that it would wait for itself."""
+        timeout, since = claim.timeout, monotonic()
         claim.timeout = 0.0  # what was lost unnoticed may be free
         if (yield from protocol.acquire(claim, False)):
             return True
-        mine = [lease for lease in mine if lease.loss is None]
+        mine = [lease for lease in mine if lease.id != claim.lease.id and lease.loss is None]
         if timeout is None and any(map(_is_endless, mine)):
             raise AlreadyAcquired(self.name)
         if mine:
@@ -221,8 +225,8 @@ class BaseLock(ABC):
         return owner.record(self.kind, self.label, self.expire, self.auto_renewal)
 
     def _enter(self, listening: bool) -> Steps[None]:
-        if not (yield from self._acquire(self._with_timeout, listening)):
-            raise AcquireTimeout(self.name, self._with_timeout)
+        if not (yield from self._acquire(self._wait.timeout, listening)):
+            raise AcquireTimeout(self.name, self._wait.timeout)
 
     def _release(self) -> Steps[None]:
         lease = self._own()
@@ -329,7 +333,6 @@ class BaseLock(ABC):
 
     def _forget(self, lease: Lease) -> None:
         lease.entries = 0
-        holders.remove(lease)
         if self._leases.get(lease.owner) is lease:
             self._leases.end(lease.owner, lease._loss)  # as it was noted: what was released is not lost at its deadline
 

@@ -9,13 +9,26 @@ from __future__ import annotations
 import math
 import zlib
 from datetime import timedelta
-from typing import NamedTuple
+from enum import Enum
+from typing import Final, NamedTuple
 
 BUCKETS = 64
 MAX_NAME = 1000
 MAX_SECONDS = 10 * 366 * 86400.0
 
 Seconds = float | timedelta
+
+
+class AsMade(Enum):
+    """What stands for an argument of ``acquire()`` that was not given."""
+
+    AS_MADE = "as the lock object was made"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+AS_MADE: Final = AsMade.AS_MADE
 
 
 class LockKeys(NamedTuple):
@@ -102,6 +115,22 @@ def check_wait(blocking: object, timeout: object) -> float | None:
     if timeout is not None:
         raise ValueError("timeout cannot be given with blocking=False")
     return 0.0
+
+
+class Wait(NamedTuple):
+    """How long ``acquire()`` waits, as the lock object was made."""
+
+    blocking: bool
+    timeout: float | None
+    """Seconds; None for ever. 0 without `blocking`."""
+
+    def seconds(self, blocking: object, timeout: object) -> float | None:
+        """Return how long to wait by these arguments of ``acquire()``, and by `self` for what is not given."""
+        if timeout is not AS_MADE:
+            return check_wait(True if blocking is AS_MADE else blocking, timeout)
+        if blocking is AS_MADE or (blocking and self.blocking):
+            return self.timeout
+        return None if blocking else 0.0
 
 
 def check_share(value: object, argument: str = "value") -> float:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from .base import BaseLock
-from .keys import Seconds, check_wait
+from .keys import AS_MADE, AsMade, Seconds
 from .owner import LockInfo
 from .reentrant import Reentrant
 
@@ -18,14 +18,17 @@ class Lock(BaseLock):
     def _me(self) -> threading.Thread:
         return threading.current_thread()
 
-    def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> bool:
+    def acquire(self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE) -> bool:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this
-        thread holds it through this object, or through another one and would wait for itself for ever (unless that one is not
-        renewed, or has `max_hold`: then it waits for its end), and LockBackendError when Redis cannot answer.
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. What is not given is as the object
+        was made; without arguments it waits as ``with`` does.
+
+        Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this thread holds the lock through this object, or through
+        another one and would wait for itself for ever. If the lock that it holds is not renewed, or has `max_hold`, it waits
+        for the end of that one.
         """
-        return self._server.run(self._acquire(check_wait(blocking, timeout), self._server.room.open))
+        return self._server.run(self._acquire(self._wait.seconds(blocking, timeout), self._server.room.open))
 
     def release(self) -> None:
         """Release the lock and wake the next waiter.
@@ -48,6 +51,7 @@ class Lock(BaseLock):
         """Give the held lock a new life of `expire` seconds from now (None: of its own).
 
         Only the object that acquired the lock makes its life shorter: by a given id, a life that is longer stays.
+
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
         self._server.run(self._extend(expire))
@@ -73,13 +77,14 @@ class Lock(BaseLock):
         """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
 
         With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
-        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners.
+        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners. What no lock wrote
+        at its key is not deleted: LockBackendError names the key.
         """
         return self._server.run(self._reset(fence, by))
 
 
 class RLock(Reentrant, Lock):
-    """A lock that the thread that holds it may acquire again, through any RLock object of the same name and server.
+    """A lock that the thread that holds it may acquire again, through any RLock object of the same name and database.
 
     Each further entry refreshes the life and proves that the lock is still held: a lost one raises LockLost. The last exit
     releases. For the arguments see `Lock`.

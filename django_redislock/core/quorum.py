@@ -23,7 +23,7 @@ from .acquirers import Acquirers
 from .base import chain
 from .clock import monotonic
 from .holding import Holding, majority
-from .keys import Seconds, check_wait
+from .keys import AS_MADE, AsMade, Seconds, Wait, check_wait
 from .lock import Lock
 from .owner import LockInfo
 from .server import server_of
@@ -80,7 +80,7 @@ class QuorumLock:
         self._keys = checked._keys
         self.name = name
         self.on_lost = on_lost
-        self._with_timeout = check_wait(blocking, timeout)
+        self._wait = Wait(bool(blocking), check_wait(blocking, timeout))
         self._held: Acquirers[Holding] = Acquirers()
 
     def __repr__(self) -> str:
@@ -121,13 +121,17 @@ class QuorumLock:
 
     # The operations
 
-    def acquire(self, blocking: bool = True, timeout: Seconds | None = None) -> bool:
+    def acquire(self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE) -> bool:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Raises AlreadyAcquired when this
-        thread holds it through this object, and LockBackendError when too many servers cannot answer.
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. What is not given is as the object
+        was made; without arguments it waits as ``with`` does.
+
+        Raises LockBackendError when too many servers cannot answer. Raises AlreadyAcquired when this thread holds the lock through this object, or through
+        another one and would wait for itself for ever. If the lock that it holds is not renewed, or has `max_hold`, it waits
+        for the end of that one.
         """
-        seconds = check_wait(blocking, timeout)
+        seconds = self._wait.seconds(blocking, timeout)
         before = self._mine()
         if before is not None:
             if before.loss is None:
@@ -212,9 +216,8 @@ class QuorumLock:
         return freed
 
     def __enter__(self) -> Self:
-        seconds = self._with_timeout
-        if not (self.acquire() if seconds is None else self.acquire(timeout=seconds)):
-            raise AcquireTimeout(self.name, seconds)
+        if not self.acquire():
+            raise AcquireTimeout(self.name, self._wait.timeout)
         return self
 
     def __exit__(
