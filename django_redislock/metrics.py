@@ -38,10 +38,10 @@ class _Held(Collector):
             found = {}
         for connection, client in found.items():
             try:
-                names = server_of(client).run(protocol.names(conf.get().key_prefix, until=0))
+                held = server_of(client).run(protocol.count(conf.get().key_prefix, until=0))
             except LockBackendError:
                 continue
-            family.add_metric([connection], len(names))
+            family.add_metric([connection], held)
         yield family
 
     def _family(self) -> GaugeMetricFamily:

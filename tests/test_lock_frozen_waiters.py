@@ -7,19 +7,19 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis
 
-from django_redislock.core import AsyncLock, Lock, scripts
+from django_redislock.core import AsyncLock, Lock, held_locks, scripts
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.listing import read_queue
 from django_redislock.core.server import server_of
 from django_redislock.core.steps import Call
 from tests.lock_programs import wait_in_forks
-from tests.support import BUSY, PythonProcess, queued, wait_until
+from tests.support import BUSY, PythonProcess, counting, listening, queued, wait_until
 
 KEYS = lock_keys("redislock", "a")
 TOGETHER = 1.0
@@ -35,21 +35,6 @@ def in_a_thread(wait: Callable[[], None]) -> threading.Thread:
 def signal_all(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         os.kill(pid, number)
-
-
-@contextmanager
-def listening(client: redis.Redis, *channels: str) -> Iterator[Callable[[], list[str]]]:
-    """Subscribe to channels as processes do that are frozen: they listen and never answer. Gives who was told since it was asked."""
-    with client.pubsub(ignore_subscribe_messages=True) as pubsub:
-        pubsub.subscribe(*channels)
-        for _ in channels:
-            pubsub.parse_response()
-
-        def told() -> list[str]:
-            client.publish(channels[0], "end")
-            return [data.decode() for data in iter(lambda: pubsub.get_message(timeout=5)["data"], b"end")]
-
-        yield told
 
 
 def attempt(client: redis.Redis, id: str, ticket: int | None = None, waits: bool = True) -> Any:
@@ -203,3 +188,73 @@ def test_the_dead_of_a_queue_are_passed_over_in_bounded_pieces(client: redis.Red
     assert lock.acquire(timeout=5)
     lock.release()
     assert not client.exists(KEYS.lock, KEYS.queue)
+
+
+# Killed ones
+
+
+def leave_entries(client: redis.Redis, number: int) -> None:
+    """Leave the places in the queue of so many processes that are gone."""
+    client.zadd(KEYS.queue, {f"redislock:wake:{i}:{i}:host\nid-{i}": i + 1 for i in range(number)})
+    client.expire(KEYS.queue, 60)
+
+
+def waiting(client: redis.Redis) -> int:
+    [info] = held_locks(client)
+    return info.waiting
+
+
+@pytest.mark.processes
+def test_killed_waiters_do_not_count_as_waiting(
+    client: redis.Redis, redis_url: str, run_python: Callable[..., PythonProcess]
+) -> None:
+    with Lock(client, "a", expire=60) as lock:
+        pids = run_python(wait_in_forks, redis_url, "a", 5).wait_for()["pids"]
+        wait_until(lambda: queued(client, "a") == 5)
+        assert waiting(client) == 5
+        signal_all(pids[:3], signal.SIGKILL)
+        wait_until(lambda: waiting(client) == 2)
+        assert queued(client, "a") == 2, "their places went when somebody looked"
+        signal_all(pids[3:], signal.SIGKILL)
+        wait_until(lambda: lock.owner().waiting == 0)
+
+
+def test_of_a_thousand_killed_waiters_and_a_living_one_one_waits(client: redis.Redis) -> None:
+    with Lock(client, "a", expire=60):
+        leave_entries(client, 1000)
+        with listening(client, "living"):
+            attempt(client, "living")
+            assert waiting(client) == 1
+            leave_entries(client, 30)
+            [only] = read_queue(client, "a", "redislock")
+            assert only.seconds < 60
+            assert queue(client) == ["living"]
+
+
+def test_more_waiters_than_are_looked_at_are_an_upper_bound(client: redis.Redis) -> None:
+    with Lock(client, "a", expire=60):
+        leave_entries(client, 1500)
+        assert [waiting(client) for _ in range(3)] == [476, 0, 0]
+
+
+def test_the_waiters_of_many_locks_are_asked_for_once_each_process(client: redis.Redis) -> None:
+    locks = [Lock(client, f"lock {number}", expire=60) for number in range(30)]
+    for lock in locks:
+        lock.acquire()
+        client.zadd(lock_keys("redislock", lock.name).queue, {"one process\nid": 1, "another\nid": 2})
+    with listening(client, "another"), counting(client) as counts:
+        assert sum(info.waiting for info in held_locks(client)) == 30
+    assert counts["pubsub|numsub"] <= 2
+    for lock in locks:
+        lock.release()
+
+
+def test_a_user_who_may_not_ask_who_listens_counts_all(client: redis.Redis, redis_url: str) -> None:
+    client.acl_setuser("blind", enabled=True, nopass=True, keys="*", channels="*", commands=["+@all", "-pubsub"])
+    try:
+        with redis.Redis.from_url(redis_url, username="blind", password="any") as blind, Lock(blind, "a", expire=60):
+            leave_entries(client, 3)
+            assert waiting(blind) == 3
+            assert waiting(client) == 0
+    finally:
+        client.acl_deluser("blind")

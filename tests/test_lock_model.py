@@ -302,11 +302,24 @@ class Model(RuleBasedStateMachine):
             assert 0 < self.observer.pttl(KEYS.lock) <= 90_000
         else:
             wait_until(lambda: not self.observer.exists(KEYS.lock), 1 + BUSY)  # one who gave up may take it back still
-        owners = [actor for actor in self.actors if actor.believes and actor.do(actor.lock.owned)]
-        assert owners == ([self.holder] if self.holder else [])
+        if DEAD not in self.queue:  # whoever asks Redis would clear it of them
+            owners = [actor for actor in self.actors if actor.believes and actor.do(actor.lock.owned)]
+            assert owners == ([self.holder] if self.holder else [])
 
+    @precondition(lambda self: self.held and DEAD in self.queue)
+    @rule()
+    def look(self):
+        """The list does not count the dead, and they leave the queue."""
+        self.queue = [actor for actor in self.queue if actor is not DEAD]
+        self.list_them()
+        assert self.observer.zcard(KEYS.queue) == len(self.queue)
+
+    @precondition(lambda self: DEAD not in self.queue)
     @invariant()
     def the_list_tells_the_truth(self):
+        self.list_them()
+
+    def list_them(self):
         held = [(info.name, info.fence, info.waiting) for info in held_locks(self.observer)]
         assert held == ([("a", self.fence, len(self.queue))] if self.held else [])
 

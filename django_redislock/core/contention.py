@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from redis import Redis
 
@@ -55,15 +55,23 @@ class Contention(NamedTuple):
 def contention(client: Redis | Server, prefix: str = "redislock", *, retry_for: float = math.inf) -> Contention:
     """Return the counts of about the last hour under the key prefix.
 
-    Costs one command. Raises LockBackendError when Redis cannot answer.
+    Costs one command, or some more with many names. Raises LockBackendError when Redis cannot answer.
     """
     return server_of(client).run(_read(check_prefix(prefix), monotonic() + retry_for))
 
 
 def _read(prefix: str, until: float) -> Steps[Contention]:
-    _, (now, by_name, by_minute, saved) = yield from attempt(
-        prefix, Call(scripts.WAITS, tuple(held_keys(prefix)), ()), until
-    )
+    keys = tuple(held_keys(prefix))
+    by_name: list[bytes] = []
+    by_minute: list[Any] = []
+    saved: list[bytes] = []
+    now, bucket = 0, 1
+    while bucket:
+        call = Call(scripts.WAITS, keys, (b"%d" % bucket,))
+        _, (now, some, minutes_of_some, saved_of_some, bucket) = yield from attempt(prefix, call, until)
+        by_name += some
+        by_minute += minutes_of_some
+        saved += saved_of_some
     names: dict[str, Waits] = {}
     for name, ms, count, gave_up in zip(*(by_name[i::4] for i in range(4)), strict=True):
         waits = names.setdefault(name.decode(), Waits())

@@ -9,15 +9,16 @@ from urllib.parse import unquote
 
 from redis import Redis
 
-from . import protocol
+from . import protocol, scripts
 from .clock import monotonic
 from .keys import check_prefix, lock_keys
 from .lock import Lock
 from .owner import Held, LockInfo
 from .server import Server, server_of
-from .steps import Commands, Steps, attempt
+from .steps import Call, Steps, attempt, together
 
-BATCH = 500
+BATCH = 200
+"""Locks read, or reset, in one call at most, so that the server is not kept busy for long."""
 QUEUE = 20
 """How many of those who wait for a lock are told one by one."""
 
@@ -77,9 +78,8 @@ def read_queue(client: Redis | Server, name: str, prefix: str, *, retry_for: flo
 
 def _read_queue(name: str, prefix: str, until: float) -> Steps[list[Waiting]]:
     queue = lock_keys(prefix, name).queue
-    commands = Commands(((b"ZRANGE", queue, b"0", b"%d" % (QUEUE - 1), b"WITHSCORES"), (b"TIME",)))
-    _, (entries, (seconds, micros)) = yield from attempt(name, commands, until)
-    now = int(seconds) + int(micros) / 1e6
+    _, (micros, entries) = yield from attempt(name, Call(scripts.QUEUE, (queue,), (b"%d" % QUEUE,)), until)
+    now = int(micros) / 1e6
     waiting = []
     for entry, ticket in zip(entries[::2], entries[1::2], strict=True):
         channel = entry.partition(b"\n")[0].decode(errors="replace")
@@ -93,4 +93,13 @@ def reset_all(client: Redis | Server, prefix: str = "redislock") -> int:
 
     Touches nothing but this package's own keys. Their holders are not stopped: they are told of the loss.
     """
-    return sum(Lock(client, info.name, prefix=prefix).reset(info.fence) for info in list(held_locks(client, prefix)))
+    server, freed = server_of(client), 0
+    held = list(held_locks(client, prefix))
+    for start in range(0, len(held), BATCH):
+        ended: dict[int, bool] = {}
+        resets = [
+            Lock(server, info.name, prefix=prefix)._reset(info.fence, None) for info in held[start : start + BATCH]
+        ]
+        server.run(together(resets, ended))
+        freed += sum(ended.values())
+    return freed

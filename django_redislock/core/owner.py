@@ -37,7 +37,7 @@ class LockInfo:
     ttl: float
     """Seconds left, unless it is renewed."""
     waiting: int
-    """How many wait for it."""
+    """How many wait for it and live; of more than a thousand, an upper bound."""
     arguments: str = ""
     """What a task was called with, shortened, and without what should not be shown."""
     worker: str = ""

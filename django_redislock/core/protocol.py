@@ -184,9 +184,21 @@ def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> St
 
 
 def names(prefix: str, until: float = math.inf) -> Steps[list[str]]:
-    """Read the names of the locks held now."""
-    _, reply = yield from attempt(prefix, Call(scripts.NAMES, tuple(held_keys(prefix)), ()), until)
-    return [name.decode() for name in unpack(map(int, reply[0].split()), reply[1]) if name is not None]
+    """Read the names of the locks held now, in no order."""
+    keys = tuple(held_keys(prefix))
+    found: set[bytes | None] = set()
+    bucket, cursor = 1, b"0"
+    while bucket:
+        call = Call(scripts.NAMES, keys, (b"%d" % bucket, cursor))
+        _, (bucket, cursor, lengths, blob) = yield from attempt(prefix, call, until)
+        found.update(unpack(map(int, lengths.split()), blob))
+    return [name.decode() for name in found if name is not None]
+
+
+def count(prefix: str, until: float = math.inf) -> Steps[int]:
+    """Count the locks held now."""
+    _, reply = yield from attempt(prefix, Call(scripts.COUNT, tuple(held_keys(prefix)), ()), until)
+    return int(reply)
 
 
 def unpack(lengths: Iterable[int], blob: bytes) -> list[bytes | None]:

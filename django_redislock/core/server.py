@@ -220,7 +220,9 @@ class Unlocked(Server):
             case scripts.READ:
                 return [0, b"-1 -2 0 " * (len(call.keys) // 2), b""]
             case scripts.NAMES:
-                return [b"", b""]
+                return [0, b"0", b"", b""]
+            case scripts.COUNT:
+                return 0
         return 1
 
 

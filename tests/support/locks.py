@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import redis
@@ -28,6 +30,21 @@ def name_of(task: Any, *args: Any) -> str:
 def queued(client: redis.Redis, name: str) -> int:
     """Return how many wait for the lock, of all processes."""
     return client.zcard(queue_of(name))
+
+
+@contextmanager
+def listening(client: redis.Redis, *channels: str) -> Iterator[Callable[[], list[str]]]:
+    """Subscribe to channels as processes do that wait but are frozen; give a function that tells what was said since its last call."""
+    with client.pubsub(ignore_subscribe_messages=True) as pubsub:
+        pubsub.subscribe(*channels)
+        for _ in channels:
+            pubsub.parse_response()
+
+        def told() -> list[str]:
+            client.publish(channels[0], "end")
+            return [data.decode() for data in iter(lambda: pubsub.get_message(timeout=5)["data"], b"end")]
+
+        yield told
 
 
 def wait_in_a_thread(client: redis.Redis, name: str) -> None:

@@ -8,7 +8,9 @@
 -- no fence, and of  reset <id of the call> : of one minute, and of that the newest 1024.
 
 local RESERVED_MS = 500       -- a signalled waiter claims within this, or the next one is served
-local PASSED_OVER = 1000      -- entries of waiters that are gone, before the server serves others again
+-- No script keeps the server busy for more than 5 ms, so it goes through no more than so many entries of queues:
+local LOOKED_AT = 1024
+local PASSED_OVER = 250
 local REMEMBERED_MS = 5000    -- then it is known for so long that its process does not answer
 local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
 local RECEIPT_LIFE_MS = 60000 -- outlives every retry of one release
@@ -112,10 +114,41 @@ local function ends_at(key, now)
   return left < 0 and 0 or math.floor(now / 1000) + left
 end
 
+local listens = {}  -- by channel
+
+-- Take those whose process is gone out of the first entries of the queue, and return how many they were. One that has lost its
+-- connection comes back to its place when it has a new one.
+local function drop_gone(queue, number)
+  local entries, channels, asked, gone = redis.call('ZRANGE', queue, 0, number - 1), {}, {}, {}
+  for i, entry in ipairs(entries) do
+    local channel = string.match(entry, '^[^\n]*')
+    channels[i] = channel
+    if listens[channel] == nil then
+      listens[channel] = true
+      asked[#asked + 1] = channel
+    end
+  end
+  if #asked > 0 then
+    local counts = redis.pcall('PUBSUB', 'NUMSUB', unpack(asked))  -- who may not ask takes all for living
+    for i = 1, #counts, 2 do
+      listens[counts[i]] = counts[i + 1] > 0
+    end
+  end
+  for i, entry in ipairs(entries) do
+    if not listens[channels[i]] then
+      gone[#gone + 1] = entry
+    end
+  end
+  if #gone > 0 then
+    redis.pcall('ZREM', queue, unpack(gone))  -- a replica refuses it
+  end
+  return #gone
+end
+
 -- Reserve a free lock for the first waiter that still listens, and return what the lock key then holds (false: nothing).
 -- A waiter whose connection is gone is passed over. `own` is the caller's id: it need not be told.
 local function hand_over(lock, queue, own)
-  for _ = 1, PASSED_OVER do
+  for passed = 1, PASSED_OVER do
     local first = redis.call('ZPOPMIN', queue)[1]
     if not first then
       redis.call('DEL', lock)
@@ -124,6 +157,9 @@ local function hand_over(lock, queue, own)
     local channel, id = string.match(first, '^(.-)\n(.*)$')
     if id == own or redis.pcall('PUBLISH', channel, id) ~= 0 then
       return reserve(lock, id, channel)
+    end
+    if passed == 1 then  -- there may be many of them
+      drop_gone(queue, LOOKED_AT)
     end
   end
   -- So many dead at once: whoever looks next goes on with the rest.

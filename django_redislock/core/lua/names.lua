@@ -1,12 +1,24 @@
--- List the names of the locks held now.
+-- List the names of the locks held now, so many at a time that the server is not kept busy for long.
 -- KEYS  indexes of held locks
--- Returns the lengths of the names, and the names, each in one string: many small replies would take the reader long.
+-- ARGV  1 number of the index to go on with, 2 cursor in it ('0': its beginning)
+-- Returns both for the next call (number 0: there is none), the lengths of the names, and the names, each in one string: many
+-- small replies would take the reader long. What is held all the time is listed; some names may come twice.
+local AT_ONCE = 1000
 local now_ms = math.floor(now_us() / 1000)
 local names, lengths = {}, {}
-for _, held in ipairs(KEYS) do
-  for _, name in ipairs(redis.call('ZRANGEBYSCORE', held, now_ms, '+inf')) do
-    names[#names + 1] = name
-    lengths[#lengths + 1] = #name
+local at, cursor, seen = tonumber(ARGV[1]), ARGV[2], 0
+while at <= #KEYS and seen < AT_ONCE do
+  local found = redis.call('ZSCAN', KEYS[at], cursor, 'COUNT', AT_ONCE)
+  local entries = found[2]
+  for i = 1, #entries, 2 do
+    if tonumber(entries[i + 1]) >= now_ms then
+      names[#names + 1] = entries[i]
+      lengths[#lengths + 1] = #entries[i]
+    end
+  end
+  cursor, seen = found[1], seen + #entries / 2
+  if cursor == '0' then
+    at = at + 1
   end
 end
-return {table.concat(lengths, ' '), table.concat(names)}
+return {at <= #KEYS and at or 0, cursor, table.concat(lengths, ' '), table.concat(names)}

@@ -1,6 +1,6 @@
 -- Read what is known of many locks.
 -- KEYS  for each lock: lock, queue
--- Returns the server's clock (ms); for each lock the length of its value (-1: free), ms left and the number of waiters, all in
+-- Returns the server's clock (ms); for each lock the length of its value (-1: free), ms left and how many wait, all in
 -- one string; and the values, in another one: many small replies would take the reader long.
 local locks, numbers, values = {}, {}, {}
 for i = 1, #KEYS, 2 do
@@ -22,6 +22,6 @@ for i = 1, #KEYS, 2 do
   values[#values + 1] = value or ''
   numbers[#numbers + 1] = value and #value or -1
   numbers[#numbers + 1] = value and whole(redis.call('PTTL', KEYS[i])) or -2
-  numbers[#numbers + 1] = value and redis.call('ZCARD', KEYS[i + 1]) or 0
+  numbers[#numbers + 1] = value and count_waiting(KEYS[i + 1]) or 0
 end
 return {math.floor(now_us() / 1000), table.concat(numbers, ' '), table.concat(values)}

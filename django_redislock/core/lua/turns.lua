@@ -7,7 +7,7 @@
 -- id \n 0 \n end (ms) \n channel \n ticket ; while nobody has answered, id and channel are empty and the ticket is '-'.
 
 local ROLL_CALL_MS = 200
-local ROLL_CALL = 1000  -- so many entries of the queue are looked at
+local ROLL_CALL = 500  -- so many entries of the queue are looked at
 
 -- Tell the first waiter of each process ahead of the caller to try, and return whether there is none. Entries of processes that are
 -- gone leave the queue, and so do those of the process that is `silent`: told of it, they come back when they can.

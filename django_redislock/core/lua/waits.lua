@@ -1,23 +1,29 @@
 -- Read the counts of about the last hour.
 -- KEYS  indexes of held locks: one of each bucket
+-- ARGV  1 number of the one to go on with
 -- Returns the minute that it is, {name, ms waited, waits, gave up, ...}, {minute, ms waited, waits, ...} and {name, duplicates
--- prevented, recomputations avoided, ...}; all with repetitions.
+-- prevented, recomputations avoided, ...}, all with repetitions; and the number for the next call (0: there is none): so many names
+-- at a time that the server is not kept busy for long.
+local AT_ONCE = 250
 local now = now_us()
 local window = math.floor(now / WAITS_WINDOW_US)
 local names, minutes, saved = {}, {}, {}
-for _, held in ipairs(KEYS) do
-  local tag = string.sub(held, 1, -5)
+local bucket = tonumber(ARGV[1])
+while bucket <= #KEYS and #names / 4 + #saved / 3 < AT_ONCE do
+  local tag = string.sub(KEYS[bucket], 1, -5)
+  bucket = bucket + 1
   for at = window - 6, window do
     local scores = redis.call('ZRANGE', tag .. 'waits:' .. at, 0, -1, 'WITHSCORES')
     if #scores > 0 then
       local fields, count = redis.call('HGETALL', tag .. 'waited:' .. at), {}
       for i = 1, #fields, 2 do
         count[fields[i]] = fields[i + 1]
-        local minute = string.match(fields[i], '^ms:(%d+)$')
-        if minute then
+      end
+      for minute = at * 10, at * 10 + 9 do  -- of these ten
+        if count['ms:' .. minute] then
           minutes[#minutes + 1] = minute
-          minutes[#minutes + 1] = fields[i + 1]
-          minutes[#minutes + 1] = redis.call('HGET', tag .. 'waited:' .. at, 'waits:' .. minute) or '0'
+          minutes[#minutes + 1] = count['ms:' .. minute]
+          minutes[#minutes + 1] = count['waits:' .. minute] or '0'
         end
       end
       for i = 1, #scores, 2 do
@@ -35,4 +41,4 @@ for _, held in ipairs(KEYS) do
     end
   end
 end
-return {math.floor(now / 60000000), names, minutes, saved}
+return {math.floor(now / 60000000), names, minutes, saved, bucket <= #KEYS and bucket or 0}
