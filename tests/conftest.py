@@ -21,6 +21,7 @@ from tests.support import (
     RedisServer,
     Server,
     create_tables,
+    listening,
     sqlite_file,
     using_databases,
     wait_until,
@@ -78,6 +79,13 @@ def client(server: Server, _empty_database: None) -> Iterator[redis.Redis]:
 def locks_by_url(settings: Any, redis_url: str) -> None:
     """The settings name the server of the locks by its URL."""
     settings.DJANGO_REDISLOCK = {"URL": redis_url}
+
+
+@pytest.fixture
+def listen(client: redis.Redis) -> Iterator[Callable[..., None]]:
+    """``listen(channel, ...)`` subscribes until the test ends, as processes do that wait for a lock."""
+    with ExitStack() as stack:
+        yield lambda *channels: stack.enter_context(listening(client, *channels)) and None
 
 
 @pytest.fixture

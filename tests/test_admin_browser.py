@@ -186,12 +186,13 @@ def contend(client: redis.Redis) -> None:
         count_duplicate(server_of(client), name, lock_keys("redislock", name))
 
 
-def test_accessible(visit: Callable[..., Page], client: redis.Redis) -> None:
+def test_accessible(visit: Callable[..., Page], client: redis.Redis, listen: Callable[..., None]) -> None:
     """axe-core finds nothing serious in any page, in both schemes, wide and narrow."""
     late = hold(client, "late", label="payments.export", auto_renewal=True)
     client.pexpire(late._keys.lock, 100_000)
     hold(client, "fixed", kind="celery", label="reports.tasks.rebuild[0b6c8f0e-3b60]")
-    client.zadd(late._keys.queue, {f"redislock:wake:0:{number}:web\n{number}": number for number in range(2)})
+    listen("redislock:wake:0:1:web")
+    client.zadd(late._keys.queue, {f"redislock:wake:0:1:web\n{number}": number for number in range(2)})
     contend(client)
     root, axe = superuser(), Axe()
     for look in LOOKS:
@@ -303,7 +304,9 @@ def unchanged(page: Page) -> bool:
 @pytest.mark.parametrize(
     "look", LOOKS, ids=lambda look: f"{look['color_scheme']}-{'phone' if len(look) > 1 else 'desk'}"
 )
-def test_looks(visit: Callable[..., Page], client: redis.Redis, look: dict[str, Any]) -> None:
+def test_looks(
+    visit: Callable[..., Page], client: redis.Redis, listen: Callable[..., None], look: dict[str, Any]
+) -> None:
     """Nothing sticks out of the window, and colours follow the scheme. REDISLOCK_SCREENSHOTS names a folder to look at."""
     folder = os.environ.get("REDISLOCK_SCREENSHOTS")
     shown = f"{look['color_scheme']}-{'phone' if len(look) > 1 else 'desk'}"
@@ -311,7 +314,8 @@ def test_looks(visit: Callable[..., Page], client: redis.Redis, look: dict[str, 
     hold(client, "x" * 300)
     late = hold(client, "<b>payment</b>:export", label="payments.export", auto_renewal=True)
     client.pexpire(late._keys.lock, 100_000)
-    client.zadd(late._keys.queue, {f"redislock:wake:0:{number}:web\n{number}": number for number in range(2)})
+    listen("redislock:wake:0:1:web")
+    client.zadd(late._keys.queue, {f"redislock:wake:0:1:web\n{number}": number for number in range(2)})
     contend(client)
     page = visit(superuser(), **look)
 

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,12 +106,15 @@ def test_the_oldest_is_on_top(web: Client, client: redis.Redis) -> None:
     ],
     ids=["name", "held for", "holder", "expires in", "waiting", "kind", "fence"],
 )
-def test_every_column_sorts_both_ways(web: Client, client: redis.Redis, column: int, by_it: list[str]) -> None:
+def test_every_column_sorts_both_ways(
+    web: Client, client: redis.Redis, listen: Callable[..., None], column: int, by_it: list[str]
+) -> None:
     a = hold(client, "a", label="3", expire=200, kind="lock")
     next_millisecond(client)
     hold(client, "b", label="1", expire=300, kind="cache")
     next_millisecond(client)
     c = hold(client, "c", label="2", expire=100, kind="celery")
+    listen("channel")
     for lock, waiters in ((a, 2), (c, 1)):
         client.zadd(lock._keys.queue, {f"channel\n{number}": number for number in range(waiters)})
     assert names(get(web, f"?o={column}")) == by_it
@@ -505,7 +509,7 @@ def test_a_packed_key_that_is_none_is_no_server_error(web: Client, key: str) -> 
     assert web.get(f"{LIST}{quote(key)}/change/").status_code == 302
 
 
-def test_who_waits_is_told_with_host_and_process(web: Client, client: redis.Redis) -> None:
+def test_who_waits_is_told_with_host_and_process(web: Client, client: redis.Redis, listen: Callable[..., None]) -> None:
     lock = hold(client, "a")
 
     def wait() -> None:
@@ -515,10 +519,12 @@ def test_who_waits_is_told_with_host_and_process(web: Client, client: redis.Redi
     thread = threading.Thread(target=wait)
     thread.start()
     wait_until(lambda: (info := lock.owner()) is not None and info.waiting == 1)
+    channels = [f"redislock:wake:0:{number}:%3Cb%3Eweb%3C/b%3E" for number in range(20)]
+    listen("of another version", *channels)
     client.zadd(lock._keys.queue, {"of another version\n1": 1})  # waits since 1970, and is first
-    for number in range(20):
+    for number, channel in enumerate(channels):
         ticket = (client.time()[0] - 90) * 1_000_000
-        client.zadd(lock._keys.queue, {f"redislock:wake:0:{number}:%3Cb%3Eweb%3C/b%3E\n{number}": ticket + number})
+        client.zadd(lock._keys.queue, {f"{channel}\n{number}": ticket + number})
     shown = re.search(r'22<ol class="redislock-waiters">(.*?)</ol>', get(web, path=page_of("a")))
     assert shown is not None
     lines = re.findall(r"<li>(.*?)</li>", shown[1])

@@ -7,8 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from django_redislock.core.listing import read_queue
 from django_redislock.core.server import server_of
 from django_redislock.core.steps import Call
 from tests.lock_programs import wait_in_forks
-from tests.support import BUSY, PythonProcess, counting, queued, wait_until
+from tests.support import BUSY, PythonProcess, counting, listening, queued, wait_until
 
 KEYS = lock_keys("redislock", "a")
 TOGETHER = 1.0
@@ -36,21 +35,6 @@ def in_a_thread(wait: Callable[[], None]) -> threading.Thread:
 def signal_all(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         os.kill(pid, number)
-
-
-@contextmanager
-def listening(client: redis.Redis, *channels: str) -> Iterator[Callable[[], list[str]]]:
-    """Subscribe to channels as processes do that are frozen: they listen and never answer. Gives who was told since it was asked."""
-    with client.pubsub(ignore_subscribe_messages=True) as pubsub:
-        pubsub.subscribe(*channels)
-        for _ in channels:
-            pubsub.parse_response()
-
-        def told() -> list[str]:
-            client.publish(channels[0], "end")
-            return [data.decode() for data in iter(lambda: pubsub.get_message(timeout=5)["data"], b"end")]
-
-        yield told
 
 
 def attempt(client: redis.Redis, id: str, ticket: int | None = None, waits: bool = True) -> Any:

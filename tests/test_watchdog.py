@@ -24,7 +24,7 @@ def calls(client):
     return client.info("commandstats")["cmdstat_evalsha"]["calls"]
 
 
-def test_a_thousand_locks_cost_one_thread_and_two_commands_a_second(client):
+def test_a_thousand_locks_cost_one_thread_and_five_commands_a_second(client):
     """With redis-py's default pool, and none is lost."""
     told = []
     locks = [Lock(client, f"lock {i}", expire=3, on_lost=told.append) for i in range(1000)]
@@ -33,7 +33,7 @@ def test_a_thousand_locks_cost_one_thread_and_two_commands_a_second(client):
     lived(3)  # they were taken one after another, and fall into step
     before, seconds = calls(client), 6
     lived(seconds)
-    assert calls(client) - before <= 2 * seconds
+    assert calls(client) - before <= 5 * seconds, "no call renews more than 250"
     assert watchdogs_of(client) == 1
     assert not told
     assert all(lock.lost is None for lock in locks)

@@ -80,9 +80,13 @@ class ServerWatchdog:
         self._leases[key] = weakref.ref(lease, abandoned)
         try:
             self._hurry(lease)
-        except RuntimeError as error:  # no thread is to be had, as at the end of the interpreter
+        except RuntimeError as error:
+            if renew and "shutdown" not in str(error):
+                self.remove(lease)
+                raise
+            # Since Python 3.12 no thread can be started when the program ends. What is done then is short, and is done still.
             if renew:
-                _not_renewed(name, fence, str(error))
+                _not_renewed(name, fence, f"the program ends ({error})")
 
     def hurry(self, lease: Lease) -> None:
         """Look in time for the lease, if it is watched at all; what is next to do for it was brought forward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .counts import command_counts, counting, monitoring
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .interruptions import Interrupted, TimeLimit, interruptions
-from .locks import key_of, name_of, queue_of, queued, wait_in_a_thread, watchdogs_of
+from .locks import key_of, listening, name_of, queue_of, queued, wait_in_a_thread, watchdogs_of
 from .processes import PythonProcess, in_a_fork, say
 from .programs import find_program
 from .proxy import Proxy
@@ -33,6 +33,7 @@ __all__ = [
     "in_a_fork",
     "interruptions",
     "key_of",
+    "listening",
     "lived",
     "monitoring",
     "name_of",

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,6 +38,21 @@ def watchdogs_of(client: redis.Redis) -> int:
     """Return how many threads of this process watch the locks on the client's server."""
     found = [getattr(thread, "_target", None) for thread in threading.enumerate() if "watchdog" in thread.name]
     return sum(isinstance(run, partial) and run.func.__self__ is server_of(client).watchdog for run in found)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def listening(client: redis.Redis, *channels: str) -> Iterator[Callable[[], list[str]]]:
+    """Subscribe to channels as processes do that wait but are frozen; give a function that tells what was said since its last call."""
+    with client.pubsub(ignore_subscribe_messages=True) as pubsub:
+        pubsub.subscribe(*channels)
+        for _ in channels:
+            pubsub.parse_response()
+
+        def told() -> list[str]:
+            client.publish(channels[0], "end")
+            return [data.decode() for data in iter(lambda: pubsub.get_message(timeout=5)["data"], b"end")]
+
+        yield told
 
 
 def wait_in_a_thread(client: redis.Redis, name: str) -> None:

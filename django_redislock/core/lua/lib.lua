@@ -41,7 +41,8 @@ end
 -- Return an error that names the key when something else wrote what the lock key holds, else nil.
 local function not_ours(lock, value)
   if value and not fence_of(value) then
-    return redis.error_reply('ERR The key ' .. lock .. ' holds what no lock wrote: delete it, or give the lock another name or prefix.')
+    local advice = 'delete it, or give the lock another name or prefix.'
+    return redis.error_reply('ERR The key ' .. lock .. ' holds what no lock wrote: ' .. advice)
   end
 end
 

@@ -1,16 +1,16 @@
 -- Whose turn it is at a lock that the caller does not hold; put in front of the scripts that wait in a queue.
 --
--- A reservation that was not claimed shows a process that does not answer, and there may be more of them in the queue. So there is
--- a roll call: the first waiter of each process is told to try for the lock, and of those who do within ROLL_CALL_MS the first in
--- the queue has its turn. Whoever is ahead of it leaves the queue, is told, and comes back to its place when it can.
+-- A reservation that was not claimed shows a process that does not answer, and there may be more of them in the queue. So there
+-- is a roll call: the first waiter of each process is told to try for the lock, and of those who do within ROLL_CALL_MS the first
+-- in the queue has its turn. Whoever is ahead of it leaves the queue, is told, and comes back to its place when it can.
 -- Meanwhile the value of the lock key is a reservation for the first who answered, with its ticket:
 -- id \n 0 \n end (ms) \n channel \n ticket ; while nobody has answered, id and channel are empty and the ticket is '-'.
 
 local ROLL_CALL_MS = 200
 local ROLL_CALL = 500  -- so many entries of the queue are looked at
 
--- Tell the first waiter of each process ahead of the caller to try, and return whether there is none. Entries of processes that are
--- gone leave the queue, and so do those of the process that is `silent`: told of it, they come back when they can.
+-- Tell the first waiter of each process ahead of the caller to try, and return whether there is none. Entries of processes that
+-- are gone leave the queue, and so do those of the process that is `silent`: told of it, they come back when they can.
 local function call_roll(queue, own, silent)
   local there, leave, first = {}, {}, true
   for _, entry in ipairs(redis.call('ZRANGE', queue, 0, ROLL_CALL - 1)) do
