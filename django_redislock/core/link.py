@@ -18,6 +18,8 @@ class Link(Wire):
         """Whether Sentinel tells where the primary is now, when the next connection asks."""
         return hasattr(self.connection, "connection_pool")
 
+    thread = 0
+    """Who uses it."""
     posted: Call | None = None
     """The script whose reply nobody has begun to read."""
 

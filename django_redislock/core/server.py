@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, TimeoutError
+from redis.exceptions import ConnectionError, RedisError
 from redis.retry import Retry
 
 from . import scripts
 from .clock import monotonic
 from .link import Link
+from .links import Links
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
 from .waiting import WaitingRoom
@@ -61,17 +62,16 @@ class Server:
         self.timeout = pool.connection_kwargs.get("socket_timeout", DEFAULT_TIMEOUT) or DEFAULT_TIMEOUT
         connect = pool.connection_kwargs.get("socket_connect_timeout") or self.timeout
         self.settings = settings | {"socket_timeout": self.timeout, "socket_connect_timeout": connect, "protocol": 2}
+        self.patience = max(self.timeout, connect)
+        """Seconds for which a thread or task waits for another one that connects for it."""
         self._limit = max(1, min(pool.max_connections, MAX_CONNECTIONS))
         self.reset()
 
     def reset(self) -> None:
         """Forget every connection without touching it: in a forked child they are the parent's."""
         self._free: list[Link] = []
-        # All, those in use too; a link lost to a signal drops out.
-        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
-        self._returned = threading.Condition(threading.Lock())
-        self._wanted = 0
-        self.room = WaitingRoom(lambda: Wire(self.connection()))
+        self._links = Links(self._limit, self.timeout, self._free.pop, lambda: Link(self.connection()))
+        self.room = WaitingRoom(lambda: Wire(self.connection()), self.patience)
         self._renewals = Link(self.connection())
 
     def connection(self) -> Any:
@@ -86,8 +86,11 @@ class Server:
         try:
             link = posted or self._free.pop()
         except IndexError:
-            link = self._wait_for_link()
+            link = self._links.wait()
+        link.thread = threading.get_ident()
         try:
+            if not link.open:
+                self._open(link)
             match call:
                 case Call():
                     return link.call(call)
@@ -101,10 +104,10 @@ class Server:
         finally:
             if link.posted is not None:  # a signal, before the reply was read
                 link.close()
+            link.thread = 0
             self._free.append(link)
-            if self._wanted:
-                with self._returned:
-                    self._returned.notify()
+            if self._links.wanted:
+                self._links.tell()
 
     def _post(self, call: Call) -> Link | None:
         """Send the script where no connection has to be waited for, and return on which: `call` reads the reply there."""
@@ -119,24 +122,14 @@ class Server:
         self._renewals.limit(min(patience, self.timeout))
         return self._renewals.call(call)
 
-    def _wait_for_link(self) -> Link:
-        give_up = monotonic() + self.timeout
-        with self._returned:
-            self._wanted += 1
-            try:
-                while True:
-                    try:
-                        return self._free.pop()
-                    except IndexError:
-                        pass
-                    if len(self._links) < self._limit:
-                        link = Link(self.connection())
-                        self._links.add(link)
-                        return link
-                    if not self._returned.wait(give_up - monotonic()):
-                        raise TimeoutError(f"no connection was free within {self.timeout:g} s")
-            finally:
-                self._wanted -= 1
+    def _open(self, link: Link) -> None:
+        try:
+            link.connect()
+        except BaseException as error:
+            link.close()
+            if isinstance(error, (RedisError, OSError)):
+                self._links.tell(error)
+            raise
 
     def run(self, steps: Steps[T]) -> T:
         """Do what the steps ask for, and return their result."""
@@ -198,8 +191,10 @@ class Server:
 class Unlocked(Server):
     """A server that grants everything and remembers nothing: what ``ENABLED: False`` runs on."""
 
+    patience = DEFAULT_TIMEOUT
+
     def __init__(self) -> None:
-        self.room = WaitingRoom(lambda: Wire(self.connection()))
+        self.room = WaitingRoom(lambda: Wire(self.connection()), self.patience)
         self._free = []  # nothing is sent ahead
 
     def renew(self, call: Call, patience: float) -> Any:
@@ -227,7 +222,6 @@ class Unlocked(Server):
 UNLOCKED = Unlocked()
 _by_pool: weakref.WeakKeyDictionary[Any, Server] = weakref.WeakKeyDictionary()
 _by_settings: dict[Any, Server] = {}
-_opening = threading.Lock()
 
 
 def server_of(client: Redis | AsyncRedis | Server) -> Server:
@@ -247,11 +241,10 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
             f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a single "
             "server, or of a Sentinel's primary (a Redis Cluster is not supported)"
         )
-    with _opening:
-        server = Server(client)
-        kept = _by_settings.setdefault(_identity(server), server)
-        _by_pool[pool] = kept
-        return kept
+    server = Server(client)
+    kept = _by_settings.setdefault(_identity(server), server)
+    _by_pool[pool] = kept
+    return kept
 
 
 def _identity(server: Server) -> Any:
@@ -263,8 +256,6 @@ def _identity(server: Server) -> Any:
 
 
 def _after_fork() -> None:
-    global _opening
-    _opening = threading.Lock()
     for server in _by_settings.values():
         server.reset()
 
