@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple, overload
 
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.formats import number_format
+from django.utils.functional import cached_property
 from django.utils.translation import gettext
 from redis import Redis
 

@@ -298,7 +298,8 @@ def test_a_leader_that_never_lands_is_waited_for_once_only(cache):
     """As after a signal between two lines; the next one finds the way free."""
     place = (cache._server_of(":1:k"), ":1:k")
     with ExitStack() as stack:
-        flights._flights[place] = flights.Flight()
+        flights._flights[place] = flight = flights.Flight()
+        flight.thread = 0  # that of another one
         stack.callback(flights._flights.pop, place, None)
         assert cache.get_or_set("k", lambda: "v", 60, wait=0.1) == "v"
         assert place not in flights._flights

@@ -12,12 +12,13 @@ from django.core.cache import caches
 from django.test import override_settings
 
 from django_redislock.cache import flights
+from django_redislock.cache.counters import tally_of
 from django_redislock.core import Lock, held_locks
-from django_redislock.core.tally import Tally
+from django_redislock.core.tally import Counters
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
 from tests.cache_programs import Work, cache_at, commands, followers
-from tests.support import monitoring, wait_until
+from tests.support import in_a_fork, monitoring, wait_until
 from tests.support.worker import Worker
 
 
@@ -286,24 +287,40 @@ def test_counters_of_those_who_wait_and_take_over(cache, client):
     assert cache.stats().lease_lost - after.lease_lost == 1
 
 
-def test_no_count_of_several_threads_is_lost():
-    """Nor where they count at the same time, as they do without the GIL."""
-    tally = Tally()
-    other = threading.Thread(target=tally.count, args=("hits",))
+def test_no_count_is_lost_that_is_made_in_the_middle_of_another_one():
+    """By another thread, as happens without the GIL, or by a signal handler or a destructor in the same one."""
+    counters = Counters()
+    other = threading.Thread(target=counters.count, args=("hits",))
 
     class Seen(int):
-        """A count that another thread comes upon before this one has written what it made of it."""
+        """What is added when others count before the sum is written."""
 
-        def __add__(self, by):
-            if threading.current_thread() is not other:
-                other.start()
-                other.join(0.2)
-            return int(self) + by
+        def __radd__(self, count):
+            other.start()
+            other.join()
+            counters.count("hits")
+            counters.count("computed")
+            return count + int(self)
 
-    tally.hits = Seen()
-    tally.count("hits")
-    other.join()
-    assert tally.hits == 2
+    counters.count("hits", Seen(1))
+    counters.count("seconds_waited", 0.5)
+    tally = counters.read()
+    assert (tally.hits, tally.computed, tally.seconds_waited) == (3, 1, 0.5)
+
+
+def test_counts_outlive_their_thread_and_a_forked_child_begins_anew():
+    counters = tally_of("an alias of this test")
+    for _ in range(3):
+        thread = threading.Thread(target=counters.count, args=("computed",))
+        thread.start()
+        thread.join()
+
+    def child():
+        counters.count("computed")
+        assert tally_of("an alias of this test").read().computed == 1
+
+    in_a_fork(child)
+    assert counters.read().computed == 3
 
 
 # By Celery

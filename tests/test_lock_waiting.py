@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
+import redis.asyncio
 
-from django_redislock.core import Lock
+from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.keys import lock_keys
+from django_redislock.exceptions import LockBackendError
 from tests.support import BUSY, lived, monitoring, queued, wait_until
 
 
@@ -260,3 +264,86 @@ def test_dead_waiters_are_passed_over_at_once(client):
     client.zadd(keys.queue, {f"gone-{i}\nid-{i}": i for i in range(100)})
     lock.release()
     assert not client.exists(keys.queue, keys.lock)
+
+
+# New connections that hang
+
+
+def outcome(lock, **how):
+    """Return what acquiring gives: True, False or the kind of error."""
+    try:
+        return lock.acquire(**how)
+    except LockBackendError:
+        return LockBackendError
+
+
+def connect(behind, proxy, pool, count):
+    """See to it that so many threads have their connections for calls."""
+    proxy.delay_replies(0.3)
+    list(pool.map(lambda _: Lock(behind, "a").locked(), range(count)))
+    proxy.delay_replies(0)
+
+
+def test_one_thread_subscribes_for_all_and_its_failure_is_the_answer_for_all(client, proxy):
+    """Each of 12 threads would else connect in vain when the one before it has given up."""
+    with redis.Redis.from_url(proxy.url, socket_timeout=1) as behind, Lock(client, "a"), ThreadPoolExecutor(12) as pool:
+        connect(behind, proxy, pool, 12)
+        proxy.deafen()
+        started = time.monotonic()
+        results = list(pool.map(lambda _: outcome(Lock(behind, "a"), timeout=0.2), range(12)))
+        assert time.monotonic() - started < 0.2 + 1 + BUSY
+        assert set(results) <= {False, LockBackendError}
+        assert proxy.unheard <= 2, "one, and one for who came when that was over"
+
+
+def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(proxy):
+    with (
+        redis.Redis.from_url(proxy.url, socket_timeout=1, max_connections=1) as behind,
+        ThreadPoolExecutor(12) as pool,
+    ):
+        proxy.deafen()
+        started = time.monotonic()
+        results = list(pool.map(lambda n: outcome(Lock(behind, f"lock {n}"), blocking=False), range(12)))
+        assert time.monotonic() - started < 1 + BUSY
+        assert set(results) == {LockBackendError}
+        assert proxy.unheard == 1
+
+
+def test_a_subscription_that_cannot_be_renewed_does_not_keep_waiters_from_looking(client, proxy):
+    """Even while one of them tries to connect."""
+
+    def take():
+        with Lock(behind, "a", timeout=30):
+            pass
+
+    with redis.Redis.from_url(proxy.url, socket_timeout=3) as behind, ThreadPoolExecutor(4) as pool:
+        connect(behind, proxy, pool, 4)
+        with Lock(client, "a", expire=60):
+            waiting = [pool.submit(take) for _ in range(3)]
+            wait_until(lambda: queued(client, "a") == 3)
+            proxy.deafen()
+            cut_subscriptions(client)
+            wait_until(lambda: proxy.unheard)
+        freed = time.monotonic()
+        wait_until(lambda: any(each.done() for each in waiting))
+        assert time.monotonic() - freed < 1 + BUSY
+        assert proxy.unheard == 1
+
+
+def test_a_task_waits_no_longer_for_others_that_connect_and_are_cancelled(proxy):
+    proxy.deafen()
+    client = redis.asyncio.Redis(port=proxy.port, db=1, socket_timeout=1)  # it has to say which database it wants
+
+    async def main():
+        others = [asyncio.create_task(AsyncLock(client, f"lock {i}").acquire()) for i in range(5)]
+        for number, other in enumerate(others):
+            asyncio.get_running_loop().call_later(0.7 * (number + 1), other.cancel)
+        started = time.monotonic()
+        with pytest.raises(LockBackendError):
+            await AsyncLock(client, "a").acquire(timeout=0.1)
+        assert time.monotonic() - started < 1 + BUSY
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    asyncio.run(main())

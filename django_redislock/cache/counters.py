@@ -7,14 +7,14 @@ from typing import Any
 
 from django.conf import settings
 
-from ..core.tally import Tally
+from ..core.tally import Counters
 
-_tallies: dict[str, Tally] = {}
+_tallies: dict[str, Counters] = {}
 
 
-def tally_of(alias: str) -> Tally:
+def tally_of(alias: str) -> Counters:
     """Return the counters of the alias in this process."""
-    return _tallies.setdefault(alias, Tally())
+    return _tallies.setdefault(alias, Counters())
 
 
 def alias_of(backend: type, location: Any, params: dict[str, Any]) -> str:
@@ -30,7 +30,7 @@ def alias_of(backend: type, location: Any, params: dict[str, Any]) -> str:
 
 def _after_fork() -> None:
     for tally in _tallies.values():
-        tally.__init__()  # type: ignore[misc]  # what the parent did was not done here
+        tally.reset()  # what the parent did was not done here
 
 
 os.register_at_fork(after_in_child=_after_fork)

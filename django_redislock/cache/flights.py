@@ -42,17 +42,26 @@ class Flight:
     def __init__(self, caller: Caller | None = None) -> None:
         self.pid = os.getpid()
         self.loop = None if caller is None else caller.loop
-        self.followers = 0
+        self.thread = threading.get_ident()
+        self.waiting: list[None] = []
         self.outcome = Landing()
         self.landed: Future[Landing] = Future()
 
+    @property
+    def followers(self) -> int:
+        """How many have come to wait for it."""
+        return len(self.waiting)
+
     def blocked_by(self, caller: Caller) -> bool:
-        """Whether the caller is a thread that keeps the flight's own event loop from going on."""
-        return self.loop is not None and caller.loop is None and self.loop is _running_loop()
+        """Whether the caller keeps the flight from going on: a thread that runs its event loop, or a signal handler or a
+        destructor that interrupted its thread."""
+        if caller.loop is not None:
+            return False
+        return self.thread == threading.get_ident() if self.loop is None else self.loop is _running_loop()
 
 
+# Each change is a single operation of a dict, so there is no lock that a signal handler could find taken by its own thread.
 _flights: dict[Hashable, Flight] = {}
-_mutex = threading.Lock()
 
 
 def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) -> Steps[Landing]:
@@ -128,11 +137,10 @@ def _share_many(wants: list[Wanted], default: Callable[[list[Any]], Any], caller
     nested = bool(outer(wants[0].server))
     try:
         if not nested:
-            with _mutex:
-                for want in wants:
-                    flight = Flight(caller)
-                    if _flights.setdefault((want.server, want.key), flight) is flight:
-                        flights[want.key] = flight
+            for want in wants:
+                flight = Flight(caller)
+                if _flights.setdefault((want.server, want.key), flight) is flight:
+                    flights[want.key] = flight
         mine = [want for want in wants if nested or want.key in flights]
         if not mine:
             return {}
@@ -187,9 +195,7 @@ def _share(
     while True:
         flight = Flight(caller)
         try:
-            with _mutex:
-                found = _flights.setdefault(place, flight)
-                found.followers += found is not flight
+            found = _flights.setdefault(place, flight)
             if found is flight:
                 landing = yield from _lead(want, caller, until, last, old)
                 if _shareable(landing):
@@ -204,6 +210,7 @@ def _share(
         if not waited:
             want.tally.count("waited")
         waited, began = True, monotonic()
+        found.waiting.append(None)
         followed = yield Follow(found.landed, until)
         want.tally.count("seconds_waited", monotonic() - began)
         if followed is None:
@@ -214,9 +221,8 @@ def _share(
 
 
 def _close(place: Hashable, flight: Flight, wake: bool = True) -> None:
-    with _mutex:
-        if _flights.get(place) is flight:
-            del _flights[place]
+    if _flights.get(place) is flight:  # a follower that gives up may come in between: then two fly, and Redis decides
+        _flights.pop(place, None)
     if wake and flight.pid == os.getpid():
         flight.landed.set_result(flight.outcome)
 
@@ -249,8 +255,6 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _after_fork() -> None:
-    global _mutex
-    _mutex = threading.Lock()
     _flights.clear()  # led by threads of the parent
 
 

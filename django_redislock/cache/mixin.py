@@ -6,17 +6,17 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
+from django.utils.functional import cached_property
 
 from .. import conf
 from ..core.aioserver import async_server_of
 from ..core.flight import peek
 from ..core.keys import Seconds
 from ..core.server import server_of
-from ..core.tally import Tally
+from ..core.tally import Counters, Tally
 from ..core.wanted import MISSING, Wanted
 from ..exceptions import LockBackendError
 from .background import in_task, in_thread
@@ -181,7 +181,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
 
     def stats(self) -> Tally:
         """Return what became of the calls of this process for this cache alias so far: counts since it started."""
-        return replace(self._tally)
+        return self._tally.read()
 
     def locked_get_or_set(
         self,
@@ -253,7 +253,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         return conf.override(conf.get().cache, self._lock_options, OPTION)
 
     @cached_property
-    def _tally(self) -> Tally:
+    def _tally(self) -> Counters:
         return tally_of(alias_of(type(self), *self._made_with))
 
     def _unpacked(self, made: str, data: bytes | None) -> Any:

@@ -6,7 +6,7 @@ import inspect
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task, signals
@@ -14,6 +14,7 @@ from celery.app.task import Context
 from celery.exceptions import WorkerLostError
 from celery.result import AsyncResult
 from celery.utils import uuid
+from django.utils.functional import cached_property
 
 from .. import conf
 from ..core import LockInfo, events

@@ -6,9 +6,10 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from string import Formatter
 from typing import Any, Literal, TypedDict
+
+from django.utils.functional import cached_property
 
 from .. import conf
 from ..connections import get_client

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import math
 import os
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
@@ -42,8 +41,8 @@ class AsyncServer:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._commands = SharedLine(self._connect)
-        self.room = AsyncWaitingRoom(self._connect)
+        self._commands = SharedLine(self._connect, server.patience)
+        self.room = AsyncWaitingRoom(self._connect, server.patience)
         self._lines: set[Line] = set()
         self._running = 0
         self._loop_watch: AsyncGenerator[None, None] | None = None
@@ -206,7 +205,6 @@ class AsyncUnlocked(AsyncServer):
 
 
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Server, AsyncServer]] = weakref.WeakKeyDictionary()
-_adding = threading.Lock()
 
 
 def async_server_of(server: Server) -> AsyncServer:
@@ -216,20 +214,18 @@ def async_server_of(server: Server) -> AsyncServer:
         return _by_loop[loop][server]
     except KeyError:
         pass
-    with _adding:
-        # Not the keys themselves: without the GIL one may go away, with its loop, while they are gone through.
-        for other in [ref() for ref in _by_loop.keyrefs()]:
-            if other is not None and other.is_closed():
-                del _by_loop[other]
-        kind = AsyncUnlocked if isinstance(server, Unlocked) else AsyncServer
-        return _by_loop.setdefault(loop, {}).setdefault(server, kind(server))
+    # Not the keys themselves: without the GIL one may go away, with its loop, while they are gone through.
+    for other in [ref() for ref in _by_loop.keyrefs()]:
+        if other is not None and other.is_closed():
+            _by_loop.pop(other, None)
+    kind = AsyncUnlocked if isinstance(server, Unlocked) else AsyncServer
+    return _by_loop.setdefault(loop, {}).setdefault(server, kind(server))
 
 
 def _after_fork() -> None:
-    global _by_loop, _adding, _inherited
+    global _by_loop, _inherited
     _inherited = _by_loop  # kept, for their destructors would disturb the parent's connections
     _by_loop = weakref.WeakKeyDictionary()
-    _adding = threading.Lock()
 
 
 _inherited: Any = None

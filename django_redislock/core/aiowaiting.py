@@ -34,10 +34,10 @@ class WaitingTask(Waiter):
 class AsyncWaitingRoom:
     """All tasks of one event loop that wait for locks of one server, as threads do in a `WaitingRoom`."""
 
-    def __init__(self, connect: Callable[..., Any]) -> None:
+    def __init__(self, connect: Callable[..., Any], patience: float) -> None:
         self.channel = new_channel()
         self._connect = connect
-        self._subscription = SharedLine(self._subscribe)
+        self._subscription = SharedLine(self._subscribe, patience)
         self._waiters: Waiters[WaitingTask] = Waiters()
         self._pulse = Pulse()
         self._next_look: asyncio.TimerHandle | None = None

@@ -109,8 +109,11 @@ def _seek(
     inside = [other.encode() for other in outer(want.server)]
     waiter: Any = None
     reply: Any = None
+    asked = b""
 
     def ask(channel: bytes, join: bool = True) -> Call:
+        nonlocal asked
+        asked = channel
         return Call(
             LEASE,
             (*keys[:4], want.key.encode(), waits(want.prefix)),
@@ -154,7 +157,7 @@ def _seek(
         raise
     except BaseException:  # interrupted: the lease or the place in the queue goes back
         with suppress(RedisError):
-            yield give_back(lease, b"" if waiter is None else waiter.channel)
+            yield give_back(lease, asked if waiter is None else waiter.channel)
         raise
     finally:
         if waiter is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from .keys import Seconds
 from .lease import Lease
 from .lock import Lock
 from .owner import new_id
+from .seat import Seat
 from .server import Server
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class Holding:
         """Those that were acquired, and not released yet."""
         self._released = 0
         self._complete = False
-        self._loss: LossRecord | None = None
-        self._losing = threading.Lock()
+        self._lost: Seat[LossRecord] = Seat()
 
     @property
     def foreign(self) -> bool:
@@ -147,9 +146,9 @@ class Holding:
     @property
     def loss(self) -> LossRecord | None:
         """Why and when the whole was lost, or None while it is held; local and free."""
-        if self._loss is None:
+        if self._lost.taken_by is None:
             self.report_loss()
-        return self._loss
+        return self._lost.taken_by
 
     @property
     def alive(self) -> int:
@@ -161,14 +160,13 @@ class Holding:
         # Asking for what is alive may report, so it is not done within; and it comes first: of a part that its holder
         # releases meanwhile, one of the two knows in any case.
         lost = self._complete and self.alive + self._released < self._needed
-        with self._losing:
-            if not lost or self._loss is not None:
-                return
-            reason = f"fewer than {self._needed} of its servers hold it still"
-            self._loss = LossRecord(self.name, self.id, 0, reason, time.time())
-        events.emit(
-            "lost", "Quorum lock %r was lost: %s.", self.name, reason, name=self.name, fence=0, record=self._loss
-        )
+        if not lost:
+            return
+        reason = f"fewer than {self._needed} of its servers hold it still"
+        record = LossRecord(self.name, self.id, 0, reason, time.time())
+        if self._lost.take(record) is not record:
+            return
+        events.emit("lost", "Quorum lock %r was lost: %s.", self.name, reason, name=self.name, fence=0, record=record)
         lock = self._lock()
         if lock is not None:
             lock._tell_of_loss(self)

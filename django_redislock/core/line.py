@@ -7,6 +7,7 @@ waits for it, so that there is no task that reads, nothing to cancel, and no poo
 from __future__ import annotations
 
 import asyncio
+from builtins import TimeoutError as TimeoutError_
 from collections import deque
 from collections.abc import Callable, Coroutine
 from copy import copy
@@ -148,10 +149,11 @@ def _settle(answer: asyncio.Future[Any] | None, reply: Any) -> None:
 
 
 class SharedLine:
-    """A line that is opened by the first who needs it, for all."""
+    """A line that is opened by the first who needs it, for all; nobody waits longer than `patience` seconds for others."""
 
-    def __init__(self, connect: Callable[..., Coroutine[Any, Any, Line]]) -> None:
+    def __init__(self, connect: Callable[..., Coroutine[Any, Any, Line]], patience: float) -> None:
         self._connect = connect
+        self._patience = patience
         self._line: Line | None = None
         self._opening: asyncio.Future[Exception | None] | None = None
 
@@ -162,15 +164,25 @@ class SharedLine:
 
     async def open(self, *given: Any) -> Line:
         """Return the line; raises redis-py's errors when it cannot be had. What is given goes to whatever connects."""
+        give_up: float | None = None
         while (line := self.line) is None:
             opening = self._opening
             if opening is None:
-                await self._open(*given)
+                try:
+                    async with asyncio.timeout_at(give_up):  # who waited for another one has less time left
+                        await self._open(*given)
+                except TimeoutError_ as error:
+                    raise TimeoutError(f"no connection within {self._patience:g} s") from error
                 continue
-            await asyncio.wait([opening])  # not the future itself, which would be cancelled with one of those who wait
-            error = opening.result()
-            if error is not None:
-                raise copy(error)
+            loop = asyncio.get_running_loop()
+            give_up = give_up or loop.time() + self._patience
+            # Not the future itself, which would be cancelled with one of those who wait.
+            await asyncio.wait([opening], timeout=give_up - loop.time())
+            if not opening.done():
+                raise TimeoutError(f"no connection within {self._patience:g} s")
+            failure = opening.result()
+            if failure is not None:
+                raise copy(failure)
         return line
 
     async def _open(self, *given: Any) -> None:

@@ -18,6 +18,10 @@ class Link(Wire):
         """Whether Sentinel tells where the primary is now, when the next connection asks."""
         return hasattr(self.connection, "connection_pool")
 
+    thread = 0
+    """Who uses it."""
+    seated = False
+    """Whether it is kept when it is given back."""
     posted: Call | None = None
     """The script whose reply nobody has begun to read."""
 

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, TimeoutError
+from redis.exceptions import ConnectionError, RedisError
 from redis.retry import Retry
 
 from . import native, scripts
 from .clock import monotonic
 from .link import Link
+from .links import Links
 from .place import place_of
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
@@ -69,22 +70,20 @@ class Server:
         self.timeout = pool.connection_kwargs.get("socket_timeout", DEFAULT_TIMEOUT) or DEFAULT_TIMEOUT
         connect = pool.connection_kwargs.get("socket_connect_timeout") or self.timeout
         self.settings = settings | {"socket_timeout": self.timeout, "socket_connect_timeout": connect, "protocol": 2}
+        self.patience = max(self.timeout, connect)
+        """Seconds for which a thread or task waits for another one that connects for it."""
         self._limit = max(1, min(pool.max_connections, MAX_CONNECTIONS))
         self.reset()
 
     def reset(self) -> None:
         """Forget every connection without touching it: in a forked child they are the parent's."""
-        self._free: list[Link] = []
-        # All, those in use too; a link lost to a signal drops out.
-        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
-        self._returned = threading.Condition(threading.Lock())
-        self._wanted = 0
-        self.room = WaitingRoom(lambda: Wire(self.connection()))
+        self.links = Links(self._limit, self.timeout, partial(_link, self.connection_class, self.settings))
+        self.room = WaitingRoom(lambda: Wire(self.connection()), self.patience)
         self._of_thread = threading.local()
 
     def connection(self) -> Any:
         """Return a new connection, not connected yet."""
-        return self.connection_class(**self.settings, retry=Retry(NoBackoff(), 0))
+        return _connection(self.connection_class, self.settings)
 
     def call(self, call: Call | Calls | Commands, posted: Link | None = None) -> Any:
         """Run a script, or several, or commands, on a connection of its own for the moment.
@@ -92,10 +91,13 @@ class Server:
         `posted`: where the script has been sent already.
         """
         try:
-            link = posted or self._free.pop()
+            link = posted or self.links.take()
         except IndexError:
-            link = self._wait_for_link()
+            link = self.links.wait()
+        link.thread = threading.get_ident()
         try:
+            if not link.open:
+                self._open(link)
             match call:
                 case Call():
                     return link.call(call)
@@ -104,58 +106,41 @@ class Server:
                 case Commands():
                     return link.ask(call)
         except ConnectionError:
-            self._free.clear()  # a server that went away took the idle connections with it
+            self.links.free.clear()  # a server that went away took the idle connections with it
             raise
         finally:
             if link.posted is not None:  # a signal, before the reply was read
                 link.close()
-            self._free.append(link)
-            if self._wanted:
-                with self._returned:
-                    self._returned.notify()
+            self.links.give_back(link)
 
     def _post(self, call: Call) -> Link | None:
         """Send the script where no connection has to be waited for, and return on which: `call` reads the reply there."""
         try:
-            link = self._free.pop()
+            link = self.links.take()
         except IndexError:
             return None
         return link if link.post(call) else None
 
     def renew(self, call: Call, patience: float) -> Any:
         """Run a renewal, and wait for so many seconds for its reply, but never for a connection that others use."""
-        link = self._link_for_renewal()
+        link = self._own_link() if native.greenlets() else self.links.take_extra()
         patience = min(patience, self.timeout)
         link.limit(patience, patience)
         try:
             return link.call(call)
         except ConnectionError:
-            if link in self._links:
-                self._free.clear()
+            self.links.free.clear()
             raise
         finally:
             link.limit(self.timeout, self.settings["socket_connect_timeout"])
-            if len(self._links) > self._limit + 1:  # one more than callers may have is kept
-                self._links.discard(link)
-                link.close()
-            elif link in self._links:
-                self._free.append(link)
-                if self._wanted:
-                    with self._returned:
-                        self._returned.notify()
+            if not native.greenlets():
+                self.links.give_back(link)
 
-    def _link_for_renewal(self) -> Link:
-        if native.greenlets():
-            try:
-                return self._of_thread.link  # type: ignore[no-any-return]
-            except AttributeError:
-                link = self._of_thread.link = Link(self.connection())
-                return link
+    def _own_link(self) -> Link:
         try:
-            return self._free.pop()
-        except IndexError:
-            link = Link(self.connection())
-            self._links.add(link)
+            return self._of_thread.link  # type: ignore[no-any-return]
+        except AttributeError:
+            link = self._of_thread.link = Link(self.connection())
             return link
 
     def leave(self) -> None:
@@ -167,27 +152,17 @@ class Server:
     @property
     def ready(self) -> bool:
         """Whether a renewal finds an open connection; else it has to connect first, and that may take any time."""
-        links = [getattr(self._of_thread, "link", None)] if native.greenlets() else self._free[-1:]
+        links = [getattr(self._of_thread, "link", None)] if native.greenlets() else self.links.free[-1:]
         return any(link is not None and link.open for link in links)
 
-    def _wait_for_link(self) -> Link:
-        give_up = monotonic() + self.timeout
-        with self._returned:
-            self._wanted += 1
-            try:
-                while True:
-                    try:
-                        return self._free.pop()
-                    except IndexError:
-                        pass
-                    if len(self._links) < self._limit:
-                        link = Link(self.connection())
-                        self._links.add(link)
-                        return link
-                    if not self._returned.wait(give_up - monotonic()):
-                        raise TimeoutError(f"no connection was free within {self.timeout:g} s")
-            finally:
-                self._wanted -= 1
+    def _open(self, link: Link) -> None:
+        try:
+            link.connect()
+        except BaseException as error:
+            link.close()
+            if isinstance(error, (RedisError, OSError)):
+                self.links.tell(error)
+            raise
 
     def run(self, steps: Steps[T]) -> T:
         """Do what the steps ask for, and return their result."""
@@ -249,10 +224,12 @@ class Server:
 class Unlocked(Server):
     """A server that grants everything and remembers nothing: what ``ENABLED: False`` runs on."""
 
+    patience = DEFAULT_TIMEOUT
+
     def __init__(self) -> None:
         self.place = None
-        self.room = WaitingRoom(lambda: Wire(self.connection()))
-        self._free = []  # nothing is sent ahead
+        self.room = WaitingRoom(lambda: Wire(self.connection()), self.patience)
+        self.links = Links(0, 0.0, partial(_link, None, {}))  # nothing is sent ahead
 
     ready = True
 
@@ -286,7 +263,6 @@ class Unlocked(Server):
 UNLOCKED = Unlocked()
 _by_pool: weakref.WeakKeyDictionary[Any, Server] = weakref.WeakKeyDictionary()
 _by_settings: dict[Any, Server] = {}
-_opening = threading.Lock()
 
 
 def server_of(client: Redis | AsyncRedis | Server) -> Server:
@@ -306,11 +282,18 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
             f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a single "
             "server, or of a Sentinel's primary (a Redis Cluster is not supported)"
         )
-    with _opening:
-        server = Server(client)
-        kept = _by_settings.setdefault(_identity(server), server)
-        _by_pool[pool] = kept
-        return kept
+    server = Server(client)
+    kept = _by_settings.setdefault(_identity(server), server)
+    _by_pool[pool] = kept
+    return kept
+
+
+def _connection(kind: Any, settings: dict[str, Any]) -> Any:
+    return kind(**settings, retry=Retry(NoBackoff(), 0))
+
+
+def _link(kind: Any, settings: dict[str, Any]) -> Link:
+    return Link(_connection(kind, settings))
 
 
 def _identity(server: Server) -> Any:
@@ -322,8 +305,6 @@ def _identity(server: Server) -> Any:
 
 
 def _after_fork() -> None:
-    global _opening
-    _opening = threading.Lock()
     for server in _by_settings.values():
         server.reset()
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import threading
-from collections.abc import Callable, Iterator
+from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 from weakref import ref
@@ -35,12 +34,14 @@ ANSWER_WITHIN = 1.0
 class Waiter:
     """One thread or task that waits for one lock."""
 
-    __slots__ = ("__weakref__", "channel", "id", "lock", "said", "woken", "word")
+    __slots__ = ("__weakref__", "channel", "id", "lock", "number", "said", "woken", "word")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         self.lock = lock
         self.id = id
         self.channel = channel
+        self.number = 0
+        """Tells it from others with the same id."""
         self.woken = False
         """Whether there is a reason to try for the lock again."""
         self.word: bytes | None = None
@@ -70,91 +71,96 @@ W = TypeVar("W", bound=Waiter)
 
 
 class Waiters(Generic[W]):
-    """Who waits here: by lock, and by owner id, in the order of their coming. Several may wait under one id that was given.
+    """Who waits here, in the order of their coming. Several may wait under one id that was given.
 
-    One whom a signal interrupted on the way in or out is forgotten by himself, hence the references: plain ones, for those of
-    a WeakValueDictionary cost a good part of a wake-up.
+    They are referenced weakly: a waiter whose thread was interrupted before it could leave disappears with its object. Plain
+    references, because a WeakValueDictionary slows every wake-up. Each change is a single operation of a dict, so there is
+    no lock that a signal handler or a destructor could find taken by its own thread.
     """
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._by_lock: dict[bytes, dict[int, ref[W]]] = {}
-        self._by_id: dict[bytes, dict[int, ref[W]]] = {}
+        self._by_id: dict[tuple[bytes, int], ref[W]] = {}
+        """By owner id, and a number that tells those of one id apart."""
+        self._numbers: dict[int, None] = {0: None}
+        """All such numbers that were ever used."""
+        self._first: dict[bytes, ref[W]] = {}
+        """By lock: who looks for all."""
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def none_but(self, waiter: W) -> bool:
         """Whether nobody else waits."""
-        same = self._by_id.get(waiter.id, {})
-        return len(self._by_id) == (len(same) == 1 and id(waiter) in same)
+        return len(self._by_id) == self._has(waiter)
 
     def add(self, waiter: W) -> None:
         """Take in who comes to wait."""
-        with self._mutex:
-            for table, name in ((self._by_lock, waiter.lock), (self._by_id, waiter.id)):
-                table.setdefault(name, {})[id(waiter)] = ref(waiter)
+        me = ref(waiter)
+        for number in count():
+            self._numbers[number] = (
+                None  # first, and the waiter's own, too: the waiter may be called or removed at once
+            )
+            waiter.number = number
+            if self._by_id.setdefault((waiter.id, number), me)() is waiter:
+                break
 
     def remove(self, waiter: W) -> None:
         """Let go who does not wait any more."""
-        with self._mutex:
-            for table, name in ((self._by_lock, waiter.lock), (self._by_id, waiter.id)):
-                same = table.get(name)
-                if same is not None:
-                    same.pop(id(waiter), None)
-                    if not same:
-                        del table[name]
+        if self._has(waiter):
+            self._by_id.pop((waiter.id, waiter.number), None)
+        self.step_back(waiter)
 
-    def find(self, wanted: Callable[[W], bool]) -> W | None:
-        """Return the first that is wanted."""
-        with self._mutex:
-            return next(filter(wanted, self._all()), None)
+    def step_back(self, waiter: W) -> None:
+        """Let another one look for all who wait for the same lock."""
+        first = self._first.get(waiter.lock)
+        if first is not None and first() is waiter:
+            self._first.pop(waiter.lock, None)
+
+    def _has(self, waiter: W) -> bool:
+        found = self._by_id.get((waiter.id, waiter.number))
+        return found is not None and found() is waiter
+
+    def all(self) -> list[W]:
+        """Return everybody."""
+        return [waiter for waiter in [found() for found in list(self._by_id.values())] if waiter is not None]
 
     def hear(self, reply: Any) -> None:
         """Wake whom a message is for; it is an id, and perhaps a word after it."""
         kind, *_, message = reply
         id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
-        for found in list(self._by_id.get(id, {}).values()):
-            waiter = found()
+        for number in list(self._numbers):
+            found = self._by_id.get((id, number))
+            waiter = None if found is None else found()
             if waiter is not None:
                 waiter.wake(word if told else None)
 
     def is_first(self, waiter: W) -> bool:
-        """Whether nobody waits longer for the same lock."""
-        with self._mutex:
-            return self._first(waiter.lock) is waiter
+        """Whether it is this one that looks for all who wait for the same lock."""
+        return self._looking(waiter) is waiter
 
     def wake_first(self) -> None:
-        """Wake the first waiter for each lock, and forget whoever is gone."""
-        with self._mutex:
-            for table in (self._by_lock, self._by_id):
-                for name, same in list(table.items()):
-                    for key in [key for key, found in same.items() if found() is None]:
-                        del same[key]
-                    if not same:
-                        del table[name]
-            for lock in self._by_lock:
-                first = self._first(lock)
-                if first is not None:
-                    first.wake()
+        """Wake one waiter for each lock, the first as a rule, and forget whoever is gone."""
+        for key, found in list(self._by_id.items()):
+            if found() is None:
+                self._by_id.pop(key, None)
+        for lock, found in list(self._first.items()):
+            if found() is None:
+                self._first.pop(lock, None)
+        oldest: dict[bytes, W] = {}
+        for waiter in self.all():
+            oldest.setdefault(waiter.lock, waiter)
+        for waiter in oldest.values():
+            self._looking(waiter).wake()
 
     def wake_all(self, but: W | None = None) -> None:
         """Wake everybody."""
-        with self._mutex:
-            for waiter in self._all():
-                if waiter is not but:
-                    waiter.wake()
+        for waiter in self.all():
+            if waiter is not but:
+                waiter.wake()
 
-    def _first(self, lock: bytes) -> W | None:
-        there = (found() for found in self._by_lock.get(lock, {}).values())
-        return next((waiter for waiter in there if waiter is not None), None)
-
-    def _all(self) -> Iterator[W]:
-        for same in self._by_id.values():
-            for found in same.values():
-                waiter = found()
-                if waiter is not None:
-                    yield waiter
+    def _looking(self, waiter: W) -> W:
+        """Return who looks for the waiter's lock: this one, if nobody did."""
+        return self._first.setdefault(waiter.lock, ref(waiter))() or waiter
 
 
 class Pulse:

@@ -16,7 +16,7 @@ from .keys import MAX_NAME, lock_keys
 from .lease import Lease
 from .owner import new_id
 from .server import Server
-from .tally import Tally
+from .tally import Counters
 
 MISSING: Any = object()
 KIND = "cache:"
@@ -62,7 +62,7 @@ class Wanted:
     """Without Redis compute all the same."""
     should_cache: Callable[[Any], object] | None = None
     """Whether a value is to be stored; one that is not goes to those who wait for it now."""
-    tally: Tally = field(default_factory=Tally)
+    tally: Counters = field(default_factory=Counters)
     id: str = ""
     """Of the lease, when another process took it for this one."""
     asked_as: Any = None

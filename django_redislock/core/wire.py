@@ -70,11 +70,15 @@ class Wire:
         self.connection = connection
         self._unread = bytearray()
 
+    def connect(self) -> None:
+        """Open the connection. Raises redis-py's errors."""
+        self._unread = bytearray()
+        self.connection.connect()
+
     def send(self, request: bytes) -> None:
         """Send, and connect before if need be. Raises ConnectionError and TimeoutError, and what connecting does."""
         if self.connection._sock is None:
-            self._unread = bytearray()
-            self.connection.connect()
+            self.connect()
         try:
             self.connection._sock.sendall(request)
         except OSError as error:

@@ -47,6 +47,9 @@ class Proxy:
         self._flowing.set()
         self._swallowing = False
         self._delay = 0.0
+        self._deaf = False
+        self.unheard = 0
+        """Connections so far that came when it was deaf."""
         self._to_drop = 0
         self._containing = b""
         self.dropped = 0
@@ -76,6 +79,10 @@ class Proxy:
     def delay_replies(self, seconds: float) -> None:
         """Hold back what comes from the server for so long; 0 ends it."""
         self._delay = seconds
+
+    def deafen(self) -> None:
+        """Let connections that come from now on wait for ever; those that are there are not concerned."""
+        self._deaf = True
 
     def black_hole(self) -> None:
         """Swallow everything in both directions and keep the connections open, until heal()."""
@@ -144,6 +151,9 @@ class Proxy:
 
     def _pump(self, link: Link, source: socket.socket, sink: socket.socket) -> None:
         try:
+            if self._deaf and source is link.client:
+                self.unheard += 1
+                self._closed.wait()
             while data := source.recv(65536):
                 self._flowing.wait()
                 if self._swallowing:
