@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
-from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError
+from redis.exceptions import ConnectionError, NoScriptError, RedisError
 
 from .aiowaiting import AsyncWaitingRoom
 from .clock import monotonic
@@ -23,7 +23,7 @@ from .line import Line, SharedLine
 from .server import Server, Unlocked
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import asyncio_twin
-from .wire import pack
+from .wire import NotPrimary, pack
 
 UNDO_WITHIN = 1.0
 """Seconds for which a cancelled task may have to connect once more, to take back what it asked for."""
@@ -112,18 +112,20 @@ class AsyncServer:
                 return await line.ask(call.request, undo)
             except NoScriptError:
                 return await line.ask(call.whole, undo)
-        except ReadOnlyError as error:
-            if not self._server.settings.get("connection_pool"):
-                raise
-            line.close()  # the next connection goes where the primary is now
-            raise ConnectionError("The server is no primary any more.") from error
+        except NotPrimary:
+            self.room.distrust()
+            raise
 
     async def ask(self, commands: Commands) -> list[Any]:
         """Send commands and return their replies."""
         line = await self._commands.open()
-        if len(commands.commands) == 1:
-            return [await line.ask(pack(*commands.commands[0]))]
-        return await asyncio.gather(*[line.ask(pack(*command)) for command in commands.commands])
+        try:
+            if len(commands.commands) == 1:
+                return [await line.ask(pack(*commands.commands[0]))]
+            return await asyncio.gather(*[line.ask(pack(*command)) for command in commands.commands])
+        except NotPrimary:
+            self.room.distrust()
+            raise
 
     async def _send(self, call: Call) -> None:
         """Have a script run without waiting for the reply."""

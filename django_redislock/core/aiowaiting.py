@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError, RedisError, ResponseError
 
 from .clock import monotonic
 from .line import Line, SharedLine
 from .steps import Call
 from .waiters import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
-from .wire import pack
+from .wire import HELLO, check_role, pack
 
 
 class WaitingTask(Waiter):
@@ -41,6 +42,7 @@ class AsyncWaitingRoom:
         self._waiters: Waiters[WaitingTask] = Waiters()
         self._pulse = Pulse()
         self._next_look: asyncio.TimerHandle | None = None
+        self._distrusted = False
 
     @property
     def open(self) -> bool:
@@ -59,6 +61,13 @@ class AsyncWaitingRoom:
         if self._next_look is None:
             self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
         return waiter
+
+    def distrust(self) -> None:
+        """Subscribe anew, and at a primary: a call has found that the server is none any more."""
+        self._distrusted = True
+        line = self._subscription.line
+        if line is not None:
+            line.close()
 
     def leave(self, waiter: WaitingTask) -> None:
         """Leave."""
@@ -116,12 +125,17 @@ class AsyncWaitingRoom:
         line: Line = await self._connect(self._hear)
         self._pulse = Pulse()
         request = pack(b"SUBSCRIBE", self.channel)
+        distrusted, self._distrusted = self._distrusted, False
         try:
+            if distrusted:
+                with suppress(ResponseError):
+                    check_role(await line.ask(HELLO))
             if waiter is None or call is None:
                 await line.ask(request)
             else:
                 waiter.said = await line.ask_together(call.request, request, partial(withdrawal, call))
         except BaseException:
+            self._distrusted = self._distrusted or distrusted
             line.close()
             raise
         line.lost.add_done_callback(lambda _: self._waiters.wake_all())

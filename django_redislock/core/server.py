@@ -29,7 +29,7 @@ from .link import Link
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
 from .waiting import WaitingRoom
-from .wire import Wire
+from .wire import NotPrimary, Wire
 
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 16
@@ -67,6 +67,8 @@ class Server:
     def reset(self) -> None:
         """Forget every connection without touching it: in a forked child they are the parent's."""
         self._free: list[Link] = []
+        self._era = object()
+        """What the connections have in common that were opened since the server was found to be no primary."""
         # All, those in use too; a link lost to a signal drops out.
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
         self._returned = threading.Condition(threading.Lock())
@@ -84,7 +86,7 @@ class Server:
         `posted`: where the script has been sent already.
         """
         try:
-            link = posted or self._free.pop()
+            link = posted or self._take()
         except IndexError:
             link = self._wait_for_link()
         try:
@@ -95,7 +97,10 @@ class Server:
                     return link.call_all(call)
                 case Commands():
                     return link.ask(call)
-        except ConnectionError:
+        except ConnectionError as error:
+            if isinstance(error, NotPrimary):
+                self._era = object()  # those in use now lead to the same server
+                self.room.distrust()
             self._free.clear()  # a server that went away took the idle connections with it
             raise
         finally:
@@ -109,10 +114,18 @@ class Server:
     def _post(self, call: Call) -> Link | None:
         """Send the script where no connection has to be waited for, and return on which: `call` reads the reply there."""
         try:
-            link = self._free.pop()
+            link = self._take()
         except IndexError:
             return None
         return link if link.post(call) else None
+
+    def _take(self) -> Link:
+        """Return a free connection; raises IndexError when there is none."""
+        link = self._free.pop()
+        if link.era is not self._era:
+            link.close()
+            link.era = self._era
+        return link
 
     def renew(self, call: Call, patience: float) -> Any:
         """Run a renewal on the watchdog's own connection, and wait for so many seconds for its reply."""
@@ -126,11 +139,12 @@ class Server:
             try:
                 while True:
                     try:
-                        return self._free.pop()
+                        return self._take()
                     except IndexError:
                         pass
                     if len(self._links) < self._limit:
                         link = Link(self.connection())
+                        link.era = self._era
                         self._links.add(link)
                         return link
                     if not self._returned.wait(give_up - monotonic()):

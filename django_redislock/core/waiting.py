@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError, RedisError, ResponseError, Timeout
 from .clock import monotonic
 from .native import Alarm
 from .waiters import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
-from .wire import Wire, pack
+from .wire import HELLO, Wire, check_role, pack
 
 if TYPE_CHECKING:
     from .steps import Call
@@ -51,6 +51,7 @@ class WaitingRoom:
         self._waiters: Waiters[WaitingThread] = Waiters()
         self._pulse = Pulse()
         self._next_look = 0.0
+        self._distrusted = False
 
     @property
     def open(self) -> bool:
@@ -70,6 +71,10 @@ class WaitingRoom:
                 self._waiters.remove(waiter)
                 raise
         return waiter
+
+    def distrust(self) -> None:
+        """Subscribe anew, and at a primary: a call has found that the server is none any more."""
+        self._distrusted = True
 
     def leave(self, waiter: WaitingThread) -> None:
         """Leave, and see to it that somebody reads on."""
@@ -124,6 +129,10 @@ class WaitingRoom:
         try:
             wire = self._wire or self._subscribe()
             while not waiter.woken and (now := monotonic()) < until:
+                if self._distrusted:
+                    self._close()
+                    wire = self._subscribe()
+                    continue
                 if now >= self._next_look:
                     self._next_look = now + LOOK_EVERY
                     self._waiters.wake_first()
@@ -154,13 +163,19 @@ class WaitingRoom:
             if self._wire is not None:
                 return self._wire
             wire = self._connect()
+            distrusted, self._distrusted = self._distrusted, False
             try:
+                if distrusted:
+                    wire.send(HELLO)
+                    with suppress(ResponseError):
+                        check_role(wire.receive())
                 wire.send((b"" if call is None else call.request) + pack(b"SUBSCRIBE", self.channel))
                 if waiter is not None and call is not None:
                     with suppress(ResponseError):  # the server does not know the script: the waiter will tell it
                         waiter.said = wire.receive()
                 wire.receive()
             except BaseException as error:
+                self._distrusted = self._distrusted or distrusted
                 if call is not None and wire.open and not isinstance(error, ConnectionError):
                     with suppress(RedisError):
                         wire.send(withdrawal(call))
