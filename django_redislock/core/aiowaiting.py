@@ -10,6 +10,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError, RedisError, ResponseError
 
+from . import idle
 from .clock import monotonic
 from .line import Line, SharedLine
 from .steps import Call
@@ -43,6 +44,8 @@ class AsyncWaitingRoom:
         self._pulse = Pulse()
         self._next_look: asyncio.TimerHandle | None = None
         self._distrusted = False
+        self._left = 0.0
+        self._next_closing: asyncio.TimerHandle | None = None
 
     @property
     def open(self) -> bool:
@@ -72,9 +75,28 @@ class AsyncWaitingRoom:
     def leave(self, waiter: WaitingTask) -> None:
         """Leave."""
         self._waiters.remove(waiter)
-        if not self._waiters and self._next_look is not None:
+        if not self._waiters:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Look no more while nobody waits, and close the subscription when nobody has waited for a minute."""
+        if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
+        self._left = monotonic()
+        if self._next_closing is None:
+            self._next_closing = asyncio.get_running_loop().call_later(idle.IDLE, self._close_idle)
+
+    def _close_idle(self) -> None:
+        self._next_closing = None
+        left = self._left + idle.IDLE - monotonic()
+        line = self._subscription.line
+        if self._waiters or line is None:  # the last to leave sees to it
+            return
+        if left > 0:
+            self._next_closing = asyncio.get_running_loop().call_later(left, self._close_idle)
+        else:
+            line.close()
 
     async def wait(self, waiter: WaitingTask, until: float, look: float) -> bytes | None:
         """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told.
@@ -115,6 +137,9 @@ class AsyncWaitingRoom:
             except ConnectionError:
                 line.abort()
         self._waiters.wake_first()
+        if not self._waiters:  # those who were left were interrupted
+            self._rest()
+            return
         self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
 
     def _hear(self, reply: Any) -> None:

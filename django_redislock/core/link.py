@@ -15,6 +15,8 @@ class Link(Wire):
 
     era: object = None
     """Tells `Server` whether it was opened before the server was found to be no primary."""
+    idle_since = 0.0
+    """When it was last used."""
     posted: Call | None = None
     """The script whose reply nobody has begun to read."""
 

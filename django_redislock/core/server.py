@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import Any, TypeVar
+from weakref import ref
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -23,8 +24,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, TimeoutError
 from redis.retry import Retry
 
-from . import scripts
+from . import idle, scripts
 from .clock import monotonic
+from .identity import identity, theirs
 from .link import Link
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
@@ -33,28 +35,25 @@ from .wire import NotPrimary, Wire
 
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 16
-# What a client may have configured that ours decide by themselves.
-OURS = frozenset(
-    {
-        *("retry", "retry_on_error", "retry_on_timeout", "health_check_interval"),
-        *("socket_timeout", "socket_connect_timeout"),
-        *("decode_responses", "encoding", "encoding_errors", "protocol", "legacy_responses"),
-        *("maint_notifications_config", "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler"),
-        *("maintenance_state", "maintenance_notification_hash", "event_dispatcher", "himport_registry"),
-        *("orig_host_address", "orig_socket_timeout", "orig_socket_connect_timeout"),
-        *("driver_info", "lib_name", "lib_version"),  # Django's own backend makes another one for every thread
-    }
-)
 
 T = TypeVar("T")
 
 
 class Server:
-    """One Redis server as this process sees it; shared by all clients with the same settings."""
+    """One Redis server as this process sees it; shared by all clients with the same settings.
+
+    It is kept by those clients and by the locks and acquisitions made with them. Nothing that it has may lead back to it, so
+    that its connections close at once when all of those are gone.
+    """
+
+    watched = False
+    """Whether its unused connections will be closed."""
 
     def __init__(self, client: Redis | AsyncRedis) -> None:
+        self.views: dict[Any, Any] = {}
+        """How each event loop sees it."""
         pool = client.connection_pool
-        settings = {key: value for key, value in pool.connection_kwargs.items() if key not in OURS}
+        settings = theirs(pool.connection_kwargs)
         self.connection_class: Any = pool.connection_class
         if isinstance(client, AsyncRedis):
             self.connection_class, settings = thread_twin(self.connection_class, settings)
@@ -66,6 +65,8 @@ class Server:
 
     def reset(self) -> None:
         """Forget every connection without touching it: in a forked child they are the parent's."""
+        self.views = {}
+        self.watched = False
         self._free: list[Link] = []
         self._era = object()
         """What the connections have in common that were opened since the server was found to be no primary."""
@@ -73,12 +74,17 @@ class Server:
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
         self._returned = threading.Condition(threading.Lock())
         self._wanted = 0
-        self.room = WaitingRoom(lambda: Wire(self.connection()))
-        self._renewals = Link(self.connection())
+        connection = partial(_connection, self.connection_class, self.settings)
+        self.room = WaitingRoom(lambda: Wire(connection()))
+        self._renewals = Link(connection())
+
+    def __del__(self) -> None:
+        for view in list(self.views.values()):
+            view.end_soon()
 
     def connection(self) -> Any:
         """Return a new connection, not connected yet."""
-        return self.connection_class(**self.settings, retry=Retry(NoBackoff(), 0))
+        return _connection(self.connection_class, self.settings)
 
     def call(self, call: Call | Calls | Commands, posted: Link | None = None) -> Any:
         """Run a script, or several, or commands, on a connection of its own for the moment.
@@ -106,10 +112,7 @@ class Server:
         finally:
             if link.posted is not None:  # a signal, before the reply was read
                 link.close()
-            self._free.append(link)
-            if self._wanted:
-                with self._returned:
-                    self._returned.notify()
+            self._give_back(link)
 
     def _post(self, call: Call) -> Link | None:
         """Send the script where no connection has to be waited for, and return on which: `call` reads the reply there."""
@@ -126,6 +129,41 @@ class Server:
             link.close()
             link.era = self._era
         return link
+
+    def _give_back(self, link: Link) -> None:
+        link.idle_since = monotonic()
+        self._free.append(link)
+        self._tell_of_free()
+        if len(self._free) > 1 and not self.watched:
+            idle.housekeeper.watch(self)
+
+    def _tell_of_free(self) -> None:
+        if self._wanted:
+            with self._returned:
+                self._returned.notify()
+
+    def close_idle(self, before: float, keep: int = 1) -> float:
+        """Close the connections that nobody has used since then, all but so many, and the subscription.
+
+        Return since when nobody has used the next to be closed, inf when there is none.
+        """
+        since = self.room.close_idle(before)
+        while len(self._free) > keep:
+            try:
+                link = self._free.pop(0)  # the last to be taken
+            except IndexError:
+                break
+            used = link.idle_since > before
+            if used:
+                self._free.insert(0, link)
+                since = min(since, link.idle_since)
+            else:
+                link.close()
+            del link  # before somebody is told that there is room for another one
+            self._tell_of_free()
+            if used:
+                break
+        return since
 
     def renew(self, call: Call, patience: float) -> Any:
         """Run a renewal on the watchdog's own connection, and wait for so many seconds for its reply."""
@@ -190,6 +228,8 @@ class Server:
             case Call() | Calls() | Commands():
                 return self.call(effect)
             case Join(lock, id, along):
+                if not self.watched:
+                    idle.housekeeper.watch(self)
                 return self.room.join(lock, id, along)
             case Await(waiter, until, look):
                 return self.room.wait(waiter, until, look)
@@ -213,6 +253,7 @@ class Unlocked(Server):
     """A server that grants everything and remembers nothing: what ``ENABLED: False`` runs on."""
 
     def __init__(self) -> None:
+        self.views = {}
         self.room = WaitingRoom(lambda: Wire(self.connection()))
         self._free = []  # nothing is sent ahead
 
@@ -240,8 +281,7 @@ class Unlocked(Server):
 
 UNLOCKED = Unlocked()
 _by_pool: weakref.WeakKeyDictionary[Any, Server] = weakref.WeakKeyDictionary()
-_by_settings: dict[Any, Server] = {}
-_opening = threading.Lock()
+_by_settings: dict[Any, ref[Server]] = {}
 
 
 def server_of(client: Redis | AsyncRedis | Server) -> Server:
@@ -261,26 +301,48 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
             f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a single "
             "server, or of a Sentinel's primary (a Redis Cluster is not supported)"
         )
-    with _opening:
-        server = Server(client)
-        kept = _by_settings.setdefault(_identity(server), server)
-        _by_pool[pool] = kept
-        return kept
+    server = _by_pool[pool] = _shared(Server(client))
+    return server
 
 
-def _identity(server: Server) -> Any:
-    def plain(value: Any) -> Any:
-        return value if isinstance(value, (str, bytes, int, float, bool, type(None))) else id(value)
+def _shared(server: Server) -> Server:
+    """Return the server with the same settings that there is, or this one. Without a lock, for a destructor may come in."""
+    key = server.connection_class, server._limit, identity(server.settings)
 
-    settings = tuple(sorted((key, plain(value)) for key, value in server.settings.items()))
-    return server.connection_class, server._limit, settings
+    def forget(gone: ref[Server]) -> None:
+        if _by_settings.get(key) is gone:
+            _by_settings.pop(key, None)
+
+    mine = ref(server, forget)
+    while True:
+        found = _by_settings.setdefault(key, mine)
+        kept = found()
+        if kept is not None:
+            return kept
+        forget(found)
+
+
+def close_unused() -> None:
+    """Close all connections that nobody uses now; who needs one opens another."""
+    for found in list(_by_settings.values()):
+        server = found()
+        if server is not None:
+            server.close_idle(math.inf, keep=0)
+
+
+def _connection(kind: Any, settings: dict[str, Any]) -> Any:
+    return kind(**settings, retry=Retry(NoBackoff(), 0))
 
 
 def _after_fork() -> None:
-    global _opening
-    _opening = threading.Lock()
-    for server in _by_settings.values():
-        server.reset()
+    for found in list(_by_settings.values()):
+        server = found()
+        if server is not None:
+            _inherited.append(server.views)  # kept, because destructors would disturb the parent's connections
+            server.reset()
+
+
+_inherited: list[Any] = []
 
 
 os.register_at_fork(after_in_child=_after_fork)

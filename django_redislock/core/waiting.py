@@ -5,6 +5,7 @@ There is no thread for this: one of the waiters reads the connection for all, an
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,6 +53,8 @@ class WaitingRoom:
         self._pulse = Pulse()
         self._next_look = 0.0
         self._distrusted = False
+        self._left = 0.0
+        """When somebody left for the last time."""
 
     @property
     def open(self) -> bool:
@@ -76,8 +79,20 @@ class WaitingRoom:
         """Subscribe anew, and at a primary: a call has found that the server is none any more."""
         self._distrusted = True
 
+    def close_idle(self, before: float) -> float:
+        """Close the subscription if nobody has waited since then; return when somebody did, or inf when there is none."""
+        if self._wire is None:
+            return math.inf
+        if self._waiters.find(lambda _: True) is not None:
+            return monotonic()
+        if self._left > before:
+            return self._left
+        self._close()  # who comes at this moment subscribes anew, because reading fails
+        return math.inf
+
     def leave(self, waiter: WaitingThread) -> None:
         """Leave, and see to it that somebody reads on."""
+        self._left = monotonic()
         self._waiters.remove(waiter)
         self._stop_reading(waiter)
         self._pass_on(waiter)
