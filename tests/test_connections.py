@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -291,3 +294,54 @@ def test_without_a_further_thread_calls_go_on_and_the_next_one_tries_again(own_s
         assert connections(watcher) == 3
         server.call(PING)
         wait_until(lambda: connections(watcher) == 1)
+
+
+GREENLETS = """
+{patch}
+import sys, threading, time
+import redis
+from django_redislock.core import Lock, idle
+
+idle.IDLE = 0.3
+client = redis.Redis.from_url(sys.argv[1])
+watcher = redis.Redis.from_url(sys.argv[1], client_name="watcher")
+
+def connections():
+    return sum(entry["name"] != "watcher" for entry in watcher.client_list())
+
+def work(number):
+    with Lock(client, str(number % 5), auto_renewal=False):
+        time.sleep(0.01)
+
+for _ in range(2):
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(connections() > 2)
+    end = time.monotonic() + 30
+    while connections() > 1 and time.monotonic() < end:
+        time.sleep(0.05)
+    print(connections())
+"""
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "from gevent import monkey; monkey.patch_all()",
+        "import warnings; warnings.simplefilter('ignore')\nimport eventlet; eventlet.monkey_patch()",
+    ],
+    ids=["gevent", "eventlet"],
+)
+def test_connections_of_greenlets_close_too(own_server, patch):
+    run = subprocess.run(
+        [sys.executable, "-c", GREENLETS.format(patch=patch), own_server.url],
+        env=os.environ | {"PYTHONDEVMODE": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (run.stdout, run.stderr) == ("True\n1\n" * 2, "")

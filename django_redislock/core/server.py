@@ -133,14 +133,14 @@ class Server:
     def _give_back(self, link: Link) -> None:
         link.idle_since = monotonic()
         self._free.append(link)
-        self._tell_of_free()
+        if self._wanted:
+            self._tell_of_free()
         if len(self._free) > 1 and not self.watched:
             idle.housekeeper.watch(self)
 
     def _tell_of_free(self) -> None:
-        if self._wanted:
-            with self._returned:
-                self._returned.notify()
+        with self._returned:
+            self._returned.notify()
 
     def close_idle(self, before: float, keep: int = 1) -> float:
         """Close the connections that nobody has used since then, all but so many, and the subscription.
@@ -254,6 +254,7 @@ class Unlocked(Server):
 
     def __init__(self) -> None:
         self.views = {}
+        self.connection_class, self.settings, self.timeout = None, {}, DEFAULT_TIMEOUT
         self.room = WaitingRoom(lambda: Wire(self.connection()))
         self._free = []  # nothing is sent ahead
 
