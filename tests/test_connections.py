@@ -19,6 +19,7 @@ from redis.sentinel import Sentinel
 from django_redislock import lock
 from django_redislock.core import AsyncLock, Lock, idle
 from django_redislock.core.aioserver import async_server_of
+from django_redislock.core.clock import monotonic
 from django_redislock.core.server import server_of
 from django_redislock.core.steps import Commands
 from tests.support import in_a_fork, lived, queued, wait_until
@@ -222,6 +223,21 @@ def test_a_connection_that_is_used_stays(own_server, short_minute):
         assert in_use.connection._sock is used
         assert {entry["id"] for entry in watcher.client_list()} <= ids
         wait_until(lambda: connections(watcher) == 1)
+
+
+def test_what_was_used_within_the_minute_stays(own_server):
+    with own_server.client() as watcher, own_server.client() as client:
+        server = server_of(client)
+        links = [server._wait_for_link() for _ in range(3)]
+        for link in links:
+            link.ask(PING)
+        server._give_back(links[0])
+        before = monotonic()
+        server._give_back(links[1])
+        server._give_back(links[2])
+        assert server.close_idle(before) == links[1].idle_since
+        wait_until(lambda: connections(watcher) == 2)
+        assert not links[0].open
 
 
 def test_the_subscription_closes_when_nobody_has_waited_for_a_minute(own_server, short_minute):
