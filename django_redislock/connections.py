@@ -10,10 +10,13 @@ from django.conf import settings as django_settings
 from django.core.cache import caches
 from django.core.cache.backends.base import InvalidCacheBackendError
 from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.dispatch import receiver
 from django.utils.module_loading import import_string
 from redis import Redis
 
 from . import conf
+from .core.server import close_unused
 
 
 def get_client(using: str | None = None, settings: conf.Settings | None = None) -> Redis:
@@ -78,3 +81,10 @@ def _client_of_url(url: str) -> Redis:
         return Redis.from_url(url)
     except ValueError as error:
         raise ImproperlyConfigured(f"{conf.NAME}['URL'] is not a Redis URL: {error}") from error
+
+
+@receiver(setting_changed)
+def _leave(setting: str = "", **kwargs: Any) -> None:
+    """Leave no connection to what a test has overridden: Django and django-redis keep their clients of it."""
+    if setting in ("CACHES", conf.NAME):
+        close_unused()

@@ -508,7 +508,7 @@ def test_a_server_that_is_down_is_a_typed_error_and_nothing_hangs(own_server):
     ("fault", "cause"),
     [
         (("config", "set", "maxmemory", "1"), "OutOfMemory"),
-        (("replicaof", "127.0.0.1", "1"), "ReadOnly"),
+        (("replicaof", "127.0.0.1", "1"), "READONLY"),
         (("acl", "setuser", "default", "-evalsha", "-eval"), "permissions"),
         (("acl", "setuser", "default", "resetkeys", "~other:*"), "permissions"),
     ],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import os
-import weakref
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,15 +12,15 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
-from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError
+from redis.exceptions import ConnectionError, NoScriptError, RedisError
 
 from .aiowaiting import AsyncWaitingRoom
 from .clock import monotonic
 from .line import Line, SharedLine
-from .server import Server, Unlocked
+from .server import UNLOCKED, Server
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import asyncio_twin
-from .wire import pack
+from .wire import NotPrimary, pack
 
 UNDO_WITHIN = 1.0
 """Seconds for which a cancelled task may have to connect once more, to take back what it asked for."""
@@ -40,13 +38,14 @@ class AsyncServer:
     """
 
     def __init__(self, server: Server) -> None:
-        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._kind, self._settings, self._patience = server.connection_class, server.settings, server.timeout
         self._commands = SharedLine(self._connect, server.patience)
         self.room = AsyncWaitingRoom(self._connect, server.patience)
         self._lines: set[Line] = set()
         self._running = 0
         self._loop_watch: AsyncGenerator[None, None] | None = None
-        self._loop_ends = False
+        self._ends = False
 
     async def run(self, steps: Steps[T], owner: asyncio.Task[Any] | None = None) -> T:
         """Do what the steps ask for, and return their result; the steps take `owner` for the task that they are done for.
@@ -74,7 +73,7 @@ class AsyncServer:
         finally:
             del proceed, result  # as in `Server`: an error that leads here must not lead back to itself
             self._running -= 1
-            if self._loop_ends and not self._running:
+            if self._ends and not self._running:
                 self._close()
 
     async def _do(self, effect: Effect, cancelled: bool) -> Any:
@@ -111,18 +110,20 @@ class AsyncServer:
                 return await line.ask(call.request, undo)
             except NoScriptError:
                 return await line.ask(call.whole, undo)
-        except ReadOnlyError as error:
-            if not self._server.settings.get("connection_pool"):
-                raise
-            line.close()  # the next connection goes where the primary is now
-            raise ConnectionError("The server is no primary any more.") from error
+        except NotPrimary:
+            self.room.distrust()
+            raise
 
     async def ask(self, commands: Commands) -> list[Any]:
         """Send commands and return their replies."""
         line = await self._commands.open()
-        if len(commands.commands) == 1:
-            return [await line.ask(pack(*commands.commands[0]))]
-        return await asyncio.gather(*[line.ask(pack(*command)) for command in commands.commands])
+        try:
+            if len(commands.commands) == 1:
+                return [await line.ask(pack(*commands.commands[0]))]
+            return await asyncio.gather(*[line.ask(pack(*command)) for command in commands.commands])
+        except NotPrimary:
+            self.room.distrust()
+            raise
 
     async def _send(self, call: Call) -> None:
         """Have a script run without waiting for the reply."""
@@ -132,10 +133,10 @@ class AsyncServer:
             line.tell(call.whole)
 
     async def _connect(self, hear: Callable[[Any], None] | None = None) -> Line:
-        if self._loop_watch is None and not self._loop_ends:
+        if self._loop_watch is None and not self._ends:
             self._loop_watch = self._until_the_loop_ends()
             await anext(self._loop_watch)
-        connection = asyncio_twin(self._server.connection_class, self._server.settings)
+        connection = asyncio_twin(self._kind, self._settings)
         try:
             await connection.connect()
         except BaseException:
@@ -144,7 +145,7 @@ class AsyncServer:
         if connection._reader.at_eof():  # which nobody would notice later
             connection._close()
             raise ConnectionError("Connection closed by server.")
-        line = Line(connection, self._server.timeout, hear)
+        line = Line(connection, self._patience, hear)
         self._lines.add(line)
         line.lost.add_done_callback(lambda _: self._lines.discard(line))
         return line
@@ -153,7 +154,7 @@ class AsyncServer:
         try:
             yield
         finally:
-            self._loop_ends = True
+            self._ends = True
             self._loop_watch = None
             if not self._running:  # else, or when another generator releases its lock later, the last one closes them
                 self._close()
@@ -163,8 +164,18 @@ class AsyncServer:
                 for line in self._lines:
                     line.abort()
 
+    def end_soon(self) -> None:
+        """Close the connections when nobody needs them any more. It may be called from any thread, and by a destructor."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self._ends = True
+        if not self._running:
+            self._close()
+
     def _close(self) -> None:
-        for line in self._lines:
+        for line in list(self._lines):
             line.close()
 
 
@@ -201,32 +212,18 @@ class AsyncUnlocked(AsyncServer):
 
     async def call(self, call: Call) -> Any:
         """Grant it."""
-        return self._server.call(call)
-
-
-_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Server, AsyncServer]] = weakref.WeakKeyDictionary()
+        return UNLOCKED.call(call)
 
 
 def async_server_of(server: Server) -> AsyncServer:
     """Return the server as the running event loop sees it."""
     loop = asyncio.get_running_loop()
     try:
-        return _by_loop[loop][server]
+        return server.views[loop]  # type: ignore[no-any-return]
     except KeyError:
         pass
-    # Not the keys themselves: without the GIL one may go away, with its loop, while they are gone through.
-    for other in [ref() for ref in _by_loop.keyrefs()]:
-        if other is not None and other.is_closed():
-            _by_loop.pop(other, None)
-    kind = AsyncUnlocked if isinstance(server, Unlocked) else AsyncServer
-    return _by_loop.setdefault(loop, {}).setdefault(server, kind(server))
-
-
-def _after_fork() -> None:
-    global _by_loop, _inherited
-    _inherited = _by_loop  # kept, for their destructors would disturb the parent's connections
-    _by_loop = weakref.WeakKeyDictionary()
-
-
-_inherited: Any = None
-os.register_at_fork(after_in_child=_after_fork)
+    for other in list(server.views):
+        if other.is_closed():
+            server.views.pop(other, None)
+    kind = AsyncUnlocked if server is UNLOCKED else AsyncServer
+    return server.views.setdefault(loop, kind(server))  # type: ignore[no-any-return]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError, RedisError, ResponseError
 
+from . import idle
 from .clock import monotonic
 from .line import Line, SharedLine
 from .steps import Call
 from .waiters import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
-from .wire import pack
+from .wire import HELLO, check_role, pack
 
 
 class WaitingTask(Waiter):
@@ -41,6 +43,9 @@ class AsyncWaitingRoom:
         self._waiters: Waiters[WaitingTask] = Waiters()
         self._pulse = Pulse()
         self._next_look: asyncio.TimerHandle | None = None
+        self._distrusted = False
+        self._left = 0.0
+        self._next_closing: asyncio.TimerHandle | None = None
 
     @property
     def open(self) -> bool:
@@ -60,12 +65,38 @@ class AsyncWaitingRoom:
             self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
         return waiter
 
+    def distrust(self) -> None:
+        """Subscribe anew, and at a primary: a call has found that the server is none any more."""
+        self._distrusted = True
+        line = self._subscription.line
+        if line is not None:
+            line.close()
+
     def leave(self, waiter: WaitingTask) -> None:
         """Leave."""
         self._waiters.remove(waiter)
-        if not self._waiters and self._next_look is not None:
+        if not self._waiters:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Look no more while nobody waits, and close the subscription when nobody has waited for a minute."""
+        if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
+        self._left = monotonic()
+        if self._next_closing is None:
+            self._next_closing = asyncio.get_running_loop().call_later(idle.IDLE, self._close_idle)
+
+    def _close_idle(self) -> None:
+        self._next_closing = None
+        left = self._left + idle.IDLE - monotonic()
+        line = self._subscription.line
+        if self._waiters or line is None:  # the last to leave sees to it
+            return
+        if left > 0:
+            self._next_closing = asyncio.get_running_loop().call_later(left, self._close_idle)
+        else:
+            line.close()
 
     async def wait(self, waiter: WaitingTask, until: float, look: float) -> bytes | None:
         """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told.
@@ -106,6 +137,9 @@ class AsyncWaitingRoom:
             except ConnectionError:
                 line.abort()
         self._waiters.wake_first()
+        if not self._waiters:  # those who were left were interrupted
+            self._rest()
+            return
         self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
 
     def _hear(self, reply: Any) -> None:
@@ -116,12 +150,17 @@ class AsyncWaitingRoom:
         line: Line = await self._connect(self._hear)
         self._pulse = Pulse()
         request = pack(b"SUBSCRIBE", self.channel)
+        distrusted, self._distrusted = self._distrusted, False
         try:
+            if distrusted:
+                with suppress(ResponseError):
+                    check_role(await line.ask(HELLO))
             if waiter is None or call is None:
                 await line.ask(request)
             else:
                 waiter.said = await line.ask_together(call.request, request, partial(withdrawal, call))
         except BaseException:
+            self._distrusted = self._distrusted or distrusted
             line.close()
             raise
         line.lost.add_done_callback(lambda _: self._waiters.wake_all())

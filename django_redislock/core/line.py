@@ -15,7 +15,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
 
-from .wire import Incomplete, parse
+from .wire import Incomplete, NotPrimary, parse
 
 GRACE = 0.02
 """Seconds for a loop that was blocked to read what came meanwhile, before it calls the server silent."""
@@ -34,13 +34,13 @@ class Line(asyncio.Protocol):
         self._hear = hear
         self._asked: deque[asyncio.Future[Any] | None] = deque()
         self._unread = bytearray()
-        self._silent = False
+        self._given_up = False
         self._transport.set_protocol(self)
 
     @property
     def usable(self) -> bool:
         """Whether there is a point in asking."""
-        return not self._silent and not self._transport.is_closing()
+        return not self._given_up and not self._transport.is_closing()
 
     @property
     def idle(self) -> bool:
@@ -61,7 +61,7 @@ class Line(asyncio.Protocol):
         timer = loop.call_later(self._patience, loop.call_later, GRACE, self._give_up, answer)
         try:
             return await answer
-        except (ResponseError, GeneratorExit):
+        except (ResponseError, ConnectionError, GeneratorExit):  # refused, or nothing can be sent any more
             raise
         except BaseException:
             if undo is not None:
@@ -69,8 +69,7 @@ class Line(asyncio.Protocol):
             raise
         finally:
             timer.cancel()
-            if self._silent and self.idle:
-                self.close()
+            self._close_when_idle()
 
     async def ask_together(self, first: bytes, second: bytes, undo: Callable[[], bytes]) -> Any:
         """Send two requests in the same breath and return the answer to the first; None when that one is refused."""
@@ -104,10 +103,14 @@ class Line(asyncio.Protocol):
         self._transport.abort()
         self._connection._close()
 
+    def _close_when_idle(self) -> None:
+        if self._given_up and self.idle:
+            self.close()
+
     def _give_up(self, answer: asyncio.Future[Any]) -> None:
         """Let this one go with an error; the others may still get an answer, but nobody asks here any more."""
         if not answer.done():
-            self._silent = True
+            self._given_up = True
             answer.set_exception(TimeoutError(f"no answer within {self._patience:g} s"))
 
     # What the loop calls
@@ -119,15 +122,18 @@ class Line(asyncio.Protocol):
         try:
             while at < len(self._unread):
                 reply, at = parse(self._unread, at)
+                if isinstance(reply, NotPrimary):  # the others still get their answers
+                    self._given_up = True
                 if self._asked:
                     _settle(self._asked.popleft(), reply)
-                elif self._hear is not None:
+                elif self._hear is not None and not isinstance(reply, RedisError):
                     self._hear(reply)
         except Incomplete:
             pass
         except (InvalidResponse, ValueError):
             self.abort()
         del self._unread[:at]
+        self._close_when_idle()
 
     def connection_lost(self, error: Exception | None) -> None:
         """Tell everybody."""

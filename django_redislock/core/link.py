@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from redis.exceptions import ConnectionError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError
 
 from .steps import Call, Calls, Commands
 from .wire import Wire, pack
@@ -13,15 +13,14 @@ from .wire import Wire, pack
 class Link(Wire):
     """One connection on which scripts are called."""
 
-    @property
-    def _by_sentinel(self) -> bool:
-        """Whether Sentinel tells where the primary is now, when the next connection asks."""
-        return hasattr(self.connection, "connection_pool")
-
     thread = 0
     """Who uses it."""
     seated = False
     """Whether it is kept when it is given back."""
+    era: object = None
+    """Tells whether it was opened before the server was found to be no primary."""
+    idle_since = 0.0
+    """When it was last used."""
     posted: Call | None = None
     """The script whose reply nobody has begun to read."""
 
@@ -39,11 +38,6 @@ class Link(Wire):
             except NoScriptError:
                 self.send(call.whole)
                 return self.receive()
-        except ReadOnlyError as error:
-            if not self._by_sentinel:
-                raise
-            self.close()
-            raise ConnectionError("The server is no primary any more.") from error
         except ResponseError:
             raise
         except ConnectionError:  # the call will be repeated, and an undo that arrives later would undo that
@@ -72,8 +66,6 @@ class Link(Wire):
             self.send(b"".join([call.request for call in calls.calls]))
             replies = [self._reply() for _ in calls.calls]
             unknown = [number for number, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-            if any(isinstance(reply, ReadOnlyError) for reply in replies) and self._by_sentinel:
-                raise ConnectionError("The server is no primary any more.")
             if unknown:
                 self.send(b"".join([calls.calls[number].whole for number in unknown]))
                 for number in unknown:

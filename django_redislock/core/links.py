@@ -5,6 +5,7 @@ There is no lock, so that a signal handler or a destructor may come in at any po
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from copy import copy
@@ -31,29 +32,61 @@ class Links:
         self._make = make
         self._seats: list[Seat[ref[Link]]] = [Seat() for _ in range(limit)]
         """One for each connection; one that is lost to a signal leaves its seat."""
+        self._era = object()
+        """What the connections have in common that were made since the last one was given up."""
         self._extra: Seat[ref[Link]] = Seat()
         self._seekers: list[_Seeker] = []
 
     def take(self) -> Link:
         """Return a free connection; raises IndexError when there is none."""
-        return self.free.pop()
+        link = self.free.pop()
+        if link.era is not self._era:
+            link.close()
+            link.era = self._era
+        return link
 
     def take_extra(self) -> Link:
         """Return a connection without waiting: one more than callers may have, if there is none."""
         try:
             return self.take()
         except IndexError:
-            return self._seated(self._extra) or self._make()
+            return self._seated(self._extra) or self._made()
 
     def give_back(self, link: Link) -> None:
         """Let the next one have the connection; one that is too many is closed."""
         link.thread = 0
+        link.idle_since = monotonic()
         if link.seated:
             self.free.append(link)
         else:
             link.close()
         if self._seekers:
             self.tell()
+
+    def distrust(self) -> None:
+        """Close the connections before they are used again, also those in use now: they lead to the same server."""
+        self._era = object()
+
+    def close_idle(self, before: float, keep: int) -> float:
+        """Close those that nobody has used since then, all but so many.
+
+        Return since when nobody has used the next to be closed, inf when there is none.
+        """
+        while len(self.free) > keep:
+            try:
+                link = self.free.pop(0)  # the last to be taken
+            except IndexError:
+                break
+            since = link.idle_since
+            if since > before:
+                self.free.insert(0, link)
+            else:
+                link.close()
+            del link  # before somebody is told that there is room for another one
+            self.tell()
+            if since > before:
+                return since
+        return math.inf
 
     def wait(self) -> Link:
         """Return a connection, as soon as there is one.
@@ -119,10 +152,15 @@ class Links:
         """Return a further connection that has the seat, unless another one has it."""
         if seat.taken_by is not None:
             return None
-        link = self._make()
+        link = self._made()
         taken = ref(link, seat.leave)
         link.seated = seat.take(taken) is taken
         return link if link.seated else None
+
+    def _made(self) -> Link:
+        link = self._make()
+        link.era = self._era
+        return link
 
 
 class _Seeker:

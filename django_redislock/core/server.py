@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -23,47 +24,45 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError
 from redis.retry import Retry
 
-from . import native, scripts
+from . import idle, native, scripts
 from .clock import monotonic
+from .identity import identity, theirs
 from .link import Link
 from .links import Links
 from .place import place_of
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
 from .twins import thread_twin
 from .waiting import WaitingRoom
-from .wire import Wire
+from .wire import NotPrimary, Wire
 
 if TYPE_CHECKING:
     from .watchdog import ServerWatchdog
 
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 16
-# What a client may have configured that ours decide by themselves.
-OURS = frozenset(
-    {
-        *("retry", "retry_on_error", "retry_on_timeout", "health_check_interval"),
-        *("socket_timeout", "socket_connect_timeout"),
-        *("decode_responses", "encoding", "encoding_errors", "protocol", "legacy_responses"),
-        *("maint_notifications_config", "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler"),
-        *("maintenance_state", "maintenance_notification_hash", "event_dispatcher", "himport_registry"),
-        *("orig_host_address", "orig_socket_timeout", "orig_socket_connect_timeout"),
-        *("driver_info", "lib_name", "lib_version"),  # Django's own backend makes another one for every thread
-    }
-)
 
 T = TypeVar("T")
 
 
 class Server:
-    """One Redis server as this process sees it; shared by all clients with the same settings."""
+    """One Redis server as this process sees it; shared by all clients with the same settings.
+
+    It is kept by those clients and by the locks and acquisitions made with them. Nothing that it has may lead back to it, so
+    that its connections close at once when all of those are gone.
+    """
+
+    watched = False
+    """Whether its unused connections will be closed."""
 
     watchdog: ServerWatchdog
     """Of the locks held there; there is none before the first."""
 
     def __init__(self, client: Redis | AsyncRedis) -> None:
+        self.views: dict[Any, Any] = {}
+        """How each event loop sees it."""
         pool = client.connection_pool
         self.place = place_of(pool)
-        settings = {key: value for key, value in pool.connection_kwargs.items() if key not in OURS}
+        settings = theirs(pool.connection_kwargs)
         self.connection_class: Any = pool.connection_class
         if isinstance(client, AsyncRedis):
             self.connection_class, settings = thread_twin(self.connection_class, settings)
@@ -77,9 +76,16 @@ class Server:
 
     def reset(self) -> None:
         """Forget every connection without touching it: in a forked child they are the parent's."""
-        self.links = Links(self._limit, self.timeout, partial(_link, self.connection_class, self.settings))
-        self.room = WaitingRoom(lambda: Wire(self.connection()), self.patience)
+        self.views = {}
+        self.watched = False
+        connection = partial(_connection, self.connection_class, self.settings)
+        self.links = Links(self._limit, self.timeout, lambda: Link(connection()))
+        self.room = WaitingRoom(lambda: Wire(connection()), self.patience)
         self._of_thread = threading.local()
+
+    def __del__(self) -> None:
+        for view in list(self.views.values()):
+            view.end_soon()
 
     def connection(self) -> Any:
         """Return a new connection, not connected yet."""
@@ -105,13 +111,13 @@ class Server:
                     return link.call_all(call)
                 case Commands():
                     return link.ask(call)
-        except ConnectionError:
-            self.links.free.clear()  # a server that went away took the idle connections with it
+        except ConnectionError as error:
+            self._failed(error)
             raise
         finally:
             if link.posted is not None:  # a signal, before the reply was read
                 link.close()
-            self.links.give_back(link)
+            self._give_back(link)
 
     def _post(self, call: Call) -> Link | None:
         """Send the script where no connection has to be waited for, and return on which: `call` reads the reply there."""
@@ -121,6 +127,24 @@ class Server:
             return None
         return link if link.post(call) else None
 
+    def _failed(self, error: ConnectionError) -> None:
+        self.links.free.clear()  # a server that went away took the idle connections with it
+        if isinstance(error, NotPrimary):
+            self.links.distrust()
+            self.room.distrust()
+
+    def _give_back(self, link: Link) -> None:
+        self.links.give_back(link)
+        if not self.watched and len(self.links.free) > 1:
+            idle.housekeeper.watch(self)
+
+    def close_idle(self, before: float, keep: int = 1) -> float:
+        """Close the connections that nobody has used since then, all but so many, and the subscription.
+
+        Return since when nobody has used the next to be closed, inf when there is none.
+        """
+        return min(self.room.close_idle(before), self.links.close_idle(before, keep))
+
     def renew(self, call: Call, patience: float) -> Any:
         """Run a renewal, and wait for so many seconds for its reply, but never for a connection that others use."""
         link = self._own_link() if native.greenlets() else self.links.take_extra()
@@ -128,13 +152,13 @@ class Server:
         link.limit(patience, patience)
         try:
             return link.call(call)
-        except ConnectionError:
-            self.links.free.clear()
+        except ConnectionError as error:
+            self._failed(error)
             raise
         finally:
             link.limit(self.timeout, self.settings["socket_connect_timeout"])
             if not native.greenlets():
-                self.links.give_back(link)
+                self._give_back(link)
 
     def _own_link(self) -> Link:
         try:
@@ -202,6 +226,8 @@ class Server:
             case Call() | Calls() | Commands():
                 return self.call(effect)
             case Join(lock, id, along):
+                if not self.watched:
+                    idle.housekeeper.watch(self)
                 return self.room.join(lock, id, along)
             case Await(waiter, until, look):
                 return self.room.wait(waiter, until, look)
@@ -227,14 +253,9 @@ class Unlocked(Server):
     patience = DEFAULT_TIMEOUT
 
     def __init__(self) -> None:
-        self.place = None
+        self.views = {}
+        self.connection_class, self.settings, self.timeout, self.place = None, {}, DEFAULT_TIMEOUT, None
         self.room = WaitingRoom(lambda: Wire(self.connection()), self.patience)
-        self.links = Links(0, 0.0, partial(_link, None, {}))  # nothing is sent ahead
-
-    ready = True
-
-    def leave(self) -> None:
-        """Close nothing."""
 
     def renew(self, call: Call, patience: float) -> Any:
         """Grant it."""
@@ -262,7 +283,7 @@ class Unlocked(Server):
 
 UNLOCKED = Unlocked()
 _by_pool: weakref.WeakKeyDictionary[Any, Server] = weakref.WeakKeyDictionary()
-_by_settings: dict[Any, Server] = {}
+_by_settings: dict[Any, ref[Server]] = {}
 
 
 def server_of(client: Redis | AsyncRedis | Server) -> Server:
@@ -282,31 +303,48 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
             f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a single "
             "server, or of a Sentinel's primary (a Redis Cluster is not supported)"
         )
-    server = Server(client)
-    kept = _by_settings.setdefault(_identity(server), server)
-    _by_pool[pool] = kept
-    return kept
+    server = _by_pool[pool] = _shared(Server(client))
+    return server
+
+
+def _shared(server: Server) -> Server:
+    """Return the server with the same settings that there is, or this one. Without a lock, for a destructor may come in."""
+    key = server.connection_class, server._limit, identity(server.settings)
+
+    def forget(gone: ref[Server]) -> None:
+        if _by_settings.get(key) is gone:
+            _by_settings.pop(key, None)
+
+    mine = ref(server, forget)
+    while True:
+        found = _by_settings.setdefault(key, mine)
+        kept = found()
+        if kept is not None:
+            return kept
+        forget(found)
+
+
+def close_unused() -> None:
+    """Close all connections that nobody uses now; who needs one opens another."""
+    for found in list(_by_settings.values()):
+        server = found()
+        if server is not None:
+            server.close_idle(math.inf, keep=0)
 
 
 def _connection(kind: Any, settings: dict[str, Any]) -> Any:
     return kind(**settings, retry=Retry(NoBackoff(), 0))
 
 
-def _link(kind: Any, settings: dict[str, Any]) -> Link:
-    return Link(_connection(kind, settings))
-
-
-def _identity(server: Server) -> Any:
-    def plain(value: Any) -> Any:
-        return value if isinstance(value, (str, bytes, int, float, bool, type(None))) else id(value)
-
-    settings = tuple(sorted((key, plain(value)) for key, value in server.settings.items()))
-    return server.connection_class, server._limit, settings
-
-
 def _after_fork() -> None:
-    for server in _by_settings.values():
-        server.reset()
+    for found in list(_by_settings.values()):
+        server = found()
+        if server is not None:
+            _inherited.append(server.views)  # kept, because destructors would disturb the parent's connections
+            server.reset()
+
+
+_inherited: list[Any] = []
 
 
 os.register_at_fork(after_in_child=_after_fork)

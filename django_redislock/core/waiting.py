@@ -8,6 +8,7 @@ handler has returned, so the handler does not wait for it: it connects, or conne
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +22,7 @@ from .clock import monotonic
 from .native import Alarm
 from .seat import Seat
 from .waiters import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
-from .wire import Wire, pack
+from .wire import HELLO, Wire, check_role, pack
 
 if TYPE_CHECKING:
     from .steps import Call
@@ -96,6 +97,9 @@ class WaitingRoom:
         self._next_look = 0.0
         self._next_attempt = 0.0
         """When a lost subscription is renewed at the earliest."""
+        self._distrusted = False
+        self._left = 0.0
+        """When somebody left for the last time."""
 
     @property
     def open(self) -> bool:
@@ -116,8 +120,30 @@ class WaitingRoom:
                 raise
         return waiter
 
+    def distrust(self) -> None:
+        """Subscribe anew, and at a primary: a call has found that the server is none any more."""
+        self._distrusted = True
+
+    def close_idle(self, before: float) -> float:
+        """Close the subscription if nobody has waited since then; return when somebody did, or inf when there is none."""
+        subscription = self._subscription.taken_by
+        if subscription is None:
+            return math.inf
+        if any(True for _ in self._waiters.all()):
+            return monotonic()
+        if self._left > before:
+            return self._left
+        closer = WaitingThread(b"", b"", self.channel)
+        if subscription.reader.take(closer) is not closer:
+            return monotonic()
+        self._subscription.leave(subscription)
+        subscription.wire.close()
+        self._waiters.wake_all()  # who came at this moment subscribes anew
+        return math.inf
+
     def leave(self, waiter: WaitingThread) -> None:
         """Leave, and see to it that somebody reads on."""
+        self._left = monotonic()
         self._waiters.remove(waiter)
         self._stop_reading(waiter)
         self._pass_on(waiter)
@@ -171,6 +197,9 @@ class WaitingRoom:
         wire, pulse = subscription.wire, subscription.pulse
         try:
             while not waiter.woken and (now := monotonic()) < until and self._subscription.taken_by is subscription:
+                if self._distrusted:
+                    self._subscription.leave(subscription)
+                    break
                 if now >= self._next_look:
                     self._next_look = now + LOOK_EVERY
                     self._waiters.wake_first()
@@ -254,13 +283,19 @@ class WaitingRoom:
 
     def _subscribed(self, waiter: WaitingThread, call: Call | None) -> Wire:
         wire = self._connect()
+        distrusted, self._distrusted = self._distrusted, False
         try:
+            if distrusted:
+                wire.send(HELLO)
+                with suppress(ResponseError):
+                    check_role(wire.receive())
             wire.send((b"" if call is None else call.request) + pack(b"SUBSCRIBE", self.channel))
             if call is not None:
                 with suppress(ResponseError):  # the server does not know the script: the waiter will tell it
                     waiter.said = wire.receive()
             wire.receive()
         except BaseException as error:
+            self._distrusted = self._distrusted or distrusted
             if call is not None and wire.open and not isinstance(error, ConnectionError):
                 with suppress(RedisError):
                     wire.send(withdrawal(call))

@@ -6,6 +6,7 @@ more than a lock needs, and costs a good part of a wake-up.
 
 from __future__ import annotations
 
+import re
 from builtins import TimeoutError as TimeoutError_
 from typing import Any
 
@@ -14,6 +15,12 @@ from redis.exceptions import ConnectionError, InvalidResponse, RedisError, Timeo
 
 BULK, INTEGER, ARRAY, STATUS, ERROR = b"$:*+-"
 """What a reply begins with."""
+# From a script, Redis 6.2 puts its own words before the error.
+_NOT_PRIMARY = re.compile("(?:ERR Error running script .*: -)?(?:READONLY|MASTERDOWN|NOREPLICAS|LOADING) ", re.DOTALL)
+
+
+class NotPrimary(ConnectionError):
+    """The server is no primary that can write now: the next connection may lead to another server."""
 
 
 class Incomplete(Exception):
@@ -59,8 +66,23 @@ def parse(data: bytearray, at: int) -> tuple[Any, int]:
     if kind == STATUS:
         return bytes(line), at
     if kind == ERROR:
-        return BaseParser.parse_error(line.decode(errors="replace")), at  # type: ignore[no-untyped-call]
+        return _error(line.decode(errors="replace")), at
     raise InvalidResponse(f"Protocol error: {bytes(data[:100])!r}")
+
+
+def _error(line: str) -> RedisError:
+    if _NOT_PRIMARY.match(line):
+        return NotPrimary(line)
+    return BaseParser.parse_error(line)  # type: ignore[no-untyped-call,no-any-return]
+
+
+HELLO = pack(b"HELLO")
+
+
+def check_role(hello: Any) -> None:
+    """Raise NotPrimary when the reply to HELLO is that of a replica; an error in its place proves nothing."""
+    if isinstance(hello, list) and hello[hello.index(b"role") + 1] != b"master":
+        raise NotPrimary("The address leads to a replica.")
 
 
 class Wire:

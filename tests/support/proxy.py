@@ -100,9 +100,13 @@ class Proxy:
 
     def lead_to(self, target_url: str) -> None:
         """Lead all connections to another server from now on, as a failover does."""
+        self.lead_new_to(target_url)
+        self.cut()
+
+    def lead_new_to(self, target_url: str) -> None:
+        """Lead new connections to another server; the open ones stay where they are, as when an address moves."""
         target = urlsplit(target_url)
         self._target = (target.hostname, target.port)
-        self.cut()
 
     def cut(self) -> None:
         """Close every connection; new ones are welcome."""
