@@ -182,7 +182,7 @@ def burst(client):
         for _ in range(5):
             server.call(PING)
 
-    links = [server._wait_for_link() for _ in range(8)]
+    links = [server.links.wait() for _ in range(8)]
     for link in links:
         link.ask(PING)
     for link in links:
@@ -214,7 +214,7 @@ def test_a_connection_that_is_used_stays(own_server, short_minute):
     with own_server.client() as watcher, own_server.client() as client:
         server = server_of(client)
         burst(client)
-        in_use = server._take()
+        in_use = server.links.take()
         ids = {entry["id"] for entry in watcher.client_list()}
         wait_until(lambda: connections(watcher) == 2)
         used = in_use.connection._sock
@@ -228,7 +228,7 @@ def test_a_connection_that_is_used_stays(own_server, short_minute):
 def test_what_was_used_within_the_minute_stays(own_server):
     with own_server.client() as watcher, own_server.client() as client:
         server = server_of(client)
-        links = [server._wait_for_link() for _ in range(3)]
+        links = [server.links.wait() for _ in range(3)]
         for link in links:
             link.ask(PING)
         server._give_back(links[0])
@@ -303,7 +303,7 @@ def test_without_a_further_thread_calls_go_on_and_the_next_one_tries_again(own_s
         server = server_of(client)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            links = [server._wait_for_link() for _ in range(3)]
+            links = [server.links.wait() for _ in range(3)]
             for link in links:
                 link.ask(PING)
                 server._give_back(link)

@@ -13,8 +13,6 @@ from .wire import Wire, pack
 class Link(Wire):
     """One connection on which scripts are called."""
 
-    thread = 0
-    """Who uses it."""
     seated = False
     """Whether it is kept when it is given back."""
     era: object = None

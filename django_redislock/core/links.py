@@ -28,6 +28,8 @@ class Links:
     def __init__(self, limit: int, timeout: float, make: Callable[[], Link]) -> None:
         self.free: list[Link] = []
         """The last one is taken next, so that the first ones are not used for long."""
+        self.users: set[int] = set()
+        """The threads that have a connection, or are about to."""
         self._timeout = timeout
         self._make = make
         self._seats: list[Seat[ref[Link]]] = [Seat() for _ in range(limit)]
@@ -54,7 +56,6 @@ class Links:
 
     def give_back(self, link: Link) -> None:
         """Let the next one have the connection; one that is too many is closed."""
-        link.thread = 0
         link.idle_since = monotonic()
         if link.seated:
             self.free.append(link)
@@ -88,10 +89,10 @@ class Links:
                 return since
         return math.inf
 
-    def wait(self) -> Link:
+    def wait(self, nested: bool = False) -> Link:
         """Return a connection, as soon as there is one.
 
-        Raises TimeoutError when none becomes free in time, and what another thread got that tried to connect meanwhile.
+        `nested`: the caller interrupted its own thread, and must not wait for what that one uses. Raises TimeoutError when none becomes free in time, and what another thread got that tried to connect meanwhile.
         """
         seeker = _Seeker()
         give_up = monotonic() + self._timeout
@@ -104,6 +105,12 @@ class Links:
                     pass
                 link = self._further()
                 if link is not None:
+                    return link
+                if nested:
+                    link = self._made()
+                    link.seated = (
+                        True  # all others may have to wait until the caller has returned, and it for one of them
+                    )
                     return link
                 left = give_up - monotonic()
                 if left <= 0:
@@ -136,16 +143,10 @@ class Links:
             self._seekers.insert(0 if first else len(self._seekers), seeker)
 
     def _further(self) -> Link | None:
-        mine = threading.get_ident()
         for seat in self._seats:
-            other = seat.taken_by
-            link = None if other is None else other()
-            if other is None:
-                link = self._seated(seat)
-                if link is not None:
-                    return link
-            elif link is not None and link.thread == mine:  # a handler does not wait for what its own thread uses
-                return self.take_extra()
+            link = self._seated(seat)
+            if link is not None:
+                return link
         return None
 
     def _seated(self, seat: Seat[ref[Link]]) -> Link | None:

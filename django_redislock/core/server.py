@@ -96,12 +96,16 @@ class Server:
 
         `posted`: where the script has been sent already.
         """
+        links, me = self.links, threading.get_ident()
+        nested = me in links.users  # a signal handler, or a destructor, in the middle of a call
+        link = posted
         try:
-            link = posted or self.links.take()
-        except IndexError:
-            link = self.links.wait()
-        link.thread = threading.get_ident()
-        try:
+            links.users.add(me)  # first, so that whoever comes in knows
+            if link is None:
+                try:
+                    link = links.take()
+                except IndexError:
+                    link = links.wait(nested)
             if not link.open:
                 self._open(link)
             match call:
@@ -115,9 +119,12 @@ class Server:
             self._failed(error)
             raise
         finally:
-            if link.posted is not None:  # a signal, before the reply was read
-                link.close()
-            self._give_back(link)
+            if link is not None:
+                if link.posted is not None:  # a signal, before the reply was read
+                    link.close()
+                self._give_back(link)
+            if not nested:
+                links.users.discard(me)
 
     def _post(self, call: Call) -> Link | None:
         """Send the script where no connection has to be waited for, and return on which: `call` reads the reply there."""
