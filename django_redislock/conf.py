@@ -18,7 +18,7 @@ from django.core.signals import setting_changed
 from django.dispatch import receiver
 from redis.connection import parse_url
 
-from .core import keys
+from .core import keys, steps
 
 NAME = "DJANGO_REDISLOCK"
 
@@ -108,6 +108,7 @@ class Settings:
     auto_renewal: Flag = True
     max_hold: Life | None = None
     timeout: Wait | None = None
+    retry_for: Wait | None = None
     enabled: Flag = True
     cache: CacheSettings = field(default_factory=CacheSettings)
     celery: CelerySettings = field(default_factory=CelerySettings)
@@ -127,23 +128,33 @@ def get() -> Settings:
     Raises ImproperlyConfigured with the first problem found.
     """
     global _last_read
+    if _last_read is not None:
+        try:  # most of the time: what `LazySettings` and the settings that it wraps keep, without asking them
+            raw = _looked_up.get(NAME) or vars(_looked_up["_wrapped"]).get(NAME)
+        except (KeyError, TypeError):  # not configured any more
+            raw = None
+        if _last_read[0] is raw:
+            return _last_read[1]
     raw = getattr(django_settings, NAME, None)
     if _last_read is None or _last_read[0] is not raw:
         typed, problems = read(raw)
         if problems:
             raise ImproperlyConfigured(f"{problems[0].message} {problems[0].hint}")
         _last_read = (raw, typed)
+        steps.retry_for = typed.retry_for
     return _last_read[1]
 
 
 _last_read: tuple[object, Settings] | None = None
+_looked_up: dict[str, Any] = vars(django_settings)
+"""Django keeps here what was looked up, and forgets it with each change; a setting that is missing is not kept."""
 
 
 @receiver(setting_changed)
 def _forget(setting: str = "", **kwargs: Any) -> None:
-    """Have those who keep something made from the settings make it anew: the caches that they name are others now."""
+    """Have those who keep something made from the settings make it anew: with other CACHES it would be another, too."""
     global _last_read
-    if setting == "CACHES":
+    if setting in (NAME, "CACHES"):
         _last_read = None
 
 

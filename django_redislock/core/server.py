@@ -23,7 +23,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, TimeoutError
 from redis.retry import Retry
 
-from . import scripts
+from . import scripts, steps
 from .clock import monotonic
 from .link import Link
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
@@ -33,6 +33,8 @@ from .wire import Wire
 
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 16
+RETRY_FOR_BY_SENTINEL = 40.0
+"""Longer than Sentinel takes for a failover: it waits 30 s by default until it calls the primary down."""
 # What a client may have configured that ours decide by themselves.
 OURS = frozenset(
     {
@@ -73,6 +75,12 @@ class Server:
         self._wanted = 0
         self.room = WaitingRoom(lambda: Wire(self.connection()))
         self._renewals = Link(self.connection())
+
+    @property
+    def retry_for(self) -> float:
+        """Seconds for which it is tried again when it cannot be reached and the caller's own deadline is not nearer."""
+        by_kind = RETRY_FOR_BY_SENTINEL if "connection_pool" in self.settings else steps.RETRY_FOR
+        return by_kind if steps.retry_for is None else steps.retry_for
 
     def connection(self) -> Any:
         """Return a new connection, not connected yet."""
@@ -201,6 +209,7 @@ class Unlocked(Server):
     def __init__(self) -> None:
         self.room = WaitingRoom(lambda: Wire(self.connection()))
         self._free = []  # nothing is sent ahead
+        self.settings = {}
 
     def renew(self, call: Call, patience: float) -> Any:
         """Grant it."""
