@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
 from . import events, owner, protocol
@@ -78,6 +78,18 @@ class BaseLock(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
+
+    def _copy(self, **changes: Any) -> Self:
+        """Return a lock with the options of this one, but for these attributes, and with no acquisition; nothing is checked."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _leases={}, _coming={}, _entrants=[], **changes)
+        return other
+
+    def _like(self, name: str, timeout: float | None) -> Self:
+        """Return a lock of another name, which ``with`` acquires within this checked timeout."""
+        other = self._copy()
+        other.name, other._keys, other._with_timeout = check_name(name), lock_keys(self._prefix, name), timeout
+        return other
 
     @abstractmethod
     def _me(self) -> Any:

@@ -75,11 +75,6 @@ class ExecutionLock(Lock):
         """Return a lock as this one, with a name of its own, and what else is given; nothing of that is checked again."""
         return self._copy(name=name, _keys=lock_keys(self._prefix, name), label=label, _given_id=id, **changes)
 
-    def _copy(self, **changes: Any) -> Self:
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, _leases={}, _coming={}, _entrants=[], **changes)
-        return other
-
     def begin(self) -> Callable[[], bool]:
         """Ask for the lock once. The function returned waits for the answer, and is to be called: was it acquired?"""
         return self._server.begin(self._acquire(0.0, False))

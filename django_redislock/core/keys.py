@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from datetime import timedelta
+from functools import lru_cache
 from typing import NamedTuple
 
 BUCKETS = 64
@@ -32,13 +33,23 @@ class LockKeys(NamedTuple):
 def lock_keys(prefix: str, name: str) -> LockKeys:
     """Return the keys of the lock `name`."""
     raw = name.encode()
-    tag = b"{%s:%d}" % (prefix.encode(), zlib.crc32(raw) % BUCKETS)
-    return LockKeys(tag + b":lock:" + raw, tag + b":held", tag + b":fence", tag + b":queue:" + raw, tag + b":released:")
+    lock, held, fence, queue, receipt = _buckets(prefix)[zlib.crc32(raw) % BUCKETS]
+    return LockKeys(lock + raw, held, fence, queue + raw, receipt)
+
+
+@lru_cache(maxsize=16)
+def _buckets(prefix: str) -> list[LockKeys]:
+    """Return for each bucket what the keys of its locks begin with."""
+    tags = [b"{%s:%d}" % (prefix.encode(), bucket) for bucket in range(BUCKETS)]
+    return [
+        LockKeys(tag + b":lock:", tag + b":held", tag + b":fence", tag + b":queue:", tag + b":released:")
+        for tag in tags
+    ]
 
 
 def held_keys(prefix: str) -> list[bytes]:
     """Return the keys of all indexes of held locks."""
-    return [b"{%s:%d}:held" % (prefix.encode(), bucket) for bucket in range(BUCKETS)]
+    return [bucket.held for bucket in _buckets(prefix)]
 
 
 def check_name(name: object, argument: str = "name") -> str:
