@@ -11,7 +11,7 @@ from common import server, table
 ROUNDS, CALLS = 60, 400
 
 
-def configure(url: str) -> None:
+def configure(url: str, default: str = "django-redis") -> None:
     from django.conf import settings
 
     backends = {
@@ -22,7 +22,7 @@ def configure(url: str) -> None:
         "django-redislock on Django's": "django_redislock.cache.DjangoRedisCache",
     }
     caches = {name: {"BACKEND": backend, "LOCATION": url} for name, backend in backends.items()}
-    settings.configure(CACHES=caches | {"default": caches["django-redis"]}, INSTALLED_APPS=[])
+    settings.configure(CACHES=caches | {"default": caches[default]}, INSTALLED_APPS=[])
 
     import django
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from .exceptions import (
-    AcquireTimeout,
-    AlreadyAcquired,
-    LockBackendError,
-    LockError,
-    LockLost,
-    LossRecord,
-    NotAcquired,
-    StaleFence,
-    TaskAlreadyRunning,
-)
-from .facade import alock, lock, locked, locked_atomic
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .connections import get_client
+    from .decorator import locked
+    from .exceptions import (
+        AcquireTimeout,
+        AlreadyAcquired,
+        LockBackendError,
+        LockError,
+        LockLost,
+        LossRecord,
+        NotAcquired,
+        StaleFence,
+        TaskAlreadyRunning,
+    )
+    from .facade import alock, held_locks, lock, locked_atomic, reset_all, rlock
 
 __version__ = "0.1.0"
 
@@ -28,7 +34,27 @@ __all__ = [
     "StaleFence",
     "TaskAlreadyRunning",
     "alock",
+    "get_client",
+    "held_locks",
     "lock",
     "locked",
     "locked_atomic",
+    "reset_all",
+    "rlock",
 ]
+
+_MODULES = {"get_client": "connections", "locked": "decorator"} | dict.fromkeys(
+    ("alock", "held_locks", "lock", "locked_atomic", "reset_all", "rlock"), "facade"
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, from the module that is imported with its first use: the core does without Django."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_MODULES.get(name, 'exceptions')}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -18,7 +18,7 @@ from django.core.signals import setting_changed
 from django.dispatch import receiver
 from redis.connection import parse_url
 
-from .core import keys
+from .core import keys, steps
 
 NAME = "DJANGO_REDISLOCK"
 
@@ -42,10 +42,18 @@ def _url(value: object) -> str:
     return url
 
 
-def _wait(value: object) -> object:
-    if value is None:
+def _wait(value: object) -> float:
+    seconds = keys.check_timeout(value)
+    if seconds is None:
         raise TypeError
-    return keys.check_timeout(value)
+    return seconds
+
+
+def _retry(value: object) -> float:
+    seconds = _wait(value)
+    if seconds > 60:
+        raise ValueError  # the server remembers for two minutes what was released, so that a repeated release gets its answer
+    return seconds
 
 
 def _one_of(*choices: str) -> Kind:
@@ -60,6 +68,7 @@ Url = Annotated[str, Kind("a URL that begins with redis://, rediss:// or unix://
 Prefix = Annotated[str, Kind("a non-empty string without braces", keys.check_prefix)]
 Life = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a timedelta", keys.check_expire)]
 Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _wait)]
+Retry = Annotated[float, Kind("a number of seconds from 0 to 60 or a timedelta", _retry)]
 OnWaitTimeout = Annotated[str, _one_of("compute", "raise", "stale")]
 Share = Annotated[float, Kind("a number from 0 to 1", keys.check_share)]
 SCOPES = ("run", "queued", "queued+run", "job")
@@ -108,6 +117,7 @@ class Settings:
     auto_renewal: Flag = True
     max_hold: Life | None = None
     timeout: Wait | None = None
+    retry_for: Retry | None = None
     enabled: Flag = True
     cache: CacheSettings = field(default_factory=CacheSettings)
     celery: CelerySettings = field(default_factory=CelerySettings)
@@ -127,23 +137,33 @@ def get() -> Settings:
     Raises ImproperlyConfigured with the first problem found.
     """
     global _last_read
+    if _last_read is not None:
+        try:  # most of the time: what `LazySettings` and the settings that it wraps keep, without asking them
+            raw = _looked_up.get(NAME) or vars(_looked_up["_wrapped"]).get(NAME)
+        except (KeyError, TypeError):  # not configured any more
+            raw = None
+        if _last_read[0] is raw:
+            return _last_read[1]
     raw = getattr(django_settings, NAME, None)
     if _last_read is None or _last_read[0] is not raw:
         typed, problems = read(raw)
         if problems:
             raise ImproperlyConfigured(f"{problems[0].message} {problems[0].hint}")
         _last_read = (raw, typed)
+        steps.retry_for = typed.retry_for
     return _last_read[1]
 
 
 _last_read: tuple[object, Settings] | None = None
+_looked_up: dict[str, Any] = vars(django_settings)
+"""Django keeps here what was looked up, and forgets it with each change; a setting that is missing is not kept."""
 
 
 @receiver(setting_changed)
 def _forget(setting: str = "", **kwargs: Any) -> None:
-    """Have those who keep something made from the settings make it anew: the caches that they name are others now."""
+    """Have those who keep something made from the settings make it anew: with other CACHES it would be another, too."""
     global _last_read
-    if setting == "CACHES":
+    if setting in (NAME, "CACHES"):
         _last_read = None
 
 

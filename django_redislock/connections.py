@@ -18,13 +18,33 @@ from redis import Redis
 from . import conf
 from .core.server import close_unused
 
+_found: tuple[conf.Settings | None, dict[str | None, Redis]] = (None, {})
+"""The clients that were looked up under the settings in force; their names are None where the settings choose."""
 
-def get_client(using: str | None = None, settings: conf.Settings | None = None) -> Redis:
-    """Return the client of the cache alias `using`, or of the one that the settings name; None stands for those in force.
 
-    Opens no connection. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
+def get_client(using: str | None = None) -> Redis:
+    """Return the client on which the locks of the settings are, or that of the cache alias `using`.
+
+    It is for the functions of ``django_redislock.core``, which take the ``KEY_PREFIX`` of the settings as their `prefix`. Opens no
+    connection. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
     """
-    settings = settings or conf.get()
+    return client_of(conf.get(), using)
+
+
+def client_of(settings: conf.Settings, using: str | None = None) -> Redis:
+    """Return the client as `get_client` does under these settings; it is looked up once for each settings object."""
+    global _found
+    of, clients = _found
+    if of is not settings:
+        _found = of, clients = settings, {}
+    try:
+        return clients[using]
+    except KeyError:
+        clients[using] = _look_up(settings, using)
+        return clients[using]
+
+
+def _look_up(settings: conf.Settings, using: str | None) -> Redis:
     if settings.url is not None and using in (None, URL):
         return _client_of_url(settings.url)
     alias = using or settings.cache_alias

@@ -1,28 +1,40 @@
-"""`lock()`, `alock()` and `@locked`: the lock with the client and the defaults of the settings."""
+"""`lock()`, `alock()`, `held_locks()` and `reset_all()`: the lock with the client and the defaults of the settings."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, ParamSpec, TypeVar
+from contextlib import contextmanager
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
 from . import conf, signals  # noqa: F401  (signals: so that they are sent)
-from .connections import get_client
-from .core.aio import AsyncLock
+from .connections import client_of
+from .core import listing
+from .core.aio import AsyncLock, AsyncRLock
 from .core.base import BaseLock
-from .core.keys import MAX_SECONDS, Seconds, check_name
-from .core.lock import Lock
+from .core.granted import GrantedAsyncLock, GrantedAsyncRLock, GrantedLock, GrantedRLock
+from .core.keys import Seconds, wait_of
+from .core.lock import Lock, RLock
+from .core.owner import LockInfo
 from .core.server import UNLOCKED
-from .exceptions import AcquireTimeout
-from .transactions import UntilCommitLock, WatchedLock, in_atomic
+from .transactions import UntilCommitLock, WatchedLock, WatchedRLock, in_atomic
 
-P = ParamSpec("P")
-R = TypeVar("R")
 L = TypeVar("L", bound=BaseLock)
+
+
+class LockOptions(TypedDict, total=False):
+    """What every lock of the settings takes by name; see `lock`."""
+
+    expire: Seconds | None
+    auto_renewal: bool | None
+    max_hold: Seconds | None
+    id: str | None
+    timeout: Seconds | None
+    label: str | None
+    on_lost: Callable[[Any], object] | None
+    using: str | None
+    kind: str
 
 
 def lock(
@@ -39,6 +51,7 @@ def lock(
     using: str | None = None,
     kind: str = "lock",
     until_commit: bool | None = None,
+    reentrant: bool = False,
 ) -> Lock:
     """Return the lock `name` on the Redis that the settings name, or on that of the cache alias `using`.
 
@@ -53,26 +66,32 @@ def lock(
 
     With None such a release happens at once and is logged as a mistake, once for each place in the code; with False, for
     locks that guard nothing in the database, it is not logged.
+
+    `reentrant`: the thread that holds it may acquire it again, through any re-entrant lock of that name; see `RLock`. With
+    ``until_commit=True`` it may in any case.
     """
-    if until_commit is not None and not isinstance(until_commit, bool):
-        raise TypeError(f"until_commit must be True, False or None, not {until_commit!r}")
-    kind_of_lock = WatchedLock if until_commit is None else UntilCommitLock if until_commit else Lock
-    if not conf.get().enabled:
-        kind_of_lock = Lock
+    settings = conf.get()
+    kind_of_lock: type[Lock]
+    if until_commit is not None or reentrant is not False:
+        check_flags(until_commit, reentrant)
+    if until_commit is None:
+        kind_of_lock = WatchedRLock if reentrant else WatchedLock
+    elif until_commit:
+        kind_of_lock = UntilCommitLock
+    else:
+        kind_of_lock = RLock if reentrant else Lock
+    if not settings.enabled:
+        kind_of_lock = GrantedRLock if issubclass(kind_of_lock, RLock) else GrantedLock
     return _made(
-        kind_of_lock,
-        name,
-        using,
-        expire=expire,
-        auto_renewal=auto_renewal,
-        max_hold=max_hold,
-        id=id,
-        blocking=blocking,
-        timeout=timeout,
-        label=label,
-        on_lost=on_lost,
-        kind=kind,
+        kind_of_lock, settings, name, using, expire, auto_renewal, max_hold, id, blocking, timeout, label, on_lost, kind
     )
+
+
+def rlock(
+    name: str, *, blocking: bool = True, until_commit: bool | None = None, **options: Unpack[LockOptions]
+) -> Lock:
+    """Return the lock `name` as `lock` does, which the thread that holds it may acquire again: ``lock(name, reentrant=True)``."""
+    return lock(name, blocking=blocking, until_commit=until_commit, reentrant=True, **options)
 
 
 def alock(
@@ -88,38 +107,110 @@ def alock(
     on_lost: Callable[[AsyncLock], object] | None = None,
     using: str | None = None,
     kind: str = "lock",
+    reentrant: bool = False,
 ) -> AsyncLock:
     """Return the lock `name` as `lock` does, for asyncio: ``async with alock("invoice:42", timeout=10): ...``.
 
     Tasks, threads and processes share its name and its queue. See `AsyncLock` for what differs for tasks.
     """
+    settings = conf.get()
+    check_flags(None, reentrant)
+    kind_of_lock: type[AsyncLock]
+    if settings.enabled:
+        kind_of_lock = AsyncRLock if reentrant else AsyncLock
+    else:
+        kind_of_lock = GrantedAsyncRLock if reentrant else GrantedAsyncLock
     return _made(
-        AsyncLock,
+        kind_of_lock, settings, name, using, expire, auto_renewal, max_hold, id, blocking, timeout, label, on_lost, kind
+    )
+
+
+def check_flags(until_commit: object, reentrant: object) -> None:
+    """Raise TypeError for values of these options that are no flags."""
+    if until_commit is not None and not isinstance(until_commit, bool):
+        raise TypeError(f"until_commit must be True, False or None, not {until_commit!r}")
+    if not isinstance(reentrant, bool):
+        raise TypeError(f"reentrant must be True or False, not {reentrant!r}")
+
+
+def _made(
+    kind_of_lock: type[L],
+    settings: conf.Settings,
+    name: str,
+    using: str | None,
+    expire: Seconds | None,
+    auto_renewal: bool | None,
+    max_hold: Seconds | None,
+    id: str | None,
+    blocking: bool,
+    timeout: Seconds | None,
+    label: str | None,
+    on_lost: Callable[[Any], object] | None,
+    kind: str,
+) -> L:
+    """Return the lock with the client of the settings, and with their defaults for what is None."""
+    if timeout is None and blocking:
+        timeout = settings.timeout
+    if expire is auto_renewal is max_hold is id is label is on_lost is None and kind == "lock":  # type: ignore[comparison-overlap]
+        return _plain(kind_of_lock, settings, using)._like(name, wait_of(blocking, timeout))
+    return kind_of_lock(
+        client_of(settings, using) if settings.enabled else UNLOCKED,
         name,
-        using,
-        expire=expire,
-        auto_renewal=auto_renewal,
-        max_hold=max_hold,
+        expire=settings.expire if expire is None else expire,
+        auto_renewal=settings.auto_renewal if auto_renewal is None else auto_renewal,
+        max_hold=settings.max_hold if max_hold is None else max_hold,
         id=id,
         blocking=blocking,
         timeout=timeout,
         label=label,
         on_lost=on_lost,
         kind=kind,
+        prefix=settings.key_prefix,
     )
 
 
-def _made(kind_of_lock: type[L], name: str, using: str | None, **options: Any) -> L:
-    """Return the lock with the client of the settings, and with their defaults for what is None."""
+_plain_locks: tuple[conf.Settings | None, dict[tuple[type[BaseLock], str | None], Any]] = (None, {})
+"""Locks with the defaults of the settings in force: those without options of their own are made like them."""
+
+
+def _plain(kind_of_lock: type[L], settings: conf.Settings, using: str | None) -> L:
+    global _plain_locks
+    of, found = _plain_locks
+    if of is not settings:
+        _plain_locks = of, found = settings, {}
+    try:
+        return found[kind_of_lock, using]  # type: ignore[no-any-return]
+    except KeyError:
+        plain = found[kind_of_lock, using] = kind_of_lock(
+            client_of(settings, using) if settings.enabled else UNLOCKED,
+            "any",
+            expire=settings.expire,
+            auto_renewal=settings.auto_renewal,
+            max_hold=settings.max_hold,
+            prefix=settings.key_prefix,
+        )
+        return plain
+
+
+def held_locks(using: str | None = None) -> Iterator[LockInfo]:
+    """Yield what is known of each lock held now on the Redis that the settings name, or on that of the cache alias `using`.
+
+    Under ``KEY_PREFIX``, in the order of their names; nothing with ``ENABLED: False``. Raises LockBackendError when Redis
+    cannot answer.
+    """
     settings = conf.get()
     if not settings.enabled:
-        told = {key: options[key] for key in ("id", "label", "kind")}
-        return kind_of_lock(UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, **told)
-    defaults = ["expire", "auto_renewal", "max_hold"] + (["timeout"] if options["blocking"] else [])
-    for key in defaults:
-        if options[key] is None:
-            options[key] = getattr(settings, key)
-    return kind_of_lock(get_client(using, settings), name, prefix=settings.key_prefix, **options)
+        return iter(())
+    return listing.held_locks(client_of(settings, using), settings.key_prefix)
+
+
+def reset_all(using: str | None = None) -> int:
+    """Force-release every lock held now, of those that `held_locks` yields, and return how many there were.
+
+    Touches nothing but this package's own keys. Their holders are not stopped: they are told of the loss.
+    """
+    settings = conf.get()
+    return listing.reset_all(client_of(settings, using), settings.key_prefix) if settings.enabled else 0
 
 
 @contextmanager
@@ -138,56 +229,3 @@ def locked_atomic(name: str, *, database: str | None = None, **options: Any) -> 
     with lock(name, until_commit=False, **options) as held, transaction.atomic(using=database):
         yield held
         held.raise_if_lost()
-
-
-def locked(
-    name: str | Callable[..., str],
-    *,
-    on_conflict: Literal["wait", "raise", "skip"] = "wait",
-    **options: Any,
-) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-    """Hold a lock while the decorated function runs: a new lock for each call.
-
-    `name` is a format string over the function's bound arguments (``"report:{user_id}"``) or a callable that takes what the
-    function takes. `on_conflict`: "wait" for at most `timeout` seconds and then raise AcquireTimeout, "raise" it at once, or
-    "skip" the call and return None. `options` are those of `lock`.
-    """
-    if on_conflict not in ("wait", "raise", "skip"):
-        raise ValueError(f"on_conflict must be 'wait', 'raise' or 'skip', not {on_conflict!r}")
-    if not callable(name):
-        check_name(name)
-    wrong = options.keys() - (inspect.signature(lock).parameters.keys() - {"name", "blocking"})
-    if wrong:
-        raise TypeError(f"locked() got an unexpected argument {sorted(wrong)[0]!r}")
-    if on_conflict != "wait":
-        if options.get("timeout") is not None:
-            raise ValueError("timeout needs on_conflict='wait'")
-        options["blocking"] = False
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
-        if inspect.iscoroutinefunction(function):
-            raise TypeError("locked() does not take coroutine functions")
-        signature = inspect.signature(function)
-
-        def name_of(*args: P.args, **kwargs: P.kwargs) -> str:
-            if callable(name):
-                return name(*args, **kwargs)
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return name.format(**bound.arguments)
-
-        @functools.wraps(function)
-        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            held = lock(name_of(*args, **kwargs), **options)
-            with ExitStack() as stack:
-                try:
-                    stack.enter_context(held)
-                except AcquireTimeout:
-                    if on_conflict == "skip":
-                        return None
-                    raise
-                return function(*args, **kwargs)
-
-        return wrapper
-
-    return decorate

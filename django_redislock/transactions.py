@@ -8,17 +8,23 @@ for a transaction on, those of its connection are wrapped.
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from django.db import connections
 
-from .core import Lock, RLock, events
+from .core import events
+from .core.base import BaseLock
+from .core.lock import Lock, RLock
 from .exceptions import LockError, LockLost
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from .core.steps import Steps
 
 
 class UntilCommitLock(RLock):
@@ -64,19 +70,23 @@ class UntilCommitLock(RLock):
             events.log.warning("Lock %r could not be released after its transaction: %s", self.name, error)
 
 
-class WatchedLock(Lock):
-    """A lock that says so, once for each place in the code, when it is released before the commit by mistake."""
+class Watched(BaseLock):
+    """Makes a lock say so, once for each place in the code, when it is released before the commit by mistake."""
 
-    def release(self) -> None:
-        """Release the lock; see `Lock.release`."""
+    def _release(self) -> Steps[None]:
         _warn_before_commit(self.name)
-        super().release()
+        return super()._release()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _warn_before_commit(self.name)
-        super().__exit__(kind, error, trace)
+
+class WatchedLock(Watched, Lock):
+    """A lock that is not meant to be released inside a transaction."""
+
+
+class WatchedRLock(Watched, RLock):
+    """A re-entrant one; to leave an inner block of it is no release."""
+
+    def _release(self) -> Steps[None]:
+        return super()._release() if self._own().entries == 1 else RLock._release(self)
 
 
 class _Ending:
@@ -125,7 +135,21 @@ def _ending_of(connection: BaseDatabaseWrapper) -> _Ending:
 
 def _open_transactions() -> set[BaseDatabaseWrapper]:
     """Return this thread's connections that are in a transaction which will end in a commit or a rollback."""
-    return {connection for connection in connections.all(initialized_only=True) if _in_transaction(connection)}
+    return {connection for connection in _connections() if _in_transaction(connection)}
+
+
+def _connections() -> Iterable[BaseDatabaseWrapper]:
+    """Return this thread's connections: those of ``connections.all(initialized_only=True)``.
+
+    That one asks Django's settings and asyncio for each of them, twice, and would be a good part of what a lock costs.
+    """
+    if isinstance(_storage, threading.local) and "cvar" not in (here := vars(_storage)):
+        return here.values()
+    return connections.all(initialized_only=True)
+
+
+_storage: object = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]
+"""Where asgiref's `Local` keeps what belongs to a thread; what belongs to tasks is in its attribute `cvar`."""
 
 
 def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
@@ -147,7 +171,10 @@ _told: set[tuple[str, int]] = set()
 
 
 def _warn_before_commit(name: str) -> None:
-    if not any(map(in_atomic, connections.all(initialized_only=True))):
+    for connection in _connections():
+        if in_atomic(connection):
+            break
+    else:
         return
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("django_redislock", "contextlib"):

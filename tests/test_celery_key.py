@@ -14,7 +14,8 @@ from django.utils.translation import gettext_lazy
 from hypothesis import assume, example, given, strategies as st
 from kombu.utils import json as kombu_json
 
-from django_redislock.celery.key import digest, lock_name, make, signature_of
+from django_redislock.celery.key import digest, lock_name, make
+from django_redislock.name_template import signature_of
 
 
 def key_of(function, *args, key=None, **kwargs):

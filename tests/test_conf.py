@@ -41,6 +41,7 @@ def test_every_documented_default():
         auto_renewal=True,
         max_hold=None,
         timeout=None,
+        retry_for=None,
         enabled=True,
         cache=conf.CacheSettings(expire=10, auto_renewal=True, max_hold=300, wait=30, on_wait_timeout="compute"),
         celery=conf.CelerySettings(
@@ -99,6 +100,7 @@ BAD = [
     *[("EXPIRE", value) for value in [*BAD_LIVES, None]],
     *[("MAX_HOLD", value) for value in BAD_LIVES],
     *[("TIMEOUT", value) for value in BAD_WAITS],
+    *[("RETRY_FOR", value) for value in BAD_WAITS],
     *[("AUTO_RENEWAL", value) for value in (1, 0, "yes", None)],
     *[("ENABLED", value) for value in (1, "False", None)],
     *[("CACHE_ALIAS", value) for value in ("", 1, None)],

@@ -61,15 +61,30 @@ def within(name: str, package: str) -> bool:
 
 @pytest.mark.processes
 def test_core_imports_the_standard_library_redis_and_the_exceptions_only():
-    # The package's own __init__ imports the settings' facade, and with it Django; the core must do without.
-    setup = f"import types; package = types.ModuleType('django_redislock'); package.__path__ = [{str(PACKAGE)!r}]\n"
-    setup += "sys.modules['django_redislock'] = package"
     of_redis = set.union(*loaded_by(["redis", "redis.asyncio", "redis.sentinel"]).values())
     third_party = {name.partition(".")[0] for name in of_redis} | sys.stdlib_module_names | {"django_redislock"}
-    for module, loaded in loaded_by(CORE, setup).items():
+    for module, loaded in loaded_by(CORE).items():
         ours = {name for name in loaded if within(name, "django_redislock")}
         assert {name.partition(".")[0] for name in loaded} <= third_party, module
         assert ours <= {"django_redislock", "django_redislock.exceptions", *CORE}, module
+
+
+def test_the_package_imports_what_it_offers_with_its_first_use():
+    names = json.dumps(django_redislock.__all__)
+    code = f"""
+import sys
+import django_redislock
+ours = lambda: {{name for name in sys.modules if name.startswith(("django_redislock", "django."))}}
+assert ours() == {{"django_redislock"}}, ours()
+assert set({names}) <= set(dir(django_redislock))
+assert ours() == {{"django_redislock"}}, ours()
+from django_redislock import LockLost
+assert ours() == {{"django_redislock", "django_redislock.exceptions"}}, ours()
+from django_redislock import *
+assert set({names}) <= set(globals())
+assert locked.__module__ == "django_redislock.decorator"
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=True)
 
 
 def test_importing_the_package_needs_no_settings_and_pulls_in_neither_celery_nor_the_admin():

@@ -10,7 +10,8 @@ from redis import Redis
 
 from .. import conf
 from ..core import Lock, held_locks
-from ..core.keys import MAX_SECONDS, Seconds
+from ..core.granted import GrantedLock
+from ..core.keys import Seconds, wait_of
 from ..core.owner import new_id
 from ..core.server import UNLOCKED
 from .base import RedisBackend
@@ -53,10 +54,15 @@ class LocksMixin(RedisBackend):
         if id is None and not thread_local:
             id = new_id()
         settings = conf.get()
-        if not settings.enabled:
-            return Lock(UNLOCKED, name, expire=MAX_SECONDS, auto_renewal=False, id=id, label=label)
-        return Lock(
-            client or self._redis(name),
+        if client is life is auto_renewal is max_hold is id is label is on_lost is None:  # type: ignore[comparison-overlap]
+            of, plain = self._plain
+            if of is not settings:
+                plain = self._plain_lock(settings)
+            if plain is not None:
+                return plain._like(name, wait_of(blocking, blocking_timeout))
+        server = client or self._redis(name) if settings.enabled else UNLOCKED
+        return (Lock if settings.enabled else GrantedLock)(
+            server,
             name,
             expire=settings.expire if life is None else life,
             auto_renewal=(settings.auto_renewal and life is None) if auto_renewal is None else auto_renewal,
@@ -68,6 +74,24 @@ class LocksMixin(RedisBackend):
             on_lost=on_lost,
             prefix=settings.key_prefix,
         )
+
+    _plain: tuple[conf.Settings | None, Lock | None] = (None, None)
+
+    def _plain_lock(self, settings: conf.Settings) -> Lock | None:
+        """Return a lock with the defaults of the settings: those without options are made like it. None when servers differ by key."""
+        servers = self._every_redis() if settings.enabled else [UNLOCKED]
+        plain = None
+        if len(servers) == 1:
+            plain = (Lock if settings.enabled else GrantedLock)(
+                servers[0],
+                "any",
+                expire=settings.expire,
+                auto_renewal=settings.auto_renewal,
+                max_hold=settings.max_hold,
+                prefix=settings.key_prefix,
+            )
+        self._plain = settings, plain
+        return plain
 
     def reset_all(self) -> int:
         """Force-release the locks of this cache and the leases of its values, and return how many there were.

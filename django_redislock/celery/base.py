@@ -20,9 +20,10 @@ from .. import conf
 from ..core import LockInfo, events
 from ..core.handover import Delivery, ExecutionLock, waiting_id
 from ..exceptions import LockBackendError, TaskAlreadyRunning
+from ..name_template import signature_of
 from . import options as options_of
 from .execution import leave_queue, release
-from .key import lock_name, make, signature_of
+from .key import lock_name, make
 from .options import Options
 from .publish import Closed, DuplicateResult, Gate, life, producer_of, shown
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,15 +64,6 @@ def digest(arguments: Mapping[str, Any]) -> str:
             f"no key can be made from the arguments {arguments!r}: {error}. Name the parameters that count, as in "
             'key=["customer_id"] or key="{customer_id}", or give a callable.'
         ) from error
-
-
-def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature, without evaluating annotations, whose names may exist for type checkers only."""
-    if sys.version_info >= (3, 14):
-        import annotationlib
-
-        return inspect.signature(function, annotation_format=annotationlib.Format.FORWARDREF)
-    return inspect.signature(function)
 
 
 def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:

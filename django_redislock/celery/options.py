@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from string import Formatter
 from typing import Any, Literal, TypedDict
 
 from django.utils.functional import cached_property
 
 from .. import conf
-from ..connections import get_client
+from ..connections import client_of
 from ..core.handover import ExecutionLock
 from ..core.keys import Seconds, check_expire, check_timeout
 from ..core.server import UNLOCKED
-from .key import Key, signature_of
+from ..name_template import check_parameters, fields as fields_of
+from .key import Key
 
 OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
 
@@ -82,7 +81,7 @@ class Options:
         """What every lock of the task is made from."""
         settings = self.settings
         return ExecutionLock(
-            get_client(settings=settings) if settings.enabled else UNLOCKED,
+            client_of(settings) if settings.enabled else UNLOCKED,
             "celery",
             kind="celery",
             prefix=settings.key_prefix,
@@ -198,16 +197,4 @@ def _check_parameters(key: Key, function: Callable[..., Any] | None) -> None:
     """Raise ValueError when the key names something that is no parameter of the function."""
     if key is None or callable(key) or function is None:
         return
-    if isinstance(key, str):
-        wanted = [field.split(".")[0].split("[")[0] for _, field, _, _ in Formatter().parse(key) if field is not None]
-    else:
-        wanted = list(key)
-    parameters = signature_of(function).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for name in wanted:
-        if name not in parameters:
-            raise ValueError(
-                f"key names {name!r}, which is no parameter of {getattr(function, '__qualname__', function)}: "
-                f"{', '.join(parameters) or 'it has none'}"
-            )
+    check_parameters(fields_of(key) if isinstance(key, str) else key, function, "key")

@@ -14,7 +14,7 @@ from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, L
 from . import events, owner, protocol
 from .acquirers import Acquirers, holders
 from .clock import monotonic
-from .keys import Seconds, Wait, check_expire, check_id, check_name, check_prefix, check_wait, lock_keys
+from .keys import Seconds, Wait, check_expire, check_id, check_name, check_prefix, lock_keys, wait_of
 from .lease import GONE, Lease
 from .owner import LockInfo
 from .server import server_of
@@ -72,7 +72,7 @@ class BaseLock(ABC):
         self.auto_renewal = auto_renewal
         self.max_hold = None if max_hold is None else check_expire(max_hold, "max_hold")
         self._given_id = None if id is None else check_id(id)
-        self._wait = Wait(bool(blocking), check_wait(blocking, timeout))
+        self._wait = wait_of(blocking, timeout)
         if label is not None and not isinstance(label, str):
             raise TypeError(f"label must be a str, not {type(label).__name__}")
         self.label = label or ""
@@ -89,9 +89,15 @@ class BaseLock(ABC):
         return f"<{type(self).__name__} {self.name!r}>"
 
     def _copy(self, **changes: Any) -> Self:
-        """Return a lock as this one, with these attributes changed unchecked; nobody has acquired it."""
+        """Return a lock with the options of this one, but for these attributes, and with no acquisition; nothing is checked."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, _leases=Acquirers(), _coming={}, _entrants=[], **changes)
+        return other
+
+    def _like(self, name: str, wait: Wait) -> Self:
+        """Return a lock of another name, which waits as given."""
+        other = self._copy()
+        other.name, other._keys, other._wait = check_name(name), lock_keys(self._prefix, name), wait
         return other
 
     def __copy__(self) -> Self:
@@ -185,7 +191,7 @@ class BaseLock(ABC):
                 return False
             self._leases[me] = lease
             holders.add(lease)
-            watchdog.add(lease, self.auto_renewal)
+            self._watch(lease)
             self._tell("acquired", lease)
         except GeneratorExit:
             raise
@@ -197,6 +203,9 @@ class BaseLock(ABC):
                     yield from protocol.release(lease)
             raise
         return True
+
+    def _watch(self, lease: Lease) -> None:
+        watchdog.add(lease, self.auto_renewal)
 
     def _acquire_again(self, claim: protocol.Claim, mine: list[Lease], listening: bool) -> Steps[bool]:
         """Acquire what the caller may hold already, or tell it that it would wait for itself."""

@@ -129,7 +129,7 @@ def _seek(
             patience = monotonic() if want.forgiving else until
             if reply is None or last:
                 call = ask(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
-                sent, reply = yield from attempt(name, call, patience)
+                sent, reply = yield from attempt(name, call, patience, want.server.retry_for)
             if reply[0] == b"cycle":
                 return b"cycle", b""
             if reply[0] == b"compute":
@@ -139,7 +139,7 @@ def _seek(
                 return b"large", b""
             elif reply[0] == b"wait" and not last:
                 if waiter is None:
-                    sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience)
+                    sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience, want.server.retry_for)
                     reply = waiter.said
                     continue
                 if not lease.waited:

@@ -10,6 +10,7 @@ import math
 import zlib
 from datetime import timedelta
 from enum import Enum
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 BUCKETS = 64
@@ -45,15 +46,23 @@ class LockKeys(NamedTuple):
 def lock_keys(prefix: str, name: str) -> LockKeys:
     """Return the keys of the lock `name`."""
     raw = name.encode()
-    tag = b"{%s:%d}" % (prefix.encode(), zlib.crc32(raw) % BUCKETS)
-    return LockKeys(
-        tag + b":lock:" + raw, tag + b":held", tag + b":fence", tag + b":queue:" + raw, tag + b":released:" + raw
-    )
+    lock, held, fence, queue, receipts = _buckets(prefix)[zlib.crc32(raw) % BUCKETS]
+    return LockKeys(lock + raw, held, fence, queue + raw, receipts + raw)
+
+
+@lru_cache(maxsize=16)
+def _buckets(prefix: str) -> list[LockKeys]:
+    """Return for each bucket what the keys of its locks begin with."""
+    tags = [b"{%s:%d}" % (prefix.encode(), bucket) for bucket in range(BUCKETS)]
+    return [
+        LockKeys(tag + b":lock:", tag + b":held", tag + b":fence", tag + b":queue:", tag + b":released:")
+        for tag in tags
+    ]
 
 
 def held_keys(prefix: str) -> list[bytes]:
     """Return the keys of all indexes of held locks."""
-    return [b"{%s:%d}:held" % (prefix.encode(), bucket) for bucket in range(BUCKETS)]
+    return [bucket.held for bucket in _buckets(prefix)]
 
 
 def check_name(name: object, argument: str = "name") -> str:
@@ -131,6 +140,11 @@ class Wait(NamedTuple):
         if blocking is AS_MADE or (blocking and self.blocking):
             return self.timeout
         return None if blocking else 0.0
+
+
+def wait_of(blocking: object, timeout: object) -> Wait:
+    """Return how long a lock object is to wait; raises as `check_wait` does."""
+    return Wait(bool(blocking), check_wait(blocking, timeout))
 
 
 def check_share(value: object, argument: str = "value") -> float:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .server import Server
     from .steps import Call
 
-RETRY_FOR = 5.0
-"""Seconds for which an unreachable server is tried again, when the caller's own deadline is not nearer."""
 GONE = "it expired, was force-released, or the server lost its data"
 
 
@@ -76,7 +74,6 @@ class Lease:
         *("acquired", "deadline", "next_renewal", "failures", "farewell"),
         *("renewing", "asked", "shared", "_owner_life", "_losses"),
     )  # a thousand locks may be held at once
-    retry_for = RETRY_FOR
 
     def __init__(
         self,
@@ -149,6 +146,11 @@ class Lease:
     def mark(self) -> bytes:
         """What the value of the lock begins with while it is held by this acquisition, or by the id that was given."""
         return f"{self.id}\n{self.fence}".encode() if self.fence else self.id.encode()
+
+    @property
+    def retry_for(self) -> float:
+        """Seconds for which its server is tried again when it cannot be reached."""
+        return self.server.retry_for
 
     @property
     def foreign(self) -> bool:

@@ -23,7 +23,7 @@ from .acquirers import Acquirers
 from .base import chain
 from .clock import monotonic
 from .holding import Holding, majority
-from .keys import AS_MADE, AsMade, Seconds, Wait, check_wait
+from .keys import AS_MADE, AsMade, Seconds, wait_of
 from .lock import Lock
 from .owner import LockInfo
 from .server import server_of
@@ -80,7 +80,7 @@ class QuorumLock:
         self._keys = checked._keys
         self.name = name
         self.on_lost = on_lost
-        self._wait = Wait(bool(blocking), check_wait(blocking, timeout))
+        self._wait = wait_of(blocking, timeout)
         self._held: Acquirers[Holding] = Acquirers()
 
     def __repr__(self) -> str:

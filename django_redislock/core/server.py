@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError
 from redis.retry import Retry
 
-from . import idle, native, scripts
+from . import idle, native, scripts, steps
 from .clock import monotonic
 from .identity import identity, theirs
 from .link import Link
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 16
+RETRY_FOR_BY_SENTINEL = 40.0
+"""Longer than Sentinel takes for a failover: it waits 30 s by default until it calls the primary down."""
 
 T = TypeVar("T")
 
@@ -86,6 +88,12 @@ class Server:
     def __del__(self) -> None:
         for view in list(self.views.values()):
             view.end_soon()
+
+    @property
+    def retry_for(self) -> float:
+        """Seconds for which it is tried again when it cannot be reached and the caller's own deadline is not nearer."""
+        by_kind = RETRY_FOR_BY_SENTINEL if "connection_pool" in self.settings else steps.RETRY_FOR
+        return by_kind if steps.retry_for is None else steps.retry_for
 
     def connection(self) -> Any:
         """Return a new connection, not connected yet."""

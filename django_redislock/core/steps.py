@@ -17,7 +17,6 @@ from redis.exceptions import AuthenticationError, ConnectionError, RedisError
 from ..exceptions import LockBackendError
 from . import events, scripts
 from .clock import monotonic
-from .lease import RETRY_FOR
 from .wire import pack
 
 
@@ -116,16 +115,23 @@ T = TypeVar("T")
 Steps = Generator[Effect, Any, T]
 
 
+RETRY_FOR = 5.0
+retry_for: float | None = None
+"""Seconds for which every server that cannot be reached is tried again, where the settings say so; None: by its kind."""
+
+
 def attempt(
-    name: str, effect: Call | Commands | Join, until: float, retry_for: float = RETRY_FOR
+    name: str, effect: Call | Commands | Join, until: float, patience: float | None = None
 ) -> Steps[tuple[float, Any]]:
     """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
 
     Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that
-    stays away for longer than `retry_for`, or past `until`, raises LockBackendError. So does, without another try, one that
+    stays away for longer than `patience`, or past `until`, raises LockBackendError. So does, without another try, one that
     stays silent for as long as the client's own socket timeout, and any other error.
     """
-    give_up = min(until, monotonic() + retry_for)
+    if patience is None:
+        patience = RETRY_FOR if retry_for is None else retry_for
+    give_up = min(until, monotonic() + patience)
     tries = 0
     while True:
         sent = monotonic()

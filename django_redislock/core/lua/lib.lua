@@ -5,7 +5,7 @@
 -- id \n 0 \n end (ms) \n channel , and it stays a while after its end, to tell who did not come. More of it: turns.lua.
 -- A queue is a sorted set of  channel \n id  by the ticket (server clock, us) that each waiter drew.
 -- The receipts of a lock are a sorted set, by time (ms), of the fences that were released, of  id <id>  where a release named
--- no fence, and of  reset <id of the call> : of one minute, and of that the newest 1024.
+-- no fence, and of  reset <id of the call> : of two minutes, and of that the newest 1024.
 
 local RESERVED_MS = 500       -- a signalled waiter claims within this, or the next one is served
 -- No script keeps the server busy for more than 5 ms, so it goes through no more than so many entries of queues:
@@ -13,7 +13,7 @@ local LOOKED_AT = 1024
 local PASSED_OVER = 250
 local REMEMBERED_MS = 5000    -- then it is known for so long that its process does not answer
 local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
-local RECEIPT_LIFE_MS = 60000 -- outlives every retry of one release
+local RECEIPT_LIFE_MS = 120000 -- outlives every retry of one release
 local RECEIPTS = 1024
 local FENCE_LIFE_MS = 86400000 -- the clock may step back by less than this and fences still grow
 local INDEX_LIFE_MS = 30 * 86400000

@@ -1,0 +1,202 @@
+"""``@locked``: a function that runs under a lock."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
+
+from asgiref.sync import iscoroutinefunction
+
+from .core.granted import GrantedLock
+from .core.keys import check_name
+from .core.server import UNLOCKED
+from .exceptions import AcquireTimeout
+from .facade import LockOptions, alock, check_flags, lock
+from .name_template import check_parameters, fields, name_from, signature_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class LockedOptions(LockOptions, total=False):
+    """What ``@locked`` hands on to `lock`, and but for `until_commit` to `alock`."""
+
+    until_commit: bool | None
+    reentrant: bool
+
+
+class Skipping(Protocol):
+    """A decorator of functions that return None when they are skipped."""
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R | None]: ...
+
+
+@overload
+def locked(function: F, /) -> F: ...
+@overload
+def locked(
+    name: str | None = None, /, *, on_conflict: Literal["wait", "raise"] = "wait", **options: Unpack[LockedOptions]
+) -> Callable[[F], F]: ...
+@overload
+def locked(
+    *,
+    name: str | Callable[..., str],
+    on_conflict: Literal["wait", "raise"] = "wait",
+    **options: Unpack[LockedOptions],
+) -> Callable[[F], F]: ...
+@overload
+def locked(
+    name: str | None = None, /, *, on_conflict: Literal["skip"], **options: Unpack[LockedOptions]
+) -> Skipping: ...
+@overload
+def locked(
+    *, name: str | Callable[..., str], on_conflict: Literal["skip"], **options: Unpack[LockedOptions]
+) -> Skipping: ...
+def locked(function: Any = None, /, *, name: Any = None, on_conflict: str = "wait", **options: Any) -> Any:
+    """Hold a lock while the decorated function runs: a new lock for each call. A coroutine function takes it by asyncio.
+
+    `name` is a format string over the function's bound arguments (``@locked("report:{user_id}")``), or a callable that takes
+    what the function takes (``@locked(name=...)``). Without one, and for a bare ``@locked``, all calls share one lock: its name
+    is the function's module and qualified name.
+
+    `on_conflict`: "wait" for at most `timeout` seconds and then raise AcquireTimeout, "raise" it at once, or "skip" the call
+    and return None. `options` are those of `lock`, for coroutine functions those of `alock`.
+
+    Raises TypeError for what would run without its lock (generator functions and objects with an async ``__call__``), and
+    ValueError for a name with a field that is no parameter.
+    """
+    bare = callable(function)
+    if bare and (
+        name is not None or on_conflict != "wait" or options or getattr(function, "__name__", "") == "<lambda>"
+    ):
+        raise TypeError(
+            "locked() takes the function that it decorates, and nothing else then; options are given to locked(...), and a "
+            "function that makes the name as locked(name=...)"
+        )
+    if function is not None and not bare:
+        if name is not None:
+            raise TypeError("locked() takes one name")
+        name = function
+
+        check_name(name)
+    if on_conflict not in ("wait", "raise", "skip"):
+        raise ValueError(f"on_conflict must be 'wait', 'raise' or 'skip', not {on_conflict!r}")
+    _check_options(options, on_conflict)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        is_async = _check_function(function)
+        if is_async and options.get("until_commit") is not None:
+            raise TypeError("until_commit is for threads, and not for coroutine functions")
+        name_of = _name_of(name, function)
+        return (_awaited if is_async else _called)(function, name_of, on_conflict == "skip", options)
+
+    return decorate(function) if bare else decorate
+
+
+def _called(
+    function: Callable[..., Any], name_of: Callable[..., str], skip: bool, options: dict[str, Any]
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        held = lock(name_of(*args, **kwargs), **options)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(held)
+            except AcquireTimeout:
+                if skip:
+                    return None
+                raise
+            result = function(*args, **kwargs)
+            if inspect.iscoroutine(result):
+                result.close()
+                raise TypeError(
+                    f"{function!r} returned a coroutine, which would run without the lock; make it async def"
+                )
+            return result
+
+    return wrapper
+
+
+def _awaited(
+    function: Callable[..., Any], name_of: Callable[..., str], skip: bool, options: dict[str, Any]
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        held = alock(name_of(*args, **kwargs), **options)
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(held)
+            except AcquireTimeout:
+                if skip:
+                    return None
+                raise
+            return await function(*args, **kwargs)
+
+    return wrapper
+
+
+def _name_of(name: Any, function: Callable[..., Any]) -> Callable[..., str]:
+    """Return what makes the lock's name for a call of the function."""
+    if callable(name):
+        return name  # type: ignore[no-any-return]
+    if name is None:
+        if not hasattr(function, "__qualname__"):
+            raise TypeError(f"locked() needs a name for {function!r}, which has none of its own")
+        own = f"{function.__module__}.{function.__qualname__}"
+        return lambda *args, **kwargs: own
+    try:
+        wanted = list(fields(name))
+    except ValueError as error:
+        raise ValueError(f"name is no format string: {error}: {name!r}") from None
+    check_parameters(wanted, function, "name")
+    signature = signature_of(function)
+    return lambda *args, **kwargs: name_from(name, signature, args, kwargs)
+
+
+def _check_function(function: Any) -> bool:
+    """Tell whether it is a coroutine function; raises TypeError for what cannot run under a lock."""
+    if isinstance(function, (type, staticmethod, classmethod)) or not callable(function):
+        raise TypeError(
+            f"locked() decorates functions, not {function!r}; it stands below @staticmethod and @classmethod"
+        )
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    call = type(inner).__call__
+    if any(map(inspect.isgeneratorfunction, (inner, call))) or any(map(inspect.isasyncgenfunction, (inner, call))):
+        raise TypeError(
+            f"locked() does not take generator functions, as {function!r} is: their body runs after the call, without the "
+            "lock. Take the lock inside it."
+        )
+    if iscoroutinefunction(inner):
+        return True
+    if iscoroutinefunction(call):
+        raise TypeError(
+            f"locked() does not take objects with an async __call__, as {function!r} is: give it a function"
+        )
+    return False
+
+
+def _check_options(options: dict[str, Any], on_conflict: str) -> None:
+    """Raise TypeError or ValueError for bad options, and complete those of a call that does not wait."""
+    wrong = options.keys() - LockedOptions.__optional_keys__
+    if wrong:
+        raise TypeError(f"locked() got an unexpected argument {sorted(wrong)[0]!r}")
+    if on_conflict != "wait":
+        if options.get("timeout") is not None:
+            raise ValueError("timeout needs on_conflict='wait'")
+        options["blocking"] = False
+    check_flags(options.get("until_commit"), options.get("reentrant", False))
+    of_the_lock = {"timeout", "expire", "max_hold", "id", "label", "on_lost", "kind", "blocking", "auto_renewal"}
+    GrantedLock(
+        UNLOCKED, "any", **{key: options[key] for key in of_the_lock & options.keys() if options[key] is not None}
+    )

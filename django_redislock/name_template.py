@@ -1,0 +1,59 @@
+"""Names made from a function's arguments: a format string over its parameters, as in ``"report:{user_id}"``."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from string import Formatter
+from typing import Any
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature, without evaluating annotations, whose names may exist for type checkers only."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return inspect.signature(function, annotation_format=annotationlib.Format.FORWARDREF)
+    return inspect.signature(function)
+
+
+def fields(template: str) -> Iterator[str]:
+    """Yield the parameters that a format string names: ``user`` of ``"{user.id}"``, an empty string of ``"{}"``."""
+    for _, field, spec, _ in Formatter().parse(template):
+        if field is not None:
+            yield field.split(".")[0].split("[")[0]
+            yield from fields(spec or "")
+
+
+def check_parameters(wanted: Iterable[str], function: Callable[..., Any], argument: str) -> None:
+    """Raise ValueError that names the argument when one of these is no parameter of the function.
+
+    A function with ``**kwargs`` has every parameter.
+    """
+    parameters = signature_of(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in wanted:
+        if name not in parameters:
+            raise ValueError(
+                f"{argument} names {name!r}, which is no parameter of {getattr(function, '__qualname__', function)}: "
+                f"{', '.join(parameters) or 'it has none'}"
+            )
+
+
+def name_from(template: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the name for the arguments of a call; those that ``**kwargs`` takes count by their own names.
+
+    Raises TypeError when they do not fit the function or the template.
+    """
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments = arguments[parameter.name] | arguments
+    try:
+        return template.format(**arguments)
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
+        raise TypeError(f"{template!r} does not fit the arguments: {type(error).__name__}: {error}") from error
