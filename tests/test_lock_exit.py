@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from django_redislock.core import Lock, watchdog
+from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from tests.support.processes import ROOT
 
@@ -66,22 +66,20 @@ def test_at_the_exit_of_the_interpreter_a_lock_is_taken_without_renewal(redis_ur
 @pytest.mark.parametrize(
     "message", ["can't create new thread at interpreter shutdown", "can't start new thread"], ids=["exit", "exhausted"]
 )
-def test_only_at_the_exit_a_lock_does_without_its_thread(client, monkeypatch, caplog, message):
+def test_only_at_the_exit_a_lock_does_without_its_thread(own_server, monkeypatch, caplog, message):
     def start(run, name):
         raise RuntimeError(message)
 
-    fresh = watchdog.Watchdog()
-    monkeypatch.setattr("django_redislock.core.base.watchdog", fresh)
     monkeypatch.setattr("django_redislock.core.native.start", start)
-    lock = Lock(client, "a")
-    if "shutdown" not in message:
-        with pytest.raises(RuntimeError, match=message):
-            lock.acquire()
-        assert not client.exists(lock_keys("redislock", "a").lock)
-        return
-    assert lock.acquire()
-    assert not fresh._leases
-    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "It ends by its expiry" in record.getMessage()
-    lock.release()
-    assert not lock.locked()
+    with own_server.client() as client:
+        lock = Lock(client, "a")
+        if "shutdown" not in message:
+            with pytest.raises(RuntimeError, match=message):
+                lock.acquire()
+            assert not client.exists(lock_keys("redislock", "a").lock)
+            return
+        assert lock.acquire()
+        (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert "It ends by its expiry" in record.getMessage()
+        lock.release()
+        assert not lock.locked()

@@ -43,6 +43,7 @@ class AsyncWaitingRoom:
         self._waiters: Waiters[WaitingTask] = Waiters()
         self._pulse = Pulse()
         self._next_look: asyncio.TimerHandle | None = None
+        self._mending: asyncio.Task[None] | None = None
         self._distrusted = False
         self._left = 0.0
         self._next_closing: asyncio.TimerHandle | None = None
@@ -119,14 +120,22 @@ class AsyncWaitingRoom:
         return waiter.heed()
 
     async def _mend(self, until: float) -> float:
-        """Subscribe anew, and return how long to sleep then: not for long without a subscription."""
-        try:
-            async with asyncio.timeout(until - monotonic()):
-                await self._subscription.open()
-        except (RedisError, OSError):
-            # The scripts that the waiters call say what is wrong with the server.
-            return min(until, monotonic() + LOOK_EVERY)
-        return until
+        """Subscribe anew, and return how long to sleep then: not for long without a subscription.
+
+        A task does it, because it may take longer than the waiters are to sleep without a look.
+        """
+        if self._mending is None or self._mending.done():
+            self._mending = asyncio.get_running_loop().create_task(self._subscribe_anew())
+        mending = self._mending
+        await asyncio.wait([mending], timeout=min(LOOK_EVERY, until - monotonic()))
+        if self.open:
+            return until
+        return min(until, monotonic() + LOOK_EVERY * mending.done())
+
+    async def _subscribe_anew(self) -> None:
+        # The scripts that the waiters call say what is wrong with the server.
+        with suppress(RedisError, OSError):
+            await self._subscription.open()
 
     def _look(self) -> None:
         line = self._subscription.line

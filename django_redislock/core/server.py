@@ -271,6 +271,7 @@ class Unlocked(Server):
         self.views = {}
         self.connection_class, self.settings, self.timeout, self.place = None, {}, DEFAULT_TIMEOUT, None
         self.room = WaitingRoom(lambda: Wire(self.connection()), self.patience)
+        self.links = Links(0, 0.0, lambda: Link(self.connection()))  # nothing is sent ahead
 
     def renew(self, call: Call, patience: float) -> Any:
         """Grant it."""
