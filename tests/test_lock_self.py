@@ -179,6 +179,23 @@ def test_tasks_are_told_too_and_other_tasks_of_the_thread_wait(redis_url, client
     asyncio.run(main())
 
 
+def test_a_task_that_lets_another_one_wait_for_it_may_release_meanwhile(redis_url, client, caplog):
+    async def main():
+        aclient = redis.asyncio.from_url(redis_url)
+        held, next_one = AsyncLock(aclient, "a"), AsyncLock(aclient, "a")
+        await held.acquire()
+        waiting = asyncio.create_task(next_one.acquire())
+        while queued(client, "a") < 1:
+            assert not waiting.done()
+            await asyncio.sleep(0.01)
+        await held.release()
+        assert await waiting
+        await next_one.release()
+
+    asyncio.run(main())
+    assert not warnings(caplog)
+
+
 @pytest.mark.processes
 def test_a_quorum_lock_is_told_too():
     with RedisServer() as one, RedisServer() as two, RedisServer() as three:

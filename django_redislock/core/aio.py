@@ -168,6 +168,9 @@ class AsyncLock(BaseLock):
         _works_for.set(weakref.ref(me))
         return (yield from super()._acquire(timeout, listening))
 
+    def _is_kept_waiting(self, me: Any) -> bool:
+        return _current_task() is me  # and not another task that it made for that, which it may let wait
+
     def _release(self) -> Steps[None]:
         lease = self._own()
         try:

@@ -185,7 +185,9 @@ class BaseLock(ABC):
         claim = self._new_claim(timeout)
         lease = claim.lease
         try:
-            mine = None if timeout == 0 else holders.leases_of(self._server, self._keys, me)
+            mine = (
+                holders.leases_of(self._server, self._keys, me) if timeout != 0 and self._is_kept_waiting(me) else None
+            )
             steps = self._acquire_again(claim, mine, listening) if mine else protocol.acquire(claim, listening)
             if not (yield from steps) or not self._begins(lease):
                 return False
@@ -206,6 +208,10 @@ class BaseLock(ABC):
 
     def _watch(self, lease: Lease) -> None:
         watchdog.add(lease, self.auto_renewal)
+
+    def _is_kept_waiting(self, me: Any) -> bool:
+        """Whether the holder to be can do nothing else while it waits."""
+        return True
 
     def _acquire_again(self, claim: protocol.Claim, mine: list[Lease], listening: bool) -> Steps[bool]:
         """Acquire what the caller may hold already, or tell it that it would wait for itself."""
