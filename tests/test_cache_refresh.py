@@ -6,13 +6,16 @@ import asyncio
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 
 import pytest
 from django.core.cache import caches
 from django.test import override_settings
+from django.urls import clear_script_prefix, reverse, set_script_prefix
+from django.utils import timezone, translation
 
 from django_redislock.cache import flights
-from django_redislock.core import Lock, held_locks
+from django_redislock.core import Lock, held_locks, wanted
 from django_redislock.core.tally import Tally
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
@@ -122,6 +125,70 @@ def test_a_background_thread_is_one_for_all(cache):
     work.end.set()
     wait_until(lambda: cache.get("k") == "new")
     wait_until(lambda: not any(thread.name == "redislock-refresh" for thread in threading.enumerate()))
+
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="public")
+
+
+def test_a_background_refresh_computes_in_the_context_of_its_caller(get, cache):
+    """What is stored for the caller's key is what the caller would have computed."""
+
+    def compute():
+        return translation.get_language(), timezone.get_current_timezone_name(), TENANT.get(), reverse("admin:index")
+
+    def ask(key):
+        with translation.override("de"), timezone.override("Asia/Tokyo"):
+            token = TENANT.set("ours")
+            set_script_prefix("/there/")
+            try:
+                return get(key, compute, 60, stale=30, refresh="thread")
+            finally:
+                TENANT.reset(token)
+                clear_script_prefix()
+
+    expected = ask("inline")
+    assert expected == ("de", "Asia/Tokyo", "ours", "/there/admin/")
+    cache.set("k", "old", 25)
+    assert ask("k") == "old"
+    wait_until(lambda: cache.get("k") != "old")
+    assert cache.get("k") == expected
+
+
+def test_a_background_refresh_within_a_computation_is_no_part_of_it(cache, client):
+    """It outlives the computation, so nobody has to avoid a circle for its sake."""
+    cache.set("inner", "old", 25)
+    seen = []
+    outer = cache._server_of(":1:inner")
+
+    def compute():
+        value = cache.get_or_set("inner", lambda: seen.append(wanted.outer(outer)), 60, stale=30, refresh="thread")
+        wait_until(lambda: seen)
+        return value
+
+    assert cache.get_or_set("outer", compute) == "old"
+    assert seen == [["cache::1:inner"]]
+
+
+def test_a_background_refresh_has_cache_objects_of_its_own(cache):
+    """Django gives each thread its own, because not every backend may be used by two at once."""
+    mine, found = caches["default"], []
+    cache.set("k", "old", 25)
+    assert cache.get_or_set("k", lambda: found.append(caches["default"]), 60, stale=30, refresh="thread") == "old"
+    wait_until(lambda: found)
+    assert found[0] is not mine
+
+
+def test_no_thread_for_a_refresh_is_no_reason_to_refuse_the_old_value(cache, client, monkeypatch, caplog):
+    cache.set("k", "old", 25)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert cache.get_or_set("k", never, 60, stale=30, refresh="thread") == "old"
+    assert "can't start new thread" in caplog.text
+    assert not list(held_locks(client))
 
 
 def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, client, caplog):

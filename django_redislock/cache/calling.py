@@ -1,13 +1,18 @@
-"""Callables of both kinds, called from a task."""
+"""Callables of both kinds, called from a task, and where they take place."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
+from contextvars import copy_context
 from typing import Any
 
-from asgiref.sync import iscoroutinefunction, sync_to_async
+from asgiref.sync import AsyncToSync, _restore_context, iscoroutinefunction, sync_to_async
+from django.core.cache import caches
+
+from ..core.wanted import computing
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -24,3 +29,23 @@ def current_task() -> asyncio.Task[Any]:
     if task is None:
         raise RuntimeError("a value is wanted by a task")
     return task
+
+
+def as_here(function: Callable[[], None]) -> Callable[[], None]:
+    """Return the function for another thread: there it finds what is in context here, the language and the time zone, too.
+
+    asgiref moves its own context variables, Django's among them, to the thread that it is told to move them to, and no other.
+    What belongs to this thread stays here: its cache objects, what it waits for, and the computation that it is in.
+    """
+    context = copy_context()
+
+    def run() -> None:
+        _restore_context(context)
+        AsyncToSync.executors.current = None
+        for alias in caches:
+            with suppress(AttributeError):
+                del caches[alias]
+        computing.set(())
+        function()
+
+    return run
