@@ -15,7 +15,7 @@ from typing import Any
 import redis
 from django.utils.module_loading import import_string
 
-from django_redislock.cache import flights
+from django_redislock.cache import flights, refreshable
 from django_redislock.core import aiowaiting, waiting
 from tests.support import say
 
@@ -156,11 +156,13 @@ def cache_is_computing(cache: Any, key: str) -> bool:
     return Lock(cache._redis(made), f"cache:{made}").locked()
 
 
+@refreshable
 def celebrate(whom: str, year: int) -> dict[str, Any]:
     """Compute a value in whatever process it is."""
     return {"greeting": f"{whom} {year}", "pid": os.getpid()}
 
 
+@refreshable
 async def acelebrate(whom: str, year: int) -> dict[str, Any]:
     return celebrate(whom, year)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -14,8 +15,10 @@ from django.test import override_settings
 from django.urls import clear_script_prefix, reverse, set_script_prefix
 from django.utils import timezone, translation
 
-from django_redislock.cache import flights
+from django_redislock import tasks
+from django_redislock.cache import cached, flights, refreshable
 from django_redislock.core import Lock, held_locks, wanted
+from django_redislock.core.compute import digest
 from django_redislock.core.tally import Tally
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
@@ -376,10 +379,87 @@ def test_no_count_of_several_threads_is_lost():
 # By Celery
 
 
-def test_only_a_function_of_a_module_can_be_refreshed_by_celery(get):
-    for default in (lambda: 1, functools.partial(lambda: 1), Work()):
+def test_only_a_registered_function_can_be_refreshed_by_celery(get):
+    for default in (lambda: 1, functools.partial(lambda: 1), Work(), never, os.getpid):
         with pytest.raises(TypeError, match="default"):
             get("k", default, 60, stale=30, refresh="celery")
+    with pytest.raises(TypeError, match="function of a module"):
+        refreshable(lambda: 1)
+    with pytest.raises(TypeError, match="function of a module"):
+        cached(60, key="k", stale=30, refresh="celery")(lambda: 1)
+
+
+def order(client, **changes):
+    """Return what a worker is sent to compute "k" anew."""
+    usual = {
+        "key": "k",
+        "version": None,
+        "timeout": 60,
+        "args": ["worker"],
+        "kwargs": {"year": 2026},
+        "options": {},
+        "stale": 30.0,
+        "should_cache": None,
+        "old": digest(client.get(":1:k")).decode(),
+        "id": "an-id",
+        "default": "tests.cache_programs.celebrate",
+    }
+    return usual | changes
+
+
+@pytest.mark.parametrize("argument", ["default", "should_cache"])
+def test_a_worker_obeys_registered_functions_only(client, settings, server, backend, argument, tmp_path):
+    """Whoever can write to the broker could have anything called."""
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    trace = tmp_path / "trace"
+    with pytest.raises(LookupError, match=r"os\.system is not registered"):
+        tasks.refresh("default", order(client, args=[f"touch {trace}"], kwargs={}, **{argument: "os.system"}))
+    assert not trace.exists()
+    assert cache.get("k") == "old"
+    tasks.refresh("default", order(client))
+    assert cache.get("k")["greeting"] == "worker 2026"
+    assert not list(held_locks(client))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_without_a_broker_everybody_has_the_old_value(client, settings, server, backend, caplog, asynchronous):
+    from tests.celery_site.app import app
+    from tests.celery_site.harness import connected
+
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    default = functools.partial(cache_programs.celebrate, "worker", year=2026)
+    app.set_default()
+    with connected(server, "redis://127.0.0.1:1/0"):
+        if asynchronous:
+            assert asyncio.run(cache.aget_or_set("k", default, 60, stale=30, refresh="celery")) == "old"
+        else:
+            assert cache.get_or_set("k", default, 60, stale=30, refresh="celery") == "old"
+    assert "No Celery worker could be told to compute the value of ':1:k' anew" in caplog.text
+    assert not list(held_locks(client)), "the next one may try"
+
+
+@refreshable
+def interrupting():
+    raise AssertionError("not called here")
+
+
+def test_a_soft_time_limit_while_a_worker_is_told_is_not_swallowed(client, settings, server, monkeypatch):
+    class SoftTimeLimitExceeded(Exception):
+        pass
+
+    def publish(*args, **kwargs):
+        raise SoftTimeLimitExceeded
+
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    monkeypatch.setattr(tasks.refresh, "apply_async", publish)
+    with pytest.raises(SoftTimeLimitExceeded):
+        cache.get_or_set("k", interrupting, 60, stale=30, refresh="celery")
+    assert not list(held_locks(client))
 
 
 @pytest.mark.processes
@@ -405,7 +485,7 @@ def test_a_celery_worker_refreshes(server, client, tmp_path, asynchronous):
         with monitoring(client) as sent:
             assert [ask() for _ in range(3)] == ["old"] * 3
         assert sum(line.startswith("LPUSH") for line in sent) == 1, "one order, however many find it old"
-        with Worker("celery", "solo", tmp_path / "worker.log") as worker:
+        with Worker("celery", "solo", tmp_path / "worker.log", "-I", "tests.cache_programs") as worker:
             worker.wait_ready()
             wait_until(lambda: cache.get("k") != "old")
     made = cache.get("k")

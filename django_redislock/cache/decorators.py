@@ -15,6 +15,7 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from ..core.wanted import MISSING
 from .mixin import ComputeOnceMixin
 from .options import checked
+from .ordered import refreshable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +43,10 @@ def cached(
     def decorate(function: Callable[P, R]) -> Cached[P, R]:
         if not callable(function):
             raise TypeError(f"cached() decorates functions, not {function!r}; write @cached(timeout, key=...)")
+        if options.get("refresh") == "celery":
+            for named in (function, options.get("should_cache")):
+                if named is not None:
+                    refreshable(named)
         return Cached(function, timeout, key, using, version, options)
 
     return decorate

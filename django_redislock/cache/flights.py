@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..core.clock import monotonic
 from ..core.flight import ELSEWHERE, fly, fly_together
 from ..core.steps import Follow, Steps
-from ..core.wanted import MISSING, Landing, Owner, Wanted, outer
+from ..core.wanted import MISSING, Landing, Owner, Wanted, is_interruption, outer
 from ..exceptions import AcquireTimeout, LockBackendError
 
 SPREAD = 0.1
@@ -230,15 +230,8 @@ def _lead(want: Wanted, caller: Caller, until: float, last: bool, old: bytes | N
 
 
 def _shareable(landing: Landing) -> bool:
-    """Whether the landing concerns all: not if its leader alone was interrupted (Celery's soft time limit is an Exception)."""
-    error = landing.error
-    return landing.shared and (
-        error is None
-        or (
-            isinstance(error, Exception)
-            and all(kind.__name__ != "SoftTimeLimitExceeded" for kind in type(error).__mro__)
-        )
-    )
+    """Whether the landing concerns all: not if its leader alone was interrupted."""
+    return landing.shared and (landing.error is None or not is_interruption(landing.error))
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

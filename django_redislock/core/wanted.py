@@ -100,6 +100,13 @@ class Landing(NamedTuple):
         return self.data is None and self.error is None and not self.absent
 
 
+def is_interruption(error: BaseException) -> bool:
+    """Whether it ends the work of one caller alone, and says nothing of the value; Celery's soft time limit is an Exception."""
+    return not isinstance(error, Exception) or any(
+        kind.__name__ == "SoftTimeLimitExceeded" for kind in type(error).__mro__
+    )
+
+
 def outer(server: Server) -> list[str]:
     """Return the names of the leases under which the caller computes now."""
     return [lease.name for lease in computing.get() if lease.server is server and not lease.ended]
