@@ -307,6 +307,61 @@ def test_jitter_shortens_lives_at_random(redis_url, client):
     assert client.pttl(":1:exact") > 95_000
 
 
+@pytest.mark.parametrize("options", [{}, {"lock": False}, {"stale": 30}], ids=str)
+def test_a_timeout_may_be_a_function_of_the_value(get, cache, client, options):
+    def timeout(value):
+        return {"short": 10, "never": 0, "forever": None}[value]
+
+    assert get("k", lambda: "short", timeout, **options) == "short"
+    assert options.get("stale", 0) * 1000 < client.pttl(":1:k") <= (10 + options.get("stale", 0)) * 1000
+    assert get("k", never, timeout, **options) == "short"
+    assert get("f", lambda: "forever", timeout, **options) == "forever"
+    assert client.pttl(":1:f") == -1
+    assert get("n", lambda: "never", timeout, **options) == "never"
+    assert not cache.has_key("n")
+    assert not list(held_locks(client))
+
+
+def test_many_values_have_each_the_timeout_of_its_own(cache, client):
+    for options in ({}, {"lock": False}):
+        cache.clear()
+        values = cache.get_or_set_many(
+            "ab", lambda keys: dict.fromkeys(keys, 1) | {"a": 2}, lambda value: 10 * value, **options
+        )
+        assert values == {"a": 2, "b": 1}
+        assert client.pttl(":1:b") <= 10_000 < client.pttl(":1:a") <= 20_000
+
+
+@pytest.mark.parametrize("alias", ["redis", "local"])
+def test_a_cached_function_may_tell_the_timeout_of_each_value(settings, server, backend, alias):
+    settings.CACHES = {
+        "redis": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url},
+        "local": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache", "LOCATION": "timeouts"},
+    } | {"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}
+    calls = []
+
+    @cached(lambda value: 60 if value else 0, key="k:{value}", using=alias)
+    def same(value):
+        calls.append(value)
+        return value
+
+    @cached(lambda value: 60 if value else 0, key="a:{value}", using=alias)
+    async def asame(value):
+        calls.append(value)
+        return value
+
+    caches[alias].clear()
+    assert [same(value) for value in (1, 1, 0, 0)] == [1, 1, 0, 0]
+    assert [asyncio.run(asame(value)) for value in (1, 1, 0, 0)] == [1, 1, 0, 0]
+    assert calls == [1, 0, 0] * 2
+
+
+def test_a_failing_timeout_is_the_callers_error(get, client):
+    with pytest.raises(ZeroDivisionError):
+        get("k", lambda: "v", lambda value: 1 / 0)
+    assert not list(held_locks(client))
+
+
 # Counters
 
 
@@ -399,6 +454,7 @@ def order(client, **changes):
         "kwargs": {"year": 2026},
         "options": {},
         "stale": 30.0,
+        "timeout_for": None,
         "should_cache": None,
         "old": digest(client.get(":1:k")).decode(),
         "id": "an-id",
@@ -407,7 +463,7 @@ def order(client, **changes):
     return usual | changes
 
 
-@pytest.mark.parametrize("argument", ["default", "should_cache"])
+@pytest.mark.parametrize("argument", ["default", "should_cache", "timeout_for"])
 def test_a_worker_obeys_registered_functions_only(client, settings, server, backend, argument, tmp_path):
     """Whoever can write to the broker could have anything called."""
     settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}

@@ -14,7 +14,7 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
 from ..core.wanted import MISSING
 from .mixin import ComputeOnceMixin
-from .options import checked
+from .options import Timeout, checked, timeout_for
 from .ordered import refreshable
 
 P = ParamSpec("P")
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 def cached(
-    timeout: float | None = DEFAULT_TIMEOUT,
+    timeout: Timeout = DEFAULT_TIMEOUT,
     *,
     key: str | Callable[..., str] | None = None,
     using: str = "default",
@@ -30,6 +30,8 @@ def cached(
     **options: Any,
 ) -> Callable[[Callable[P, R]], Cached[P, R]]:
     """Keep what the decorated function returns in the cache `using`, for `timeout` seconds; one of all callers computes it.
+
+    `timeout` may be a function of the value.
 
     `key` is a format string over the function's bound arguments (``"user:{user_id}"``, ``"cart:{self.pk}"``) or a callable
     that takes what the function takes; only a function without parameters needs none: its own name is the key then. `options`
@@ -44,8 +46,8 @@ def cached(
         if not callable(function):
             raise TypeError(f"cached() decorates functions, not {function!r}; write @cached(timeout, key=...)")
         if options.get("refresh") == "celery":
-            for named in (function, options.get("should_cache")):
-                if named is not None:
+            for named in (function, options.get("should_cache"), timeout):
+                if callable(named):
                     refreshable(named)
         return Cached(function, timeout, key, using, version, options)
 
@@ -58,7 +60,7 @@ class Cached(Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
-        timeout: float | None,
+        timeout: Timeout,
         key: str | Callable[..., str] | None,
         using: str,
         version: int | None,
@@ -120,14 +122,20 @@ class Cached(Generic[P, R]):
         return bool(await caches[self._using].adelete(self.key(*args, **kwargs), version=self._version))
 
     def _plainly(self, cache: Any, key: str, default: Callable[[], Any]) -> Any:
-        if not self._is_async:
+        if not self._is_async and not callable(self._timeout):
             return cache.get_or_set(key, default, self._timeout, self._version)
+        if not self._is_async:
+            value = cache.get(key, MISSING, version=self._version)
+            if value is MISSING:
+                value = default()
+                cache.set(key, value, timeout_for(self._timeout, value), version=self._version)
+            return value
 
         async def get() -> Any:
             value = await cache.aget(key, MISSING, version=self._version)
             if value is MISSING:
                 value = await default()
-                await cache.aset(key, value, self._timeout, version=self._version)
+                await cache.aset(key, value, timeout_for(self._timeout, value), version=self._version)
             return value
 
         return get()

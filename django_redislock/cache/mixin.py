@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
@@ -26,7 +26,7 @@ from .flights import Caller, brought, renewed, value_of
 from .invalidation import InvalidatingMixin
 from .locks import LocksMixin
 from .many import ManyMixin
-from .options import PLAIN, Asked, Options, checked, lengthened
+from .options import PLAIN, Asked, Options, Timeout, checked, lengthened, timeout_for
 from .ordered import OrderedMixin, check_orderable
 
 OPTION = "CACHES[…]['OPTIONS']['LOCK']"
@@ -46,7 +46,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         self,
         key: Any,
         default: Any,
-        timeout: float | None = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
         *,
         lock: bool = True,
@@ -62,6 +62,9 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         jitter: float | None = None,
     ) -> Any:
         """Return the value of the key; when it is missing, have one of all callers compute it by `default()` and store it.
+
+        `timeout` is a number of seconds, None (for ever), or a function of the value that returns one of them; a value for which
+        it returns 0 is not stored, but returned to all who wait for it.
 
         The others wait for it at most `wait` seconds. Then `on_wait_timeout` says "compute", for oneself, "raise"
         AcquireTimeout, "stale", to take the old value if there is one, or gives a value to return (a function: what it
@@ -101,9 +104,9 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 jitter=jitter,
             )
             if not given.lock:
-                return super().get_or_set(key, default, timeout, version)
+                return self._get_or_set_unlocked(key, default, timeout, version)
         if not callable(default):
-            return super().get_or_set(key, default, timeout, version)
+            return self._get_or_set_unlocked(key, default, timeout, version)
         if given.refresh == "celery":
             check_orderable(default)
         if not given.due:
@@ -113,7 +116,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 return value
         asked = self._asked(key, default, timeout, version, given)
         if asked is None:
-            return super().get_or_set(key, default, timeout, version)
+            return self._get_or_set_unlocked(key, default, timeout, version)
         want = asked.want
         caller = Caller(threading.current_thread(), want.server.room)
         if given.due:
@@ -141,7 +144,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         self,
         key: Any,
         default: Any,
-        timeout: float | None = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
         **options: Any,
     ) -> Any:
@@ -219,14 +222,12 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 self.set(key, value, timeout=timeout, version=version)
             return value
 
-    def _asked(
-        self, key: Any, default: Any, timeout: float | None, version: int | None, given: Options
-    ) -> Asked | None:
+    def _asked(self, key: Any, default: Any, timeout: Timeout, version: int | None, given: Options) -> Asked | None:
         """Return what is wanted; None when that is the base class's business."""
         settings = conf.get()
         made = self._made(key, version)
         server = self._server_of(made)
-        if server is None or not settings.enabled or not self._is_kept(timeout):
+        if server is None or not settings.enabled or not (callable(timeout) or self._is_kept(timeout)):
             return None
         own = self._settings
         if given.settings:
@@ -236,7 +237,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             prefix=settings.key_prefix,
             key=made,
             default=default,
-            pack=lengthened(lambda value: self._pack(made, value, timeout), given.stale, own.jitter),
+            pack=lengthened(partial(self._pack_for, made, timeout), given.stale, own.jitter),
             unpack=lambda data: self._unpack(made, data),
             expire=own.expire,
             auto_renewal=own.auto_renewal,
@@ -247,6 +248,12 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         )
         on_timeout = own.on_wait_timeout if given.on_wait_timeout is None else given.on_wait_timeout
         return Asked(want, own.wait, on_timeout, given)
+
+    def _pack_for(self, made: str, timeout: Timeout, value: Any) -> tuple[bytes, int | None]:
+        if not callable(timeout):
+            return self._pack(made, value, timeout)
+        own = timeout(value)
+        return self._pack(made, value, own) if self._is_kept(own) else (self._pack(made, value, None)[0], 0)
 
     @property
     def _settings(self) -> conf.CacheSettings:
@@ -265,10 +272,20 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             raise (error.__cause__ or error) from None
         return None, -2
 
-    async def _aget_or_set_unlocked(self, key: Any, default: Any, timeout: float | None, version: int | None) -> Any:
+    def _get_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
+        if not callable(timeout):
+            return super().get_or_set(key, default, timeout, version)
+        value = self.get(key, MISSING, version=version)
+        if value is MISSING:
+            value = default() if callable(default) else default
+            self.add(key, value, timeout=timeout(value), version=version)
+            value = self.get(key, value, version=version)
+        return value
+
+    async def _aget_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
         value = await self.aget(key, MISSING, version=version)
         if value is MISSING:
             value = await called(default) if callable(default) else default
-            await self.aadd(key, value, timeout=timeout, version=version)
+            await self.aadd(key, value, timeout=timeout_for(timeout, value), version=version)
             value = await self.aget(key, value, version=version)
         return value

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 from ..core.keys import Seconds, check_expire, check_share, check_timeout
 from ..core.wanted import Wanted
 
+Timeout = float | Callable[[Any], float | None] | None
+"""A value's life in seconds (None: for ever), or a function of the value that returns it."""
+
 WORDS = ("compute", "raise", "stale")
 HOW = ("inline", "thread", "celery")
 
@@ -88,6 +91,11 @@ def checked(
     )
 
 
+def timeout_for(timeout: Timeout, value: Any) -> float | None:
+    """Return the life of this value."""
+    return timeout(value) if callable(timeout) else timeout
+
+
 def lengthened(pack: Callable[[Any], tuple[bytes, int | None]], stale: float, jitter: float) -> Any:
     """Return a `pack` that makes lives shorter by up to the share `jitter`, and then longer by `stale` seconds."""
     return partial(_pack, pack, stale, jitter) if stale or jitter else pack
@@ -97,7 +105,7 @@ def _pack(
     pack: Callable[[Any], tuple[bytes, int | None]], stale: float, jitter: float, value: Any
 ) -> tuple[bytes, int | None]:
     data, life = pack(value)
-    if life is not None:
+    if life:
         life = max(1, int(life * (1 - random.random() * jitter)) + int(stale * 1000))  # noqa: S311
     return data, life
 

@@ -25,7 +25,7 @@ from ..core.wanted import is_interruption
 from .base import RedisBackend
 from .counters import alias_of
 from .flights import Caller, refresh
-from .options import Asked, Options, checked
+from .options import Asked, Options, Timeout, checked
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,12 +51,13 @@ class OrderedMixin(RedisBackend):
 
     def refresh_ordered(self, order: dict[str, Any]) -> None:
         """Compute a value anew that another process found to be due: what the Celery task does."""
-        timeout = DEFAULT_TIMEOUT if order["timeout"] == "default" else order["timeout"]
-        names = [name for name in (order["default"], order["should_cache"]) if name]
+        names = [name for name in (order["default"], order["should_cache"], order["timeout_for"]) if name]
         unknown = [name for name in names if name not in _registered]
-        should_cache = _registered.get(order["should_cache"])
+        should_cache, timeout = _registered.get(order["should_cache"]), _registered.get(order["timeout_for"])
+        if timeout is None:
+            timeout = DEFAULT_TIMEOUT if order["timeout"] == "default" else order["timeout"]
         given = checked(**order["options"], stale=order["stale"], should_cache=should_cache)
-        asked = self._asked(order["key"], None, timeout, order["version"], given)
+        asked = self._asked(order["key"], None if unknown else _default_of(order), timeout, order["version"], given)
         if asked is None:
             return
         want = replace(asked.want, id=order["id"])
@@ -66,7 +67,6 @@ class OrderedMixin(RedisBackend):
                 f"{unknown[0]} is not registered in this worker, so it is not called for refresh='celery': decorate it with "
                 "@django_redislock.cache.refreshable, and import its module in a tasks module."
             )
-        want = replace(want, default=_default_of(order))
         data, _ = want.server.run(peek(want.key, with_life=False))
         if data is None or digest(data).decode() != order["old"]:
             want.server.run(give_up(want))
@@ -76,9 +76,7 @@ class OrderedMixin(RedisBackend):
         if landing.error is not None:
             raise landing.error
 
-    def _order(
-        self, asked: Asked, key: Any, default: Any, timeout: float | None, version: int | None, old: bytes
-    ) -> None:
+    def _order(self, asked: Asked, key: Any, default: Any, timeout: Timeout, version: int | None, old: bytes) -> None:
         """Have a Celery worker compute the value anew, unless somebody does so already.
 
         What fails on the way is logged: the old value is there.
@@ -94,6 +92,7 @@ class OrderedMixin(RedisBackend):
             "key": key,
             "version": version,
             "timeout": timeout if timeout is None or isinstance(timeout, (int, float)) else "default",
+            "timeout_for": path_of(timeout, "timeout") if callable(timeout) else None,
             "default": path_of(function),
             "args": list(args),
             "kwargs": kwargs,
@@ -114,9 +113,7 @@ class OrderedMixin(RedisBackend):
             want.tally.count("errors")
             log.exception("No Celery worker could be told to compute the value of %r anew.", want.key)
 
-    def _asked(
-        self, key: Any, default: Any, timeout: float | None, version: int | None, given: Options
-    ) -> Asked | None:
+    def _asked(self, key: Any, default: Any, timeout: Timeout, version: int | None, given: Options) -> Asked | None:
         raise NotImplementedError
 
 
