@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
 from django.http import Http404, HttpResponse, HttpResponseBase
@@ -14,6 +17,8 @@ PERSONAL = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPar
 """What Django answers by 4xx: it is about one request, and another's may be allowed what this one's is not."""
 LONGEST = 1000
 """Characters of an error's text that are sent."""
+LARGEST = 32768
+"""Bytes of an exception that is sent itself."""
 
 
 def portable(name: str, error: Exception) -> Exception:
@@ -23,8 +28,7 @@ def portable(name: str, error: Exception) -> Exception:
             return error
     except Exception:  # noqa: S110  # whatever its own methods raise
         pass
-    kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return ComputationFailed(name, kind, str(error)[:LONGEST])
+    return _in_words(name, error)
 
 
 def portable_answer(response: HttpResponseBase) -> HttpResponseBase:
@@ -40,3 +44,26 @@ def portable_answer(response: HttpResponseBase) -> HttpResponseBase:
     if "Retry-After" in response:
         plain["Retry-After"] = response["Retry-After"]
     return plain
+
+
+def packed(name: str, pack: Callable[[Any], bytes], unpack: Callable[[bytes], Any], error: Exception) -> bytes:
+    """Return the exception as those who wait are sent it: serialized as the cache's values are, or else told in words."""
+    try:
+        data = pack(portable(name, error))
+        if len(data) <= LARGEST and isinstance(unpack(data), Exception):
+            return b"=" + data
+    except Exception:  # noqa: S110  # not every serializer takes exceptions
+        pass
+    return b"!" + json.dumps(_in_words(name, error).args).encode()
+
+
+def unpacked(unpack: Callable[[bytes], Any], data: bytes) -> Exception:
+    """Return the exception that was packed."""
+    error: Exception = unpack(data[1:]) if data[:1] == b"=" else ComputationFailed(*json.loads(data[1:]))
+    error.add_note("It was raised in another process, which computed the value for all who waited for it.")
+    return error
+
+
+def _in_words(name: str, error: Exception) -> ComputationFailed:
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return ComputationFailed(name, kind, str(error)[:LONGEST])

@@ -22,6 +22,7 @@ from ..exceptions import LockBackendError
 from .background import in_task, in_thread
 from .calling import called, current_task
 from .counters import alias_of, tally_of
+from .failures import packed, unpacked
 from .flights import Caller, brought, renewed, value_of
 from .invalidation import InvalidatingMixin
 from .locks import LocksMixin
@@ -232,19 +233,22 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         own = self._settings
         if given.settings:
             own = replace(own, **given.settings)
+        unpack = partial(self._unpack, made)
         want = Wanted(
             server=server,
             prefix=settings.key_prefix,
             key=made,
             default=default,
             pack=lengthened(partial(self._pack_for, made, timeout), given.stale, own.jitter),
-            unpack=lambda data: self._unpack(made, data),
+            unpack=unpack,
             expire=own.expire,
             auto_renewal=own.auto_renewal,
             max_hold=own.max_hold,
             forgiving=self._is_forgiving(),
             should_cache=given.should_cache,
             tally=self._tally,
+            pack_failure=partial(packed, made, lambda error: self._pack(made, error, None)[0], unpack),
+            unpack_failure=partial(unpacked, unpack),
         )
         on_timeout = own.on_wait_timeout if given.on_wait_timeout is None else given.on_wait_timeout
         return Asked(want, own.wait, on_timeout, given)

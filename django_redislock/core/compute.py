@@ -15,7 +15,7 @@ from .clock import monotonic
 from .protocol import give_back
 from .scripts import Script
 from .steps import Call, Commands, Compute, Steps, attempt, together
-from .wanted import MISSING, Landing, ValueLease, Wanted, computing
+from .wanted import MISSING, Landing, ValueLease, Wanted, computing, is_interruption
 from .watchdog import watchdog
 
 SETTLE = Script("settle", "counts")
@@ -118,7 +118,10 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
         if error is not None:
             tally.count("errors")
         if ticket.mine and not lease.foreign:
-            yield from _abandon(lease)
+            if error is None or is_interruption(error):
+                yield from _abandon(lease)
+            else:
+                yield from _tell_failure(ticket, error)
         lease.ended = True
         if error is None:
             return Landing(absent=True)
@@ -149,11 +152,7 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
         ready = (keys.receipt + lease.id.encode() + b":value",)
         yield from attempt(lease.name, _pieces(ready[0], data), monotonic() + lease.retry_for)
         data = b"%d %b" % (len(data), digest(data))
-    call = Call(
-        SETTLE,
-        (keys.lock, keys.held, keys.queue, want.key.encode(), waits(want.prefix), *ready),
-        (ticket.fence, lease.name.encode(), b"" if life is None else b"%d" % life, ticket.replaced, ticket.ends, data),
-    )
+    call = _settlement(ticket, b"" if life is None else b"%d" % life, data, *ready)
     now = monotonic()
     _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)
     late = reply == -1 and bool(lease.fence) and monotonic() >= lease.deadline
@@ -171,11 +170,24 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     return bool(reply == 1)
 
 
+def _settlement(ticket: Ticket, life: bytes, data: bytes, *ready: bytes) -> Call:
+    want, lease = ticket.want, ticket.lease
+    keys = (lease.keys.lock, lease.keys.held, lease.keys.queue, want.key.encode(), waits(want.prefix), *ready)
+    return Call(SETTLE, keys, (ticket.fence, lease.name.encode(), life, ticket.replaced, ticket.ends, data))
+
+
 def _pieces(key: bytes, data: bytes) -> Commands:
     end = len(data) - 1
     pieces = [(b"SETRANGE", key, b"%d" % at, data[at : at + LARGE]) for at in range(0, len(data), LARGE)]
     # The last byte first, so that room is made once.
     return Commands(((b"SETRANGE", key, b"%d" % end, data[end:]), (b"PEXPIRE", key, b"%d" % READY_FOR), *pieces))
+
+
+def _tell_failure(ticket: Ticket, error: BaseException) -> Steps[None]:
+    """End the lease without a value, and tell those who wait why: they would only find out one after another."""
+    data = ticket.want.pack_failure(error)  # type: ignore[arg-type]
+    with suppress(LockBackendError):
+        yield from attempt(ticket.lease.name, _settlement(ticket, b"!", data), monotonic())
 
 
 def _abandon(lease: ValueLease) -> Steps[None]:

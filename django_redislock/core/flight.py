@@ -30,6 +30,9 @@ LEASE = Script("lease")
 PIECE = 262144
 """Bytes of a large value that are fetched at once."""
 
+WORDS = {b"=": b"value", b"#": b"large", b"!": b"failed"}
+"""What settle.lua sends to those who wait."""
+
 ELSEWHERE = Landing()
 """Somebody else computes the value."""
 
@@ -46,6 +49,8 @@ def fly(
     verdict, told, replaced, value = yield from look(want, lease, -math.inf if last else until, listening, old)
     if verdict == b"value":
         return Landing(told, value, shared=True)
+    if verdict == b"failed":
+        return Landing(error=want.unpack_failure(told), shared=True)
     if verdict == b"wait" and not last:
         return Landing()
     (landing,) = yield from compute([Ticket(want, lease, verdict, told, replaced)], want.default)
@@ -102,8 +107,8 @@ def _fetch(want: Wanted, told: bytes) -> Steps[bytes | None]:
 def _seek(
     want: Wanted, lease: ValueLease, replaced: bytes, until: float, listening: bool
 ) -> Steps[tuple[bytes, bytes]]:
-    """Return b"value" and it, b"compute" and the fence, b"wait" and the fence of who computes still, b"cycle" and b"", or
-    b"large" and by what to know the value, if that was told."""
+    """Return b"value" and it, b"compute" and the fence, b"wait" and the fence of who computes still, b"cycle" and b"",
+    b"large" and by what to know the value, if that was told, or b"failed" and how who computed it for all failed."""
     keys, id, name = lease.keys, lease.id.encode(), lease.name
     about = record("cache", "", want.expire, want.auto_renewal)
     inside = [other.encode() for other in outer(want.server)]
@@ -148,7 +153,7 @@ def _seek(
                 if word is None:
                     reply = None
                     continue
-                return (b"value" if word[:1] == b"=" else b"large"), word[1:]
+                return WORDS[word[:1]], word[1:]
             return reply[0], reply[1]
     except LockBackendError:
         raise

@@ -63,6 +63,9 @@ class Wanted:
     should_cache: Callable[[Any], object] | None = None
     """Whether a value is to be stored; one that is not goes to those who wait for it now."""
     tally: Tally = field(default_factory=Tally)
+    pack_failure: Callable[[Exception], bytes] = lambda error: repr(error).encode()
+    """From what `default` raised to what those who wait are sent."""
+    unpack_failure: Callable[[bytes], Exception] = lambda data: RuntimeError(data.decode())
     id: str = ""
     """Of the lease, when another process took it for this one."""
     asked_as: Any = None

@@ -1,13 +1,15 @@
 -- Store what was computed, unless something newer is there; end the lease, and wake everybody who waits for the value.
 -- KEYS  1 lock, 2 index of held locks, 3 queue, 4 the value, 5 which computation waits for which,
 --       6 where the value is put ready, when it is too large to be copied by Lua
--- ARGV  1 fence of the lease, 2 name, 3 life of the value (ms, '': for ever, '0': it is only told to those who wait),
+-- ARGV  1 fence of the lease, 2 name, 3 life of the value (ms, '': for ever, '0': it is only told to those who wait,
+--       '!': as well, and it is not a value but how its computation failed),
 --       4 SHA-1 of the value that it replaces ('': none), 5 when that one ends (ms, '': not known), 6 the value; when it is put
 --       ready: its length and SHA-1
--- Those who wait are sent  id \n = value , or  id \n # length SHA-1  to fetch it in pieces, or the id alone to ask again.
+-- Those who wait are sent  id \n = value ,  id \n ! failure , or  id \n # length SHA-1  to fetch it in pieces, or the id alone to ask again.
 -- Returns 1 when stored or told, 0 when there is a newer value, -1 when the lease is not held (any more): then nothing is done.
 local CLOCK_MS = 20   -- what was read of a key's end may differ by this much between two calls
 local SMALL = 32768  -- bytes; a larger value is fetched by those who want it instead of being sent to each
+local failed = ARGV[3] == '!'
 local lock = redis.call('GET', KEYS[1])
 if not lock or fence_of(lock) ~= ARGV[1] then
   if KEYS[6] then
@@ -34,11 +36,11 @@ elseif KEYS[6] then
   end
 elseif stored and ARGV[3] == '' then
   redis.call('SET', KEYS[4], ARGV[6])
-elseif stored and ARGV[3] ~= '0' then
+elseif stored and ARGV[3] ~= '0' and not failed then
   redis.call('SET', KEYS[4], ARGV[6], 'PX', ARGV[3])
 end
 
-local word = stored and #ARGV[6] <= SMALL and (KEYS[6] and '\n#' or '\n=') .. ARGV[6] or ''
+local word = stored and #ARGV[6] <= SMALL and (failed and '\n!' or KEYS[6] and '\n#' or '\n=') .. ARGV[6] or ''
 local entries = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
 local now, ms = now_us(), 0
 for i = 1, #entries, 2 do
@@ -47,8 +49,10 @@ for i = 1, #entries, 2 do
   ms = ms + waited_ms(entries[i + 1], now)
 end
 if #entries > 0 and stored then
-  count_waits(KEYS[2], now, ARGV[2], ms, #entries / 2, 0)
-  count_saved(KEYS[2], now, ARGV[2], 'a', #entries / 2)
+  count_waits(KEYS[2], now, ARGV[2], ms, #entries / 2, failed and #entries / 2 or 0)
+  if not failed then
+    count_saved(KEYS[2], now, ARGV[2], 'a', #entries / 2)
+  end
 end
 redis.call('DEL', KEYS[1], KEYS[3])
 redis.call('ZREM', KEYS[2], ARGV[2])
