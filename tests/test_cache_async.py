@@ -12,6 +12,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.test import override_settings
 
+from django_redislock.cache import flights
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout
@@ -395,3 +396,24 @@ def test_a_pool_of_two_connections_serves_sixteen_tasks_and_threads(redis_url, c
 
     asyncio.run(main())
     assert not list(held_locks(client))
+
+
+def test_a_default_that_needs_the_thread_of_a_caller_is_not_waited_for_by_it(cache):
+    """`sync_to_async` has one thread: who waits there keeps the default from going on."""
+    asked = threading.Event()
+
+    async def work():
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        return await sync_to_async(lambda: "v")()
+
+    def ask():
+        asked.set()
+        return cache.get_or_set("k", lambda: "own", 60)
+
+    async def main():
+        first = asyncio.ensure_future(cache.aget_or_set("k", work, 60))
+        await until(lambda: list(flights._flights))
+        return await sync_to_async(ask)(), await first
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) in (("own", "own"), ("own", "v"))

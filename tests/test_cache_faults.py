@@ -213,6 +213,38 @@ def test_a_full_redis_fails_as_in_the_base_class_and_leaves_no_lease(backend):
         assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
 
 
+@pytest.mark.parametrize("size", [10, 40_000])
+def test_what_a_full_redis_does_not_store_goes_to_those_who_wait_where_errors_are_ignored(size):
+    with RedisServer(maxmemory="8mb", maxmemory_policy="noeviction") as server, server.client() as client:
+        cache = cache_at(server.url, OPTIONS=FORGIVING)
+        elsewhere = cache_at(f"{server.url}?socket_timeout=4.9", OPTIONS=FORGIVING)  # as if it were another process
+        for each in (cache, elsewhere):
+            each.get_or_set("warm", lambda: 1)
+        work = Work("v" * size)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(cache.get_or_set, "k", work, 60)
+            assert work.running.wait(10)
+            second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)
+            wait_until(lambda: queued(client, "cache::1:k") == 1)
+            client.config_set("maxmemory", "1")
+            work.end.set()
+            assert first.result(20) == work.value
+            assert second.result(20) == (work.value if size < 100 else "own")
+        assert not list(held_locks(client)), "nobody waits for who has ended"
+        client.config_set("maxmemory", "0")
+        assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
+
+
+def test_a_pattern_is_deleted_without_redis_as_fast_as_by_the_base_class(own_server, monkeypatch):
+    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
+    cache.set("k", "v")
+    own_server.kill()
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    cache.delete_pattern("*")
+    assert sum(pauses) < 0.1
+
+
 # Tasks
 
 

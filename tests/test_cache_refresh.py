@@ -285,6 +285,25 @@ def test_a_refused_value_goes_to_all_who_wait_for_it(redis_url, cache, client, r
     assert not cache.has_key("k")
 
 
+def test_a_large_refused_value_goes_to_all_who_wait_for_it(redis_url, backend, client):
+    """Also in other processes; nothing of it stays."""
+    caches = [
+        cache_at(f"{redis_url}?socket_timeout={5 + number}", backend) for number in range(4)
+    ]  # as if in processes
+    work = Work("x" * 100_000)
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(each.get_or_set, "k", work, 60, should_cache=lambda value: False) for each in caches]
+        wait_until(lambda: sum(info.waiting for info in held_locks(client)) == 3)
+        work.end.set()
+        assert [future.result(20) for future in futures] == [work.value] * 4
+    assert work.calls == 1
+    assert not client.exists(":1:k")
+    assert all(0 < client.pttl(key) <= 10_000 for key in client.keys("*:value"))
+    client.flushdb()
+    assert caches[0].get_or_set("k", work, 60, should_cache=lambda value: False) == work.value
+    assert not client.keys("*:value"), "nobody waits"
+
+
 def test_a_failing_should_cache_is_the_callers_error(get, client):
     with pytest.raises(ZeroDivisionError):
         get("k", lambda: "v", 60, should_cache=lambda value: 1 / 0)

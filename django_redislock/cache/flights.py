@@ -14,6 +14,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from asgiref.sync import SyncToAsync
+
 from ..core.clock import monotonic
 from ..core.flight import ELSEWHERE, fly, fly_together
 from ..core.steps import Follow, Steps
@@ -47,8 +49,10 @@ class Flight:
         self.landed: Future[Landing] = Future()
 
     def blocked_by(self, caller: Caller) -> bool:
-        """Whether the caller is a thread that keeps the flight's own event loop from going on."""
-        return self.loop is not None and caller.loop is None and self.loop is _running_loop()
+        """Whether the caller is a thread that keeps the flight's own event loop, or its `sync_to_async`, from going on."""
+        if self.loop is None or caller.loop is not None:
+            return False
+        return self.loop in (_running_loop(), getattr(SyncToAsync.threadlocal, "main_event_loop", None))
 
 
 _flights: dict[Hashable, Flight] = {}

@@ -1,7 +1,7 @@
 """What is computed must not be stored over what happened to the key meanwhile.
 
 A value that is written needs nothing here: it is seen when the computed one is to be stored, and so is a new end of the old
-one. `clear` takes the leases along, since they are in the same database. Only what may leave no value ends the leases, before
+one. But one that may have ended by then ends the leases, when it is there. `clear` takes the leases along, since they are in the same database. Only what may leave no value ends the leases, before
 it happens: who computes from then on has seen what led to it.
 """
 
@@ -48,7 +48,25 @@ class InvalidatingMixin(RedisBackend):
         """Store the value."""
         if not self._is_kept(timeout):  # it deletes
             self._invalidate([self._made(key, version)])
-        return super().set(key, value, timeout, version, *args, **kwargs)
+        answer = super().set(key, value, timeout, version, *args, **kwargs)
+        if self._is_short(timeout):
+            self._invalidate([self._made(key, version)])
+        return answer
+
+    def add(
+        self,
+        key: Any,
+        value: Any,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        version: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> bool:
+        """Store the value if there is none."""
+        added = super().add(key, value, timeout, version, *args, **kwargs)
+        if added and self._is_short(timeout):
+            self._invalidate([self._made(key, version)])
+        return added
 
     def set_many(
         self,
@@ -61,7 +79,10 @@ class InvalidatingMixin(RedisBackend):
         """Store the values."""
         if not self._is_kept(timeout):
             self._invalidate([self._made(key, version) for key in data])
-        return super().set_many(data, timeout, version, *args, **kwargs)
+        answer = super().set_many(data, timeout, version, *args, **kwargs)
+        if self._is_short(timeout):
+            self._invalidate([self._made(key, version) for key in data])
+        return answer
 
     def touch(
         self, key: Any, timeout: float | None = DEFAULT_TIMEOUT, version: int | None = None, *args: Any, **kwargs: Any
@@ -75,6 +96,18 @@ class InvalidatingMixin(RedisBackend):
         """Move the value to another version; one that is being computed now for this version will not be stored."""
         self._invalidate([self._made(key, version)])
         return super().incr_version(key, delta, version, *args, **kwargs)
+
+    def _is_short(self, timeout: float | None) -> bool:
+        """Whether a value may end before a computation does that is under way: before those who wait for that give up."""
+        seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
+        if seconds is None or not self._is_kept(timeout):
+            return False
+        wait = self._settings.wait
+        return wait is None or seconds < wait
+
+    @property
+    def _settings(self) -> conf.CacheSettings:
+        raise NotImplementedError
 
     def _invalidate(self, keys: list[str]) -> None:
         settings = conf.get()

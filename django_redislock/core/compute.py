@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from ..exceptions import LockBackendError
 from . import events
@@ -25,6 +25,9 @@ LARGE = 524288
 its size in the server, and in a script three times."""
 READY_FOR = 60_000
 """Milliseconds for which it stays there at most."""
+
+SMALL = 32768
+"""Bytes. A larger value that is only told is put ready for those who wait: it is not sent to each."""
 
 ABSENT: Any = object()
 """In place of a value that was asked for together with others, and did not come."""
@@ -131,11 +134,16 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
         return landing
     try:
         stored = yield from _settle(ticket, data, life)
-    except LockBackendError:
+    except LockBackendError as failure:
         tally.count("errors")
         if not want.forgiving:
             raise
         stored = True
+        if isinstance(failure.__cause__, ResponseError):  # it is there, but does not store: it is full, or a replica
+            try:
+                yield from _settle(ticket, data, 0)
+            except LockBackendError:
+                yield from _abandon(lease)
     lease.ended = True
     return landing._replace(shared=stored)
 
@@ -148,10 +156,10 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     want, lease = ticket.want, ticket.lease
     keys = lease.keys
     ready: tuple[bytes, ...] = ()
-    if len(data) > LARGE and life != 0:
+    if len(data) > (SMALL if life == 0 else LARGE):
         ready = (keys.receipt + lease.id.encode() + b":value",)
         yield from attempt(lease.name, _pieces(ready[0], data), monotonic() + lease.retry_for)
-        data = b"%d %b" % (len(data), digest(data))
+        data = b"%d %b" % (len(data), digest(data)) + (b" " + ready[0] if life == 0 else b"")
     call = _settlement(ticket, b"" if life is None else b"%d" % life, data, *ready)
     now = monotonic()
     _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)

@@ -90,7 +90,9 @@ def _fetch(want: Wanted, told: bytes) -> Steps[bytes | None]:
     """Get a large value: in pieces, if its length and digest are told, or the server would copy it for each who waits."""
     key = want.key.encode()
     if told:
-        length, expected = told.split(b" ")
+        length, expected, *elsewhere = told.split(b" ", 2)
+        if elsewhere:  # it is stored nowhere else
+            key = elsewhere[0]
         found = bytearray()
         while len(found) < int(length):
             command = (b"GETRANGE", key, b"%d" % len(found), b"%d" % (len(found) + PIECE - 1))

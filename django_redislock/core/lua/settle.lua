@@ -4,10 +4,11 @@
 -- ARGV  1 fence of the lease, 2 name, 3 life of the value (ms, '': for ever, '0': it is only told to those who wait,
 --       '!': as well, and it is not a value but how its computation failed),
 --       4 SHA-1 of the value that it replaces ('': none), 5 when that one ends (ms, '': not known), 6 the value; when it is put
---       ready: its length and SHA-1
--- Those who wait are sent  id \n = value ,  id \n ! failure , or  id \n # length SHA-1  to fetch it in pieces, or the id alone to ask again.
+--       ready: its length, its SHA-1, and, if it is only told, KEYS[6] again
+-- Those who wait are sent  id \n = value ,  id \n ! failure , or  id \n # length SHA-1 [key]  to fetch it in pieces, or the id alone to ask again.
 -- Returns 1 when stored or told, 0 when there is a newer value, -1 when the lease is not held (any more): then nothing is done.
 local CLOCK_MS = 20   -- what was read of a key's end may differ by this much between two calls
+local FETCH_MS = 10000  -- so long is a value that is only told there for those who fetch it
 local SMALL = 32768  -- bytes; a larger value is fetched by those who want it instead of being sent to each
 local failed = ARGV[3] == '!'
 local lock = redis.call('GET', KEYS[1])
@@ -27,6 +28,8 @@ end
 if KEYS[6] and not (stored and redis.call('EXISTS', KEYS[6]) == 1) then
   redis.call('UNLINK', KEYS[6])
   stored = false
+elseif KEYS[6] and ARGV[3] == '0' then
+  redis.call('PEXPIRE', KEYS[6], redis.call('ZCARD', KEYS[3]) == 0 and 0 or FETCH_MS)
 elseif KEYS[6] then
   redis.call('RENAME', KEYS[6], KEYS[4])
   if ARGV[3] == '' then
