@@ -295,3 +295,30 @@ def test_a_value_that_lives_long_is_set_in_one_round_trip(cache, client):
     with monitoring(client) as sent:
         cache.set("k", "v", 60)
     assert commands(sent) == ["SET"]
+
+
+RAW = {"KEY_FUNCTION": f"{__name__}.raw", "REVERSE_KEY_FUNCTION": f"{__name__}.raw"}
+EVERYTHING = {
+    "clear": ("RedisCache", lambda cache: cache.clear()),
+    "Django's clear": ("DjangoRedisCache", lambda cache: cache.clear()),
+    "aclear": ("RedisCache", lambda cache: in_a_loop(cache.aclear())),
+    "delete_pattern": ("RedisCache", lambda cache: cache.delete_pattern("*")),
+}
+
+
+def raw(key, prefix="", version=""):
+    return key
+
+
+@pytest.mark.parametrize("how", EVERYTHING)
+def test_what_deletes_everything_leaves_locks(redis_url, client, how):
+    backend, delete = EVERYTHING[how]
+    cache = cache_at(redis_url, backend, **(RAW if how == "delete_pattern" else {}))
+    cache.set_many({f"k{number}": number for number in range(2500)})
+    client.set("somebody else's", "v")
+    with Lock(client, "mine") as lock:
+        delete(cache)
+        lock.extend()
+        left = client.keys("*")
+    assert left
+    assert all(key.startswith(b"{redislock") for key in left)

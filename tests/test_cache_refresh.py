@@ -313,6 +313,24 @@ def test_a_failing_should_cache_is_the_callers_error(get, client):
 # Lives
 
 
+def test_a_value_that_would_be_due_at_once_is_refused(get, settings, redis_url, backend):
+    """It would be computed at each call."""
+    for timeout in (10, 20, 20.0):
+        with pytest.raises(ValueError, match="refresh_before must be less than the timeout"):
+            get("k", never, timeout, refresh_before=20)
+    with pytest.raises(ValueError, match="refresh_before"):
+        cache_at(redis_url, backend, TIMEOUT=20).get_or_set("k", never, refresh_before=20)
+    assert get("k", lambda: "v", 21, refresh_before=20) == "v"
+    assert get("f", lambda: "v", None, refresh_before=20) == "v"
+
+
+def test_jitter_leaves_the_time_in_which_a_value_is_due_alone(redis_url, backend, client):
+    cache = cache_at(redis_url, backend, OPTIONS={"LOCK": {"JITTER": 1.0}})
+    for number in range(20):
+        cache.get_or_set(f"k{number}", lambda: 1, 100, refresh_before=50)
+        assert 49_000 < client.pttl(f":1:k{number}") <= 100_000
+
+
 def test_jitter_shortens_lives_at_random(redis_url, client):
     cache = cache_at(redis_url, OPTIONS={"LOCK": {"JITTER": 0.5}})
     for number in range(20):

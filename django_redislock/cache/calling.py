@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 from asgiref.sync import AsyncToSync, _restore_context, iscoroutinefunction, sync_to_async
@@ -17,10 +18,17 @@ from ..core.wanted import computing
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return what the function returns; what is not a coroutine function runs where `sync_to_async` runs it."""
-    if inspect.iscoroutinefunction(function) or iscoroutinefunction(function):
+    if is_asynchronous(function):
         return await function(*args, **kwargs)
     value = await sync_to_async(function)(*args, **kwargs)
     return await value if inspect.isawaitable(value) else value
+
+
+def is_asynchronous(function: Any) -> bool:
+    """Whether calling the function returns a coroutine, as far as it can be known before."""
+    while isinstance(function, partial):
+        function = function.func
+    return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def current_task() -> asyncio.Task[Any]:

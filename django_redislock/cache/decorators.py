@@ -38,7 +38,7 @@ def cached(
     are those of `get_or_set`. The function may be a coroutine function, and a method. ``function.invalidate(...)`` and
     ``await function.ainvalidate(...)`` forget the value for these arguments, also one that is being computed.
     """
-    checked(**options)
+    checked("cached", **options)
     if not (key is None or callable(key) or isinstance(key, str)):
         raise TypeError(f"key must be a format string or a function, not {key!r}")
 

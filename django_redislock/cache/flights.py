@@ -19,7 +19,7 @@ from asgiref.sync import SyncToAsync
 from ..core.clock import monotonic
 from ..core.flight import ELSEWHERE, fly, fly_together
 from ..core.steps import Follow, Steps
-from ..core.wanted import MISSING, Landing, Owner, Wanted, is_interruption, outer
+from ..core.wanted import MISSING, Landing, Owner, Wanted, is_below, is_interruption, outer
 from ..exceptions import AcquireTimeout, LockBackendError
 
 SPREAD = 0.1
@@ -77,7 +77,9 @@ def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) 
                 raise AcquireTimeout(want.name, wait)
             if not compute:
                 return Landing(value=on_timeout() if callable(on_timeout) else on_timeout)
-            landing = yield from _share((*place, "alone"), until + (wait or 0), want, caller, last=True)
+            # Who leads this one does not wait any more; those who follow would compute all at once.
+            ends = math.inf if want.max_hold is None else monotonic() + want.max_hold
+            landing = yield from _share((*place, "alone"), ends, want, caller, last=True)
             if landing.empty:
                 landing = yield from _lead(want, caller, until, last=True)
         landing = _own_copy(landing, want)
@@ -184,6 +186,8 @@ def _share(
     place: Hashable, until: float, want: Wanted, caller: Caller, last: bool = False, old: bytes | None = None
 ) -> Steps[Landing]:
     """Lead the flight to this place or wait for who does; an empty landing when the time is over."""
+    if is_below(want.server):
+        return (yield from _lead(want, caller, until, last=True, old=old))
     if outer(want.server):
         # Who computes another value meanwhile goes by itself, so that Redis sees who waits for whom, and no circle of them.
         return (yield from _lead(want, caller, until, last, old))

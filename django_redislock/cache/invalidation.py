@@ -14,12 +14,16 @@ from typing import Any
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from redis import Redis
+from redis.exceptions import RedisError
 
 from .. import conf
 from ..core.invalidate import invalidate, leases_like
 from ..core.server import Server, server_of
 from ..exceptions import LockBackendError
 from .base import RedisBackend
+
+BATCH = 1000
+"""Keys looked at, and deleted, in one go."""
 
 
 class InvalidatingMixin(RedisBackend):
@@ -97,6 +101,34 @@ class InvalidatingMixin(RedisBackend):
         self._invalidate([self._made(key, version)])
         return super().incr_version(key, delta, version, *args, **kwargs)
 
+    def clear(self) -> Any:
+        """Delete everything in the database but the locks; what is being computed now will not be stored."""
+        if not conf.get().enabled:
+            return super().clear()
+        self._invalidate_like(self._every_redis(), "*")
+        self._delete_like("*")
+        return True
+
+    def _delete_like(self, pattern: str, at_once: int | None = None) -> int:
+        """Delete all keys that match the pattern and are no lock's, and return how many there were."""
+        locks = b"{" + conf.get().key_prefix.encode()
+        deleted = 0
+        try:
+            for client in self._every_redis():
+                pipeline = client.pipeline(transaction=False)
+                for key in client.scan_iter(match=pattern, count=at_once or BATCH):
+                    raw = key if isinstance(key, bytes) else key.encode()
+                    if raw.startswith((locks + b":", locks + b"}")):
+                        continue
+                    pipeline.unlink(key)
+                    if len(pipeline) >= BATCH:
+                        deleted += sum(pipeline.execute())
+                deleted += sum(pipeline.execute())
+        except RedisError:
+            if not self._is_forgiving():
+                raise
+        return deleted
+
     def _is_short(self, timeout: float | None) -> bool:
         """Whether a value may end before a computation does that is under way: before those who wait for that give up."""
         seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
@@ -150,6 +182,8 @@ class ExpiringMixin(InvalidatingMixin):
         """Delete all values whose keys match; those that are being computed now will not be stored."""
         made = self.client.make_pattern(pattern, version=version, prefix=prefix)  # type: ignore[attr-defined]
         self._invalidate_like(self._every_redis(), made)
+        if conf.get().enabled and made[:1] in ("*", "?", "[", "{", "\\"):  # it may match the keys of locks
+            return self._delete_like(made, kwargs.get("itersize"))
         return super().delete_pattern(pattern, version, prefix, *args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def expire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -130,7 +130,7 @@ class _Call:
         self.default = default
         self.timeout = timeout
         self.version = version
-        self.given: Options = checked(**options)
+        self.given: Options = checked("get_or_set_many", **options)
         self.made = {cache._made(key, version): key for key in self.keys}
         self.found: dict[str, Any] = {}
         self._asked: dict[str, Asked] = {}

@@ -92,6 +92,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             given = PLAIN
         else:
             given = checked(
+                "get_or_set",
                 lock=lock,
                 wait=wait,
                 on_wait_timeout=on_wait_timeout,
@@ -154,7 +155,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         Everything happens in the event loop, over connections of its own: nothing of `sync_to_async` is taken up while it
         waits. Other defaults run where `sync_to_async` runs them. With ``refresh="thread"`` a task refreshes.
         """
-        given = checked(**options) if options else PLAIN
+        given = checked("aget_or_set", **options) if options else PLAIN
         if given.refresh == "celery":
             check_orderable(default)
         asked = self._asked(key, lambda: called(default), timeout, version, given) if callable(default) else None
@@ -230,6 +231,12 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         server = self._server_of(made)
         if server is None or not settings.enabled or not (callable(timeout) or self._is_kept(timeout)):
             return None
+        if given.refresh_before and not callable(timeout):
+            seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
+            if seconds is not None and given.refresh_before >= seconds:
+                raise ValueError(
+                    f"refresh_before must be less than the timeout of {seconds:g} s, not {given.refresh_before:g}"
+                )
         own = self._settings
         if given.settings:
             own = replace(own, **given.settings)
@@ -239,7 +246,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             prefix=settings.key_prefix,
             key=made,
             default=default,
-            pack=lengthened(partial(self._pack_for, made, timeout), given.stale, own.jitter),
+            pack=lengthened(partial(self._pack_for, made, timeout), given, own.jitter),
             unpack=unpack,
             expire=own.expire,
             auto_renewal=own.auto_renewal,

@@ -56,7 +56,7 @@ class OrderedMixin(RedisBackend):
         should_cache, timeout = _registered.get(order["should_cache"]), _registered.get(order["timeout_for"])
         if timeout is None:
             timeout = DEFAULT_TIMEOUT if order["timeout"] == "default" else order["timeout"]
-        given = checked(**order["options"], stale=order["stale"], should_cache=should_cache)
+        given = checked("get_or_set", **order["options"], stale=order["stale"], should_cache=should_cache)
         asked = self._asked(order["key"], None if unknown else _default_of(order), timeout, order["version"], given)
         if asked is None:
             return

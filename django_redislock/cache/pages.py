@@ -43,7 +43,7 @@ def cache_page(
     wrong = options.keys() - {"wait", "expire", "auto_renewal", "max_hold"}
     if wrong:
         raise TypeError(f"cache_page() got an unexpected argument {min(wrong)!r}")
-    checked(**options)
+    checked("cache_page", **options)
 
     def decorate(view: View) -> View:
         rules = CacheMiddleware(view, page_timeout=timeout, cache_alias=cache, key_prefix=key_prefix)

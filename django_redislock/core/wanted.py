@@ -115,6 +115,19 @@ def outer(server: Server) -> list[str]:
     return [lease.name for lease in computing.get() if lease.server is server and not lease.ended]
 
 
+def is_below(server: Server) -> bool:
+    """Whether the caller computes under a lease of a server with a higher place: then it must not wait.
+
+    No server sees a circle of computations over several servers. If each waits only for those of higher ones, there is none.
+    """
+    leases = computing.get()
+    return bool(leases) and any(_place(lease.server) > _place(server) for lease in leases if not lease.ended)
+
+
+def _place(server: Server) -> list[str]:
+    return [str(server.settings.get(name)) for name in ("host", "port", "path", "db")]
+
+
 def lease_name(key: str) -> str:
     """Return the name of the lock under which the value of the key is computed."""
     name = KIND + key
