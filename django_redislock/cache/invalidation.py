@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from .. import conf
 from ..core.invalidate import invalidate, leases_like
 from ..core.server import Server, server_of
+from ..core.wanted import is_forbidden, is_refusal
 from ..exceptions import LockBackendError
 from .base import RedisBackend
 
@@ -161,10 +162,12 @@ class InvalidatingMixin(RedisBackend):
                 self._run(server_of(client), leases_like(settings.key_prefix, pattern))
 
     def _run(self, server: Server, steps: Any) -> None:
+        if is_forbidden(server):
+            return
         try:
             server.run(steps)
         except LockBackendError as error:
-            if not self._is_forgiving():
+            if not is_refusal(error, server) and not self._is_forgiving():
                 raise (error.__cause__ or error) from None
 
 

@@ -129,7 +129,9 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
         if error is None:
             return Landing(absent=True)
         return Landing(error=error, trace=error.__traceback__, shared=True)
-    landing = Landing(data, value if copy is MISSING else copy, shared=verdict == b"unreachable")
+    landing = Landing(data, value if copy is MISSING else copy, shared=verdict in (b"unreachable", b"forbidden"))
+    if verdict == b"forbidden" and life != 0:
+        yield from _store_plainly(ticket, data, life)
     if not ticket.fence or lease.foreign:
         return landing
     try:
@@ -176,6 +178,17 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     elif reply == -1:
         events.log.info("What was computed for %r was not stored: it was invalidated meanwhile.", lease.name)
     return bool(reply == 1)
+
+
+def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]:
+    """Store the value as the base class does, where there are no leases."""
+    expiry = () if life is None else (b"PX", b"%d" % life)
+    command = (b"SET", ticket.want.key.encode(), data, *expiry, *(() if ticket.replaced else (b"NX",)))
+    try:
+        yield from attempt(ticket.lease.name, Commands((command,)), monotonic())
+    except LockBackendError:
+        if not ticket.want.forgiving:
+            raise
 
 
 def _settlement(ticket: Ticket, life: bytes, data: bytes, *ready: bytes) -> Call:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from ..exceptions import LockBackendError
 from .clock import monotonic
@@ -22,8 +23,10 @@ from .keys import milliseconds
 from .owner import record
 from .protocol import give_back, sleep
 from .scripts import Script
-from .steps import Call, Commands, Join, Leave, Steps, attempt, together
-from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, lease_name, outer
+from .server import Server
+from .steps import Call, Commands, Join, Leave, Pause, Steps, attempt, together
+from .waiters import LOOK_EVERY
+from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, is_forbidden, is_refusal, lease_name, outer
 
 LEASE = Script("lease")
 
@@ -32,6 +35,9 @@ PIECE = 262144
 
 WORDS = {b"=": b"value", b"#": b"large", b"!": b"failed"}
 """What settle.lua sends to those who wait."""
+
+_without_channels: weakref.WeakSet[Server] = weakref.WeakSet()
+"""Servers whose user may not subscribe: who waits there looks from time to time."""
 
 ELSEWHERE = Landing()
 """Somebody else computes the value."""
@@ -62,9 +68,11 @@ def look(
 ) -> Steps[tuple[bytes, bytes, bytes, Any]]:
     """Return a verdict as `_seek` does, the digest of the old value that is to be replaced, and the value if there is one.
 
-    Where Redis may be missing, the verdict is b"unreachable" then.
+    Where Redis may be missing, the verdict is b"unreachable" then; b"forbidden" where permissions are.
     """
     replaced = b"" if old is None else digest(old)
+    if is_forbidden(want.server):
+        return b"forbidden", b"", replaced, MISSING
     try:
         while True:
             verdict, told = yield from _seek(want, lease, replaced, until, listening)
@@ -79,8 +87,10 @@ def look(
             if value is not MISSING:
                 return verdict, told, replaced, value
             replaced = digest(told)
-    except LockBackendError:
+    except LockBackendError as error:
         want.tally.count("errors")
+        if is_refusal(error, want.server):
+            return b"forbidden", b"", replaced, MISSING
         if not want.forgiving:
             raise
         return b"unreachable", b"", replaced, MISSING
@@ -116,6 +126,7 @@ def _seek(
     inside = [other.encode() for other in outer(want.server)]
     waiter: Any = None
     reply: Any = None
+    look_after = 0.02
 
     def ask(channel: bytes, join: bool = True) -> Call:
         return Call(
@@ -142,14 +153,24 @@ def _seek(
             elif reply[0] == b"large":
                 return b"large", b""
             elif reply[0] == b"wait" and not last:
-                if waiter is None:
-                    sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience)
-                    reply = waiter.said
-                    continue
+                if waiter is None and want.server not in _without_channels:
+                    try:
+                        sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience)
+                        reply = waiter.said
+                        continue
+                    except LockBackendError as error:
+                        if not isinstance(error.__cause__, NoPermissionError):
+                            raise
+                        _without_channels.add(want.server)
                 if not lease.waited:
                     lease.waited = True
                     want.tally.count("waited")
                 began = monotonic()
+                if waiter is None:
+                    yield Pause(max(0.0, min(look_after, until - began)))
+                    want.tally.count("seconds_waited", monotonic() - began)
+                    reply, look_after = None, min(2 * look_after, LOOK_EVERY)
+                    continue
                 word = yield sleep(waiter, until, reply[2])
                 want.tally.count("seconds_waited", monotonic() - began)
                 if word is None:

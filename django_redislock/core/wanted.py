@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from redis.exceptions import NoPermissionError
+
+from ..exceptions import LockBackendError
 from . import events
+from .clock import monotonic
 from .keys import MAX_NAME, lock_keys
 from .lease import Lease
 from .owner import new_id
@@ -126,6 +131,29 @@ def is_below(server: Server) -> bool:
 
 def _place(server: Server) -> list[str]:
     return [str(server.settings.get(name)) for name in ("host", "port", "path", "db")]
+
+
+_forbidden: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
+ASKED_AGAIN_AFTER = 60.0
+"""Seconds after which a server that refused a lease for want of permissions is asked for one again."""
+
+
+def is_forbidden(server: Server) -> bool:
+    """Whether the server refused leases just now: they need more permissions than values do."""
+    return monotonic() < _forbidden.get(server, 0.0)
+
+
+def is_refusal(error: LockBackendError, server: Server) -> bool:
+    """Whether permissions are missing for leases: then it is said, and they are done without for a while."""
+    if not isinstance(error.__cause__, NoPermissionError):
+        return False
+    _forbidden[server] = monotonic() + ASKED_AGAIN_AFTER
+    events.log.warning(
+        "Values are not computed once, and what is computed may overwrite what was deleted meanwhile: the user of Redis needs "
+        "+@scripting and the keys of the locks (%s). `manage.py redislock doctor` tells more.",
+        error.cause,
+    )
+    return True
 
 
 def lease_name(key: str) -> str:
