@@ -10,6 +10,7 @@ import pytest
 import redis
 from django.conf import settings
 
+from django_redislock.cache import flights
 from django_redislock.core import held_locks
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
@@ -61,6 +62,7 @@ def redis_url(server: Server) -> str:
 def _empty_database(server: Server) -> None:
     """Every test starts with an empty database, whichever fixtures it uses, and hears of no lock that another one left."""
     watchdog._leases.clear()
+    flights._quiet.clear()
     with server.client() as client:
         client.flushdb()
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 
@@ -102,7 +103,7 @@ def test_what_another_process_refreshes_is_not_waited_for(cache, client, get):
         assert get("k", never, 60, stale=30) == "old"
         assert get("k", never, 60, stale=30, refresh="thread") == "old"
         wait_until(lambda: "redislock-refresh" not in {thread.name for thread in threading.enumerate()})
-    assert get("k", lambda: "new", 60, stale=30) == "new"
+    wait_until(lambda: get("k", lambda: "new", 60, stale=30) == "new")
 
 
 def test_in_the_background_everybody_has_the_old_value_at_once(get, cache, client):
@@ -204,6 +205,111 @@ def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, clie
     wait_until(lambda: "could not be computed anew" in caplog.text)
     wait_until(lambda: not list(held_locks(client)))
     assert cache.get("k") == "old"
+
+
+REFRESHES = ["inline", "thread", "celery"]
+
+
+@pytest.mark.parametrize("refresh", REFRESHES)
+def test_a_process_that_knows_of_a_refresh_elsewhere_does_not_ask_again(client, settings, server, backend, refresh):
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    started = []
+
+    async def ask_in_tasks():
+        for _ in range(30):
+            assert await cache.aget_or_set("k", interrupting, 60, stale=30, refresh=refresh) == "old"
+            await asyncio.gather(*[task for task in asyncio.all_tasks() if task.get_name() == "redislock-refresh"])
+
+    with Lock(client, "cache::1:k"), pytest.MonkeyPatch.context() as patch:
+        start = threading.Thread.start
+        patch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name) or start(thread))
+        with monitoring(client) as sent:
+            for _ in range(30):
+                assert cache.get_or_set("k", interrupting, 60, stale=30, refresh=refresh) == "old"
+                wait_until(lambda: "redislock-refresh" not in {thread.name for thread in threading.enumerate()})
+            asyncio.run(ask_in_tasks())
+    # Once a second, however slow the machine is; a new connection looks for the script.
+    assert commands(sent).count("EVALSHA") < 10
+    assert started.count("redislock-refresh") < 10
+
+
+@pytest.mark.parametrize("refresh", ["inline", "thread"])
+def test_a_sick_origin_is_tried_with_a_pause_that_grows_over_all_processes(redis_url, backend, client, refresh, caplog):
+    processes = [cache_at(f"{redis_url}?socket_timeout={5 + number}", backend) for number in range(4)]
+    processes[0].set("k", "old", 25)
+    calls, pauses = [], []
+
+    def fail():
+        calls.append(1)
+        raise ValueError("sick")
+
+    def ask(each):
+        return each.get_or_set("k", fail, 60, stale=30, refresh=refresh, on_error="stale")
+
+    for failures in (1, 2, 3):
+        for each in processes * 3:
+            assert ask(each) == "old"
+            wait_until(lambda: not flights._flights and not list(held_locks(client)))
+        assert len(calls) == failures
+        (paused,) = client.keys("*failed:*")
+        count, again = map(int, client.get(paused).split())
+        assert count == failures
+        pauses.append(again - int(time.time() * 1000))
+        assert 0 < client.pttl(paused) <= 2**failures * 1000 + 60_000
+        client.set(paused, f"{count} 1", ex=60)  # the pause is over
+        flights._quiet.clear()
+    assert pauses[0] < pauses[1] < pauses[2] <= 4000
+    assert caplog.text.count("ValueError: sick") == 3
+    assert processes[0].get_or_set("k", lambda: "new", 60, stale=30) == "new"
+    assert not client.exists(paused)
+
+
+@pytest.mark.parametrize("by", ["argument", "setting", "alias"])
+def test_on_error_stale_returns_the_old_value_while_there_is_one(redis_url, backend, client, caplog, settings, by):
+    alias = {"OPTIONS": {"LOCK": {"ON_ERROR": "stale"}}} if by == "alias" else {}
+    if by == "setting":
+        settings.DJANGO_REDISLOCK = {"CACHE": {"ON_ERROR": "stale"}}
+    cache = cache_at(redis_url, backend, **alias)
+    options = {"stale": 30} | ({"on_error": "stale"} if by == "argument" else {})
+    before = cache.stats()
+
+    def fail():
+        raise ValueError("sick")
+
+    async def afail():
+        raise ValueError("sick")
+
+    for key, ask in (
+        ("k", lambda: cache.get_or_set("k", fail, 60, **options)),
+        ("a", lambda: asyncio.run(cache.aget_or_set("a", afail, 60, **options))),
+    ):
+        cache.set(key, None, 25)
+        caplog.clear()
+        assert ask() is None, "a value like any other"
+        assert "the old one is returned" in caplog.text
+        assert "ValueError: sick" in caplog.text
+        cache.delete(key)
+        with pytest.raises(ValueError, match="sick"):
+            ask()
+    after = cache.stats()
+    assert after.stale_served - before.stale_served == 2
+    assert after.errors - before.errors == 4
+    assert not list(held_locks(client))
+
+
+def test_on_error_stale_hides_no_interruption(cache, client):
+    cache.set("k", "old", 25)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.get_or_set("k", interrupted, 60, stale=30, on_error="stale")
+    assert not client.keys("*failed:*")
+    with pytest.raises(ValueError, match="on_error"):
+        cache.get_or_set("k", never, on_error="ignore")
 
 
 def test_an_inline_failure_is_the_callers_own(get, cache, client):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from asgiref.sync import SyncToAsync
 
 from ..core.clock import monotonic
+from ..core.events import log
 from ..core.flight import ELSEWHERE, fly, fly_together
 from ..core.steps import Follow, Steps
 from ..core.wanted import MISSING, Landing, Owner, Wanted, is_below, is_interruption, outer
@@ -55,7 +56,14 @@ class Flight:
         return self.loop in (_running_loop(), getattr(SyncToAsync.threadlocal, "main_event_loop", None))
 
 
+MOMENT = 1.0
+"""Seconds for which a process that knows of a refresh elsewhere does not ask again."""
+MANY = 1000
+"""Old values that are left alone, from which on those are forgotten that need not be any more."""
+
 _flights: dict[Hashable, Flight] = {}
+_quiet: dict[Hashable, float] = {}
+"""Until when."""
 _mutex = threading.Lock()
 
 
@@ -87,22 +95,48 @@ def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) 
             return landing
 
 
-def renewed(want: Wanted, caller: Caller, old: bytes, value: Any, wait: float) -> Steps[Landing]:
+def renewed(want: Wanted, caller: Caller, old: bytes, value: Any, wait: float, on_error: str) -> Steps[Landing]:
     """Return a new value in place of an old one, or the old one where somebody else makes a new one.
 
-    Waits `wait` seconds for that; 0: not at all.
+    Waits `wait` seconds for that; 0: not at all. With `on_error` "stale" the old one is also returned in place of an error.
     """
-    landing = yield from refresh(want, caller, old, monotonic() + wait if wait else -math.inf)
-    landing = _own_copy(landing, want)
-    if landing.error is not None or landing.value is not MISSING:
+    landing = Landing()
+    if wait or not is_quiet(want):
+        landing = yield from refresh(want, caller, old, monotonic() + wait if wait else -math.inf)
+        landing = _own_copy(landing, want)
+    if landing.error is None and landing.value is not MISSING:
         return landing
+    if landing.error is not None:
+        if on_error != "stale" or is_interruption(landing.error):
+            return landing
+        log.error(
+            "The value of %r could not be computed anew; the old one is returned.", want.key, exc_info=landing.error
+        )
     want.tally.count("stale_served")
     return Landing(value=value)
 
 
 def refresh(want: Wanted, caller: Caller, old: bytes, until: float) -> Steps[Landing]:
     """Replace an old value, or wait for who does."""
-    return _share((want.server, want.key), until, want, caller, old=old)
+    landing = yield from _share((want.server, want.key), until, want, caller, old=old)
+    if landing.empty or landing.error is not None:
+        hush(want)
+    return landing
+
+
+def hush(want: Wanted) -> None:
+    """Note that somebody replaces the old value, or failed to: this process leaves it alone for a moment."""
+    now = monotonic()
+    if len(_quiet) >= MANY:
+        for place, until in list(_quiet.items()):
+            if until <= now:
+                _quiet.pop(place, None)
+    _quiet[(want.server, want.key)] = now + MOMENT
+
+
+def is_quiet(want: Wanted) -> bool:
+    """Whether the old value is to be left alone now."""
+    return monotonic() < _quiet.get((want.server, want.key), -math.inf)
 
 
 def values_of(

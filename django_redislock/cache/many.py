@@ -38,7 +38,7 @@ class ManyMixin(RedisBackend):
         """Return the values of the keys; ``default(missing_keys)`` returns a dict with those that are missing.
 
         Each missing key is computed once over all callers that want it, whatever other keys they want; a key that the dict
-        does not have is left out. `options` are those of `get_or_set` but for `stale`, `refresh_before` and `refresh`.
+        does not have is left out. `options` are those of `get_or_set` but for `stale`, `refresh_before`, `refresh` and `on_error`.
         Raises what `default` raises, and redis-py's errors, if the base class does.
         """
         call = _Call(self, keys, default, timeout, version, options)
@@ -120,7 +120,7 @@ class _Call:
         version: int | None,
         options: dict[str, Any],
     ) -> None:
-        wrong = options.keys() & {"stale", "refresh_before", "refresh"}
+        wrong = options.keys() & {"stale", "refresh_before", "refresh", "on_error"}
         if wrong:
             raise TypeError(f"get_or_set_many() has no option {min(wrong)!r}")
         if not callable(default):

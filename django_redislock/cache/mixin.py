@@ -23,7 +23,7 @@ from .background import in_task, in_thread
 from .calling import called, current_task
 from .counters import alias_of, tally_of
 from .failures import packed, unpacked
-from .flights import Caller, brought, renewed, value_of
+from .flights import Caller, brought, is_quiet, renewed, value_of
 from .invalidation import InvalidatingMixin
 from .locks import LocksMixin
 from .many import ManyMixin
@@ -61,6 +61,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         refresh: Literal["inline", "thread", "celery"] = "inline",
         should_cache: Callable[[Any], object] | None = None,
         jitter: float | None = None,
+        on_error: Literal["raise", "stale"] | None = None,
     ) -> Any:
         """Return the value of the key; when it is missing, have one of all callers compute it by `default()` and store it.
 
@@ -77,7 +78,9 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
 
         With `stale` a value lives so many seconds longer, and `refresh_before` seconds before its timeout it is due: then
         one caller computes a new one, by `refresh` "inline", in a "thread" or in a "celery" worker, while everybody else
-        gets the old one at once; with ``on_wait_timeout="stale"`` only after waiting.
+        gets the old one at once; with ``on_wait_timeout="stale"`` only after waiting. When computing the new one fails, the next
+        try waits for a pause that grows from a second to a minute. With ``on_error="stale"`` the one caller, too, gets the old
+        value in place of the error, which is logged.
 
         Without `lock`, with a default that is not callable or a timeout of 0 this is Django's own method. Raises what
         `default` raises, and redis-py's errors, if the base class does.
@@ -88,6 +91,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             and wait is on_wait_timeout is expire is auto_renewal is max_hold is stale is refresh_before is None
             and should_cache is None
             and jitter is None
+            and on_error is None
         ):
             given = PLAIN
         else:
@@ -104,6 +108,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 refresh=refresh,
                 should_cache=should_cache,
                 jitter=jitter,
+                on_error=on_error,
             )
             if not given.lock:
                 return self._get_or_set_unlocked(key, default, timeout, version)
@@ -135,11 +140,11 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 if given.refresh != "inline":
                     if given.refresh == "thread":
                         in_thread(want, data)
-                    else:
+                    elif not is_quiet(want):
                         self._order(asked, key, default, timeout, version, data)
                     want.tally.count("stale_served")
                     return value
-                return brought(want.server.run(renewed(want, caller, data, value, asked.patience())))
+                return brought(want.server.run(renewed(want, caller, data, value, asked.patience(), asked.on_error)))
         return brought(want.server.run(value_of(want, caller, asked.wait, asked.on_wait_timeout)))
 
     async def aget_or_set(
@@ -177,11 +182,11 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             if given.refresh != "inline":
                 if given.refresh == "thread":
                     in_task(want, data)
-                else:
+                elif not is_quiet(want):
                     await asyncio.to_thread(self._order, asked, key, default, timeout, version, data)
                 want.tally.count("stale_served")
                 return value
-            return brought(await server.run(renewed(want, caller, data, value, asked.patience())))
+            return brought(await server.run(renewed(want, caller, data, value, asked.patience(), asked.on_error)))
         return brought(await server.run(value_of(want, caller, asked.wait, asked.on_wait_timeout)))
 
     def stats(self) -> Tally:
@@ -258,7 +263,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             unpack_failure=partial(unpacked, unpack),
         )
         on_timeout = own.on_wait_timeout if given.on_wait_timeout is None else given.on_wait_timeout
-        return Asked(want, own.wait, on_timeout, given)
+        return Asked(want, own.wait, on_timeout, given, own.on_error)
 
     def _pack_for(self, made: str, timeout: Timeout, value: Any) -> tuple[bytes, int | None]:
         if not callable(timeout):

@@ -63,6 +63,7 @@ def _checked(
     refresh: str = "inline",
     should_cache: Callable[[Any], object] | None = None,
     jitter: object = None,
+    on_error: object = None,
 ) -> Options:
     given: dict[str, Any] = {}
     if lock is not True and lock is not False:
@@ -91,6 +92,10 @@ def _checked(
         raise TypeError(f"should_cache must be a function of the value, not {should_cache!r}")
     if jitter is not None:
         given["jitter"] = check_share(jitter, "jitter")
+    if on_error is not None:
+        if on_error not in ("raise", "stale"):
+            raise ValueError(f"on_error must be 'raise' or 'stale', not {on_error!r}")
+        given["on_error"] = on_error
     return Options(
         lock,
         given,
@@ -132,6 +137,7 @@ class Asked(NamedTuple):
     wait: float | None
     on_wait_timeout: Any
     given: Options
+    on_error: str
 
     def patience(self) -> float:
         """How long to wait while there is an old value."""

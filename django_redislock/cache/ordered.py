@@ -24,7 +24,7 @@ from ..core.owner import new_id
 from ..core.wanted import is_interruption
 from .base import RedisBackend
 from .counters import alias_of
-from .flights import Caller, refresh
+from .flights import Caller, hush, refresh
 from .options import Asked, Options, Timeout, checked
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -103,6 +103,7 @@ class OrderedMixin(RedisBackend):
             "id": new_id(),
         }
         want = replace(asked.want, id=order["id"])
+        hush(want)
         try:
             if want.server.run(take(want, threading.current_thread(), old)):
                 task.apply_async((alias, order), retry=False)

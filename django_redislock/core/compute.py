@@ -193,7 +193,7 @@ def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]
 
 def _settlement(ticket: Ticket, life: bytes, data: bytes, *ready: bytes) -> Call:
     want, lease = ticket.want, ticket.lease
-    keys = (lease.keys.lock, lease.keys.held, lease.keys.queue, want.key.encode(), waits(want.prefix), *ready)
+    keys = (*lease.keys[:2], lease.keys.queue, want.key.encode(), waits(want.prefix), failures(lease), *ready)
     return Call(SETTLE, keys, (ticket.fence, lease.name.encode(), life, ticket.replaced, ticket.ends, data))
 
 
@@ -220,6 +220,11 @@ def _abandon(lease: ValueLease) -> Steps[None]:
 def digest(data: bytes) -> bytes:
     """Return by what the scripts know a value."""
     return hashlib.sha1(data, usedforsecurity=False).hexdigest().encode()
+
+
+def failures(lease: ValueLease) -> bytes:
+    """Return the key that tells how often an old value could not be replaced."""
+    return lease.keys.held[: -len(b"held")] + b"failed:" + lease.name.encode()
 
 
 def waits(prefix: str) -> bytes:

@@ -18,7 +18,7 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from ..exceptions import LockBackendError
 from .clock import monotonic
-from .compute import ABSENT, Ticket, compute, digest, waits
+from .compute import ABSENT, Ticket, compute, digest, failures, waits
 from .keys import milliseconds
 from .owner import record
 from .protocol import give_back, sleep
@@ -57,7 +57,7 @@ def fly(
         return Landing(told, value, shared=True)
     if verdict == b"failed":
         return Landing(error=want.unpack_failure(told), shared=True)
-    if verdict == b"wait" and not last:
+    if verdict == b"wait" and (not last or (old is not None and not told)):
         return Landing()
     (landing,) = yield from compute([Ticket(want, lease, verdict, told, replaced)], want.default)
     return landing
@@ -75,7 +75,7 @@ def look(
         return b"forbidden", b"", replaced, MISSING
     try:
         while True:
-            verdict, told = yield from _seek(want, lease, replaced, until, listening)
+            verdict, told = yield from _seek(want, lease, replaced, until, listening, old is not None)
             if verdict == b"large":
                 found = yield from _fetch(want, told)
                 if found is None:
@@ -117,9 +117,10 @@ def _fetch(want: Wanted, told: bytes) -> Steps[bytes | None]:
 
 
 def _seek(
-    want: Wanted, lease: ValueLease, replaced: bytes, until: float, listening: bool
+    want: Wanted, lease: ValueLease, replaced: bytes, until: float, listening: bool, has_old: bool = False
 ) -> Steps[tuple[bytes, bytes]]:
-    """Return b"value" and it, b"compute" and the fence, b"wait" and the fence of who computes still, b"cycle" and b"",
+    """Return b"value" and it, b"compute" and the fence, b"wait" and the fence of who computes still (b"": nobody does, because
+    who did so a moment ago failed, and the caller has an old value), b"cycle" and b"",
     b"large" and by what to know the value, if that was told, or b"failed" and how who computed it for all failed."""
     keys, id, name = lease.keys, lease.id.encode(), lease.name
     about = record("cache", "", want.expire, want.auto_renewal)
@@ -131,8 +132,20 @@ def _seek(
     def ask(channel: bytes, join: bool = True) -> Call:
         return Call(
             LEASE,
-            (*keys[:4], want.key.encode(), waits(want.prefix)),
-            (id, milliseconds(want.expire), name.encode(), about, channel, b"%d" % join, replaced, *inside),
+            (*keys[:4], want.key.encode(), waits(want.prefix), failures(lease)),
+            (
+                *(
+                    id,
+                    milliseconds(want.expire),
+                    name.encode(),
+                    about,
+                    channel,
+                    b"%d" % join,
+                    replaced,
+                    b"%d" % has_old,
+                ),
+                *inside,
+            ),
             undo=partial(give_back, lease, channel),
         )
 
@@ -147,6 +160,8 @@ def _seek(
                 sent, reply = yield from attempt(name, call, patience)
             if reply[0] == b"cycle":
                 return b"cycle", b""
+            if reply[0] == b"paused":
+                return b"wait", b""
             if reply[0] == b"compute":
                 lease.begin(int(reply[1]), sent)
                 return b"compute", b"%b %b" % (reply[1], reply[2])
