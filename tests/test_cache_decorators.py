@@ -8,9 +8,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from asgiref.sync import iscoroutinefunction
+from asgiref.sync import async_to_sync, iscoroutinefunction
 from django.core.cache import caches
 from django.core.exceptions import PermissionDenied
+from django.db import transaction
 from django.http import HttpResponse, StreamingHttpResponse
 from django.template import engines
 from django.template.response import TemplateResponse
@@ -24,7 +25,7 @@ from django_redislock.cache import cache_page, cached
 from django_redislock.core import held_locks
 from django_redislock.exceptions import ComputationFailed
 from tests.cache_programs import followers
-from tests.support import wait_until
+from tests.support import sqlite_file, using_databases, wait_until
 
 
 @pytest.fixture(params=["RedisCache", "DjangoRedisCache"], autouse=True)
@@ -81,6 +82,35 @@ def test_what_is_computed_while_it_is_invalidated_is_not_stored():
 
     assert user(1) == "stale"
     assert caches["default"].get("user:1") is None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_invalidate_may_wait_for_the_commit(client, tmp_path, django_db_blocker, asynchronous):
+    """What others compute before it comes from what was there before the transaction."""
+    row = ["before"]
+
+    @cached(60, key="user:{user_id}")
+    def user(user_id):
+        return row[0]
+
+    def invalidate(**options):
+        if asynchronous:
+            return async_to_sync(user.ainvalidate)(1, **options)
+        return user.invalidate(1, **options)
+
+    with django_db_blocker.unblock(), using_databases(default=sqlite_file(tmp_path)):
+        assert user(1) == "before"
+        with transaction.atomic():
+            assert invalidate(on_commit=True) is None
+            assert user(1) == "before"
+            row[0] = "after"
+        assert user(1) == "after"
+        with pytest.raises(ZeroDivisionError), transaction.atomic():
+            invalidate(on_commit=True)
+            raise ZeroDivisionError
+        assert caches["default"].has_key("user:1"), "rolled back"
+        invalidate(on_commit=True)
+        assert not caches["default"].has_key("user:1"), "at once without a transaction"
 
 
 def test_a_callable_key_another_cache_and_a_version():

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from asgiref.sync import iscoroutinefunction
+from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
+from django.db import transaction
 
 from ..core.wanted import MISSING
 from .mixin import ComputeOnceMixin
@@ -113,13 +114,23 @@ class Cached(Generic[P, R]):
         """Return the key of the value for these arguments."""
         return self._key_of(self._bound(args), kwargs)
 
-    def invalidate(self, *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Forget the value for these arguments, and tell whether there was one; what is being computed is not stored."""
-        return bool(caches[self._using].delete(self.key(*args, **kwargs), version=self._version))
+    def invalidate(self, *args: Any, on_commit: bool = False, **kwargs: Any) -> bool | None:
+        """Forget the value for these arguments, and tell whether there was one; what is being computed is not stored.
 
-    async def ainvalidate(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        With `on_commit` it happens when the default database's transaction is committed, and the answer is None: before that,
+        others would compute from what was there before it, and that would stay.
+        """
+        forget = functools.partial(self._forget, self.key(*args, **kwargs))
+        return transaction.on_commit(forget) if on_commit else forget()  # type: ignore[func-returns-value]
+
+    async def ainvalidate(self, *args: Any, on_commit: bool = False, **kwargs: Any) -> bool | None:
         """Do as `invalidate`."""
+        if on_commit:
+            return await sync_to_async(self.invalidate)(*args, on_commit=True, **kwargs)
         return bool(await caches[self._using].adelete(self.key(*args, **kwargs), version=self._version))
+
+    def _forget(self, key: str) -> bool:
+        return bool(caches[self._using].delete(key, version=self._version))
 
     def _plainly(self, cache: Any, key: str, default: Callable[[], Any]) -> Any:
         if not self._is_async and not callable(self._timeout):
