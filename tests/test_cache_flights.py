@@ -265,6 +265,25 @@ def test_other_versions_prefixes_and_databases_do_not_wait(server, backend, pool
     assert outcome(first) == "v"
 
 
+@pytest.mark.parametrize("error", [ValueError, SoftTimeLimitExceeded])
+def test_nothing_is_left_of_a_nested_computation_that_fails(redis_url, client, pool, error):
+    here, there = cache_at(redis_url), cache_at(f"{redis_url}?socket_timeout=4.9")  # as if in two processes
+    inner = Computation("inner")
+
+    def compute():
+        there.get_or_set("inner", inner, 60)
+        raise error
+
+    first = pool.submit(here.get_or_set, "inner", inner, 60)
+    assert inner.running.wait(10)
+    outer = pool.submit(there.get_or_set, "outer", compute, 60)
+    wait_until(lambda: client.hgetall("{redislock}:waits"))
+    inner.end.set()
+    assert outcome(first) == "inner"
+    assert isinstance(outcome(outer), error)
+    assert not client.hgetall("{redislock}:waits")
+
+
 def test_a_thousand_different_keys_do_not_wait_for_each_other(cache):
     everybody = threading.Barrier(100)
 

@@ -122,7 +122,7 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
             tally.count("errors")
         if ticket.mine and not lease.foreign:
             if error is None or is_interruption(error):
-                yield from _abandon(lease)
+                yield from _abandon(ticket)
             else:
                 yield from _tell_failure(ticket, error)
         lease.ended = True
@@ -145,7 +145,7 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
             try:
                 yield from _settle(ticket, data, 0)
             except LockBackendError:
-                yield from _abandon(lease)
+                yield from _abandon(ticket)
     lease.ended = True
     return landing._replace(shared=stored)
 
@@ -211,10 +211,13 @@ def _tell_failure(ticket: Ticket, error: BaseException) -> Steps[None]:
         yield from attempt(ticket.lease.name, _settlement(ticket, b"!", data), monotonic())
 
 
-def _abandon(lease: ValueLease) -> Steps[None]:
+def _abandon(ticket: Ticket) -> Steps[None]:
     """End the lease without a value: one of those who wait computes next."""
+    want, lease = ticket.want, ticket.lease
+    waited_for = (b"HDEL", waits(want.prefix), lease.name.encode())
     with suppress(LockBackendError):
         yield from attempt(lease.name, give_back(lease), monotonic())
+        yield from attempt(lease.name, Commands((waited_for,)), monotonic())
 
 
 def digest(data: bytes) -> bytes:
