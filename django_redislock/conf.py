@@ -70,6 +70,7 @@ Life = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a t
 Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _wait)]
 Retry = Annotated[float, Kind("a number of seconds from 0 to 60 or a timedelta", _retry)]
 OnWaitTimeout = Annotated[str, _one_of("compute", "raise", "stale")]
+OnError = Annotated[str, _one_of("raise", "stale")]
 Share = Annotated[float, Kind("a number from 0 to 1", keys.check_share)]
 SCOPES = ("run", "queued", "queued+run", "job")
 Scope = Annotated[str, _one_of(*SCOPES)]
@@ -90,6 +91,7 @@ class CacheSettings:
     wait: Wait | None = 30.0
     on_wait_timeout: OnWaitTimeout = "compute"
     jitter: Share = 0.0
+    on_error: OnError = "raise"
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,18 @@ class LockBackendError(LockError):
         return f"Redis could not answer for lock {self.name!r}: {self.cause}"
 
 
+class ComputationFailed(LockError):
+    """Another process that computed the value failed, and its own exception cannot be sent; `kind` and `text` tell of it."""
+
+    def __init__(self, name: str, kind: str, text: str) -> None:
+        super().__init__(name, kind, text)
+        self.kind = kind
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"Who computed {self.name!r} failed: {self.kind}: {self.text}"
+
+
 class TaskAlreadyRunning(LockError):
     """Another execution of the same single-instance task runs; `holder` names it, `ttl` is its remaining life."""
 

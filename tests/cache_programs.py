@@ -15,7 +15,7 @@ from typing import Any
 import redis
 from django.utils.module_loading import import_string
 
-from django_redislock.cache import flights
+from django_redislock.cache import flights, refreshable
 from django_redislock.core import aiowaiting, waiting
 from tests.support import say
 
@@ -68,8 +68,13 @@ def ask(
     def compute() -> Any:
         say(event="computing", at=time.time())
         line = input()
-        if line == "raise":
-            raise ValueError(f"computed by {os.getpid()}")
+        match line:
+            case "raise":
+                raise ValueError(f"computed by {os.getpid()}")
+            case "raise unsendable":
+                raise type("Unsendable", (Exception,), {})("never mind")
+            case "be interrupted":
+                raise type("SoftTimeLimitExceeded", (Exception,), {})
         return line or answer
 
     say(event="ready")
@@ -80,8 +85,8 @@ def ask(
             say(event="failed", error=f"{type(error).__name__}: {error}")
 
 
-def crowd(url: str, backend: str, key: str, size: int) -> None:
-    """At a line, ask in many threads at once; who computes says so and waits for another line ("raise" fails)."""
+def crowd(url: str, backend: str, key: str, size: int, tasks: bool = False) -> None:
+    """At a line, ask in many threads or tasks at once; who computes says so and waits for another line ("raise" fails)."""
     cache = cache_at(url, backend)
     counter = redis.Redis.from_url(url)
     outcomes: list[Any] = []
@@ -102,8 +107,20 @@ def crowd(url: str, backend: str, key: str, size: int) -> None:
         try:
             outcomes.append(cache.get_or_set(key, compute, 60))
         except ValueError as error:
-            outcomes.append(str(error))
+            outcomes.append(_told(error))
 
+    async def all_at_once() -> None:
+        for outcome in await asyncio.gather(
+            *[cache.aget_or_set(key, compute, 60) for _ in range(size)], return_exceptions=True
+        ):
+            outcomes.append(_told(outcome) if isinstance(outcome, Exception) else outcome)
+
+    if tasks:
+        say(event="ready")
+        input()
+        asyncio.run(all_at_once())
+        say(event="done", outcomes=outcomes)
+        return
     threads = [threading.Thread(target=one) for _ in range(size)]
     for thread in threads:
         thread.start()
@@ -113,6 +130,10 @@ def crowd(url: str, backend: str, key: str, size: int) -> None:
     for thread in threads:
         thread.join()
     say(event="done", outcomes=outcomes)
+
+
+def _told(error: Exception) -> Any:
+    return [type(error).__name__, str(error), getattr(error, "__notes__", [])]
 
 
 def nest(url: str, backend: str, outer: str, inner: str) -> None:
@@ -156,11 +177,13 @@ def cache_is_computing(cache: Any, key: str) -> bool:
     return Lock(cache._redis(made), f"cache:{made}").locked()
 
 
+@refreshable
 def celebrate(whom: str, year: int) -> dict[str, Any]:
     """Compute a value in whatever process it is."""
     return {"greeting": f"{whom} {year}", "pid": os.getpid()}
 
 
+@refreshable
 async def acelebrate(whom: str, year: int) -> dict[str, Any]:
     return celebrate(whom, year)
 

@@ -12,6 +12,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.test import override_settings
 
+from django_redislock.cache import cached, flights
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout
@@ -395,3 +396,53 @@ def test_a_pool_of_two_connections_serves_sixteen_tasks_and_threads(redis_url, c
 
     asyncio.run(main())
     assert not list(held_locks(client))
+
+
+def test_a_default_that_needs_the_thread_of_a_caller_is_not_waited_for_by_it(cache):
+    """`sync_to_async` has one thread: who waits there keeps the default from going on."""
+    asked = threading.Event()
+
+    async def work():
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        return await sync_to_async(lambda: "v")()
+
+    def ask():
+        asked.set()
+        return cache.get_or_set("k", lambda: "own", 60)
+
+    async def main():
+        first = asyncio.ensure_future(cache.aget_or_set("k", work, 60))
+        await until(lambda: list(flights._flights))
+        return await sync_to_async(ask)(), await first
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) in (("own", "own"), ("own", "v"))
+
+
+class Asking:
+    async def __call__(self, value="v"):
+        return value
+
+
+@pytest.mark.parametrize("default", [Asking(), functools.partial(Asking(), "v")], ids=["object", "partial"])
+def test_an_object_with_an_asynchronous_call_is_a_default(cache, default):
+    assert asyncio.run(cache.aget_or_set("k", default)) == "v"
+    assert asyncio.run(cache.aget_or_set_many(["l"], lambda keys: dict.fromkeys(keys, "v"))) == {"l": "v"}
+
+
+@pytest.mark.parametrize("argument", ["should_cache", "on_wait_timeout"])
+@pytest.mark.parametrize("function", [Asking(), Asking().__call__], ids=["object", "method"])
+def test_coroutine_functions_are_refused_where_they_are_not_awaited(cache, argument, function):
+    with pytest.raises(TypeError, match=rf"{argument} must be a plain function"):
+        cache.get_or_set("k", lambda: 1, **{argument: function})
+    with pytest.raises(TypeError, match=rf"{argument} must be a plain function"):
+        asyncio.run(cache.aget_or_set("k", lambda: 1, **{argument: function}))
+
+
+def test_an_unknown_option_is_named_with_the_function_that_was_called(cache):
+    with pytest.raises(TypeError, match=r"^aget_or_set\(\) got an unexpected keyword argument 'waitt'"):
+        asyncio.run(cache.aget_or_set("k", lambda: 1, waitt=3))
+    with pytest.raises(TypeError, match=r"^get_or_set_many\(\) got an unexpected keyword argument 'waitt'"):
+        cache.get_or_set_many(["k"], dict.fromkeys, waitt=3)
+    with pytest.raises(TypeError, match=r"^cached\(\) got an unexpected keyword argument 'waitt'"):
+        cached(60, waitt=3)

@@ -213,6 +213,99 @@ def test_a_full_redis_fails_as_in_the_base_class_and_leaves_no_lease(backend):
         assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
 
 
+@pytest.mark.parametrize("size", [10, 40_000])
+def test_what_a_full_redis_does_not_store_goes_to_those_who_wait_where_errors_are_ignored(size):
+    with RedisServer(maxmemory="8mb", maxmemory_policy="noeviction") as server, server.client() as client:
+        cache = cache_at(server.url, OPTIONS=FORGIVING)
+        elsewhere = cache_at(f"{server.url}?socket_timeout=4.9", OPTIONS=FORGIVING)  # as if it were another process
+        for each in (cache, elsewhere):
+            each.get_or_set("warm", lambda: 1)
+        work = Work("v" * size)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(cache.get_or_set, "k", work, 60)
+            assert work.running.wait(10)
+            second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)
+            wait_until(lambda: queued(client, "cache::1:k") == 1)
+            client.config_set("maxmemory", "1")
+            work.end.set()
+            assert first.result(20) == work.value
+            assert second.result(20) == (work.value if size < 100 else "own")
+        assert not list(held_locks(client)), "nobody waits for who has ended"
+        client.config_set("maxmemory", "0")
+        assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
+
+
+def test_a_pattern_is_deleted_without_redis_as_fast_as_by_the_base_class(own_server, monkeypatch):
+    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
+    cache.set("k", "v")
+    own_server.kill()
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    cache.delete_pattern("*")
+    assert sum(pauses) < 0.1
+
+
+# Users with fewer rights
+
+
+@pytest.fixture
+def as_user(own_server):
+    """Return a function that returns the URL for a user of these rules."""
+
+    def url(*rules):
+        with own_server.client() as admin:
+            admin.execute_command("ACL", "SETUSER", "app", "reset", "on", ">secret", *rules)
+        return own_server.url.replace("//", "//app:secret@")
+
+    return url
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["threads", "tasks"])
+def test_who_may_not_subscribe_waits_by_looking(as_user, own_server, backend, tasks):
+    url = as_user("~*", "resetchannels", "+@all")
+    here, there = cache_at(url, backend), cache_at(f"{url}?socket_timeout=4.9", backend)  # as if in two processes
+    work = Work()
+
+    def get(cache, default):
+        return asyncio.run(cache.aget_or_set("k", default)) if tasks else cache.get_or_set("k", default)
+
+    with ThreadPoolExecutor(2) as pool, own_server.client() as client:
+        first = pool.submit(get, here, work)
+        assert work.running.wait(10)
+        second = pool.submit(get, there, lambda: "own")
+        wait_until(lambda: there.stats().waited + here.stats().waited)
+        work.end.set()
+        assert [first.result(20), second.result(20)] == ["v", "v"]
+        assert not list(held_locks(client))
+
+
+RULES = {
+    "the values' keys": ("~:1:*", "&*", "+@all"),
+    "no scripting": ("~*", "&*", "+@all", "-@scripting"),
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_who_may_use_values_only_has_the_base_class(as_user, own_server, backend, rules, caplog):
+    cache = cache_at(as_user(*RULES[rules]), backend)
+    with own_server.client() as client:
+        assert cache.get_or_set("k", lambda: "v", 60) == "v"
+        assert 50_000 < client.pttl(":1:k") <= 60_000
+        assert cache.delete("k")
+        assert not cache.delete("k")
+        cache.set("k", "short", 1)
+        cache.delete_many(["k"])
+        assert asyncio.run(cache.aget_or_set("k", lambda: "a")) == "a"
+        assert cache.get_or_set_many(["k", "l"], dict.fromkeys) == {"k": "a", "l": None}
+        client.expire(":1:k", 20)
+        assert cache.get_or_set("k", lambda: "new", 60, stale=30) == "new"
+        assert cache.get("k") == "new"
+        assert cache.get_or_set("n", lambda: "v", 60, should_cache=lambda value: False) == "v"
+        assert not cache.has_key("n")
+    told = [record for record in caplog.records if "Values are not computed once" in record.getMessage()]
+    assert len(told) == 1
+
+
 # Tasks
 
 

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 import pytest
 
 from django_redislock.cache import flights
-from django_redislock.core import held_locks
+from django_redislock.core import Lock, held_locks
 from django_redislock.exceptions import AcquireTimeout
 from tests.cache_programs import Work, cache_at, commands, followers
-from tests.support import BUSY, monitoring, wait_until
+from tests.support import BUSY, lived, monitoring, wait_until
 
 
 @pytest.fixture
@@ -177,6 +177,34 @@ def test_a_circle_of_three(cache, pool):
     assert [value[0] for value in values] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("kind", ["threads", "tasks"])
+def test_a_circle_over_two_databases(server, backend, pool, kind):
+    here, there = cache_at(server.url, backend), cache_at(server.url_of_db(9), backend)
+    there.clear()
+    both, started = threading.Barrier(2), time.monotonic()
+
+    def nest(outer, inner):
+        return outer.get_or_set("k", lambda: (both.wait(10) and None) or [inner.get_or_set("k", lambda: "end", 60)], 60)
+
+    async def anest(outer, inner):
+        async def compute():
+            await asyncio.to_thread(both.wait, 10)
+            return [await inner.aget_or_set("k", lambda: "end", 60)]
+
+        return await outer.aget_or_set("k", compute, 60)
+
+    async def main():
+        return await asyncio.gather(anest(here, there), anest(there, here))
+
+    if kind == "tasks":
+        values = asyncio.run(main())
+    else:
+        futures = [pool.submit(nest, here, there), pool.submit(nest, there, here)]
+        values = [outcome(future) for future in futures]
+    assert time.monotonic() - started < 5
+    assert sorted(map(str, values)) == ["['end']", "[['end']]"]
+
+
 def test_a_nested_key_without_a_circle_is_computed_once(cache, pool):
     inner = Computation("inner")
 
@@ -237,6 +265,25 @@ def test_other_versions_prefixes_and_databases_do_not_wait(server, backend, pool
     assert outcome(first) == "v"
 
 
+@pytest.mark.parametrize("error", [ValueError, SoftTimeLimitExceeded])
+def test_nothing_is_left_of_a_nested_computation_that_fails(redis_url, client, pool, error):
+    here, there = cache_at(redis_url), cache_at(f"{redis_url}?socket_timeout=4.9")  # as if in two processes
+    inner = Computation("inner")
+
+    def compute():
+        there.get_or_set("inner", inner, 60)
+        raise error
+
+    first = pool.submit(here.get_or_set, "inner", inner, 60)
+    assert inner.running.wait(10)
+    outer = pool.submit(there.get_or_set, "outer", compute, 60)
+    wait_until(lambda: client.hgetall("{redislock}:waits"))
+    inner.end.set()
+    assert outcome(first) == "inner"
+    assert isinstance(outcome(outer), error)
+    assert not client.hgetall("{redislock}:waits")
+
+
 def test_a_thousand_different_keys_do_not_wait_for_each_other(cache):
     everybody = threading.Barrier(100)
 
@@ -266,6 +313,19 @@ def test_who_has_waited_long_enough_computes_for_itself_once_a_process(cache, po
     slow.end.set()
     assert outcome(first) == "slow", "its own, and no exception"
     assert cache.get("k") == "fast"
+
+
+def test_one_computes_for_all_whose_wait_is_over_however_long_it_takes(cache, client, pool):
+    work = Computation("own")
+    assert Lock(client, "cache::1:k").acquire()  # somebody computes, and is overtaken
+    futures = [pool.submit(cache.get_or_set, "k", work, 60, wait=0.1) for _ in range(5)]
+    assert work.running.wait(10)
+    lived(0.6)
+    assert work.calls == 1
+    assert followers() == 4
+    work.end.set()
+    assert [outcome(future) for future in futures] == ["own"] * 5
+    assert work.calls == 1
 
 
 def test_who_is_not_to_compute_for_itself_is_told(cache, pool):

@@ -29,6 +29,12 @@ def in_a_loop(awaitable):
         pool.submit(asyncio.run, awaitable).result(20)
 
 
+def ended(client):
+    """Let the value come to its end."""
+    client.pexpire(":1:k", 1)
+    wait_until(lambda: client.get(":1:k") is None)
+
+
 EVENTS = {
     "delete": (lambda cache, client: cache.delete("k"), None),
     "delete_many": (lambda cache, client: cache.delete_many(k for k in ["other", "k"]), None),
@@ -56,6 +62,10 @@ EVENTS = {
     "adelete_many": (lambda cache, client: in_a_loop(cache.adelete_many(["k"])), None),
     "atouch": (lambda cache, client: in_a_loop(cache.atouch("k", 0)), None),
     "aclear": (lambda cache, client: in_a_loop(cache.aclear()), None),
+    "a set that ends": (lambda cache, client: (cache.set("k", "newer", 5), ended(client)), None),
+    "a set_many that ends": (lambda cache, client: (cache.set_many({"k": "newer"}, 5), ended(client)), None),
+    "an add that ends": (lambda cache, client: (cache.add("k", "newer", 5), ended(client)), None),
+    "an aset that ends": (lambda cache, client: (in_a_loop(cache.aset("k", "newer", 5)), ended(client)), None),
     "set by a plain client": (lambda cache, client: client.set(":1:k", "7"), 7),
     "flush by a plain client": (lambda cache, client: client.flushall(), None),
     "force-release": (lambda cache, client: reset_all(client), None),
@@ -279,3 +289,36 @@ def test_nothing_is_stored_over_what_happened_while_an_old_value_was_replaced(ca
     assert cache.get_or_set("k", compute, 60, refresh_before=55) == "computed"
     assert cache.get("k") == after
     assert not list(held_locks(client))
+
+
+def test_a_value_that_lives_long_is_set_in_one_round_trip(cache, client):
+    with monitoring(client) as sent:
+        cache.set("k", "v", 60)
+    assert commands(sent) == ["SET"]
+
+
+RAW = {"KEY_FUNCTION": f"{__name__}.raw", "REVERSE_KEY_FUNCTION": f"{__name__}.raw"}
+EVERYTHING = {
+    "clear": ("RedisCache", lambda cache: cache.clear()),
+    "Django's clear": ("DjangoRedisCache", lambda cache: cache.clear()),
+    "aclear": ("RedisCache", lambda cache: in_a_loop(cache.aclear())),
+    "delete_pattern": ("RedisCache", lambda cache: cache.delete_pattern("*")),
+}
+
+
+def raw(key, prefix="", version=""):
+    return key
+
+
+@pytest.mark.parametrize("how", EVERYTHING)
+def test_what_deletes_everything_leaves_locks(redis_url, client, how):
+    backend, delete = EVERYTHING[how]
+    cache = cache_at(redis_url, backend, **(RAW if how == "delete_pattern" else {}))
+    cache.set_many({f"k{number}": number for number in range(2500)})
+    client.set("somebody else's", "v")
+    with Lock(client, "mine") as lock:
+        delete(cache)
+        lock.extend()
+        left = client.keys("*")
+    assert left
+    assert all(key.startswith(b"{redislock") for key in left)

@@ -136,24 +136,60 @@ def test_a_computation_of_ten_lives_is_one_computation(client, one_computes):
     assert not any(only(process.lines, "computing") for process in others)
 
 
-def test_after_a_failure_one_other_takes_over_at_a_time(client, redis_url, run_python):
-    crowds = [run_python(cache_programs.crowd, redis_url, "RedisCache", "k", 5) for _ in range(4)]
+@pytest.mark.parametrize("tasks", [False, True], ids=["threads", "tasks"])
+def test_those_who_waited_for_a_failure_get_it(client, redis_url, run_python, backend, tasks):
+    """In all processes, instead of waiting in line for a failure of their own."""
+    crowds = [run_python(cache_programs.crowd, redis_url, backend, "k", 5, tasks) for _ in range(4)]
     for crowd in crowds:
         crowd.wait_for(event="ready")
     for crowd in crowds:
         crowd.send()
     wait_until(lambda: waiting(client) == 3, timeout=30)
-    remaining = set(crowds)
-    for _ in crowds:
-        wait_until(lambda: any(only(crowd.lines, "computing") for crowd in remaining))
-        (computing,) = [crowd for crowd in remaining if only(crowd.lines, "computing")]
-        remaining.remove(computing)
-        computing.send("raise")
+    (computing,) = [crowd for crowd in crowds if only(crowd.lines, "computing")]
+    computing.send("raise")
     for crowd in crowds:
-        assert crowd.wait_for(event="done")["outcomes"] == ["no value"] * 5, "its own exception, unwrapped"
-        assert [line["at_once"] for line in only(crowd.lines, "computing")] == [1]
-    assert client.get("computed") == b"4", "once for each process, not for each caller"
+        outcomes = crowd.wait_for(event="done")["outcomes"]
+        note = ["It was raised in another process, which computed the value for all who waited for it."]
+        assert outcomes == [["ValueError", "no value", [] if crowd is computing else note]] * 5, "unwrapped"
+    assert client.get("computed") == b"1"
     assert not list(held_locks(client))
+
+
+def test_a_failure_that_cannot_be_sent_is_told_in_words(client, redis_url, one_computes):
+    first, (second,) = one_computes(1, options={}, lock={}, backend="RedisCache", url=redis_url)
+    first.send("raise unsendable")
+    assert first.wait_for(event="failed")["error"] == "Unsendable: never mind"
+    assert "Unsendable: never mind" in second.wait_for(event="failed")["error"]
+    assert second.lines[-1]["error"].startswith("ComputationFailed: ")
+
+
+def test_who_comes_after_a_failure_computes_anew(client, redis_url, one_computes):
+    first, (second,) = one_computes(1)
+    first.send("raise")
+    assert second.wait_for(event="failed")["error"] == first.wait_for(event="failed")["error"]
+    assert cache_at(redis_url).get_or_set("k", lambda: "v", 60) == "v"
+
+
+def test_a_value_that_is_set_while_a_computation_fails_is_what_those_who_wait_get(client, redis_url, one_computes):
+    first, (second,) = one_computes(1)
+    second.pause()
+    cache_at(redis_url).set("k", "set")
+    first.send("raise")
+    first.wait_for(event="failed")
+    second.resume()
+    assert second.wait_for(event="got")["value"] == "set"
+
+
+def test_who_is_interrupted_is_followed_by_one_other(client, redis_url, one_computes):
+    """Celery's soft time limit, say, tells nothing of the value."""
+    first, others = one_computes(2)
+    first.send("be interrupted")
+    first.wait_for(event="failed")
+    wait_until(lambda: any(only(process.lines, "computing") for process in others))
+    (next_one,) = [process for process in others if only(process.lines, "computing")]
+    next_one.send("v")
+    for process in others:
+        assert process.wait_for(event="got")["value"] == "v"
 
 
 def test_who_waits_for_a_deleted_value_computes_anew(client, redis_url, one_computes):

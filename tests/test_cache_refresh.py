@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 
 import pytest
 from django.core.cache import caches
 from django.test import override_settings
+from django.urls import clear_script_prefix, reverse, set_script_prefix
+from django.utils import timezone, translation
 
-from django_redislock.cache import flights
+from django_redislock import tasks
+from django_redislock.cache import cached, flights, refreshable
 from django_redislock.cache.counters import tally_of
-from django_redislock.core import Lock, held_locks
+from django_redislock.core import Lock, held_locks, wanted
+from django_redislock.core.compute import digest
 from django_redislock.core.tally import Counters
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
@@ -97,7 +104,7 @@ def test_what_another_process_refreshes_is_not_waited_for(cache, client, get):
         assert get("k", never, 60, stale=30) == "old"
         assert get("k", never, 60, stale=30, refresh="thread") == "old"
         wait_until(lambda: "redislock-refresh" not in {thread.name for thread in threading.enumerate()})
-    assert get("k", lambda: "new", 60, stale=30) == "new"
+    wait_until(lambda: get("k", lambda: "new", 60, stale=30) == "new")
 
 
 def test_in_the_background_everybody_has_the_old_value_at_once(get, cache, client):
@@ -125,6 +132,70 @@ def test_a_background_thread_is_one_for_all(cache):
     wait_until(lambda: not any(thread.name == "redislock-refresh" for thread in threading.enumerate()))
 
 
+TENANT: ContextVar[str] = ContextVar("tenant", default="public")
+
+
+def test_a_background_refresh_computes_in_the_context_of_its_caller(get, cache):
+    """What is stored for the caller's key is what the caller would have computed."""
+
+    def compute():
+        return translation.get_language(), timezone.get_current_timezone_name(), TENANT.get(), reverse("admin:index")
+
+    def ask(key):
+        with translation.override("de"), timezone.override("Asia/Tokyo"):
+            token = TENANT.set("ours")
+            set_script_prefix("/there/")
+            try:
+                return get(key, compute, 60, stale=30, refresh="thread")
+            finally:
+                TENANT.reset(token)
+                clear_script_prefix()
+
+    expected = ask("inline")
+    assert expected == ("de", "Asia/Tokyo", "ours", "/there/admin/")
+    cache.set("k", "old", 25)
+    assert ask("k") == "old"
+    wait_until(lambda: cache.get("k") != "old")
+    assert cache.get("k") == expected
+
+
+def test_a_background_refresh_within_a_computation_is_no_part_of_it(cache, client):
+    """It outlives the computation, so nobody has to avoid a circle for its sake."""
+    cache.set("inner", "old", 25)
+    seen = []
+    outer = cache._server_of(":1:inner")
+
+    def compute():
+        value = cache.get_or_set("inner", lambda: seen.append(wanted.outer(outer)), 60, stale=30, refresh="thread")
+        wait_until(lambda: seen)
+        return value
+
+    assert cache.get_or_set("outer", compute) == "old"
+    assert seen == [["cache::1:inner"]]
+
+
+def test_a_background_refresh_has_cache_objects_of_its_own(cache):
+    """Django gives each thread its own, because not every backend may be used by two at once."""
+    mine, found = caches["default"], []
+    cache.set("k", "old", 25)
+    assert cache.get_or_set("k", lambda: found.append(caches["default"]), 60, stale=30, refresh="thread") == "old"
+    wait_until(lambda: found)
+    assert found[0] is not mine
+
+
+def test_no_thread_for_a_refresh_is_no_reason_to_refuse_the_old_value(cache, client, monkeypatch, caplog):
+    cache.set("k", "old", 25)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert cache.get_or_set("k", never, 60, stale=30, refresh="thread") == "old"
+    assert "can't start new thread" in caplog.text
+    assert not list(held_locks(client))
+
+
 def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, client, caplog):
     cache.set("k", "old", 25)
 
@@ -135,6 +206,111 @@ def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, clie
     wait_until(lambda: "could not be computed anew" in caplog.text)
     wait_until(lambda: not list(held_locks(client)))
     assert cache.get("k") == "old"
+
+
+REFRESHES = ["inline", "thread", "celery"]
+
+
+@pytest.mark.parametrize("refresh", REFRESHES)
+def test_a_process_that_knows_of_a_refresh_elsewhere_does_not_ask_again(client, settings, server, backend, refresh):
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    started = []
+
+    async def ask_in_tasks():
+        for _ in range(30):
+            assert await cache.aget_or_set("k", interrupting, 60, stale=30, refresh=refresh) == "old"
+            await asyncio.gather(*[task for task in asyncio.all_tasks() if task.get_name() == "redislock-refresh"])
+
+    with Lock(client, "cache::1:k"), pytest.MonkeyPatch.context() as patch:
+        start = threading.Thread.start
+        patch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name) or start(thread))
+        with monitoring(client) as sent:
+            for _ in range(30):
+                assert cache.get_or_set("k", interrupting, 60, stale=30, refresh=refresh) == "old"
+                wait_until(lambda: "redislock-refresh" not in {thread.name for thread in threading.enumerate()})
+            asyncio.run(ask_in_tasks())
+    # Once a second, however slow the machine is; a new connection looks for the script.
+    assert commands(sent).count("EVALSHA") < 10
+    assert started.count("redislock-refresh") < 10
+
+
+@pytest.mark.parametrize("refresh", ["inline", "thread"])
+def test_a_sick_origin_is_tried_with_a_pause_that_grows_over_all_processes(redis_url, backend, client, refresh, caplog):
+    processes = [cache_at(f"{redis_url}?socket_timeout={5 + number}", backend) for number in range(4)]
+    processes[0].set("k", "old", 25)
+    calls, pauses = [], []
+
+    def fail():
+        calls.append(1)
+        raise ValueError("sick")
+
+    def ask(each):
+        return each.get_or_set("k", fail, 60, stale=30, refresh=refresh, on_error="stale")
+
+    for failures in (1, 2, 3):
+        for each in processes * 3:
+            assert ask(each) == "old"
+            wait_until(lambda: not flights._flights and not list(held_locks(client)))
+        assert len(calls) == failures
+        (paused,) = client.keys("*failed:*")
+        count, again = map(int, client.get(paused).split())
+        assert count == failures
+        pauses.append(again - int(time.time() * 1000))
+        assert 0 < client.pttl(paused) <= 2**failures * 1000 + 60_000
+        client.set(paused, f"{count} 1", ex=60)  # the pause is over
+        flights._quiet.clear()
+    assert pauses[0] < pauses[1] < pauses[2] <= 4000
+    assert caplog.text.count("ValueError: sick") == 3
+    assert processes[0].get_or_set("k", lambda: "new", 60, stale=30) == "new"
+    assert not client.exists(paused)
+
+
+@pytest.mark.parametrize("by", ["argument", "setting", "alias"])
+def test_on_error_stale_returns_the_old_value_while_there_is_one(redis_url, backend, client, caplog, settings, by):
+    alias = {"OPTIONS": {"LOCK": {"ON_ERROR": "stale"}}} if by == "alias" else {}
+    if by == "setting":
+        settings.DJANGO_REDISLOCK = {"CACHE": {"ON_ERROR": "stale"}}
+    cache = cache_at(redis_url, backend, **alias)
+    options = {"stale": 30} | ({"on_error": "stale"} if by == "argument" else {})
+    before = cache.stats()
+
+    def fail():
+        raise ValueError("sick")
+
+    async def afail():
+        raise ValueError("sick")
+
+    for key, ask in (
+        ("k", lambda: cache.get_or_set("k", fail, 60, **options)),
+        ("a", lambda: asyncio.run(cache.aget_or_set("a", afail, 60, **options))),
+    ):
+        cache.set(key, None, 25)
+        caplog.clear()
+        assert ask() is None, "a value like any other"
+        assert "the old one is returned" in caplog.text
+        assert "ValueError: sick" in caplog.text
+        cache.delete(key)
+        with pytest.raises(ValueError, match="sick"):
+            ask()
+    after = cache.stats()
+    assert after.stale_served - before.stale_served == 2
+    assert after.errors - before.errors == 4
+    assert not list(held_locks(client))
+
+
+def test_on_error_stale_hides_no_interruption(cache, client):
+    cache.set("k", "old", 25)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.get_or_set("k", interrupted, 60, stale=30, on_error="stale")
+    assert not client.keys("*failed:*")
+    with pytest.raises(ValueError, match="on_error"):
+        cache.get_or_set("k", never, on_error="ignore")
 
 
 def test_an_inline_failure_is_the_callers_own(get, cache, client):
@@ -216,6 +392,25 @@ def test_a_refused_value_goes_to_all_who_wait_for_it(redis_url, cache, client, r
     assert not cache.has_key("k")
 
 
+def test_a_large_refused_value_goes_to_all_who_wait_for_it(redis_url, backend, client):
+    """Also in other processes; nothing of it stays."""
+    caches = [
+        cache_at(f"{redis_url}?socket_timeout={5 + number}", backend) for number in range(4)
+    ]  # as if in processes
+    work = Work("x" * 100_000)
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(each.get_or_set, "k", work, 60, should_cache=lambda value: False) for each in caches]
+        wait_until(lambda: sum(info.waiting for info in held_locks(client)) == 3)
+        work.end.set()
+        assert [future.result(20) for future in futures] == [work.value] * 4
+    assert work.calls == 1
+    assert not client.exists(":1:k")
+    assert all(0 < client.pttl(key) <= 10_000 for key in client.keys("*:value"))
+    client.flushdb()
+    assert caches[0].get_or_set("k", work, 60, should_cache=lambda value: False) == work.value
+    assert not client.keys("*:value"), "nobody waits"
+
+
 def test_a_failing_should_cache_is_the_callers_error(get, client):
     with pytest.raises(ZeroDivisionError):
         get("k", lambda: "v", 60, should_cache=lambda value: 1 / 0)
@@ -223,6 +418,24 @@ def test_a_failing_should_cache_is_the_callers_error(get, client):
 
 
 # Lives
+
+
+def test_a_value_that_would_be_due_at_once_is_refused(get, settings, redis_url, backend):
+    """It would be computed at each call."""
+    for timeout in (10, 20, 20.0):
+        with pytest.raises(ValueError, match="refresh_before must be less than the timeout"):
+            get("k", never, timeout, refresh_before=20)
+    with pytest.raises(ValueError, match="refresh_before"):
+        cache_at(redis_url, backend, TIMEOUT=20).get_or_set("k", never, refresh_before=20)
+    assert get("k", lambda: "v", 21, refresh_before=20) == "v"
+    assert get("f", lambda: "v", None, refresh_before=20) == "v"
+
+
+def test_jitter_leaves_the_time_in_which_a_value_is_due_alone(redis_url, backend, client):
+    cache = cache_at(redis_url, backend, OPTIONS={"LOCK": {"JITTER": 1.0}})
+    for number in range(20):
+        cache.get_or_set(f"k{number}", lambda: 1, 100, refresh_before=50)
+        assert 49_000 < client.pttl(f":1:k{number}") <= 100_000
 
 
 def test_jitter_shortens_lives_at_random(redis_url, client):
@@ -236,6 +449,61 @@ def test_jitter_shortens_lives_at_random(redis_url, client):
     assert client.pttl(":1:forever") == -1
     cache.get_or_set("exact", lambda: 1, 100, jitter=0)
     assert client.pttl(":1:exact") > 95_000
+
+
+@pytest.mark.parametrize("options", [{}, {"lock": False}, {"stale": 30}], ids=str)
+def test_a_timeout_may_be_a_function_of_the_value(get, cache, client, options):
+    def timeout(value):
+        return {"short": 10, "never": 0, "forever": None}[value]
+
+    assert get("k", lambda: "short", timeout, **options) == "short"
+    assert options.get("stale", 0) * 1000 < client.pttl(":1:k") <= (10 + options.get("stale", 0)) * 1000
+    assert get("k", never, timeout, **options) == "short"
+    assert get("f", lambda: "forever", timeout, **options) == "forever"
+    assert client.pttl(":1:f") == -1
+    assert get("n", lambda: "never", timeout, **options) == "never"
+    assert not cache.has_key("n")
+    assert not list(held_locks(client))
+
+
+def test_many_values_have_each_the_timeout_of_its_own(cache, client):
+    for options in ({}, {"lock": False}):
+        cache.clear()
+        values = cache.get_or_set_many(
+            "ab", lambda keys: dict.fromkeys(keys, 1) | {"a": 2}, lambda value: 10 * value, **options
+        )
+        assert values == {"a": 2, "b": 1}
+        assert client.pttl(":1:b") <= 10_000 < client.pttl(":1:a") <= 20_000
+
+
+@pytest.mark.parametrize("alias", ["redis", "local"])
+def test_a_cached_function_may_tell_the_timeout_of_each_value(settings, server, backend, alias):
+    settings.CACHES = {
+        "redis": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url},
+        "local": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache", "LOCATION": "timeouts"},
+    } | {"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}
+    calls = []
+
+    @cached(lambda value: 60 if value else 0, key="k:{value}", using=alias)
+    def same(value):
+        calls.append(value)
+        return value
+
+    @cached(lambda value: 60 if value else 0, key="a:{value}", using=alias)
+    async def asame(value):
+        calls.append(value)
+        return value
+
+    caches[alias].clear()
+    assert [same(value) for value in (1, 1, 0, 0)] == [1, 1, 0, 0]
+    assert [asyncio.run(asame(value)) for value in (1, 1, 0, 0)] == [1, 1, 0, 0]
+    assert calls == [1, 0, 0] * 2
+
+
+def test_a_failing_timeout_is_the_callers_error(get, client):
+    with pytest.raises(ZeroDivisionError):
+        get("k", lambda: "v", lambda value: 1 / 0)
+    assert not list(held_locks(client))
 
 
 # Counters
@@ -326,10 +594,88 @@ def test_counts_outlive_their_thread_and_a_forked_child_begins_anew():
 # By Celery
 
 
-def test_only_a_function_of_a_module_can_be_refreshed_by_celery(get):
-    for default in (lambda: 1, functools.partial(lambda: 1), Work()):
+def test_only_a_registered_function_can_be_refreshed_by_celery(get):
+    for default in (lambda: 1, functools.partial(lambda: 1), Work(), never, os.getpid):
         with pytest.raises(TypeError, match="default"):
             get("k", default, 60, stale=30, refresh="celery")
+    with pytest.raises(TypeError, match="function of a module"):
+        refreshable(lambda: 1)
+    with pytest.raises(TypeError, match="function of a module"):
+        cached(60, key="k", stale=30, refresh="celery")(lambda: 1)
+
+
+def order(client, **changes):
+    """Return what a worker is sent to compute "k" anew."""
+    usual = {
+        "key": "k",
+        "version": None,
+        "timeout": 60,
+        "args": ["worker"],
+        "kwargs": {"year": 2026},
+        "options": {},
+        "stale": 30.0,
+        "timeout_for": None,
+        "should_cache": None,
+        "old": digest(client.get(":1:k")).decode(),
+        "id": "an-id",
+        "default": "tests.cache_programs.celebrate",
+    }
+    return usual | changes
+
+
+@pytest.mark.parametrize("argument", ["default", "should_cache", "timeout_for"])
+def test_a_worker_obeys_registered_functions_only(client, settings, server, backend, argument, tmp_path):
+    """Whoever can write to the broker could have anything called."""
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    trace = tmp_path / "trace"
+    with pytest.raises(LookupError, match=r"os\.system is not registered"):
+        tasks.refresh("default", order(client, args=[f"touch {trace}"], kwargs={}, **{argument: "os.system"}))
+    assert not trace.exists()
+    assert cache.get("k") == "old"
+    tasks.refresh("default", order(client))
+    assert cache.get("k")["greeting"] == "worker 2026"
+    assert not list(held_locks(client))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_without_a_broker_everybody_has_the_old_value(client, settings, server, backend, caplog, asynchronous):
+    from tests.celery_site.app import app
+    from tests.celery_site.harness import connected
+
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    default = functools.partial(cache_programs.celebrate, "worker", year=2026)
+    app.set_default()
+    with connected(server, "redis://127.0.0.1:1/0"):
+        if asynchronous:
+            assert asyncio.run(cache.aget_or_set("k", default, 60, stale=30, refresh="celery")) == "old"
+        else:
+            assert cache.get_or_set("k", default, 60, stale=30, refresh="celery") == "old"
+    assert "No Celery worker could be told to compute the value of ':1:k' anew" in caplog.text
+    assert not list(held_locks(client)), "the next one may try"
+
+
+@refreshable
+def interrupting():
+    raise AssertionError("not called here")
+
+
+def test_a_soft_time_limit_while_a_worker_is_told_is_not_swallowed(client, settings, server, monkeypatch):
+    class SoftTimeLimitExceeded(Exception):
+        pass
+
+    def publish(*args, **kwargs):
+        raise SoftTimeLimitExceeded
+
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    monkeypatch.setattr(tasks.refresh, "apply_async", publish)
+    with pytest.raises(SoftTimeLimitExceeded):
+        cache.get_or_set("k", interrupting, 60, stale=30, refresh="celery")
+    assert not list(held_locks(client))
 
 
 @pytest.mark.processes
@@ -355,7 +701,7 @@ def test_a_celery_worker_refreshes(server, client, tmp_path, asynchronous):
         with monitoring(client) as sent:
             assert [ask() for _ in range(3)] == ["old"] * 3
         assert sum(line.startswith("LPUSH") for line in sent) == 1, "one order, however many find it old"
-        with Worker("celery", "solo", tmp_path / "worker.log") as worker:
+        with Worker("celery", "solo", tmp_path / "worker.log", "-I", "tests.cache_programs") as worker:
             worker.wait_ready()
             wait_until(lambda: cache.get("k") != "old")
     made = cache.get("k")

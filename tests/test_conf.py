@@ -43,7 +43,9 @@ def test_every_documented_default():
         timeout=None,
         retry_for=None,
         enabled=True,
-        cache=conf.CacheSettings(expire=10, auto_renewal=True, max_hold=300, wait=30, on_wait_timeout="compute"),
+        cache=conf.CacheSettings(
+            expire=10, auto_renewal=True, max_hold=300, wait=30, on_wait_timeout="compute", on_error="raise"
+        ),
         celery=conf.CelerySettings(
             scope="run",
             on_conflict="raise",
@@ -118,6 +120,7 @@ BAD_CACHE = [
     *[("WAIT", value) for value in BAD_WAITS],
     *[("AUTO_RENEWAL", value) for value in (1, None)],
     *[("ON_WAIT_TIMEOUT", value) for value in ("", "Raise", 1, None)],
+    *[("ON_ERROR", value) for value in ("", "Stale", "compute", 1, None)],
     *[("JITTER", value) for value in (-0.1, 1.1, "0.5", True, None)],
 ]
 BAD_CELERY = [

@@ -13,12 +13,13 @@ from django.core.exceptions import ImproperlyConfigured
 from .decorators import cached
 from .django import DjangoRedisCache
 from .mixin import ComputeOnceMixin
+from .ordered import refreshable
 from .pages import cache_page
 
 if TYPE_CHECKING:
     from .django_redis import RedisCache
 
-__all__ = ["ComputeOnceMixin", "DjangoRedisCache", "RedisCache", "cache_page", "cached"]
+__all__ = ["ComputeOnceMixin", "DjangoRedisCache", "RedisCache", "cache_page", "cached", "refreshable"]
 
 
 def __getattr__(name: str) -> Any:

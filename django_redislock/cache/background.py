@@ -12,16 +12,16 @@ from django.db import connections
 from ..core.aioserver import async_server_of
 from ..core.events import log
 from ..core.wanted import Landing, Wanted, computing
-from .calling import current_task
-from .flights import Caller, is_flying, refresh
+from .calling import as_here, current_task
+from .flights import Caller, hush, is_flying, is_quiet, refresh
 
 _tasks: set[asyncio.Task[Any]] = set()
 """The loop itself keeps only weak references."""
 
 
 def in_thread(want: Wanted, old: bytes) -> None:
-    """Compute a new value in a thread, unless somebody does so already."""
-    if is_flying(want):
+    """Compute a new value in a thread, in the caller's context, unless somebody does so already."""
+    if is_flying(want) or is_quiet(want):
         return
 
     def run() -> None:
@@ -33,12 +33,16 @@ def in_thread(want: Wanted, old: bytes) -> None:
         finally:
             connections.close_all()  # of this thread
 
-    threading.Thread(target=run, name="redislock-refresh", daemon=True).start()
+    try:
+        threading.Thread(target=as_here(run), name="redislock-refresh", daemon=True).start()
+    except RuntimeError:  # no more threads are to be had; the old value is there
+        hush(want)
+        log.exception("The value of %r could not be computed anew.", want.key)
 
 
 def in_task(want: Wanted, old: bytes) -> None:
     """Compute a new value in a task of the running loop, unless somebody does so already."""
-    if is_flying(want):
+    if is_flying(want) or is_quiet(want):
         return
 
     async def run() -> None:

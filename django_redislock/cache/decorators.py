@@ -8,20 +8,22 @@ import sys
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from asgiref.sync import iscoroutinefunction
+from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
+from django.db import transaction
 
 from ..core.wanted import MISSING
 from .mixin import ComputeOnceMixin
-from .options import checked
+from .options import Timeout, checked, timeout_for
+from .ordered import refreshable
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def cached(
-    timeout: float | None = DEFAULT_TIMEOUT,
+    timeout: Timeout = DEFAULT_TIMEOUT,
     *,
     key: str | Callable[..., str] | None = None,
     using: str = "default",
@@ -30,18 +32,24 @@ def cached(
 ) -> Callable[[Callable[P, R]], Cached[P, R]]:
     """Keep what the decorated function returns in the cache `using`, for `timeout` seconds; one of all callers computes it.
 
+    `timeout` may be a function of the value.
+
     `key` is a format string over the function's bound arguments (``"user:{user_id}"``, ``"cart:{self.pk}"``) or a callable
     that takes what the function takes; only a function without parameters needs none: its own name is the key then. `options`
     are those of `get_or_set`. The function may be a coroutine function, and a method. ``function.invalidate(...)`` and
     ``await function.ainvalidate(...)`` forget the value for these arguments, also one that is being computed.
     """
-    checked(**options)
+    checked("cached", **options)
     if not (key is None or callable(key) or isinstance(key, str)):
         raise TypeError(f"key must be a format string or a function, not {key!r}")
 
     def decorate(function: Callable[P, R]) -> Cached[P, R]:
         if not callable(function):
             raise TypeError(f"cached() decorates functions, not {function!r}; write @cached(timeout, key=...)")
+        if options.get("refresh") == "celery":
+            for named in (function, options.get("should_cache"), timeout):
+                if callable(named):
+                    refreshable(named)
         return Cached(function, timeout, key, using, version, options)
 
     return decorate
@@ -53,7 +61,7 @@ class Cached(Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
-        timeout: float | None,
+        timeout: Timeout,
         key: str | Callable[..., str] | None,
         using: str,
         version: int | None,
@@ -106,23 +114,39 @@ class Cached(Generic[P, R]):
         """Return the key of the value for these arguments."""
         return self._key_of(self._bound(args), kwargs)
 
-    def invalidate(self, *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Forget the value for these arguments, and tell whether there was one; what is being computed is not stored."""
-        return bool(caches[self._using].delete(self.key(*args, **kwargs), version=self._version))
+    def invalidate(self, *args: Any, on_commit: bool = False, **kwargs: Any) -> bool | None:
+        """Forget the value for these arguments, and tell whether there was one; what is being computed is not stored.
 
-    async def ainvalidate(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        With `on_commit` it happens when the default database's transaction is committed, and the answer is None: before that,
+        others would compute from what was there before it, and that would stay.
+        """
+        forget = functools.partial(self._forget, self.key(*args, **kwargs))
+        return transaction.on_commit(forget) if on_commit else forget()  # type: ignore[func-returns-value]
+
+    async def ainvalidate(self, *args: Any, on_commit: bool = False, **kwargs: Any) -> bool | None:
         """Do as `invalidate`."""
+        if on_commit:
+            return await sync_to_async(self.invalidate)(*args, on_commit=True, **kwargs)
         return bool(await caches[self._using].adelete(self.key(*args, **kwargs), version=self._version))
 
+    def _forget(self, key: str) -> bool:
+        return bool(caches[self._using].delete(key, version=self._version))
+
     def _plainly(self, cache: Any, key: str, default: Callable[[], Any]) -> Any:
-        if not self._is_async:
+        if not self._is_async and not callable(self._timeout):
             return cache.get_or_set(key, default, self._timeout, self._version)
+        if not self._is_async:
+            value = cache.get(key, MISSING, version=self._version)
+            if value is MISSING:
+                value = default()
+                cache.set(key, value, timeout_for(self._timeout, value), version=self._version)
+            return value
 
         async def get() -> Any:
             value = await cache.aget(key, MISSING, version=self._version)
             if value is MISSING:
                 value = await default()
-                await cache.aset(key, value, self._timeout, version=self._version)
+                await cache.aset(key, value, timeout_for(self._timeout, value), version=self._version)
             return value
 
         return get()

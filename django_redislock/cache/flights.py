@@ -14,10 +14,13 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from asgiref.sync import SyncToAsync
+
 from ..core.clock import monotonic
+from ..core.events import log
 from ..core.flight import ELSEWHERE, fly, fly_together
 from ..core.steps import Follow, Steps
-from ..core.wanted import MISSING, Landing, Owner, Wanted, outer
+from ..core.wanted import MISSING, Landing, Owner, Wanted, is_below, is_interruption, outer
 from ..exceptions import AcquireTimeout, LockBackendError
 
 SPREAD = 0.1
@@ -53,15 +56,24 @@ class Flight:
         return len(self.waiting)
 
     def blocked_by(self, caller: Caller) -> bool:
-        """Whether the caller keeps the flight from going on: a thread that runs its event loop, or a signal handler or a
-        destructor that interrupted its thread."""
+        """Whether the caller keeps the flight from going on: a thread that runs its event loop, or the loop's `sync_to_async`, or a
+        signal handler or a destructor that interrupted its thread."""
         if caller.loop is not None:
             return False
-        return self.thread == threading.get_ident() if self.loop is None else self.loop is _running_loop()
+        if self.loop is None:
+            return self.thread == threading.get_ident()
+        return self.loop in (_running_loop(), getattr(SyncToAsync.threadlocal, "main_event_loop", None))
 
+
+MOMENT = 1.0
+"""Seconds for which a process that knows of a refresh elsewhere does not ask again."""
+MANY = 1000
+"""Old values that are left alone, from which on those are forgotten that need not be any more."""
 
 # Each change is a single operation of a dict, so there is no lock that a signal handler could find taken by its own thread.
 _flights: dict[Hashable, Flight] = {}
+_quiet: dict[Hashable, float] = {}
+"""Until when."""
 
 
 def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) -> Steps[Landing]:
@@ -82,7 +94,9 @@ def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) 
                 raise AcquireTimeout(want.name, wait)
             if not compute:
                 return Landing(value=on_timeout() if callable(on_timeout) else on_timeout)
-            landing = yield from _share((*place, "alone"), until + (wait or 0), want, caller, last=True)
+            # Who leads this one does not wait any more; those who follow would compute all at once.
+            ends = math.inf if want.max_hold is None else monotonic() + want.max_hold
+            landing = yield from _share((*place, "alone"), ends, want, caller, last=True)
             if landing.empty:
                 landing = yield from _lead(want, caller, until, last=True)
         landing = _own_copy(landing, want)
@@ -90,22 +104,48 @@ def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) 
             return landing
 
 
-def renewed(want: Wanted, caller: Caller, old: bytes, value: Any, wait: float) -> Steps[Landing]:
+def renewed(want: Wanted, caller: Caller, old: bytes, value: Any, wait: float, on_error: str) -> Steps[Landing]:
     """Return a new value in place of an old one, or the old one where somebody else makes a new one.
 
-    Waits `wait` seconds for that; 0: not at all.
+    Waits `wait` seconds for that; 0: not at all. With `on_error` "stale" the old one is also returned in place of an error.
     """
-    landing = yield from refresh(want, caller, old, monotonic() + wait if wait else -math.inf)
-    landing = _own_copy(landing, want)
-    if landing.error is not None or landing.value is not MISSING:
+    landing = Landing()
+    if wait or not is_quiet(want):
+        landing = yield from refresh(want, caller, old, monotonic() + wait if wait else -math.inf)
+        landing = _own_copy(landing, want)
+    if landing.error is None and landing.value is not MISSING:
         return landing
+    if landing.error is not None:
+        if on_error != "stale" or is_interruption(landing.error):
+            return landing
+        log.error(
+            "The value of %r could not be computed anew; the old one is returned.", want.key, exc_info=landing.error
+        )
     want.tally.count("stale_served")
     return Landing(value=value)
 
 
 def refresh(want: Wanted, caller: Caller, old: bytes, until: float) -> Steps[Landing]:
     """Replace an old value, or wait for who does."""
-    return _share((want.server, want.key), until, want, caller, old=old)
+    landing = yield from _share((want.server, want.key), until, want, caller, old=old)
+    if landing.empty or landing.error is not None:
+        hush(want)
+    return landing
+
+
+def hush(want: Wanted) -> None:
+    """Note that somebody replaces the old value, or failed to: this process leaves it alone for a moment."""
+    now = monotonic()
+    if len(_quiet) >= MANY:
+        for place, until in list(_quiet.items()):
+            if until <= now:
+                _quiet.pop(place, None)
+    _quiet[(want.server.place, want.key)] = now + MOMENT
+
+
+def is_quiet(want: Wanted) -> bool:
+    """Whether the old value is to be left alone now."""
+    return monotonic() < _quiet.get((want.server.place, want.key), -math.inf)
 
 
 def values_of(
@@ -188,6 +228,8 @@ def _share(
     place: Hashable, until: float, want: Wanted, caller: Caller, last: bool = False, old: bytes | None = None
 ) -> Steps[Landing]:
     """Lead the flight to this place or wait for who does; an empty landing when the time is over."""
+    if is_below(want.server):
+        return (yield from _lead(want, caller, until, last=True, old=old))
     if outer(want.server):
         # Who computes another value meanwhile goes by itself, so that Redis sees who waits for whom, and no circle of them.
         return (yield from _lead(want, caller, until, last, old))
@@ -236,15 +278,8 @@ def _lead(want: Wanted, caller: Caller, until: float, last: bool, old: bytes | N
 
 
 def _shareable(landing: Landing) -> bool:
-    """Whether the landing concerns all: not if its leader alone was interrupted (Celery's soft time limit is an Exception)."""
-    error = landing.error
-    return landing.shared and (
-        error is None
-        or (
-            isinstance(error, Exception)
-            and all(kind.__name__ != "SoftTimeLimitExceeded" for kind in type(error).__mro__)
-        )
-    )
+    """Whether the landing concerns all: not if its leader alone was interrupted."""
+    return landing.shared and (landing.error is None or not is_interruption(landing.error))
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -1,7 +1,7 @@
 """What is computed must not be stored over what happened to the key meanwhile.
 
 A value that is written needs nothing here: it is seen when the computed one is to be stored, and so is a new end of the old
-one. `clear` takes the leases along, since they are in the same database. Only what may leave no value ends the leases, before
+one. But one that may have ended by then ends the leases, when it is there. `clear` takes the leases along, since they are in the same database. Only what may leave no value ends the leases, before
 it happens: who computes from then on has seen what led to it.
 """
 
@@ -14,12 +14,17 @@ from typing import Any
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from redis import Redis
+from redis.exceptions import RedisError
 
 from .. import conf
 from ..core.invalidate import invalidate, leases_like
 from ..core.server import Server, server_of
+from ..core.wanted import is_forbidden, is_refusal
 from ..exceptions import LockBackendError
 from .base import RedisBackend
+
+BATCH = 1000
+"""Keys looked at, and deleted, in one go."""
 
 
 class InvalidatingMixin(RedisBackend):
@@ -48,7 +53,25 @@ class InvalidatingMixin(RedisBackend):
         """Store the value."""
         if not self._is_kept(timeout):  # it deletes
             self._invalidate([self._made(key, version)])
-        return super().set(key, value, timeout, version, *args, **kwargs)
+        answer = super().set(key, value, timeout, version, *args, **kwargs)
+        if self._is_short(timeout):
+            self._invalidate([self._made(key, version)])
+        return answer
+
+    def add(
+        self,
+        key: Any,
+        value: Any,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        version: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> bool:
+        """Store the value if there is none."""
+        added = super().add(key, value, timeout, version, *args, **kwargs)
+        if added and self._is_short(timeout):
+            self._invalidate([self._made(key, version)])
+        return added
 
     def set_many(
         self,
@@ -61,7 +84,10 @@ class InvalidatingMixin(RedisBackend):
         """Store the values."""
         if not self._is_kept(timeout):
             self._invalidate([self._made(key, version) for key in data])
-        return super().set_many(data, timeout, version, *args, **kwargs)
+        answer = super().set_many(data, timeout, version, *args, **kwargs)
+        if self._is_short(timeout):
+            self._invalidate([self._made(key, version) for key in data])
+        return answer
 
     def touch(
         self, key: Any, timeout: float | None = DEFAULT_TIMEOUT, version: int | None = None, *args: Any, **kwargs: Any
@@ -75,6 +101,46 @@ class InvalidatingMixin(RedisBackend):
         """Move the value to another version; one that is being computed now for this version will not be stored."""
         self._invalidate([self._made(key, version)])
         return super().incr_version(key, delta, version, *args, **kwargs)
+
+    def clear(self) -> Any:
+        """Delete everything in the database but the locks; what is being computed now will not be stored."""
+        if not conf.get().enabled:
+            return super().clear()
+        self._invalidate_like(self._every_redis(), "*")
+        self._delete_like("*")
+        return True
+
+    def _delete_like(self, pattern: str, at_once: int | None = None) -> int:
+        """Delete all keys that match the pattern and are no lock's, and return how many there were."""
+        locks = b"{" + conf.get().key_prefix.encode()
+        deleted = 0
+        try:
+            for client in self._every_redis():
+                pipeline = client.pipeline(transaction=False)
+                for key in client.scan_iter(match=pattern, count=at_once or BATCH):
+                    raw = key if isinstance(key, bytes) else key.encode()
+                    if raw.startswith((locks + b":", locks + b"}")):
+                        continue
+                    pipeline.unlink(key)
+                    if len(pipeline) >= BATCH:
+                        deleted += sum(pipeline.execute())
+                deleted += sum(pipeline.execute())
+        except RedisError:
+            if not self._is_forgiving():
+                raise
+        return deleted
+
+    def _is_short(self, timeout: float | None) -> bool:
+        """Whether a value may end before a computation does that is under way: before those who wait for that give up."""
+        seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
+        if seconds is None or not self._is_kept(timeout):
+            return False
+        wait = self._settings.wait
+        return wait is None or seconds < wait
+
+    @property
+    def _settings(self) -> conf.CacheSettings:
+        raise NotImplementedError
 
     def _invalidate(self, keys: list[str]) -> None:
         settings = conf.get()
@@ -96,10 +162,12 @@ class InvalidatingMixin(RedisBackend):
                 self._run(server_of(client), leases_like(settings.key_prefix, pattern))
 
     def _run(self, server: Server, steps: Any) -> None:
+        if is_forbidden(server):
+            return
         try:
             server.run(steps)
         except LockBackendError as error:
-            if not self._is_forgiving():
+            if not is_refusal(error, server) and not self._is_forgiving():
                 raise (error.__cause__ or error) from None
 
 
@@ -117,6 +185,8 @@ class ExpiringMixin(InvalidatingMixin):
         """Delete all values whose keys match; those that are being computed now will not be stored."""
         made = self.client.make_pattern(pattern, version=version, prefix=prefix)  # type: ignore[attr-defined]
         self._invalidate_like(self._every_redis(), made)
+        if conf.get().enabled and made[:1] in ("*", "?", "[", "{", "\\"):  # it may match the keys of locks
+            return self._delete_like(made, kwargs.get("itersize"))
         return super().delete_pattern(pattern, version, prefix, *args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def expire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:

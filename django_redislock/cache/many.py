@@ -19,7 +19,7 @@ from ..exceptions import LockBackendError
 from .base import RedisBackend
 from .calling import called, current_task
 from .flights import Caller, brought, values_of
-from .options import Asked, Options, checked
+from .options import Asked, Options, Timeout, checked, timeout_for
 
 Missing = Callable[[list[Any]], Any]
 
@@ -31,14 +31,14 @@ class ManyMixin(RedisBackend):
         self,
         keys: Iterable[Any],
         default: Missing,
-        timeout: float | None = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
         **options: Any,
     ) -> dict[Any, Any]:
         """Return the values of the keys; ``default(missing_keys)`` returns a dict with those that are missing.
 
         Each missing key is computed once over all callers that want it, whatever other keys they want; a key that the dict
-        does not have is left out. `options` are those of `get_or_set` but for `stale`, `refresh_before` and `refresh`.
+        does not have is left out. `options` are those of `get_or_set` but for `stale`, `refresh_before`, `refresh` and `on_error`.
         Raises what `default` raises, and redis-py's errors, if the base class does.
         """
         call = _Call(self, keys, default, timeout, version, options)
@@ -58,7 +58,7 @@ class ManyMixin(RedisBackend):
         self,
         keys: Iterable[Any],
         default: Missing,
-        timeout: float | None = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
         **options: Any,
     ) -> dict[Any, Any]:
@@ -92,7 +92,8 @@ class ManyMixin(RedisBackend):
         missing = [key for key in call.keys if key not in found]
         if missing:
             new = call.default(missing)
-            self.set_many(new, call.timeout, version=call.version)
+            for timeout, some in call.by_timeout(new):
+                self.set_many(some, timeout, version=call.version)
             found |= new
         return found
 
@@ -101,7 +102,8 @@ class ManyMixin(RedisBackend):
         missing = [key for key in call.keys if key not in found]
         if missing:
             new = await called(call.default, missing)
-            await self.aset_many(new, call.timeout, version=call.version)
+            for timeout, some in call.by_timeout(new):
+                await self.aset_many(some, timeout, version=call.version)
             found |= new
         return found
 
@@ -114,11 +116,11 @@ class _Call:
         cache: Any,
         keys: Iterable[Any],
         default: Missing,
-        timeout: float | None,
+        timeout: Timeout,
         version: int | None,
         options: dict[str, Any],
     ) -> None:
-        wrong = options.keys() & {"stale", "refresh_before", "refresh"}
+        wrong = options.keys() & {"stale", "refresh_before", "refresh", "on_error"}
         if wrong:
             raise TypeError(f"get_or_set_many() has no option {min(wrong)!r}")
         if not callable(default):
@@ -128,7 +130,7 @@ class _Call:
         self.default = default
         self.timeout = timeout
         self.version = version
-        self.given: Options = checked(**options)
+        self.given: Options = checked("get_or_set_many", **options)
         self.made = {cache._made(key, version): key for key in self.keys}
         self.found: dict[str, Any] = {}
         self._asked: dict[str, Asked] = {}
@@ -143,6 +145,13 @@ class _Call:
     def locked(self) -> bool:
         """Whether what is missing is computed under leases."""
         return len(self._asked) == len(self.made)
+
+    def by_timeout(self, values: dict[Any, Any]) -> list[tuple[float | None, dict[Any, Any]]]:
+        """Return the values, each with those of the same life."""
+        groups: dict[Any, dict[Any, Any]] = {}
+        for key, value in values.items():
+            groups.setdefault(timeout_for(self.timeout, value), {})[key] = value
+        return list(groups.items())
 
     def by_reader(self) -> list[tuple[Any, list[str]]]:
         """Return the clients to read from, each with its keys in Redis."""

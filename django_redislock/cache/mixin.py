@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
@@ -22,11 +23,12 @@ from ..exceptions import LockBackendError
 from .background import in_task, in_thread
 from .calling import called, current_task
 from .counters import alias_of, tally_of
-from .flights import Caller, brought, renewed, value_of
+from .failures import packed, unpacked
+from .flights import Caller, brought, is_quiet, renewed, value_of
 from .invalidation import InvalidatingMixin
 from .locks import LocksMixin
 from .many import ManyMixin
-from .options import PLAIN, Asked, Options, checked, lengthened
+from .options import PLAIN, Asked, Options, Timeout, checked, lengthened, timeout_for
 from .ordered import OrderedMixin, check_orderable
 
 OPTION = "CACHES[…]['OPTIONS']['LOCK']"
@@ -46,7 +48,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         self,
         key: Any,
         default: Any,
-        timeout: float | None = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
         *,
         lock: bool = True,
@@ -60,8 +62,12 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         refresh: Literal["inline", "thread", "celery"] = "inline",
         should_cache: Callable[[Any], object] | None = None,
         jitter: float | None = None,
+        on_error: Literal["raise", "stale"] | None = None,
     ) -> Any:
         """Return the value of the key; when it is missing, have one of all callers compute it by `default()` and store it.
+
+        `timeout` is a number of seconds, None (for ever), or a function of the value that returns one of them; a value for which
+        it returns 0 is not stored, but returned to all who wait for it.
 
         The others wait for it at most `wait` seconds. Then `on_wait_timeout` says "compute", for oneself, "raise"
         AcquireTimeout, "stale", to take the old value if there is one, or gives a value to return (a function: what it
@@ -73,7 +79,9 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
 
         With `stale` a value lives so many seconds longer, and `refresh_before` seconds before its timeout it is due: then
         one caller computes a new one, by `refresh` "inline", in a "thread" or in a "celery" worker, while everybody else
-        gets the old one at once; with ``on_wait_timeout="stale"`` only after waiting.
+        gets the old one at once; with ``on_wait_timeout="stale"`` only after waiting. When computing the new one fails, the next
+        try waits for a pause that grows from a second to a minute. With ``on_error="stale"`` the one caller, too, gets the old
+        value in place of the error, which is logged.
 
         Without `lock`, with a default that is not callable or a timeout of 0 this is Django's own method. Raises what
         `default` raises, and redis-py's errors, if the base class does.
@@ -84,10 +92,12 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             and wait is on_wait_timeout is expire is auto_renewal is max_hold is stale is refresh_before is None
             and should_cache is None
             and jitter is None
+            and on_error is None
         ):
             given = PLAIN
         else:
             given = checked(
+                "get_or_set",
                 lock=lock,
                 wait=wait,
                 on_wait_timeout=on_wait_timeout,
@@ -99,11 +109,12 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 refresh=refresh,
                 should_cache=should_cache,
                 jitter=jitter,
+                on_error=on_error,
             )
             if not given.lock:
-                return super().get_or_set(key, default, timeout, version)
+                return self._get_or_set_unlocked(key, default, timeout, version)
         if not callable(default):
-            return super().get_or_set(key, default, timeout, version)
+            return self._get_or_set_unlocked(key, default, timeout, version)
         if given.refresh == "celery":
             check_orderable(default)
         if not given.due:
@@ -113,7 +124,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 return value
         asked = self._asked(key, default, timeout, version, given)
         if asked is None:
-            return super().get_or_set(key, default, timeout, version)
+            return self._get_or_set_unlocked(key, default, timeout, version)
         want = asked.want
         caller = Caller(threading.current_thread(), want.server.room)
         if given.due:
@@ -130,18 +141,18 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 if given.refresh != "inline":
                     if given.refresh == "thread":
                         in_thread(want, data)
-                    else:
+                    elif not is_quiet(want):
                         self._order(asked, key, default, timeout, version, data)
                     want.tally.count("stale_served")
                     return value
-                return brought(want.server.run(renewed(want, caller, data, value, asked.patience())))
+                return brought(want.server.run(renewed(want, caller, data, value, asked.patience(), asked.on_error)))
         return brought(want.server.run(value_of(want, caller, asked.wait, asked.on_wait_timeout)))
 
     async def aget_or_set(
         self,
         key: Any,
         default: Any,
-        timeout: float | None = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
         **options: Any,
     ) -> Any:
@@ -150,7 +161,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         Everything happens in the event loop, over connections of its own: nothing of `sync_to_async` is taken up while it
         waits. Other defaults run where `sync_to_async` runs them. With ``refresh="thread"`` a task refreshes.
         """
-        given = checked(**options) if options else PLAIN
+        given = checked("aget_or_set", **options) if options else PLAIN
         if given.refresh == "celery":
             check_orderable(default)
         asked = self._asked(key, lambda: called(default), timeout, version, given) if callable(default) else None
@@ -172,11 +183,11 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             if given.refresh != "inline":
                 if given.refresh == "thread":
                     in_task(want, data)
-                else:
+                elif not is_quiet(want):
                     await asyncio.to_thread(self._order, asked, key, default, timeout, version, data)
                 want.tally.count("stale_served")
                 return value
-            return brought(await server.run(renewed(want, caller, data, value, asked.patience())))
+            return brought(await server.run(renewed(want, caller, data, value, asked.patience(), asked.on_error)))
         return brought(await server.run(value_of(want, caller, asked.wait, asked.on_wait_timeout)))
 
     def stats(self) -> Tally:
@@ -219,34 +230,47 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 self.set(key, value, timeout=timeout, version=version)
             return value
 
-    def _asked(
-        self, key: Any, default: Any, timeout: float | None, version: int | None, given: Options
-    ) -> Asked | None:
+    def _asked(self, key: Any, default: Any, timeout: Timeout, version: int | None, given: Options) -> Asked | None:
         """Return what is wanted; None when that is the base class's business."""
         settings = conf.get()
         made = self._made(key, version)
         server = self._server_of(made)
-        if server is None or not settings.enabled or not self._is_kept(timeout):
+        if server is None or not settings.enabled or not (callable(timeout) or self._is_kept(timeout)):
             return None
+        if given.refresh_before and not callable(timeout):
+            seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
+            if seconds is not None and given.refresh_before >= seconds:
+                raise ValueError(
+                    f"refresh_before must be less than the timeout of {seconds:g} s, not {given.refresh_before:g}"
+                )
         own = self._settings
         if given.settings:
             own = replace(own, **given.settings)
+        unpack = partial(self._unpack, made)
         want = Wanted(
             server=server,
             prefix=settings.key_prefix,
             key=made,
             default=default,
-            pack=lengthened(lambda value: self._pack(made, value, timeout), given.stale, own.jitter),
-            unpack=lambda data: self._unpack(made, data),
+            pack=lengthened(partial(self._pack_for, made, timeout), given, own.jitter),
+            unpack=unpack,
             expire=own.expire,
             auto_renewal=own.auto_renewal,
             max_hold=own.max_hold,
             forgiving=self._is_forgiving(),
             should_cache=given.should_cache,
             tally=self._tally,
+            pack_failure=partial(packed, made, lambda error: self._pack(made, error, None)[0], unpack),
+            unpack_failure=partial(unpacked, unpack),
         )
         on_timeout = own.on_wait_timeout if given.on_wait_timeout is None else given.on_wait_timeout
-        return Asked(want, own.wait, on_timeout, given)
+        return Asked(want, own.wait, on_timeout, given, own.on_error)
+
+    def _pack_for(self, made: str, timeout: Timeout, value: Any) -> tuple[bytes, int | None]:
+        if not callable(timeout):
+            return self._pack(made, value, timeout)
+        own = timeout(value)
+        return self._pack(made, value, own) if self._is_kept(own) else (self._pack(made, value, None)[0], 0)
 
     @property
     def _settings(self) -> conf.CacheSettings:
@@ -265,10 +289,20 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             raise (error.__cause__ or error) from None
         return None, -2
 
-    async def _aget_or_set_unlocked(self, key: Any, default: Any, timeout: float | None, version: int | None) -> Any:
+    def _get_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
+        if not callable(timeout):
+            return super().get_or_set(key, default, timeout, version)
+        value = self.get(key, MISSING, version=version)
+        if value is MISSING:
+            value = default() if callable(default) else default
+            self.add(key, value, timeout=timeout(value), version=version)
+            value = self.get(key, value, version=version)
+        return value
+
+    async def _aget_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
         value = await self.aget(key, MISSING, version=version)
         if value is MISSING:
             value = await called(default) if callable(default) else default
-            await self.aadd(key, value, timeout=timeout, version=version)
+            await self.aadd(key, value, timeout=timeout_for(timeout, value), version=version)
             value = await self.aget(key, value, version=version)
         return value

@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 
 from ..core.keys import Seconds, check_expire, check_share, check_timeout
 from ..core.wanted import Wanted
+from .calling import is_asynchronous
+
+Timeout = float | Callable[[Any], float | None] | None
+"""A value's life in seconds (None: for ever), or a function of the value that returns it."""
 
 WORDS = ("compute", "raise", "stale")
 HOW = ("inline", "thread", "celery")
@@ -38,7 +42,15 @@ class Options:
 PLAIN = Options()
 
 
-def checked(
+def checked(function: str, /, **options: Any) -> Options:
+    """Return the options of the function, or raise TypeError or ValueError."""
+    wrong = options.keys() - (_checked.__kwdefaults__ or {}).keys()
+    if wrong:
+        raise TypeError(f"{function}() got an unexpected keyword argument {min(wrong)!r}")
+    return _checked(**options)
+
+
+def _checked(
     *,
     lock: object = True,
     wait: Seconds | None = None,
@@ -51,8 +63,8 @@ def checked(
     refresh: str = "inline",
     should_cache: Callable[[Any], object] | None = None,
     jitter: object = None,
+    on_error: object = None,
 ) -> Options:
-    """Return the options, or raise TypeError or ValueError."""
     given: dict[str, Any] = {}
     if lock is not True and lock is not False:
         raise TypeError(f"lock must be True or False, not {lock!r}")
@@ -63,6 +75,9 @@ def checked(
             f"on_wait_timeout must be 'compute', 'raise', 'stale' or a value, not {on_wait_timeout!r}; "
             "give a string as a function that returns it"
         )
+    for argument, function in (("on_wait_timeout", on_wait_timeout), ("should_cache", should_cache)):
+        if callable(function) and is_asynchronous(function):
+            raise TypeError(f"{argument} must be a plain function, not the coroutine function {function!r}")
     if expire is not None:
         given["expire"] = check_expire(expire)
     if auto_renewal is not None:
@@ -77,6 +92,10 @@ def checked(
         raise TypeError(f"should_cache must be a function of the value, not {should_cache!r}")
     if jitter is not None:
         given["jitter"] = check_share(jitter, "jitter")
+    if on_error is not None:
+        if on_error not in ("raise", "stale"):
+            raise ValueError(f"on_error must be 'raise' or 'stale', not {on_error!r}")
+        given["on_error"] = on_error
     return Options(
         lock,
         given,
@@ -88,17 +107,26 @@ def checked(
     )
 
 
-def lengthened(pack: Callable[[Any], tuple[bytes, int | None]], stale: float, jitter: float) -> Any:
-    """Return a `pack` that makes lives shorter by up to the share `jitter`, and then longer by `stale` seconds."""
-    return partial(_pack, pack, stale, jitter) if stale or jitter else pack
+def timeout_for(timeout: Timeout, value: Any) -> float | None:
+    """Return the life of this value."""
+    return timeout(value) if callable(timeout) else timeout
+
+
+def lengthened(pack: Callable[[Any], tuple[bytes, int | None]], given: Options, jitter: float) -> Any:
+    """Return a `pack` that makes lives shorter by up to the share `jitter`, and then longer by `stale` seconds.
+
+    It leaves the time alone in which a value is due: one that is due as soon as it is stored would be computed at each call.
+    """
+    return partial(_pack, pack, given, jitter) if given.stale or jitter else pack
 
 
 def _pack(
-    pack: Callable[[Any], tuple[bytes, int | None]], stale: float, jitter: float, value: Any
+    pack: Callable[[Any], tuple[bytes, int | None]], given: Options, jitter: float, value: Any
 ) -> tuple[bytes, int | None]:
     data, life = pack(value)
-    if life is not None:
-        life = max(1, int(life * (1 - random.random() * jitter)) + int(stale * 1000))  # noqa: S311
+    if life:
+        fresh = max(0.0, life - given.refresh_before * 1000)
+        life = max(1, int(life - fresh * random.random() * jitter) + int(given.stale * 1000))  # noqa: S311
     return data, life
 
 
@@ -109,6 +137,7 @@ class Asked(NamedTuple):
     wait: float | None
     on_wait_timeout: Any
     given: Options
+    on_error: str
 
     def patience(self) -> float:
         """How long to wait while there is an old value."""

@@ -1,4 +1,8 @@
-"""Values computed anew by a Celery worker: what the one who finds an old value writes, and what the worker does."""
+"""Values computed anew by a Celery worker: what the one who finds an old value writes, and what the worker does.
+
+A message names what is to be called, so whoever can write to the broker could have anything called: a worker obeys only the
+names of functions that its own code has registered.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,37 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from asgiref.sync import async_to_sync, iscoroutinefunction
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
-from django.utils.module_loading import import_string
 
 from ..core.compute import digest
+from ..core.events import log
 from ..core.flight import give_up, peek, take
 from ..core.owner import new_id
+from ..core.wanted import is_interruption
 from .base import RedisBackend
 from .counters import alias_of
-from .flights import Caller, refresh
-from .options import Asked, Options, checked
+from .flights import Caller, hush, refresh
+from .options import Asked, Options, Timeout, checked
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_registered: dict[str, Callable[..., Any]] = {}
+
+
+def refreshable(function: F) -> F:
+    """Register a function of a module, so that Celery workers call it for ``refresh="celery"``.
+
+    A worker must import the module. `cached` registers its function by itself. Raises TypeError for a local function.
+    """
+    name = name_of(function)
+    if name is None:
+        raise TypeError(f"refresh='celery' needs a function of a module, not {function!r}")
+    _registered[name] = function
+    return function
 
 
 class OrderedMixin(RedisBackend):
@@ -30,13 +51,22 @@ class OrderedMixin(RedisBackend):
 
     def refresh_ordered(self, order: dict[str, Any]) -> None:
         """Compute a value anew that another process found to be due: what the Celery task does."""
-        timeout = DEFAULT_TIMEOUT if order["timeout"] == "default" else order["timeout"]
-        should_cache = order["should_cache"] and import_string(order["should_cache"])
-        given = checked(**order["options"], stale=order["stale"], should_cache=should_cache)
-        asked = self._asked(order["key"], _default_of(order), timeout, order["version"], given)
+        names = [name for name in (order["default"], order["should_cache"], order["timeout_for"]) if name]
+        unknown = [name for name in names if name not in _registered]
+        should_cache, timeout = _registered.get(order["should_cache"]), _registered.get(order["timeout_for"])
+        if timeout is None:
+            timeout = DEFAULT_TIMEOUT if order["timeout"] == "default" else order["timeout"]
+        given = checked("get_or_set", **order["options"], stale=order["stale"], should_cache=should_cache)
+        asked = self._asked(order["key"], None if unknown else _default_of(order), timeout, order["version"], given)
         if asked is None:
             return
         want = replace(asked.want, id=order["id"])
+        if unknown:
+            want.server.run(give_up(want))
+            raise LookupError(
+                f"{unknown[0]} is not registered in this worker, so it is not called for refresh='celery': decorate it with "
+                "@django_redislock.cache.refreshable, and import its module in a tasks module."
+            )
         data, _ = want.server.run(peek(want.key, with_life=False))
         if data is None or digest(data).decode() != order["old"]:
             want.server.run(give_up(want))
@@ -46,10 +76,11 @@ class OrderedMixin(RedisBackend):
         if landing.error is not None:
             raise landing.error
 
-    def _order(
-        self, asked: Asked, key: Any, default: Any, timeout: float | None, version: int | None, old: bytes
-    ) -> None:
-        """Have a Celery worker compute the value anew, unless somebody does so already."""
+    def _order(self, asked: Asked, key: Any, default: Any, timeout: Timeout, version: int | None, old: bytes) -> None:
+        """Have a Celery worker compute the value anew, unless somebody does so already.
+
+        What fails on the way is logged: the old value is there.
+        """
         from ..tasks import refresh as task
 
         alias = alias_of(type(self), *self._made_with)
@@ -61,6 +92,7 @@ class OrderedMixin(RedisBackend):
             "key": key,
             "version": version,
             "timeout": timeout if timeout is None or isinstance(timeout, (int, float)) else "default",
+            "timeout_for": path_of(timeout, "timeout") if callable(timeout) else None,
             "default": path_of(function),
             "args": list(args),
             "kwargs": kwargs,
@@ -71,38 +103,41 @@ class OrderedMixin(RedisBackend):
             "id": new_id(),
         }
         want = replace(asked.want, id=order["id"])
-        if not want.server.run(take(want, threading.current_thread(), old)):
-            return
+        hush(want)
         try:
-            task.delay(alias, order)
-        except BaseException:
+            if want.server.run(take(want, threading.current_thread(), old)):
+                task.apply_async((alias, order), retry=False)
+        except BaseException as error:
             want.server.run(give_up(want))
-            raise
+            if is_interruption(error):
+                raise
+            want.tally.count("errors")
+            log.exception("No Celery worker could be told to compute the value of %r anew.", want.key)
 
-    def _asked(
-        self, key: Any, default: Any, timeout: float | None, version: int | None, given: Options
-    ) -> Asked | None:
+    def _asked(self, key: Any, default: Any, timeout: Timeout, version: int | None, given: Options) -> Asked | None:
         raise NotImplementedError
 
 
 def check_orderable(default: Any) -> None:
-    """Raise TypeError when no other process could call it."""
+    """Raise TypeError when no worker would call it."""
     path_of(_taken_apart(default)[0])
 
 
 def path_of(function: Any, argument: str = "default") -> str:
-    """Return by what a function can be imported; raises TypeError."""
-    path = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    try:
-        found = import_string(path)
-    except ImportError:
-        found = None
-    if found is None or (found is not function and getattr(found, "function", None) is not function):
+    """Return by what name a worker knows a function; raises TypeError."""
+    name = name_of(function)
+    if name is None or _registered.get(name) is not function:
         raise TypeError(
-            f"{argument} must be a function of a module, or for default a functools.partial of one, with refresh='celery', "
-            f"not {function!r}"
+            f"{argument} must be a function decorated with @django_redislock.cache.refreshable, or for default a "
+            f"functools.partial of one, with refresh='celery', not {function!r}"
         )
-    return path
+    return name
+
+
+def name_of(function: Any) -> str | None:
+    """Return the name of a function of a module, or of a class in it; None for anything else."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
+    return f"{module}.{name}" if module and "<" not in name else None
 
 
 def _taken_apart(default: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -113,8 +148,7 @@ def _taken_apart(default: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def _default_of(order: dict[str, Any]) -> Callable[[], Any]:
     """Return the function of an order, to be called with its arguments."""
-    function = import_string(order["default"])
-    function = getattr(function, "function", function)  # of a cached one, the one behind it
+    function = _registered[order["default"]]
     if iscoroutinefunction(function):
         function = async_to_sync(function)
     return functools.partial(function, *order["args"], **order["kwargs"])

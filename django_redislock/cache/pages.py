@@ -13,13 +13,17 @@ from django.http import HttpRequest, HttpResponseBase
 from django.middleware.cache import CacheMiddleware
 from django.utils.cache import get_cache_key
 
+from ..core.wanted import is_interruption
+from .failures import PERSONAL, portable, portable_answer
 from .mixin import ComputeOnceMixin
 from .options import checked
 
 View = Callable[..., Any]
 
 UNCACHEABLE_FOR = 60
-"""Seconds for which nobody waits for a page that was not stored: each request renders its own, as Varnish's hit-for-pass."""
+"""Seconds for which nobody waits for a page that may not be stored: each request renders its own, as Varnish's hit-for-pass."""
+PAUSE = 1
+"""Seconds for which a view that failed is not tried again: the requests of that time get the failure."""
 ROUNDS = 2
 """How often to wait: for who learns by which headers the page varies, and then for the page of one's own headers."""
 
@@ -31,13 +35,15 @@ def cache_page(
 
     What is stored, for how long and for whom are Django's own rules: GET and HEAD only, Vary, Cache-Control, status 200,
     no cookies for some. A page that may not be stored is rendered for each request; for `UNCACHEABLE_FOR` seconds nobody
-    waits for its like. A template response is rendered within the decorator. `options` are those of `get_or_set` that say
-    how to wait: `wait`, `expire`, `auto_renewal` and `max_hold`.
+    waits for its like. A view that raises, or answers 5xx, is tried by one request at a time: who waited for it, or comes within
+    `PAUSE` seconds, gets the same answer or exception; but what Django answers by 4xx (`Http404`, `PermissionDenied`, …) is for
+    its own request alone. A template response is rendered within the decorator. `options` are those of `get_or_set` that say how
+    to wait: `wait`, `expire`, `auto_renewal` and `max_hold`.
     """
     wrong = options.keys() - {"wait", "expire", "auto_renewal", "max_hold"}
     if wrong:
         raise TypeError(f"cache_page() got an unexpected argument {min(wrong)!r}")
-    checked(**options)
+    checked("cache_page", **options)
 
     def decorate(view: View) -> View:
         rules = CacheMiddleware(view, page_timeout=timeout, cache_alias=cache, key_prefix=key_prefix)
@@ -47,29 +53,26 @@ def cache_page(
             @functools.wraps(view)
             async def async_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
                 page = _Page(rules, request)
+                find, store = sync_to_async(page.find), sync_to_async(page.store)
 
-                async def once() -> bool | None:
+                async def once() -> Any:
                     try:
-                        if await sync_to_async(page.find)() is None:
-                            made = await view(request, *args, **kwargs)
-                            await sync_to_async(page.store)(made)
+                        if await find() is None:
+                            await store(await view(request, *args, **kwargs))
                     except Exception as error:
-                        page.error = error
-                    return page.stored
+                        page.fail(error)
+                    return page.outcome
 
-                for last in (*[False] * ROUNDS, True):
-                    found = await sync_to_async(page.find)()
-                    if found is not None or not page.shared or last:
+                for _ in range(ROUNDS):
+                    if await find() is not None or not page.shared:
                         break
-
-                    stored = await page.cache.aget_or_set(
-                        await sync_to_async(lambda: page.key)(), once, UNCACHEABLE_FOR, should_cache=_refused, **options
-                    )
-                    if page.made or not stored:
+                    key = await sync_to_async(page.learn_key)()
+                    if page.take(await page.cache.aget_or_set(key, once, _remembered_for, **options)):
                         break
+                else:
+                    await find()
                 if not page.made:
-                    made = await view(request, *args, **kwargs)
-                    await sync_to_async(page.store)(made)
+                    await store(await view(request, *args, **kwargs))
                 return page.answer()
 
             return async_view
@@ -78,21 +81,21 @@ def cache_page(
         def sync_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
             page = _Page(rules, request)
 
-            def once() -> bool | None:
+            def once() -> Any:
                 try:
                     if page.find() is None:
                         page.store(view(request, *args, **kwargs))
                 except Exception as error:
-                    page.error = error
-                return page.stored
+                    page.fail(error)
+                return page.outcome
 
-            for last in (*[False] * ROUNDS, True):
-                found = page.find()
-                if found is not None or not page.shared or last:
+            for _ in range(ROUNDS):
+                if page.find() is not None or not page.shared:
                     break
-                stored = page.cache.get_or_set(page.key, once, UNCACHEABLE_FOR, should_cache=_refused, **options)
-                if page.made or not stored:
+                if page.take(page.cache.get_or_set(page.learn_key(), once, _remembered_for, **options)):
                     break
+            else:
+                page.find()
             if not page.made:
                 page.store(view(request, *args, **kwargs))
             return page.answer()
@@ -102,9 +105,11 @@ def cache_page(
     return decorate
 
 
-def _refused(stored: bool | None) -> bool:
-    """Whether the page may not be stored: that is remembered; that it was stored, or that its view failed, is only told."""
-    return stored is False
+def _remembered_for(outcome: Any) -> float:
+    """Return for how long what came of a page is remembered; 0: it is told to those who wait for it."""
+    if outcome is False:
+        return UNCACHEABLE_FOR
+    return PAUSE if isinstance(outcome, (Exception, HttpResponseBase)) else 0
 
 
 class _Page:
@@ -118,8 +123,12 @@ class _Page:
         self.cache: Any = caches[rules.cache_alias]
         self.response: HttpResponseBase | None = None
         self.error: Exception | None = None
-        """What the view raised: for this request alone, since another's may be allowed what this one's is not."""
-        self.stored: bool | None = None
+        """What the view raised."""
+        self.stored = False
+        self.key = ""
+        """What is wanted once."""
+        self._refused = False
+        """Whether somebody found out that the page may not be stored."""
 
     @property
     def wanted(self) -> bool:
@@ -137,19 +146,30 @@ class _Page:
         return self.response is not None or self.error is not None
 
     @property
-    def key(self) -> str:
-        """What is wanted once: the page for these headers, or, where nobody knows yet by which it varies, for this address."""
+    def outcome(self) -> Any:
+        """What came of it, for all who wait: whether the page is stored, its failure, or None for one's own failure."""
+        if isinstance(self.error, PERSONAL):
+            return None
+        if self.error is not None:
+            return portable(self.key, self.error)
+        if self.response is not None and self.response.status_code >= 500:
+            return portable_answer(self.response)
+        return self.stored
+
+    def learn_key(self) -> str:
+        """Return what is wanted once: the page for these headers, or, where nobody knows yet by which it varies, for this address."""
         method = str(self.request.method)
         known = get_cache_key(self.request, self.rules.key_prefix, method, cache=self.cache)
         if known is None:
             address = hashlib.sha256(self.request.build_absolute_uri().encode()).hexdigest()
             known = f"{self.rules.key_prefix}.{method}.{address}"
-        return f"redislock.page.{known}"
+        self.key = f"redislock.page.{known}"
+        return self.key
 
     def find(self) -> HttpResponseBase | None:
         """Take the page from the cache, if it is there."""
         self.response = self.rules.process_request(self.request)
-        self.stored = True if self.response is not None else None
+        self.stored = self.response is not None
         return self.response
 
     def store(self, response: HttpResponseBase) -> None:
@@ -161,6 +181,24 @@ class _Page:
         self.response = self.rules.process_response(self.request, response)  # type: ignore[assignment]
         key = get_cache_key(self.request, self.rules.key_prefix, str(self.request.method), cache=self.cache)
         self.stored = self.wanted and key is not None and self.cache.has_key(key)
+        if self.stored and self._refused:
+            self.cache.delete(self.key)  # or nobody would wait for this page when it ends
+
+    def fail(self, error: Exception) -> None:
+        """Take what the view raised."""
+        if is_interruption(error):
+            raise error
+        self.error = error
+
+    def take(self, outcome: Any) -> bool:
+        """Take what came of it for whoever tried, and tell whether there is nothing more to wait for."""
+        if not self.made:
+            if isinstance(outcome, Exception):
+                self.error = outcome
+            elif isinstance(outcome, HttpResponseBase):
+                self.response = outcome
+            self._refused = outcome is False
+        return self.made or outcome is not True
 
     def answer(self) -> HttpResponseBase:
         """Return the page, or raise what the view raised."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from ..exceptions import LockBackendError
 from . import events
@@ -15,7 +15,7 @@ from .clock import monotonic
 from .protocol import give_back
 from .scripts import Script
 from .steps import Call, Commands, Compute, Steps, attempt, together
-from .wanted import MISSING, Landing, ValueLease, Wanted, computing
+from .wanted import MISSING, Landing, ValueLease, Wanted, computing, is_interruption
 from .watchdog import watchdog
 
 SETTLE = Script("settle", "counts")
@@ -25,6 +25,9 @@ LARGE = 524288
 its size in the server, and in a script three times."""
 READY_FOR = 60_000
 """Milliseconds for which it stays there at most."""
+
+SMALL = 32768
+"""Bytes. A larger value that is only told is put ready for those who wait: it is not sent to each."""
 
 ABSENT: Any = object()
 """In place of a value that was asked for together with others, and did not come."""
@@ -117,21 +120,31 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
         if error is not None:
             tally.count("errors")
         if ticket.mine and not lease.foreign:
-            yield from _abandon(lease)
+            if error is None or is_interruption(error):
+                yield from _abandon(ticket)
+            else:
+                yield from _tell_failure(ticket, error)
         lease.ended = True
         if error is None:
             return Landing(absent=True)
         return Landing(error=error, trace=error.__traceback__, shared=True)
-    landing = Landing(data, value if copy is MISSING else copy, shared=verdict == b"unreachable")
+    landing = Landing(data, value if copy is MISSING else copy, shared=verdict in (b"unreachable", b"forbidden"))
+    if verdict == b"forbidden" and life != 0:
+        yield from _store_plainly(ticket, data, life)
     if not ticket.fence or lease.foreign:
         return landing
     try:
         stored = yield from _settle(ticket, data, life)
-    except LockBackendError:
+    except LockBackendError as failure:
         tally.count("errors")
         if not want.forgiving:
             raise
         stored = True
+        if isinstance(failure.__cause__, ResponseError):  # it is there, but does not store: it is full, or a replica
+            try:
+                yield from _settle(ticket, data, 0)
+            except LockBackendError:
+                yield from _abandon(ticket)
     lease.ended = True
     return landing._replace(shared=stored)
 
@@ -144,15 +157,11 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     want, lease = ticket.want, ticket.lease
     keys = lease.keys
     ready: tuple[bytes, ...] = ()
-    if len(data) > LARGE and life != 0:
+    if len(data) > (SMALL if life == 0 else LARGE):
         ready = (keys.held.removesuffix(b"held") + b"ready:" + lease.id.encode(),)
         yield from attempt(lease.name, _pieces(ready[0], data), monotonic() + lease.retry_for)
-        data = b"%d %b" % (len(data), digest(data))
-    call = Call(
-        SETTLE,
-        (keys.lock, keys.held, keys.queue, want.key.encode(), waits(want.prefix), *ready),
-        (ticket.fence, lease.name.encode(), b"" if life is None else b"%d" % life, ticket.replaced, ticket.ends, data),
-    )
+        data = b"%d %b" % (len(data), digest(data)) + (b" " + ready[0] if life == 0 else b"")
+    call = _settlement(ticket, b"" if life is None else b"%d" % life, data, *ready)
     now = monotonic()
     _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)
     late = reply == -1 and bool(lease.fence) and monotonic() >= lease.deadline
@@ -170,6 +179,23 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     return bool(reply == 1)
 
 
+def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]:
+    """Store the value as the base class does, where there are no leases."""
+    expiry = () if life is None else (b"PX", b"%d" % life)
+    command = (b"SET", ticket.want.key.encode(), data, *expiry, *(() if ticket.replaced else (b"NX",)))
+    try:
+        yield from attempt(ticket.lease.name, Commands((command,)), monotonic())
+    except LockBackendError:
+        if not ticket.want.forgiving:
+            raise
+
+
+def _settlement(ticket: Ticket, life: bytes, data: bytes, *ready: bytes) -> Call:
+    want, lease = ticket.want, ticket.lease
+    keys = (*lease.keys[:2], lease.keys.queue, want.key.encode(), waits(want.prefix), failures(lease), *ready)
+    return Call(SETTLE, keys, (ticket.fence, lease.name.encode(), life, ticket.replaced, ticket.ends, data))
+
+
 def _pieces(key: bytes, data: bytes) -> Commands:
     end = len(data) - 1
     pieces = [(b"SETRANGE", key, b"%d" % at, data[at : at + LARGE]) for at in range(0, len(data), LARGE)]
@@ -177,15 +203,30 @@ def _pieces(key: bytes, data: bytes) -> Commands:
     return Commands(((b"SETRANGE", key, b"%d" % end, data[end:]), (b"PEXPIRE", key, b"%d" % READY_FOR), *pieces))
 
 
-def _abandon(lease: ValueLease) -> Steps[None]:
+def _tell_failure(ticket: Ticket, error: BaseException) -> Steps[None]:
+    """End the lease without a value, and tell those who wait why: they would only find out one after another."""
+    data = ticket.want.pack_failure(error)  # type: ignore[arg-type]
+    with suppress(LockBackendError):
+        yield from attempt(ticket.lease.name, _settlement(ticket, b"!", data), monotonic())
+
+
+def _abandon(ticket: Ticket) -> Steps[None]:
     """End the lease without a value: one of those who wait computes next."""
+    want, lease = ticket.want, ticket.lease
+    waited_for = (b"HDEL", waits(want.prefix), lease.name.encode())
     with suppress(LockBackendError):
         yield from attempt(lease.name, give_back(lease), monotonic())
+        yield from attempt(lease.name, Commands((waited_for,)), monotonic())
 
 
 def digest(data: bytes) -> bytes:
     """Return by what the scripts know a value."""
     return hashlib.sha1(data, usedforsecurity=False).hexdigest().encode()
+
+
+def failures(lease: ValueLease) -> bytes:
+    """Return the key that tells how often an old value could not be replaced."""
+    return lease.keys.held[: -len(b"held")] + b"failed:" + lease.name.encode()
 
 
 def waits(prefix: str) -> bytes:

@@ -8,27 +8,36 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from ..exceptions import LockBackendError
 from .clock import monotonic
-from .compute import ABSENT, Ticket, compute, digest, waits
+from .compute import ABSENT, Ticket, compute, digest, failures, waits
 from .keys import milliseconds
 from .owner import record
 from .protocol import give_back, sleep
 from .scripts import Script
-from .steps import Call, Commands, Join, Leave, Steps, attempt, together
-from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, lease_name, outer
+from .server import Server
+from .steps import Call, Commands, Join, Leave, Pause, Steps, attempt, together
+from .waiters import LOOK_EVERY
+from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, is_forbidden, is_refusal, lease_name, outer
 
 LEASE = Script("lease")
 
 PIECE = 262144
 """Bytes of a large value that are fetched at once."""
+
+WORDS = {b"=": b"value", b"#": b"large", b"!": b"failed"}
+"""What settle.lua sends to those who wait."""
+
+_without_channels: weakref.WeakSet[Server] = weakref.WeakSet()
+"""Servers whose user may not subscribe: who waits there looks from time to time."""
 
 ELSEWHERE = Landing()
 """Somebody else computes the value."""
@@ -46,7 +55,9 @@ def fly(
     verdict, told, replaced, value = yield from look(want, lease, -math.inf if last else until, listening, old)
     if verdict == b"value":
         return Landing(told, value, shared=True)
-    if verdict == b"wait" and not last:
+    if verdict == b"failed":
+        return Landing(error=want.unpack_failure(told), shared=True)
+    if verdict == b"wait" and (not last or (old is not None and not told)):
         return Landing()
     (landing,) = yield from compute([Ticket(want, lease, verdict, told, replaced)], want.default)
     return landing
@@ -57,12 +68,14 @@ def look(
 ) -> Steps[tuple[bytes, bytes, bytes, Any]]:
     """Return a verdict as `_seek` does, the digest of the old value that is to be replaced, and the value if there is one.
 
-    Where Redis may be missing, the verdict is b"unreachable" then.
+    Where Redis may be missing, the verdict is b"unreachable" then; b"forbidden" where permissions are.
     """
     replaced = b"" if old is None else digest(old)
+    if is_forbidden(want.server):
+        return b"forbidden", b"", replaced, MISSING
     try:
         while True:
-            verdict, told = yield from _seek(want, lease, replaced, until, listening)
+            verdict, told = yield from _seek(want, lease, replaced, until, listening, old is not None)
             if verdict == b"large":
                 found = yield from _fetch(want, told)
                 if found is None:
@@ -74,8 +87,10 @@ def look(
             if value is not MISSING:
                 return verdict, told, replaced, value
             replaced = digest(told)
-    except LockBackendError:
+    except LockBackendError as error:
         want.tally.count("errors")
+        if is_refusal(error, want.server):
+            return b"forbidden", b"", replaced, MISSING
         if not want.forgiving:
             raise
         return b"unreachable", b"", replaced, MISSING
@@ -85,7 +100,9 @@ def _fetch(want: Wanted, told: bytes) -> Steps[bytes | None]:
     """Get a large value: in pieces, if its length and digest are told, or the server would copy it for each who waits."""
     key = want.key.encode()
     if told:
-        length, expected = told.split(b" ")
+        length, expected, *elsewhere = told.split(b" ", 2)
+        if elsewhere:  # it is stored nowhere else
+            key = elsewhere[0]
         found = bytearray()
         while len(found) < int(length):
             command = (b"GETRANGE", key, b"%d" % len(found), b"%d" % (len(found) + PIECE - 1))
@@ -100,24 +117,38 @@ def _fetch(want: Wanted, told: bytes) -> Steps[bytes | None]:
 
 
 def _seek(
-    want: Wanted, lease: ValueLease, replaced: bytes, until: float, listening: bool
+    want: Wanted, lease: ValueLease, replaced: bytes, until: float, listening: bool, has_old: bool = False
 ) -> Steps[tuple[bytes, bytes]]:
-    """Return b"value" and it, b"compute" and the fence, b"wait" and the fence of who computes still, b"cycle" and b"", or
-    b"large" and by what to know the value, if that was told."""
+    """Return b"value" and it, b"compute" and the fence, b"wait" and the fence of who computes still (b"": nobody does, because
+    who did so a moment ago failed, and the caller has an old value), b"cycle" and b"",
+    b"large" and by what to know the value, if that was told, or b"failed" and how who computed it for all failed."""
     keys, id, name = lease.keys, lease.id.encode(), lease.name
     about = record("cache", "", want.expire, want.auto_renewal)
     inside = [other.encode() for other in outer(want.server)]
     waiter: Any = None
     reply: Any = None
     asked = b""
+    look_after = 0.02
 
     def ask(channel: bytes, join: bool = True) -> Call:
         nonlocal asked
         asked = channel
         return Call(
             LEASE,
-            (*keys[:4], want.key.encode(), waits(want.prefix)),
-            (id, milliseconds(want.expire), name.encode(), about, channel, b"%d" % join, replaced, *inside),
+            (*keys[:4], want.key.encode(), waits(want.prefix), failures(lease)),
+            (
+                *(
+                    id,
+                    milliseconds(want.expire),
+                    name.encode(),
+                    about,
+                    channel,
+                    b"%d" % join,
+                    replaced,
+                    b"%d" % has_old,
+                ),
+                *inside,
+            ),
             undo=partial(give_back, lease, channel),
         )
 
@@ -132,26 +163,40 @@ def _seek(
                 sent, reply = yield from attempt(name, call, patience, want.server.retry_for)
             if reply[0] == b"cycle":
                 return b"cycle", b""
+            if reply[0] == b"paused":
+                return b"wait", b""
             if reply[0] == b"compute":
                 lease.begin(int(reply[1]), sent)
                 return b"compute", b"%b %b" % (reply[1], reply[2])
             elif reply[0] == b"large":
                 return b"large", b""
             elif reply[0] == b"wait" and not last:
-                if waiter is None:
-                    sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience, want.server.retry_for)
-                    reply = waiter.said
-                    continue
+                if waiter is None and want.server not in _without_channels:
+                    try:
+                        sent, waiter = yield from attempt(
+                            name, Join(keys.lock, id, ask), patience, want.server.retry_for
+                        )
+                        reply = waiter.said
+                        continue
+                    except LockBackendError as error:
+                        if not isinstance(error.__cause__, NoPermissionError):
+                            raise
+                        _without_channels.add(want.server)
                 if not lease.waited:
                     lease.waited = True
                     want.tally.count("waited")
                 began = monotonic()
+                if waiter is None:
+                    yield Pause(max(0.0, min(look_after, until - began)))
+                    want.tally.count("seconds_waited", monotonic() - began)
+                    reply, look_after = None, min(2 * look_after, LOOK_EVERY)
+                    continue
                 word = yield sleep(waiter, until, reply[2])
                 want.tally.count("seconds_waited", monotonic() - began)
                 if word is None:
                     reply = None
                     continue
-                return (b"value" if word[:1] == b"=" else b"large"), word[1:]
+                return WORDS[word[:1]], word[1:]
             return reply[0], reply[1]
     except LockBackendError:
         raise

@@ -39,7 +39,7 @@ def invalidate(prefix: str, keys: list[str], cut: bool = False) -> Steps[int]:
 def leases_like(prefix: str, pattern: str) -> Steps[int]:
     """End the leases of the values whose keys match a pattern of Redis, and return how many there were."""
     matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
-    held = yield from names(prefix)
+    held = yield from names(prefix, monotonic())
     keys = [name.removeprefix(KIND) for name in held if name.startswith(KIND)]
     # Of a key too long for a name not all is known.
     return (

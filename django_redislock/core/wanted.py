@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from redis.exceptions import NoPermissionError
+
+from ..exceptions import LockBackendError
 from . import events
+from .clock import monotonic
 from .keys import MAX_NAME, lock_keys
 from .lease import Lease
 from .owner import new_id
@@ -63,6 +68,9 @@ class Wanted:
     should_cache: Callable[[Any], object] | None = None
     """Whether a value is to be stored; one that is not goes to those who wait for it now."""
     tally: Counters = field(default_factory=Counters)
+    pack_failure: Callable[[Exception], bytes] = lambda error: repr(error).encode()
+    """From what `default` raised to what those who wait are sent."""
+    unpack_failure: Callable[[bytes], Exception] = lambda data: RuntimeError(data.decode())
     id: str = ""
     """Of the lease, when another process took it for this one."""
     asked_as: Any = None
@@ -100,9 +108,52 @@ class Landing(NamedTuple):
         return self.data is None and self.error is None and not self.absent
 
 
+def is_interruption(error: BaseException) -> bool:
+    """Whether it ends the work of one caller alone, and says nothing of the value; Celery's soft time limit is an Exception."""
+    return not isinstance(error, Exception) or any(
+        kind.__name__ == "SoftTimeLimitExceeded" for kind in type(error).__mro__
+    )
+
+
 def outer(server: Server) -> list[str]:
     """Return the names of the leases under which the caller computes now."""
     return [lease.name for lease in computing.get() if lease.server is server and not lease.ended]
+
+
+def is_below(server: Server) -> bool:
+    """Whether the caller computes under a lease of a server with a higher place: then it must not wait.
+
+    No server sees a circle of computations over several servers. If each waits only for those of higher ones, there is none.
+    """
+    leases = computing.get()
+    return bool(leases) and any(_place(lease.server) > _place(server) for lease in leases if not lease.ended)
+
+
+def _place(server: Server) -> list[str]:
+    return [str(server.settings.get(name)) for name in ("host", "port", "path", "db")]
+
+
+_forbidden: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
+ASKED_AGAIN_AFTER = 60.0
+"""Seconds after which a server that refused a lease for want of permissions is asked for one again."""
+
+
+def is_forbidden(server: Server) -> bool:
+    """Whether the server refused leases just now: they need more permissions than values do."""
+    return monotonic() < _forbidden.get(server, 0.0)
+
+
+def is_refusal(error: LockBackendError, server: Server) -> bool:
+    """Whether permissions are missing for leases: then it is said, and they are done without for a while."""
+    if not isinstance(error.__cause__, NoPermissionError):
+        return False
+    _forbidden[server] = monotonic() + ASKED_AGAIN_AFTER
+    events.log.warning(
+        "Values are not computed once, and what is computed may overwrite what was deleted meanwhile: the user of Redis needs "
+        "+@scripting and the keys of the locks (%s). `manage.py redislock doctor` tells more.",
+        error.cause,
+    )
+    return True
 
 
 def lease_name(key: str) -> str:

@@ -1,9 +1,12 @@
 -- Ask for a value: it is there, or the caller is to compute it, or somebody else computes it.
--- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 the value, 6 which computation waits for which
+-- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 the value, 6 which computation waits for which,
+--       7 how often the old value could not be replaced
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter ('': none), 6 '1' to join the queue,
---       7 SHA-1 of a value that is too old ('': none), 8... names of what the caller computes meanwhile
+--       7 SHA-1 of a value that is too old ('': none), 8 '1' if the caller can do with that one, 9... names of what the caller
+--       computes meanwhile
 -- Returns {'value', value}, {'large'} when a value is there that is better fetched by a GET, {'compute', fence, when the too old value ends (ms, '': there is none)}, {'wait', fence of who computes, ms until another try makes sense (negative:
--- unknown)}, or {'cycle'} when who computes waits for the caller.
+-- unknown)}, {'cycle'} when who computes waits for the caller, or {'paused'} when a computation failed a
+-- moment ago and the caller can do with the old value.
 local LARGE = 524288  -- bytes; Lua would make one copy more
 local id, life_ms, name, channel = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5]
 local now = now_us()
@@ -40,6 +43,14 @@ if large or value and (ARGV[7] == '' or redis.sha1hex(value) ~= ARGV[7]) then
   return large and {'large'} or {'value', value}
 end
 
+if ARGV[8] == '1' and value and not mine then
+  local again = string.match(redis.call('GET', KEYS[7]) or '', ' (%d+)$')
+  if again and tonumber(again) > now / 1000 then
+    leave()
+    return {'paused'}
+  end
+end
+
 -- There is no turn to keep: whoever computes does it for all who wait.
 if not lock or mine or overdue then
   leave()
@@ -47,9 +58,9 @@ if not lock or mine or overdue then
   return {'compute', fence, value and whole(ends_at(KEYS[5], now)) or ''}
 end
 
-if #ARGV > 7 then
+if #ARGV > 8 then
   local computing = {}
-  for i = 8, #ARGV do
+  for i = 9, #ARGV do
     computing[ARGV[i]] = true
   end
   local at, steps = name, 0
@@ -60,7 +71,7 @@ if #ARGV > 7 then
     leave()
     return {'cycle'}
   end
-  for i = 8, #ARGV do
+  for i = 9, #ARGV do
     redis.call('HSET', KEYS[6], ARGV[i], name)
   end
   redis.call('PEXPIRE', KEYS[6], QUEUE_LIFE_MS)
