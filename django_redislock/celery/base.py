@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, partial
@@ -17,20 +16,15 @@ from celery.utils import uuid
 
 from .. import conf
 from ..core import LockInfo, events
-from ..core.handover import Delivery, ExecutionLock, waiting_id
+from ..core.handover import ExecutionLock, waiting_id
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
 from .execution import leave_queue, release
 from .key import lock_name, make, signature_of
+from .message import KEY_HEADER, delivery_of, header, new_message
 from .options import Options
 from .publish import Closed, DuplicateResult, Gate, life, producer_of, shown
 
-KEY_HEADER = "single_instance_key"
-"""Carries the key of a message, so that producers and workers of different versions agree."""
-MESSAGE_HEADER = "single_instance_message"
-"""Tells one message from another of the same task id, where a message may come twice."""
-AGAIN_HEADER = "single_instance_again"
-"""Says that a message may be a copy of one that is being worked off."""
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
 MOMENT = 1.0
@@ -91,10 +85,7 @@ class LockedTask(_Task):
             # Celery's own check tells, or without that the worker does
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         key = self._key(bound)
-        headers = {**(options.get("headers") or {}), KEY_HEADER: key}
-        if self.acks_late:
-            headers[MESSAGE_HEADER] = secrets.token_hex(8)
-        options["headers"] = headers
+        options["headers"] = new_message(options.get("headers"), key)
         ours = self._options
         if ours.scope == "run" or self.app.conf.task_always_eager:
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
@@ -185,8 +176,7 @@ class LockedTask(_Task):
         return signature_of(self.run)
 
     def _key_of(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
-        headers = {} if request is None else request.headers or {}
-        key = headers.get(KEY_HEADER)
+        key = header(request, KEY_HEADER)
         return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs))
 
     def _key(self, bound: inspect.BoundArguments) -> str:
@@ -208,24 +198,17 @@ class LockedTask(_Task):
         details = {"worker": request.hostname or ""}
         with suppress(TypeError):  # wrong arguments; the body tells
             details["arguments"] = shown(self._signature.bind(*args, **kwargs))
-        return options.lock.named(
-            name, label=f"{self.name}[{request.id}]", delivery=self._delivery(request), details=details
-        )
-
-    def _delivery(self, request: Context) -> Delivery:
-        id = waiting_id(request.id or "")
-        if not self.acks_late or request.is_eager:
-            return Delivery(id, "", False)
-        headers = request.headers or {}
-        again = bool((request.delivery_info or {}).get("redelivered") or headers.get(AGAIN_HEADER))
-        return Delivery(id, f"{id}:{request.retries}:{headers.get(MESSAGE_HEADER, '')}", again)
+        delivery = delivery_of(request)
+        if options.scope == "queued":  # its runs may overlap, but not those of one message
+            name = lock_name(self.name, delivery.message, "celery-message")
+        return options.lock.named(name, label=f"{self.name}[{request.id}]", delivery=delivery, details=details)
 
 
 @signals.task_revoked.connect
 def _forget(sender: Any = None, request: Any = None, **kwargs: Any) -> None:
     """Free the lock of a message that was revoked, or expired, before its start."""
     if isinstance(sender, LockedTask) and request is not None:
-        sender._withdraw(request.id, (request.headers or {}).get(KEY_HEADER))
+        sender._withdraw(request.id, header(request, KEY_HEADER))
 
 
 @signals.task_failure.connect
