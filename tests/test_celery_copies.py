@@ -7,12 +7,16 @@ a countdown; what a busy worker has in its memory is given to another one by the
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from celery import Celery, Task
+from celery.app.trace import build_tracer
 
+from django_redislock.celery import single_instance
 from tests.celery_site import tasks
 from tests.celery_site.app import TRANSPORT, app
 from tests.celery_site.harness import Stage, ended
@@ -204,3 +208,61 @@ def test_a_message_without_our_headers_is_known_by_what_the_broker_gives_it(crew
     wait_until(lambda: f"[{result.id}] has been processed" in stage.log)
     app.send_task(tasks.COPIED[0].name, (stage.name,), queue=stage.queue, task_id=result.id)
     stage.diary.wait_for("end", 2)
+
+
+# What a copy stores: seen through Celery's own tracer, in this process
+
+
+@pytest.fixture
+def traced(request, monkeypatch):
+    """Have a task's message come again and again; give the states that were stored, and what brings the message."""
+    with Celery("copies", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        app.conf.task_default_queue = "copies"
+
+        def traced(function, **task_options):
+            function.__name__ = "body"
+            task = app.task(bind=True, name=request.node.name, shared=False, lazy=False, **task_options)(
+                single_instance(key=[], expire=2, reschedule_delay=60)(function)
+            )
+            stored: list[str] = []
+            backend = type(task.backend)
+            store = backend._store_result
+
+            def note(self, id, result, state, *args, **more):
+                stored.append(state)
+                return store(self, id, result, state, *args, **more)
+
+            monkeypatch.setattr(backend, "_store_result", note)
+            headers = {"id": "an-id", "root_id": "an-id", "retries": 0, "single_instance_message": "one"}
+            tracer = build_tracer(task.name, task, app=app)
+
+            def come():
+                return tracer("an-id", (), {}, {**headers, "delivery_info": {}, "called_directly": False})
+
+            return stored, come
+
+        yield traced
+
+
+@pytest.mark.parametrize("acks_late", [False, True])
+@pytest.mark.parametrize("outcome", ["SUCCESS", "FAILURE"])
+def test_a_copy_stores_no_state_whether_it_comes_during_the_run_or_after_it(client, traced, acks_late, outcome):
+    def body(self):
+        come_elsewhere()
+        if outcome == "FAILURE":
+            raise ZeroDivisionError
+
+    def after_storing(*args):
+        come_elsewhere()
+
+    def come_elsewhere():
+        thread = threading.Thread(target=come)
+        thread.start()
+        thread.join(60)
+
+    hooks = {"on_success": after_storing, "on_failure": after_storing}
+    base = type("Base", (Task,), {name: staticmethod(hook) for name, hook in hooks.items()})
+    stored, come = traced(body, acks_late=acks_late, track_started=True, base=base)
+    come()
+    come()
+    assert stored == ["STARTED", outcome]

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from celery import Celery, Task, chain, chord, group
 from celery.app.trace import build_tracer
+from celery.backends.base import DisabledBackend
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import transaction
 from kombu import Connection
@@ -25,6 +26,7 @@ from django_redislock import LockBackendError, TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult, single_instance
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
+from django_redislock.core.handover import Delivery
 from django_redislock.signals import lock_conflict
 from tests.support import BUSY, Interrupted, counting, interruptions
 
@@ -154,6 +156,49 @@ def test_a_conflict_that_is_retried_by_hand_holds_its_place(client, app, make):
     assert (traced.info and traced.info.state, messages(app, task)) == ("RETRY", [first.id, first.id])
     second = task.delay()
     assert (type(second), second.id) == (DuplicateResult, first.id)
+
+
+def test_a_message_whose_task_has_ended_makes_nobody_a_duplicate(client, app, make, scope):
+    """It was revoked, or a purge or a lost broker took it away and somebody said so."""
+    task = make(scope=scope)
+    for end in (task.backend.mark_as_revoked, lambda id: task.backend.mark_as_failure(id, ZeroDivisionError())):
+        first = task.delay()
+        end(first.id)
+        second = task.delay()
+        assert (type(second), second.id) != (DuplicateResult, first.id)
+        assert messages(app, task) == [first.id, second.id]
+        assert task.delay().id == second.id
+        assert task.unlock()
+
+
+def test_a_state_that_was_stored_before_is_not_the_messages_end(client, app, make, scope):
+    task = make(scope=scope)
+    task.backend.mark_as_done("nightly", "of yesterday")
+    task.apply_async(task_id="nightly")
+    assert type(task.delay()) is DuplicateResult
+
+
+def test_a_run_keeps_its_lock_whatever_was_stored_of_it(client, make):
+    task = make(scope="job")
+    first = task.delay()
+    request = task._running_lock(f"celery:{task.name}:x", task._options, None, (), {})
+    running = request.named(task.lock_info().name, label=f"{task.name}[{first.id}]", delivery=Delivery(first.id))
+    assert running.acquire(blocking=False), "it takes over from its message"
+    task.backend.mark_as_failure(first.id, ZeroDivisionError())
+    assert task.delay().id == first.id
+    running.release()
+
+
+def test_where_results_are_lost_or_not_kept_a_duplicate_is_one(client, make, scope, monkeypatch, caplog):
+    task = make(scope=scope)
+    first = task.delay()
+    monkeypatch.setattr(type(task.backend), "get_task_meta", lambda *args, **options: 1 / 0)
+    assert task.delay().id == first.id
+    assert "Nobody knows whether" in caplog.text
+    caplog.clear()
+    task.backend = DisabledBackend(task.app)
+    assert task.delay().id == first.id
+    assert caplog.text == ""
 
 
 def test_the_run_scope_asks_nothing_when_publishing(client, make):

@@ -21,9 +21,9 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
 from .execution import leave_queue, release
 from .key import lock_name, make, signature_of
-from .message import KEY_HEADER, delivery_of, header, new_message
+from .message import KEY_HEADER, delivery_of, header, mark_life, new_message
 from .options import Options
-from .publish import Closed, DuplicateResult, Gate, life, producer_of, shown
+from .publish import Closed, DuplicateResult, Gate, has_ended, life, producer_of, shown
 
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
@@ -120,6 +120,11 @@ class LockedTask(_Task):
         holder = lock.owner()
         if holder is None and not lock.acquire(timeout=MOMENT):
             holder = lock.owner()
+        if holder is not None and self._waits_in_vain(holder):
+            leave_queue(lock.named(lock.name, id=holder.id))
+            if lock.acquire(blocking=False):
+                return None
+            holder = lock.owner()
         if holder is None:
             return None  # it changes hands too fast; that one waits or runs is made sure of at the start
         error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
@@ -137,10 +142,18 @@ class LockedTask(_Task):
             on_conflict=options.on_duplicate,
         )
         lock.count_duplicate()
-        task_id = holder.label.removeprefix(f"{self.name}[").removesuffix("]")
+        task_id = self._task_id_of(holder)
         if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
             raise error
         return DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+
+    def _waits_in_vain(self, holder: LockInfo) -> bool:
+        """Tell whether the lock is that of a message whose task has ended: it was revoked, perhaps, and not met since."""
+        task_id = self._task_id_of(holder)
+        return holder.id == waiting_id(task_id) and has_ended(self.backend, task_id, holder.acquired_at)
+
+    def _task_id_of(self, holder: LockInfo) -> str:
+        return holder.label.removeprefix(f"{self.name}[").removesuffix("]")
 
     def _waiting_lock(
         self, key: str, task_id: str, ours: Options, options: Mapping[str, Any], arguments: str = ""
@@ -205,10 +218,18 @@ class LockedTask(_Task):
 
 
 @signals.task_revoked.connect
-def _forget(sender: Any = None, request: Any = None, **kwargs: Any) -> None:
-    """Free the lock of a message that was revoked, or expired, before its start."""
-    if isinstance(sender, LockedTask) and request is not None:
-        sender._withdraw(request.id, header(request, KEY_HEADER))
+def _forget(sender: Any = None, request: Any = None, terminated: bool = False, **kwargs: Any) -> None:
+    """Free the lock of a message that was revoked, or expired, before its start; one that is terminated comes no more."""
+    if not isinstance(sender, LockedTask) or request is None:
+        return
+    if terminated and sender._options.scope == "job" and sender.acks_late:
+        try:
+            name = lock_name(sender.name, sender._key_of(request.args, request.kwargs, request))
+            lock = sender._running_lock(name, sender._options, request, (), {})
+            lock.confirm(mark_life(sender.app, sender._options.queue_life))
+        except (LockBackendError, TypeError) as error:
+            events.log.warning("The lock of %s may stay after its end: %s", request.id, error)
+    sender._withdraw(request.id, header(request, KEY_HEADER))
 
 
 @signals.task_failure.connect

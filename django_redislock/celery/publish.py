@@ -6,16 +6,18 @@ import inspect
 import reprlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 
-from celery import Celery
+from celery import Celery, states
+from celery.backends.base import DisabledBackend
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from django.db.models import Model
 from django.views.debug import get_default_exception_reporter_filter
 
+from ..core import events
 from ..core.keys import MAX_SECONDS
 from ..exceptions import LockBackendError, LockError
 
@@ -105,6 +107,24 @@ def life(app: Celery, queue_life: float, countdown: object, eta: object, expires
     if ends is not None:
         seconds = min(seconds, max(0.001, ends))
     return min(seconds, MAX_SECONDS)
+
+
+def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
+    """Tell whether a final state of the task was stored after this time; where no results are kept, nobody knows."""
+    if (
+        isinstance(backend, DisabledBackend) or backend.as_uri() == "rpc://"
+    ):  # that one gives its states to one reader only
+        return False
+    try:
+        meta = backend.get_task_meta(task_id, cache=False)
+        stored = meta.get("date_done")
+        ended = maybe_iso8601(stored) if isinstance(stored, str) else stored
+        return meta["status"] in states.READY_STATES and (ended is None or maybe_make_aware(ended, UTC) >= since)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # of whichever backend
+        events.log.warning("Nobody knows whether %s has ended: %s: %s", task_id, type(error).__name__, error)
+        return False
 
 
 def _seconds_until(app: Celery, when: object) -> float | None:

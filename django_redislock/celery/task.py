@@ -8,10 +8,11 @@ a conflict is not retried as if it were the body's failure.
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from celery import signals
+from celery import Celery, signals, states
 from celery.app.task import Context
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore, Reject, Retry
@@ -56,6 +57,16 @@ class SingleInstanceMixin(RepublishedTask):
         if TaskAlreadyRunning not in throws:
             cls.throws = (*throws, TaskAlreadyRunning)  # logged at INFO and without a traceback
 
+    _tracks_started = False
+
+    @classmethod
+    def bind(cls, app: Celery) -> Any:
+        """Have the run itself store STARTED: the tracer would also do so for a copy, perhaps over a result."""
+        bound = super().bind(app)
+        if cls.track_started:
+            cls._tracks_started, cls.track_started = True, False
+        return bound
+
     @property
     def single_instance(self) -> Execution:
         """The execution that runs now in this thread; outside of one, or without a lock, it is never lost."""
@@ -98,6 +109,8 @@ class SingleInstanceMixin(RepublishedTask):
                 if not acquired:
                     self._meet_copies(lock, request, options)
                     return self._conflict(lock, holder, options, request, queued)
+            if self._tracks_started:
+                self._store_started(request)
             queued = leave_queue(queued)  # once: what holds the place later is the message of a retry
             try:
                 with Execution(self.name, task_id, None if options.scope == "queued" else lock):
@@ -114,25 +127,44 @@ class SingleInstanceMixin(RepublishedTask):
             release(lock)
             leave_queue(queued)
 
+    def _store_started(self, request: Context | None) -> None:
+        if request is not None and not (request.is_eager or self.ignore_result or request.ignore_result):
+            where = {"pid": os.getpid(), "hostname": request.hostname}
+            self.backend.store_result(request.id or "", where, states.STARTED, request=request)
+
     def _set_ending(
         self, lock: ExecutionLock, options: Options, request: Context | None, error: BaseException | None = None
     ) -> None:
         """Have the lock end by how the body ended: with this error, or without."""
-        if _is_requeued(error) or (error is not None and not isinstance(error, Exception)):
-            return  # the message comes again, or the process ends and the broker decides
         late, delivery = self.acks_late, lock.delivery
+        if _is_requeued(error) or (error is not None and not isinstance(error, Exception)):
+            # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
+            if options.scope == "job" and late and delivery is not None:
+                lock.ending = Ending(keep_id=delivery.id, keep=options.queue_life)
+            return
         marked = 0.0
         if delivery is not None and delivery.message:
             marked = options.expire if late else mark_life(self.app, options.queue_life)
         keep_id, keep = "", 0.0
         if isinstance(error, Retry):
-            if options.scope == "job" and delivery is not None:
+            if options.scope == "job" and delivery is not None and self._has_key(error, lock):
                 keep_id, keep = delivery.id, life(self.app, options.queue_life, None, error.when, None)
         elif options.keep_for and options.scope != "queued" and not isinstance(error, (Ignore, Reject)):
             keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
         lock.ending = Ending(marked, not late, keep_id, keep)
         if marked and late and request is not None:
             request.update(single_instance_lock=lock)
+
+    def _has_key(self, retry: Retry, lock: ExecutionLock) -> bool:
+        """Tell whether the message of a retry, which may have other arguments, is under this lock."""
+        message = getattr(retry, "sig", None)
+        if message is None:
+            return True
+        try:
+            key = self._key(self._signature.bind(*message.args, **message.kwargs))
+        except TypeError:  # it has no key; its worker tells of wrong arguments
+            return False
+        return lock_name(self.name, key) == lock.name
 
     def _traced_request(self) -> Context | None:
         """Return the request of the execution that begins with this call, or None when a task is called like a function."""

@@ -38,6 +38,8 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                     # Not at once: Celery stores RETRY after it has published the retry, at times over its result.
                     raise task.retry(countdown=0.3 if how == "retry" else 1.0, max_retries=2)
                 return task.request.retries
+            case "retry elsewhere":  # with other arguments, which are another key
+                raise task.retry(args=(f"{name}-elsewhere",), countdown=1)
             case "retry late":
                 if task.request.retries < 1:
                     raise task.retry(countdown=4, max_retries=2)

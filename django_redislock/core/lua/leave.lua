@@ -6,15 +6,17 @@
 if ARGV[4] ~= '' then
   redis.call('SET', KEYS[5], ARGV[8], 'PX', ARGV[4])
 end
+local mark = ARGV[4] == '' and redis.call('GET', KEYS[5])
+local keep_id = not (mark and string.find(mark, '^done')) and ARGV[5] or ''  -- a message that was revoked does not come again
 local id, fence = ARGV[1], ARGV[3]
 local value = redis.call('GET', KEYS[1])
 if not (value and is_of(value, id .. '\n' .. fence)) then
   return redis.call('GET', KEYS[4]) == fence and 1 or 0
 end
 redis.call('SET', KEYS[4], fence, 'PX', RECEIPT_LIFE_MS)
-if ARGV[5] ~= '' then
+if keep_id ~= '' then
   local now = now_us()
-  redis.call('SET', KEYS[1], ARGV[5] .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. ARGV[7], 'PX', ARGV[6])
+  redis.call('SET', KEYS[1], keep_id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. ARGV[7], 'PX', ARGV[6])
   index(KEYS[2], ARGV[2], now, tonumber(ARGV[6]))
 else
   redis.pcall('ZREM', KEYS[2], ARGV[2])
