@@ -123,7 +123,12 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
         if name == "expire" and value is None:
             continue  # as everywhere: the life that the settings give
         checked[name] = _CHECKS[name](value, name) if name in _CHECKS else value
-    _check_parameters(checked.get("key"), function)
+    check_parameters(checked.get("key"), function)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"{getattr(function, '__qualname__', function)} is an async function: its lock would be released before its body "
+            "runs. Let a plain function run it, with asgiref's async_to_sync or asyncio.run()."
+        )
     return checked
 
 
@@ -168,6 +173,11 @@ def _check_limit(value: object, name: str) -> object:
 def _check_key(value: object, name: str) -> object:
     if value == "":
         raise ValueError(f"{name} must not be empty; one lock whatever the arguments is {name}=[]")
+    if isinstance(value, str) and not _fields(value):
+        raise ValueError(
+            f"{name}={value!r} is the same for all arguments: a parameter stands in braces, as in {name}='{{{value}}}'; one lock "
+            f"whatever the arguments is {name}=[]"
+        )
     if value is None or isinstance(value, str) or callable(value):
         return value
     if isinstance(value, Sequence) and all(isinstance(part, str) for part in value):
@@ -193,14 +203,16 @@ _CHECKS: dict[str, Callable[[Any, str], object]] = {
 }
 
 
-def _check_parameters(key: Key, function: Callable[..., Any] | None) -> None:
+def _fields(key: str) -> list[str]:
+    """Return the names that a format string takes."""
+    return [field.split(".")[0].split("[")[0] for _, field, _, _ in Formatter().parse(key) if field is not None]
+
+
+def check_parameters(key: Key, function: Callable[..., Any] | None) -> None:
     """Raise ValueError when the key names something that is no parameter of the function."""
     if key is None or callable(key) or function is None:
         return
-    if isinstance(key, str):
-        wanted = [field.split(".")[0].split("[")[0] for _, field, _, _ in Formatter().parse(key) if field is not None]
-    else:
-        wanted = list(key)
+    wanted = _fields(key) if isinstance(key, str) else list(key)
     parameters = signature_of(function).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return

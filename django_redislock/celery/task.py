@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, signals, states
-from celery.app.task import Context
+from celery.app.task import Context, Task
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore, Reject, Retry
 
@@ -44,13 +44,21 @@ class SingleInstanceMixin(RepublishedTask):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if Task in cls.__mro__ and cls.__mro__.index(Task) < cls.__mro__.index(SingleInstanceMixin):
+            raise TypeError(
+                f"{cls.__qualname__} has no lock, because its class that derives from Task stands in front of the mixin: write "
+                f"class {cls.__name__}(SingleInstanceMixin, ...)"
+            )
+        run = getattr(cls, "run", None)
         if "single_instance" in cls.__dict__:
             given = cls.__dict__["single_instance"]
             del cls.single_instance  # so that the property of that name shows
             if isinstance(given, Mark):
                 given.effective = True
                 given = given.options
-            cls._given_options = {**cls._given_options, **options_of.check(given, getattr(cls, "run", None))}
+            cls._given_options = {**cls._given_options, **options_of.check(given, run)}
+        if "run" in cls.__dict__:  # which the options of a base were not written for
+            options_of.check({"key": cls._given_options.get("key")}, run)
         throws = getattr(cls, "throws", ())
         if not isinstance(throws, tuple):
             throws = (throws,)
