@@ -291,7 +291,9 @@ def test_an_inherited_key_is_checked_against_the_function_that_it_comes_to(app):
     ):
         with pytest.raises(ValueError, match="key names 'account_id', which is no parameter of nothing: it has none"):
             task(nothing)
-    with pytest.raises(ValueError, match=r"key names 'account_id', which is no parameter of .*Wrong.run: self, account"):
+    with pytest.raises(
+        ValueError, match=r"key names 'account_id', which is no parameter of .*Wrong.run: self, account"
+    ):
         type("Wrong", (Base,), {"run": wrong_run})
 
 

@@ -24,6 +24,7 @@ from kombu.exceptions import SerializerNotInstalled
 
 from django_redislock import LockBackendError, TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult, single_instance
+from django_redislock.celery.key import lock_name
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
 from django_redislock.core.handover import Delivery
@@ -368,6 +369,39 @@ def test_what_is_given_by_its_place_arrives(client, app, make, scope):
     _, _, embedded = message.payload
     assert [[each["task"] for each in embedded[name]] for name in ("callbacks", "errbacks")] == [[after.task]] * 2
     assert (message.headers["id"], message.headers["shadow"]) == ("an-id", "a shadow")
+
+
+class Traced(Task):
+    """As sentry-sdk and ddtrace do it: Celery then shows the inner headers as those of the request."""
+
+    def apply_async(self, *args, headers=None, **options):
+        return super().apply_async(*args, headers={**(headers or {}), "headers": {"trace": "1"}}, **options)
+
+
+def test_headers_within_the_headers_hide_nothing_of_ours(client, app, make):
+    task = make(task_options={"base": Traced}, on_conflict="reschedule", reschedule_limit=2)
+    first = task.apply_async((1,))
+    key, states, found = None, [], taken(app, task)
+    with task._running_lock(lock_name(task.name, task._key_of((1,), {})), task._options, None, (), {}):
+        while found:
+            (message,) = found
+            assert message.headers["headers"]["trace"] == "1"
+            key = key or message.headers["single_instance_key"]
+            assert message.headers["single_instance_key"] == key
+            request = {**message.headers, "properties": message.properties, "delivery_info": {}}
+            build_tracer(task.name, task, app=app)(first.id, (1,), {}, {**request, "called_directly": False})
+            states.append(task.AsyncResult(first.id).state)
+            found = taken(app, task)
+    assert states == ["RETRY", "RETRY", "FAILURE"]
+
+
+def test_a_message_without_our_headers_is_told_once_where_it_should_have_had_a_lock(client, app, make, scope, caplog):
+    task = make(scope=scope)
+    request = {"id": "foreign", "root_id": "foreign", "delivery_info": {}, "called_directly": False}
+    for _ in range(2):
+        build_tracer(task.name, task, app=app)("foreign", (), {}, request)
+    said = f"{task.name}[foreign] has been published without its lock: "
+    assert caplog.text.count(said) == 1
 
 
 def test_a_task_that_is_published_in_another_way_has_its_lock(client, make, scope):

@@ -13,11 +13,9 @@ from ..core import events
 from ..core.handover import ExecutionLock
 from ..exceptions import LockBackendError, LockError
 from .base import LockedTask
-from .message import SEEN_HEADER, delivery_of, header, mark_life, published_again
+from .message import RESCHEDULED_HEADER, SEEN_HEADER, delivery_of, header, mark_life, published_again
 from .options import Options
 
-RESCHEDULED_HEADER = "single_instance_rescheduled"
-"""Carries how often a message has been rescheduled."""
 MARGIN = 0.1
 """Seconds after the life of a lock, or of a mark, when its end is looked for."""
 

@@ -25,21 +25,33 @@ VERSION_HEADER = "single_instance_version"
 """Carries how often a message has been published again, for whatever reason."""
 SEEN_HEADER = "single_instance_seen"
 """Carries the fence of the execution that a copy found running, when it looks again."""
+RESCHEDULED_HEADER = "single_instance_rescheduled"
+"""Carries how often a message has been rescheduled, because of a conflict."""
 MARK_LIFE = 3600.0
 """Seconds for which it is known that a message was processed, at least: as long as Redis as broker waits for a worker."""
 
 
 def new_message(headers: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
     """Return the headers of a new message, which may be a retry with the headers of the one before."""
-    new = {**(headers or {}), KEY_HEADER: key, MESSAGE_HEADER: secrets.token_hex(4)}
-    new.pop(VERSION_HEADER, None)
-    new.pop(SEEN_HEADER, None)
-    return new
+    headers = {name: value for name, value in (headers or {}).items() if name not in (VERSION_HEADER, SEEN_HEADER)}
+    return with_ours(headers, {KEY_HEADER: key, MESSAGE_HEADER: secrets.token_hex(4)})
+
+
+def with_ours(headers: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headers with ours among them; also where a tracer for distributed traces has put some within them."""
+    nested = headers.get("headers")
+    return {**headers, **ours} | ({"headers": {**nested, **ours}} if isinstance(nested, Mapping) else {})
 
 
 def header(request: Context | None, name: str) -> Any:
-    """Return this header of the message, or None."""
-    return None if request is None else (request.headers or {}).get(name)
+    """Return this header of the message, or None.
+
+    Headers within the headers are all that Celery shows as ``request.headers``; the others are attributes of the request.
+    """
+    if request is None:
+        return None
+    outer = request.get(name)
+    return (request.headers or {}).get(name) if outer is None else outer
 
 
 def delivery_of(request: Context) -> Delivery:
@@ -57,11 +69,13 @@ def delivery_of(request: Context) -> Delivery:
 
 def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[str, Any]:
     """Return the headers of the same message when it is published again."""
-    headers = {**request.as_execution_options()["headers"], VERSION_HEADER: delivery.version + 1, **more}
-    if MESSAGE_HEADER not in headers:
+    names = (KEY_HEADER, MESSAGE_HEADER, AGAIN_HEADER, RESCHEDULED_HEADER)
+    ours = {name: value for name in names if (value := header(request, name)) is not None}
+    ours |= {VERSION_HEADER: delivery.version + 1, **more}
+    if MESSAGE_HEADER not in ours:
         tag = (request.properties or {}).get("delivery_tag")
-        headers |= {MESSAGE_HEADER: tag} if tag else {AGAIN_HEADER: delivery.known}
-    return headers
+        ours |= {MESSAGE_HEADER: tag} if tag else {AGAIN_HEADER: delivery.known}
+    return with_ours(request.as_execution_options()["headers"], ours)
 
 
 def mark_life(app: Celery, queue_life: float) -> float:

@@ -25,9 +25,12 @@ from .again import Elsewhere, RepublishedTask
 from .base import MOMENT
 from .execution import Execution, leave_queue, release, running
 from .key import lock_name
-from .message import mark_life
+from .message import KEY_HEADER, header, mark_life
 from .options import Mark, Options
 from .publish import life
+
+_foreign: set[str] = set()
+"""Tasks of which a message without our headers has come, and that was told."""
 
 if TYPE_CHECKING:
     _DjangoTask = DjangoTask[Any, Any]
@@ -97,6 +100,8 @@ class SingleInstanceMixin(RepublishedTask):
                 with Execution(self.name, task_id, outer.lock):
                     return super().__call__(*args, **kwargs)
         queued = None
+        if options.scope != "run":
+            self._tell_foreign(request)
         if request is not None and task_id is not None and options.scope in ("queued", "queued+run"):
             queued = self._waiting_lock(key, task_id, options, {})
         lock = self._running_lock(name, options, request, args, kwargs)
@@ -134,6 +139,19 @@ class SingleInstanceMixin(RepublishedTask):
         finally:
             release(lock)
             leave_queue(queued)
+
+    def _tell_foreign(self, request: Context | None) -> None:
+        """Tell, once, that a message has none of our headers: it held no lock while it waited."""
+        if request is None or request.is_eager or header(request, KEY_HEADER) is not None or self.name in _foreign:
+            return
+        _foreign.add(self.name)
+        events.log.warning(
+            "%s[%s] has been published without its lock: by a program that does not have the task's code, or something has taken "
+            "the headers of its message away. The scope %r begins at the start of such messages.",
+            self.name,
+            request.id,
+            self._options.scope,
+        )
 
     def _store_started(self, request: Context | None) -> None:
         if request is not None and not (request.is_eager or self.ignore_result or request.ignore_result):
