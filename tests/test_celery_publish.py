@@ -23,7 +23,7 @@ from kombu import Connection
 from kombu.exceptions import SerializerNotInstalled
 
 from django_redislock import LockBackendError, TaskAlreadyRunning
-from django_redislock.celery import DuplicateResult, single_instance
+from django_redislock.celery import DuplicateResult, base, single_instance
 from django_redislock.celery.key import lock_name
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
@@ -200,6 +200,29 @@ def test_where_results_are_lost_or_not_kept_a_duplicate_is_one(client, make, sco
     task.backend = DisabledBackend(task.app)
     assert task.delay().id == first.id
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("by", ["task", "call"])
+def test_the_result_of_a_duplicate_is_ignored_as_the_holders_is(client, make, scope, by):
+    task = make(scope=scope, task_options={"ignore_result": by == "task"})
+    task.apply_async(**{"ignore_result": True} if by == "call" else {})
+    duplicate = task.delay()
+    assert type(duplicate) is DuplicateResult
+    assert duplicate.ignored
+    assert duplicate.get(timeout=5) is None
+    other = make(scope=scope)
+    other.delay()
+    assert not other.delay().ignored
+
+
+def test_a_duplicate_of_another_process_has_no_result_by_rpc(client, make, monkeypatch):
+    task = make(scope="job")
+    task.delay()
+    monkeypatch.setattr(type(task.backend), "as_uri", lambda self: "rpc://")
+    assert not task.delay().elsewhere
+    monkeypatch.setattr(base, "HOST", "another")
+    with pytest.raises(NotImplementedError, match="to nobody but the process that published the task"):
+        task.delay().get()
 
 
 def test_the_run_scope_asks_nothing_when_publishing(client, make):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, partial
@@ -17,6 +18,7 @@ from celery.utils import uuid
 from .. import conf
 from ..core import LockInfo, events
 from ..core.handover import ExecutionLock, waiting_id
+from ..core.owner import HOST
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
 from .execution import leave_queue, release
@@ -145,7 +147,10 @@ class LockedTask(_Task):
         task_id = self._task_id_of(holder)
         if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
             raise error
-        return DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+        result = DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+        result.ignored = holder.result_ignored
+        result.elsewhere = (holder.host, holder.pid) != (HOST, os.getpid())
+        return result
 
     def _waits_in_vain(self, holder: LockInfo) -> bool:
         """Tell whether the lock is that of a message whose task has ended: it was revoked, perhaps, and not met since."""
@@ -166,7 +171,7 @@ class LockedTask(_Task):
             id=waiting_id(task_id),
             expire=life(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
             auto_renewal=False,
-            details={"arguments": arguments},
+            details=self._details(arguments, options.get("ignore_result")),
         )
 
     def _withdraw(self, task_id: str, key: object) -> None:
@@ -174,6 +179,11 @@ class LockedTask(_Task):
         options = self._options
         if options.scope != "run" and isinstance(key, str):  # without a key, nobody took a lock for it
             leave_queue(self._waiting_lock(key, task_id, options, {}))
+
+    def _details(self, arguments: str, ignored: bool | None) -> dict[str, Any]:
+        """Return what more is told of a holder; `ignored`: what the message says of its result."""
+        nobody = self.ignore_result if ignored is None else ignored
+        return {"arguments": arguments} | ({"result_ignored": True} if nobody else {})
 
     # The locks
 
@@ -208,9 +218,10 @@ class LockedTask(_Task):
     ) -> ExecutionLock:
         if request is None:
             return options.lock.named(name, label=f"{self.name}[{DIRECT}]")
-        details = {"worker": request.hostname or ""}
+        arguments = ""
         with suppress(TypeError):  # wrong arguments; the body tells
-            details["arguments"] = shown(self._signature.bind(*args, **kwargs))
+            arguments = shown(self._signature.bind(*args, **kwargs))
+        details = {**self._details(arguments, request.ignore_result), "worker": request.hostname or ""}
         delivery = delivery_of(request)
         if options.scope == "queued":  # its runs may overlap, but not those of one message
             name = lock_name(self.name, delivery.message, "celery-message")

@@ -32,7 +32,21 @@ else:
 
 
 class DuplicateResult(_AsyncResult):
-    """The result of the task that holds the lock, in place of one that was not published."""
+    """The result of the task that holds the lock, in place of one that was not published.
+
+    With ``rpc://``, whose results go to the process that published the task, ``get()`` raises NotImplementedError elsewhere.
+    """
+
+    elsewhere = False
+    """Whether another process holds the lock."""
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the result, as `celery.result.AsyncResult.get` does."""
+        if self.elsewhere and not self.ignored and self.backend.as_uri() == "rpc://":
+            raise NotImplementedError(
+                f"rpc:// gives the result of {self.id} to nobody but the process that published the task"
+            )
+        return super().get(*args, **kwargs)
 
 
 class Closed(BaseException):

@@ -72,7 +72,7 @@ class ExecutionLock(Lock):
     """The lock of a message, or of its execution."""
 
     delivery: Delivery | None = None
-    details: Mapping[str, str] = {}
+    details: Mapping[str, Any] = {}
     """What more is told to those who ask who holds it."""
     ending = Ending()
     """What `release` leaves behind."""
