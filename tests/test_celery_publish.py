@@ -122,6 +122,39 @@ def test_a_duplicate_is_told(client, make, caplog):
     assert (data["task"], data["holder"].label) == (task.name, f"{task.name}[{first.id}]")
 
 
+def test_what_is_not_published_is_a_warning_once_a_minute_for_each_key(client, make, caplog):
+    task = make(scope="job")
+    caplog.set_level(logging.INFO, logger="django_redislock")
+    for key in (1, 1, 1, 2, 2):
+        task.delay(key)
+    levels = [record.levelname for record in caplog.records if "is not published" in record.getMessage()]
+    assert levels == ["WARNING", "INFO", "WARNING"]
+
+
+@pytest.mark.parametrize("state", ["SUCCESS", "FAILURE", "RETRY"])
+def test_a_worker_without_the_decorator_frees_the_lock_of_what_it_has_run(client, app, make, scope, state):
+    """The producers were deployed first."""
+
+    def body(self, a=1):
+        if state == "FAILURE":
+            raise ZeroDivisionError
+        if state == "RETRY" and not self.request.retries:
+            raise self.retry(countdown=0)
+
+    task = make(scope=scope)
+    first = task.delay()
+    with Celery("older", set_as_current=False, broker="memory://", backend="cache+memory://") as older:
+        older.conf.task_default_queue = QUEUE
+        body.__name__ = "older"
+        plain = older.task(bind=True, name=task.name, shared=False, lazy=False)(body)
+        while found := taken(app, task):
+            (message,) = found
+            assert task.lock_info().label == f"{task.name}[{first.id}]"
+            request = {**message.headers, "properties": message.properties, "delivery_info": {}}
+            build_tracer(task.name, plain, app=older)(first.id, (), {}, {**request, "called_directly": False})
+    assert task.lock_info() is None
+
+
 def test_a_duplicate_is_counted_for_the_page_about_contention(client, make):
     task = make(scope="queued")
     first = task.delay()

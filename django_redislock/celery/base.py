@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from celery import Task, signals
+from celery import Task, signals, states
 from celery.app.task import Context
 from celery.exceptions import WorkerLostError
 from celery.result import AsyncResult
@@ -23,9 +23,9 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
 from .execution import leave_queue, release
 from .key import lock_name, make, signature_of
-from .message import KEY_HEADER, delivery_of, header, mark_life, new_message
+from .message import KEY_HEADER, SCOPE_HEADER, delivery_of, header, mark_life, new_message
 from .options import Options
-from .publish import Closed, DuplicateResult, Gate, has_ended, life, producer_of, shown
+from .publish import Closed, DuplicateResult, Gate, has_ended, level_of, life, producer_of, shown
 
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
@@ -87,8 +87,8 @@ class LockedTask(_Task):
             # Celery's own check tells, or without that the worker does
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         key = self._key(bound)
-        options["headers"] = new_message(options.get("headers"), key)
         ours = self._options
+        options["headers"] = new_message(options.get("headers"), key, ours.scope)
         if ours.scope == "run" or self.app.conf.task_always_eager:
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         # A canvas, or who wants the result of a retry, waits for an id that is known.
@@ -137,6 +137,7 @@ class LockedTask(_Task):
             holder.age,
             holder.holder,
             options.on_duplicate,
+            level=level_of(lock.name),
             name=lock.name,
             holder=holder,
             task=self.name,
@@ -251,3 +252,16 @@ def _forget_dead(
     if isinstance(exception, WorkerLostError) and isinstance(sender, LockedTask):
         # Celery 5.6 tells of no request, so of no key that the producer had computed.
         sender._withdraw(task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top))
+
+
+@signals.task_postrun.connect
+def _forget_undecorated(sender: Any = None, state: str | None = None, **kwargs: Any) -> None:
+    """Free the lock of a message whose task is not single-instance in this worker: it runs older code than the producer."""
+    if isinstance(sender, LockedTask) or sender is None or state == states.RETRY:
+        return
+    request = sender.request_stack.top
+    scope, key = header(request, SCOPE_HEADER), header(request, KEY_HEADER)
+    if scope is None or not isinstance(key, str):
+        return
+    name = lock_name(sender.name, key, "celery" if scope == "job" else "celery-queue")
+    leave_queue(options_of.complete({}, conf.get()).lock.named(name, label=name, id=waiting_id(request.id)))

@@ -17,6 +17,8 @@ from ..core.handover import Delivery, waiting_id
 
 KEY_HEADER = "single_instance_key"
 """Carries the key of a message, so that producers and workers of different versions agree."""
+SCOPE_HEADER = "single_instance_scope"
+"""Carries the scope of a message that holds a lock while it waits, for a worker that does not know the scope."""
 MESSAGE_HEADER = "single_instance_message"
 """Tells one message from another of the same task id; its copies have it in common."""
 AGAIN_HEADER = "single_instance_again"
@@ -31,10 +33,12 @@ MARK_LIFE = 3600.0
 """Seconds for which it is known that a message was processed, at least: as long as Redis as broker waits for a worker."""
 
 
-def new_message(headers: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
+def new_message(headers: Mapping[str, Any] | None, key: str, scope: str) -> dict[str, Any]:
     """Return the headers of a new message, which may be a retry with the headers of the one before."""
-    headers = {name: value for name, value in (headers or {}).items() if name not in (VERSION_HEADER, SEEN_HEADER)}
-    return with_ours(headers, {KEY_HEADER: key, MESSAGE_HEADER: secrets.token_hex(4)})
+    former = (VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER)
+    headers = {name: value for name, value in (headers or {}).items() if name not in former}
+    held = {} if scope == "run" else {SCOPE_HEADER: scope}
+    return with_ours(headers, {KEY_HEADER: key, MESSAGE_HEADER: secrets.token_hex(4), **held})
 
 
 def with_ours(headers: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +73,7 @@ def delivery_of(request: Context) -> Delivery:
 
 def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[str, Any]:
     """Return the headers of the same message when it is published again."""
-    names = (KEY_HEADER, MESSAGE_HEADER, AGAIN_HEADER, RESCHEDULED_HEADER)
+    names = (KEY_HEADER, SCOPE_HEADER, MESSAGE_HEADER, AGAIN_HEADER, RESCHEDULED_HEADER)
     ours = {name: value for name in names if (value := header(request, name)) is not None}
     ours |= {VERSION_HEADER: delivery.version + 1, **more}
     if MESSAGE_HEADER not in ours:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import reprlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -18,6 +19,7 @@ from django.db.models import Model
 from django.views.debug import get_default_exception_reporter_filter
 
 from ..core import events
+from ..core.clock import monotonic
 from ..core.keys import MAX_SECONDS
 from ..exceptions import LockBackendError, LockError
 
@@ -139,6 +141,26 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
     except Exception as error:  # of whichever backend
         events.log.warning("Nobody knows whether %s has ended: %s: %s", task_id, type(error).__name__, error)
         return False
+
+
+def level_of(name: str) -> int:
+    """Return how loudly to tell of a message that is not published under this lock: once a minute it is a WARNING.
+
+    It is wanted, as a rule. But where no worker frees the lock, as one without the task's decorator, nothing is published any more.
+    """
+    minute = int(monotonic() // 60)
+    if _told.get(name) == minute:
+        return logging.INFO
+    if len(_told) >= MANY:
+        _told.clear()
+    _told[name] = minute
+    return logging.WARNING
+
+
+_told: dict[str, int] = {}
+"""The minute in which each lock was told of."""
+MANY = 1000
+"""Locks that are remembered at most."""
 
 
 def _seconds_until(app: Celery, when: object) -> float | None:

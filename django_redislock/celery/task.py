@@ -8,6 +8,7 @@ a conflict is not retried as if it were the body's failure.
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -256,6 +257,7 @@ class SingleInstanceMixin(RepublishedTask):
             task=self.name,
             task_id=None if request is None else request.id,
             on_conflict=policy,
+            level=logging.DEBUG if policy == "skip" else None,  # told once, by the skip itself
         )
         if policy == "reschedule":
             self._reschedule(lock, error, options, request, limit, queued, silent=same)
