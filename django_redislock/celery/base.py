@@ -9,9 +9,8 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from celery import Task, signals, states
+from celery import Task
 from celery.app.task import Context
-from celery.exceptions import WorkerLostError
 from celery.result import AsyncResult
 from celery.utils import uuid
 
@@ -23,7 +22,7 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
 from .execution import leave_queue, release
 from .key import lock_name, make, signature_of
-from .message import KEY_HEADER, SCOPE_HEADER, delivery_of, header, mark_life, new_message
+from .message import KEY_HEADER, delivery_of, header, new_message
 from .options import Options
 from .publish import Closed, DuplicateResult, Gate, has_ended, level_of, life, producer_of, shown
 
@@ -227,41 +226,3 @@ class LockedTask(_Task):
         if options.scope == "queued":  # its runs may overlap, but not those of one message
             name = lock_name(self.name, delivery.message, "celery-message")
         return options.lock.named(name, label=f"{self.name}[{request.id}]", delivery=delivery, details=details)
-
-
-@signals.task_revoked.connect
-def _forget(sender: Any = None, request: Any = None, terminated: bool = False, **kwargs: Any) -> None:
-    """Free the lock of a message that was revoked, or expired, before its start; one that is terminated comes no more."""
-    if not isinstance(sender, LockedTask) or request is None:
-        return
-    if terminated and sender._options.scope == "job" and sender.acks_late:
-        try:
-            name = lock_name(sender.name, sender._key_of(request.args, request.kwargs, request))
-            lock = sender._running_lock(name, sender._options, request, (), {})
-            lock.confirm(mark_life(sender.app, sender._options.queue_life))
-        except (LockBackendError, TypeError) as error:
-            events.log.warning("The lock of %s may stay after its end: %s", request.id, error)
-    sender._withdraw(request.id, header(request, KEY_HEADER))
-
-
-@signals.task_failure.connect
-def _forget_dead(
-    sender: Any = None, task_id: str = "", exception: Any = None, args: Any = (), kwargs: Any = None, **more: Any
-) -> None:
-    """Free the lock of a message whose process was killed before its body began; the worker's main process tells of that."""
-    if isinstance(exception, WorkerLostError) and isinstance(sender, LockedTask):
-        # Celery 5.6 tells of no request, so of no key that the producer had computed.
-        sender._withdraw(task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top))
-
-
-@signals.task_postrun.connect
-def _forget_undecorated(sender: Any = None, state: str | None = None, **kwargs: Any) -> None:
-    """Free the lock of a message whose task is not single-instance in this worker: it runs older code than the producer."""
-    if isinstance(sender, LockedTask) or sender is None or state == states.RETRY:
-        return
-    request = sender.request_stack.top
-    scope, key = header(request, SCOPE_HEADER), header(request, KEY_HEADER)
-    if scope is None or not isinstance(key, str):
-        return
-    name = lock_name(sender.name, key, "celery" if scope == "job" else "celery-queue")
-    leave_queue(options_of.complete({}, conf.get()).lock.named(name, label=name, id=waiting_id(request.id)))

@@ -53,8 +53,8 @@ def make(key: Key, bound: inspect.BoundArguments) -> str:
             if name not in arguments:
                 raise TypeError(f"key={list(key)!r} names {name!r}, which is none of the arguments {list(arguments)!r}")
         arguments = {name: arguments[name] for name in key}
-        if not arguments:
-            return ""
+    if not arguments:  # one lock, whose name is that of the task
+        return ""
     return digest(arguments)
 
 

@@ -7,7 +7,7 @@ import logging
 import reprlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from celery import Celery, states
@@ -135,7 +135,8 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
         meta = backend.get_task_meta(task_id, cache=False)
         stored = meta.get("date_done")
         ended = maybe_iso8601(stored) if isinstance(stored, str) else stored
-        return meta["status"] in states.READY_STATES and (ended is None or maybe_make_aware(ended, UTC) >= since)
+        after = since + timedelta(milliseconds=1)  # a lock knows its time in whole milliseconds
+        return meta["status"] in states.READY_STATES and (ended is None or maybe_make_aware(ended, UTC) >= after)
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # of whichever backend

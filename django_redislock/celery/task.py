@@ -13,7 +13,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from celery import Celery, signals, states
+from celery import Celery, states
 from celery.app.task import Context, Task
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore, Reject, Retry
@@ -164,7 +164,7 @@ class SingleInstanceMixin(RepublishedTask):
     ) -> None:
         """Have the lock end by how the body ended: with this error, or without."""
         late, delivery = self.acks_late, lock.delivery
-        if _is_requeued(error) or (error is not None and not isinstance(error, Exception)):
+        if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
             # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
             if options.scope == "job" and late and delivery is not None:
                 lock.ending = Ending(keep_id=delivery.id, keep=options.queue_life)
@@ -280,23 +280,8 @@ class SingleInstanceMixin(RepublishedTask):
         raise error
 
 
-def _is_requeued(error: object) -> bool:
+def is_requeued(error: object) -> bool:
     return isinstance(error, Reject) and bool(getattr(error, "requeue", False))
-
-
-@signals.task_postrun.connect
-def _confirm(sender: Any = None, state: str | None = None, retval: Any = None, **kwargs: Any) -> None:
-    """Note that the result of a message that may come again is stored and that its callbacks are sent."""
-    if not isinstance(sender, SingleInstanceMixin) or state is None or _is_requeued(retval):
-        return
-    request = sender.request_stack.top
-    lock = getattr(request, "single_instance_lock", None)
-    if request is None or lock is None:
-        return
-    try:
-        lock.confirm(mark_life(sender.app, sender._options.queue_life))
-    except LockBackendError as error:
-        events.log.warning("Nobody will know that %s was processed: %s", lock.label, error)
 
 
 class SingleInstanceTask(SingleInstanceMixin, _DjangoTask):
