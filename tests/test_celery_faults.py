@@ -172,6 +172,35 @@ def test_cold_shutdown(crew):
         free_within(tasks.refuse, stage, 5)
 
 
+@pytest.mark.parametrize("task", [tasks.late_job, tasks.job], ids=lambda task: task.__name__)
+def test_cold_shutdown_ends_a_job_only_if_it_does_not_come_again(crew, task):
+    """Else somebody could publish a second one, and the first would be refused when it comes."""
+    cold = crew.start("prefork", name=f"cold-{task.__name__}", concurrency=1).wait_ready()
+    stage = Stage([cold], gated=True)
+    first = stage.publish(task)
+    stage.diary.wait_for("start")
+    cold.signal(signal.SIGQUIT)
+    cold.wait()
+    if not task.acks_late:
+        free_within(task, stage, 5)
+        return
+    assert task.lock_info(stage.name).label == f"{task.name}[{first.id}]"
+    assert stage.publish(task).id == first.id
+    stage.diary.open_gate()
+    stage.workers = crew.of("prefork")
+    stage.consume()
+    assert ended(first).result == f"ran {first.id}"
+
+
+def test_a_job_that_is_terminated_has_ended_though_it_is_acknowledged_late(stage):
+    first = stage.publish(tasks.late_job, "sleep")
+    stage.diary.wait_for("start")
+    app.control.revoke(first.id, terminate=True)
+    free_within(tasks.late_job, stage, 10)
+    assert ended(first).state == "REVOKED"
+    assert ended(stage.publish(tasks.late_job)).state == "SUCCESS"
+
+
 # The lock's own faults
 
 

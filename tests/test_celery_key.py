@@ -248,6 +248,14 @@ def test_a_lock_is_named_for_people():
     assert lock_name("proj.tasks.report", digest({"a": 1})).startswith("celery:proj.tasks.report:")
 
 
+def test_a_task_that_takes_no_arguments_has_the_task_as_its_key():
+    def nightly():
+        pass
+
+    assert lock_name("shop.tasks.nightly", key_of(nightly)) == "celery:shop.tasks.nightly"
+    assert key_of(f, 1) != ""
+
+
 def test_names_for_type_checkers_only_do_not_hurt():
     namespace = {}
     exec("from __future__ import annotations\ndef g(a: Nowhere) -> Neither: ...", namespace)

@@ -53,6 +53,8 @@ def app():
         ({"key": "{c}"}, ValueError, "key names 'c', which is no parameter of .*: (self, )?a, b"),
         ({"key": "{c.pk:d}"}, ValueError, "key names 'c', which is no parameter"),
         ({"key": "{}"}, ValueError, "key names '', which is no parameter"),
+        ({"key": "a"}, ValueError, r"key='a' is the same for all arguments: .* key='\{a\}'; one lock .* key=\[\]"),
+        ({"key": "{a"}, ValueError, "expected '}' before end of string"),
         ({"key": ["a", "c"]}, ValueError, "key names 'c', which is no parameter"),
         ({"expires": 5}, TypeError, "no option 'expires': did you mean 'expire'?"),
         ({"colour": 5}, TypeError, "no option 'colour': there are scope, "),
@@ -114,6 +116,11 @@ def nothing():
     pass
 
 
+class CallableObject:
+    def __call__(self):
+        pass
+
+
 @pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("decorator", [single_instance, single_instance(), single_instance(expire=5)])
 def test_on_top_of_the_task_decorator_it_says_what_to_write(app, decorator, lazy):
@@ -130,6 +137,8 @@ def test_on_top_of_the_task_decorator_it_says_what_to_write(app, decorator, lazy
         ("report:{id}", "marks functions, not 'report:{id}'; options are given by name"),
         (5, "marks functions, not 5"),
         (Task, "write a task class as class X"),
+        (functools.partial(print), r"marks functions, not functools.partial\(<built-in function print>\)"),
+        (CallableObject(), "marks functions, not <tests.test_celery_options.CallableObject"),
         (len, "marks functions, not <built-in function len>"),
     ],
 )
@@ -266,6 +275,110 @@ def test_the_error_survives_pickle_and_json(app):
         assert type(copy) is TaskAlreadyRunning
         assert (copy.key, copy.holder, copy.ttl) == ("celery:a:1", "a[id] on host pid 1", 3.5)
         assert str(copy) == "celery:a:1 is already running: a[id] on host pid 1"
+
+
+def test_an_inherited_key_is_checked_against_the_function_that_it_comes_to(app):
+    class Base(SingleInstanceTask):
+        single_instance = {"key": ["account_id"]}
+
+    class OfAClass(Base):
+        def run(self, account_id):
+            pass
+
+    for task in (
+        lambda f: app.task(base=Base, lazy=False)(f),
+        lambda f: app.task(base=Base, lazy=False)(single_instance(f)),
+    ):
+        with pytest.raises(ValueError, match="key names 'account_id', which is no parameter of nothing: it has none"):
+            task(nothing)
+    with pytest.raises(
+        ValueError, match=r"key names 'account_id', which is no parameter of .*Wrong.run: self, account"
+    ):
+        type("Wrong", (Base,), {"run": wrong_run})
+
+
+def wrong_run(self, account):
+    pass
+
+
+wrong_run.__qualname__ = "Wrong.run"
+
+
+def test_a_list_of_names_that_no_argument_has_is_refused_when_publishing(app):
+    """Known only then, where other keyword arguments are taken; else all would have one key."""
+
+    @app.task
+    @single_instance(key=["account_id"])
+    def anything(*args, **kwargs):
+        pass
+
+    assert sent(anything, account_id=5).headers["single_instance_key"]
+    for args, kwargs in (((5,), {}), ((), {"acount_id": 5})):
+        with pytest.raises(TypeError, match="names 'account_id', which is none of the arguments"):
+            anything.apply_async(args, kwargs)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_an_async_function_is_a_type_error(app, marked):
+    """Celery calls it, and whatever awaits it does so when the lock has been released."""
+
+    async def body():
+        pass
+
+    async def generator():
+        yield
+
+    for function in (body, generator):
+        with pytest.raises(TypeError, match=f"{function.__name__} is an async function: its lock would be released"):
+            if marked:
+                single_instance(function)
+            else:
+                app.task(base=SingleInstanceTask, lazy=False)(function)
+
+
+def test_the_mixin_behind_a_projects_class_is_a_type_error(app):
+    class ProjectTask(Task):
+        pass
+
+    class Harmless:
+        pass
+
+    with pytest.raises(TypeError, match=r"Wrong has no lock, .* class Wrong\(SingleInstanceMixin, \.\.\.\)"):
+
+        class Wrong(ProjectTask, SingleInstanceMixin):
+            pass
+
+    class Right(Harmless, SingleInstanceMixin, ProjectTask):
+        pass
+
+    class Mixed(SingleInstanceMixin):
+        pass
+
+    assert issubclass(type("Fine", (Mixed, ProjectTask), {}), SingleInstanceMixin)
+
+
+def test_a_method_that_does_not_come_to_ours_is_warned_of_by_the_system_check(app):
+    class Forgetful(SingleInstanceTask):
+        def __call__(self, *args, **kwargs):
+            return self.run(*args, **kwargs)
+
+        def apply_async(self, *args, **kwargs):
+            return Task.retry(self)
+
+    class Careful(SingleInstanceTask):
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs)
+
+        def apply_async(self, *args, **kwargs):
+            return SingleInstanceTask.apply_async(self, *args, **kwargs)
+
+    app.task(base=Forgetful, name="forgetful")(nothing)
+    app.task(base=Careful, name="careful")(nothing)
+    where = f"{test_a_method_that_does_not_come_to_ours_is_warned_of_by_the_system_check.__name__}.<locals>.Forgetful"
+    assert {said.replace(where, "F") for said in found("redislock.W011")} == {
+        "The task forgetful has no lock: F.__call__ does not call super().__call__().",
+        "The task forgetful has no lock: F.apply_async does not call super().apply_async().",
+    }
 
 
 # Marks without effect

@@ -16,17 +16,20 @@ from types import SimpleNamespace
 import pytest
 from celery import Celery, Task, chain, chord, group
 from celery.app.trace import build_tracer
+from celery.backends.base import DisabledBackend
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import transaction
 from kombu import Connection
 from kombu.exceptions import SerializerNotInstalled
 
 from django_redislock import LockBackendError, TaskAlreadyRunning
-from django_redislock.celery import DuplicateResult, single_instance
+from django_redislock.celery import DuplicateResult, base, single_instance
+from django_redislock.celery.key import lock_name
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
+from django_redislock.core.handover import Delivery
 from django_redislock.signals import lock_conflict
-from tests.support import BUSY, Interrupted, counting, interruptions
+from tests.support import BUSY, Interrupted, counting, interruptions, wait_until
 
 QUEUE = "producer"  # that broker is shared by all tests of a process
 SCOPES = ["queued", "queued+run", "job"]
@@ -119,6 +122,39 @@ def test_a_duplicate_is_told(client, make, caplog):
     assert (data["task"], data["holder"].label) == (task.name, f"{task.name}[{first.id}]")
 
 
+def test_what_is_not_published_is_a_warning_once_a_minute_for_each_key(client, make, caplog):
+    task = make(scope="job")
+    caplog.set_level(logging.INFO, logger="django_redislock")
+    for key in (1, 1, 1, 2, 2):
+        task.delay(key)
+    levels = [record.levelname for record in caplog.records if "is not published" in record.getMessage()]
+    assert levels == ["WARNING", "INFO", "WARNING"]
+
+
+@pytest.mark.parametrize("state", ["SUCCESS", "FAILURE", "RETRY"])
+def test_a_worker_without_the_decorator_frees_the_lock_of_what_it_has_run(client, app, make, scope, state):
+    """The producers were deployed first."""
+
+    def body(self, a=1):
+        if state == "FAILURE":
+            raise ZeroDivisionError
+        if state == "RETRY" and not self.request.retries:
+            raise self.retry(countdown=0)
+
+    task = make(scope=scope)
+    first = task.delay()
+    with Celery("older", set_as_current=False, broker="memory://", backend="cache+memory://") as older:
+        older.conf.task_default_queue = QUEUE
+        body.__name__ = "older"
+        plain = older.task(bind=True, name=task.name, shared=False, lazy=False)(body)
+        while found := taken(app, task):
+            (message,) = found
+            assert task.lock_info().label == f"{task.name}[{first.id}]"
+            request = {**message.headers, "properties": message.properties, "delivery_info": {}}
+            build_tracer(task.name, plain, app=older)(first.id, (), {}, {**request, "called_directly": False})
+    assert task.lock_info() is None
+
+
 def test_a_duplicate_is_counted_for_the_page_about_contention(client, make):
     task = make(scope="queued")
     first = task.delay()
@@ -154,6 +190,74 @@ def test_a_conflict_that_is_retried_by_hand_holds_its_place(client, app, make):
     assert (traced.info and traced.info.state, messages(app, task)) == ("RETRY", [first.id, first.id])
     second = task.delay()
     assert (type(second), second.id) == (DuplicateResult, first.id)
+
+
+def test_a_message_whose_task_has_ended_makes_nobody_a_duplicate(client, app, make, scope):
+    """It was revoked, or a purge or a lost broker took it away and somebody said so."""
+    task = make(scope=scope)
+    for end in (task.backend.mark_as_revoked, lambda id: task.backend.mark_as_failure(id, ZeroDivisionError())):
+        first = task.delay()
+        published = task.lock_info().acquired_at
+        wait_until(lambda published=published: datetime.now(UTC) - published > timedelta(milliseconds=2))
+        end(first.id)
+        second = task.delay()
+        assert type(second) is not DuplicateResult
+        assert messages(app, task) == [first.id, second.id]
+        assert task.delay().id == second.id
+        assert task.unlock()
+
+
+def test_a_state_that_was_stored_before_is_not_the_messages_end(client, app, make, scope):
+    task = make(scope=scope)
+    task.backend.mark_as_done("nightly", "of yesterday")
+    task.apply_async(task_id="nightly")
+    assert type(task.delay()) is DuplicateResult
+
+
+def test_a_run_keeps_its_lock_whatever_was_stored_of_it(client, make):
+    task = make(scope="job")
+    first = task.delay()
+    request = task._running_lock(f"celery:{task.name}:x", task._options, None, (), {})
+    running = request.named(task.lock_info().name, label=f"{task.name}[{first.id}]", delivery=Delivery(first.id))
+    assert running.acquire(blocking=False), "it takes over from its message"
+    task.backend.mark_as_failure(first.id, ZeroDivisionError())
+    assert task.delay().id == first.id
+    running.release()
+
+
+def test_where_results_are_lost_or_not_kept_a_duplicate_is_one(client, make, scope, monkeypatch, caplog):
+    task = make(scope=scope)
+    first = task.delay()
+    monkeypatch.setattr(type(task.backend), "get_task_meta", lambda *args, **options: 1 / 0)
+    assert task.delay().id == first.id
+    assert "Nobody knows whether" in caplog.text
+    caplog.clear()
+    task.backend = DisabledBackend(task.app)
+    assert task.delay().id == first.id
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("by", ["task", "call"])
+def test_the_result_of_a_duplicate_is_ignored_as_the_holders_is(client, make, scope, by):
+    task = make(scope=scope, task_options={"ignore_result": by == "task"})
+    task.apply_async(**{"ignore_result": True} if by == "call" else {})
+    duplicate = task.delay()
+    assert type(duplicate) is DuplicateResult
+    assert duplicate.ignored
+    assert duplicate.get(timeout=5) is None
+    other = make(scope=scope)
+    other.delay()
+    assert not other.delay().ignored
+
+
+def test_a_duplicate_of_another_process_has_no_result_by_rpc(client, make, monkeypatch):
+    task = make(scope="job")
+    task.delay()
+    monkeypatch.setattr(type(task.backend), "as_uri", lambda self: "rpc://")
+    assert not task.delay().elsewhere
+    monkeypatch.setattr(base, "HOST", "another")
+    with pytest.raises(NotImplementedError, match="to nobody but the process that published the task"):
+        task.delay().get()
 
 
 def test_the_run_scope_asks_nothing_when_publishing(client, make):
@@ -323,6 +427,39 @@ def test_what_is_given_by_its_place_arrives(client, app, make, scope):
     _, _, embedded = message.payload
     assert [[each["task"] for each in embedded[name]] for name in ("callbacks", "errbacks")] == [[after.task]] * 2
     assert (message.headers["id"], message.headers["shadow"]) == ("an-id", "a shadow")
+
+
+class Traced(Task):
+    """As sentry-sdk and ddtrace do it: Celery then shows the inner headers as those of the request."""
+
+    def apply_async(self, *args, headers=None, **options):
+        return super().apply_async(*args, headers={**(headers or {}), "headers": {"trace": "1"}}, **options)
+
+
+def test_headers_within_the_headers_hide_nothing_of_ours(client, app, make):
+    task = make(task_options={"base": Traced}, on_conflict="reschedule", reschedule_limit=2)
+    first = task.apply_async((1,))
+    key, states, found = None, [], taken(app, task)
+    with task._running_lock(lock_name(task.name, task._key_of((1,), {})), task._options, None, (), {}):
+        while found:
+            (message,) = found
+            assert message.headers["headers"]["trace"] == "1"
+            key = key or message.headers["single_instance_key"]
+            assert message.headers["single_instance_key"] == key
+            request = {**message.headers, "properties": message.properties, "delivery_info": {}}
+            build_tracer(task.name, task, app=app)(first.id, (1,), {}, {**request, "called_directly": False})
+            states.append(task.AsyncResult(first.id).state)
+            found = taken(app, task)
+    assert states == ["RETRY", "RETRY", "FAILURE"]
+
+
+def test_a_message_without_our_headers_is_told_once_where_it_should_have_had_a_lock(client, app, make, scope, caplog):
+    task = make(scope=scope)
+    request = {"id": "foreign", "root_id": "foreign", "delivery_info": {}, "called_directly": False}
+    for _ in range(2):
+        build_tracer(task.name, task, app=app)("foreign", (), {}, request)
+    said = f"{task.name}[foreign] has been published without its lock: "
+    assert caplog.text.count(said) == 1
 
 
 def test_a_task_that_is_published_in_another_way_has_its_lock(client, make, scope):

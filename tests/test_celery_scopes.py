@@ -132,6 +132,19 @@ def test_job_lasts_over_retries(stage):
     assert {event["id"] for event in stage.diary.events("start")} == {first.id}
 
 
+@only_prefork
+def test_a_retry_with_other_arguments_takes_the_lock_along(stage):
+    """The key that it had is free, and its own is held until its end."""
+    first = stage.publish(tasks.job, "retry elsewhere")
+    stage.diary.wait_for("end")
+    wait_until(lambda: tasks.job.lock_info(stage.name) is None)
+    assert tasks.job.lock_info(f"{stage.name}-elsewhere").label == f"{tasks.job.name}[{first.id}]"
+    second = stage.publish(tasks.job)
+    assert not isinstance(second, DuplicateResult)
+    assert ended(second).result == f"ran {second.id}"
+    assert ended(first).result == f"ran {first.id}"
+
+
 @pytest.mark.parametrize(("how", "events"), [("fail", 1), ("retry", 3), ("ignore", 1), ("reject", 1), ("replace", 1)])
 @pytest.mark.parametrize("task", [tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
 def test_no_lock_is_left_however_a_task_ends(stage, task, how, events):
@@ -186,6 +199,19 @@ def test_a_revoked_message_frees_its_lock(stage, task):
     assert ended(result).state == "REVOKED"
     wait_until(lambda: task.lock_info(stage.name) is None)
     assert stage.diary.events("start") == []
+
+
+@only_prefork
+def test_what_is_revoked_and_planned_anew_runs(stage, task):
+    """The worker has the revoked message in its memory, and meets it at its time, in an hour."""
+    revoked = stage.publish(task, countdown=3600)
+    inspect = app.control.inspect([worker.hostname for worker in stage.workers])
+    wait_until(lambda: revoked.id in str(inspect.scheduled()))
+    app.control.revoke(revoked.id, destination=[worker.hostname for worker in stage.workers], reply=True, timeout=10)
+    assert revoked.state == "REVOKED"
+    again = stage.publish(task)
+    assert not isinstance(again, DuplicateResult)
+    assert ended(again).result == f"ran {again.id}"
 
 
 @only_prefork

@@ -6,6 +6,7 @@ around the whole execution and released before callbacks run and before the resu
 
 from __future__ import annotations
 
+from . import receivers  # noqa: F401 - it connects them
 from .execution import Execution
 from .mark import single_instance
 from .options import SingleInstanceOptions

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import inspect
-import secrets
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from celery import Task, signals
+from celery import Task
 from celery.app.task import Context
-from celery.exceptions import WorkerLostError
 from celery.result import AsyncResult
 from celery.utils import uuid
 from django.utils.functional import cached_property
 
 from .. import conf
 from ..core import LockInfo, events
-from ..core.handover import Delivery, ExecutionLock, waiting_id
+from ..core.handover import ExecutionLock, waiting_id
+from ..core.owner import HOST
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from . import options as options_of
 from .execution import leave_queue, release
 from .key import lock_name, make
+from .message import KEY_HEADER, delivery_of, header, new_message
 from .options import Options
-from .publish import Closed, DuplicateResult, Gate, life, producer_of, shown
+from .publish import Closed, DuplicateResult, Gate, has_ended, level_of, life, producer_of, shown
 
-KEY_HEADER = "single_instance_key"
-"""Carries the key of a message, so that producers and workers of different versions agree."""
-MESSAGE_HEADER = "single_instance_message"
-"""Tells one message from another of the same task id, where a message may come twice."""
-AGAIN_HEADER = "single_instance_again"
-"""Says that a message may be a copy of one that is being worked off."""
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
 MOMENT = 1.0
@@ -93,11 +88,8 @@ class LockedTask(_Task):
             # Celery's own check tells, or without that the worker does
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         key = self._key(bound)
-        headers = {**(options.get("headers") or {}), KEY_HEADER: key}
-        if self.acks_late:
-            headers[MESSAGE_HEADER] = secrets.token_hex(8)
-        options["headers"] = headers
         ours = self._options
+        options["headers"] = new_message(options.get("headers"), key, ours.scope)
         if ours.scope == "run" or self.app.conf.task_always_eager:
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         # A canvas, or who wants the result of a retry, waits for an id that is known.
@@ -131,6 +123,11 @@ class LockedTask(_Task):
         holder = lock.owner()
         if holder is None and not lock.acquire(timeout=MOMENT):
             holder = lock.owner()
+        if holder is not None and self._waits_in_vain(holder):
+            leave_queue(lock.named(lock.name, id=holder.id))
+            if lock.acquire(blocking=False):
+                return None
+            holder = lock.owner()
         if holder is None:
             return None  # it changes hands too fast; that one waits or runs is made sure of at the start
         error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
@@ -141,6 +138,7 @@ class LockedTask(_Task):
             holder.age,
             holder.holder,
             options.on_duplicate,
+            level=level_of(lock.name),
             name=lock.name,
             holder=holder,
             task=self.name,
@@ -148,10 +146,21 @@ class LockedTask(_Task):
             on_conflict=options.on_duplicate,
         )
         lock.count_duplicate()
-        task_id = holder.label.removeprefix(f"{self.name}[").removesuffix("]")
+        task_id = self._task_id_of(holder)
         if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
             raise error
-        return DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+        result = DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+        result.ignored = holder.result_ignored
+        result.elsewhere = (holder.host, holder.pid) != (HOST, os.getpid())
+        return result
+
+    def _waits_in_vain(self, holder: LockInfo) -> bool:
+        """Tell whether the lock is that of a message whose task has ended: it was revoked, perhaps, and not met since."""
+        task_id = self._task_id_of(holder)
+        return holder.id == waiting_id(task_id) and has_ended(self.backend, task_id, holder.acquired_at)
+
+    def _task_id_of(self, holder: LockInfo) -> str:
+        return holder.label.removeprefix(f"{self.name}[").removesuffix("]")
 
     def _waiting_lock(
         self, key: str, task_id: str, ours: Options, options: Mapping[str, Any], arguments: str = ""
@@ -164,7 +173,7 @@ class LockedTask(_Task):
             id=waiting_id(task_id),
             expire=life(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
             auto_renewal=False,
-            details={"arguments": arguments},
+            details=self._details(arguments, options.get("ignore_result")),
         )
 
     def _withdraw(self, task_id: str, key: object) -> None:
@@ -172,6 +181,11 @@ class LockedTask(_Task):
         options = self._options
         if options.scope != "run" and isinstance(key, str):  # without a key, nobody took a lock for it
             leave_queue(self._waiting_lock(key, task_id, options, {}))
+
+    def _details(self, arguments: str, ignored: bool | None) -> dict[str, Any]:
+        """Return what more is told of a holder; `ignored`: what the message says of its result."""
+        nobody = self.ignore_result if ignored is None else ignored
+        return {"arguments": arguments} | ({"result_ignored": True} if nobody else {})
 
     # The locks
 
@@ -187,8 +201,7 @@ class LockedTask(_Task):
         return signature_of(self.run)
 
     def _key_of(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
-        headers = {} if request is None else request.headers or {}
-        key = headers.get(KEY_HEADER)
+        key = header(request, KEY_HEADER)
         return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs))
 
     def _key(self, bound: inspect.BoundArguments) -> str:
@@ -207,34 +220,11 @@ class LockedTask(_Task):
     ) -> ExecutionLock:
         if request is None:
             return options.lock.named(name, label=f"{self.name}[{DIRECT}]")
-        details = {"worker": request.hostname or ""}
+        arguments = ""
         with suppress(TypeError):  # wrong arguments; the body tells
-            details["arguments"] = shown(self._signature.bind(*args, **kwargs))
-        return options.lock.named(
-            name, label=f"{self.name}[{request.id}]", delivery=self._delivery(request), details=details
-        )
-
-    def _delivery(self, request: Context) -> Delivery:
-        id = waiting_id(request.id or "")
-        if not self.acks_late or request.is_eager:
-            return Delivery(id, "", False)
-        headers = request.headers or {}
-        again = bool((request.delivery_info or {}).get("redelivered") or headers.get(AGAIN_HEADER))
-        return Delivery(id, f"{id}:{request.retries}:{headers.get(MESSAGE_HEADER, '')}", again)
-
-
-@signals.task_revoked.connect
-def _forget(sender: Any = None, request: Any = None, **kwargs: Any) -> None:
-    """Free the lock of a message that was revoked, or expired, before its start."""
-    if isinstance(sender, LockedTask) and request is not None:
-        sender._withdraw(request.id, (request.headers or {}).get(KEY_HEADER))
-
-
-@signals.task_failure.connect
-def _forget_dead(
-    sender: Any = None, task_id: str = "", exception: Any = None, args: Any = (), kwargs: Any = None, **more: Any
-) -> None:
-    """Free the lock of a message whose process was killed before its body began; the worker's main process tells of that."""
-    if isinstance(exception, WorkerLostError) and isinstance(sender, LockedTask):
-        # Celery 5.6 tells of no request, so of no key that the producer had computed.
-        sender._withdraw(task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top))
+            arguments = shown(self._signature.bind(*args, **kwargs))
+        details = {**self._details(arguments, request.ignore_result), "worker": request.hostname or ""}
+        delivery = delivery_of(request)
+        if options.scope == "queued":  # its runs may overlap, but not those of one message
+            name = lock_name(self.name, delivery.message, "celery-message")
+        return options.lock.named(name, label=f"{self.name}[{request.id}]", delivery=delivery, details=details)

@@ -48,9 +48,12 @@ def make(key: Key, bound: inspect.BoundArguments) -> str:
                 f"key={key!r} cannot be made from {arguments!r}: {type(error).__name__}: {error}"
             ) from error
     if key is not None:
-        arguments = {name: arguments.get(name) for name in key}
-        if not arguments:
-            return ""
+        for name in key:
+            if name not in arguments:
+                raise TypeError(f"key={list(key)!r} names {name!r}, which is none of the arguments {list(arguments)!r}")
+        arguments = {name: arguments[name] for name in key}
+    if not arguments:  # one lock, whose name is that of the task
+        return ""
     return digest(arguments)
 
 

@@ -7,6 +7,7 @@ front of its base, exactly as if the base and the options had been written out.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, Unpack, overload
 from weakref import WeakSet
@@ -48,7 +49,7 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
                 "@single_instance marks functions; write a task class as class X(SingleInstanceTask), with its options as "
                 "the attribute single_instance = {...}"
             )
-        if not callable(function) or not hasattr(function, "__dict__"):
+        if not callable(function) or not hasattr(function, "__dict__") or not hasattr(function, "__qualname__"):
             raise TypeError(f"@single_instance marks functions, not {function!r}; options are given by name")
         mark = Mark(function, options)
         setattr(function, ATTRIBUTE, mark)
@@ -97,6 +98,7 @@ def check_tasks() -> list[CheckMessage]:
             if isinstance(getattr(task, "single_instance", None), Mapping)
         ]
         found += [message for task in tasks.values() for message in _check_life(app, task)]
+        found += [message for task in tasks.values() for message in _check_super(task)]
     return found + [
         Error(
             f"{mark.function} is marked with @single_instance, but no task holds that mark.",
@@ -123,3 +125,25 @@ def _check_life(app: Celery, task: Any) -> list[CheckMessage]:
             id="redislock.W010",
         )
     ]
+
+
+def _check_super(task: Any) -> list[CheckMessage]:
+    """Tell of a task whose class has a method in front of ours that cannot come to it."""
+    if not isinstance(task, SingleInstanceMixin):
+        return []
+    ours = SingleInstanceMixin.__mro__
+    found: list[CheckMessage] = []
+    for kind in type(task).__mro__:
+        if kind in ours:
+            break
+        for name in {"__call__", "apply_async"} & kind.__dict__.keys():
+            code = getattr(inspect.unwrap(kind.__dict__[name]), "__code__", None)
+            if code is not None and name not in code.co_names:  # super().name() and Base.name() both name it
+                found.append(
+                    Warning(
+                        f"The task {task.name} has no lock: {kind.__qualname__}.{name} does not call super().{name}().",
+                        hint="Let it do so, or take the mark away.",
+                        id="redislock.W011",
+                    )
+                )
+    return found

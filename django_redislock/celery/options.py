@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
@@ -124,6 +125,11 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
             continue  # as everywhere: the life that the settings give
         checked[name] = _CHECKS[name](value, name) if name in _CHECKS else value
     _check_parameters(checked.get("key"), function)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"{getattr(function, '__qualname__', function)} is an async function: its lock would be released before its body "
+            "runs. Let a plain function run it, with asgiref's async_to_sync or asyncio.run()."
+        )
     return checked
 
 
@@ -168,6 +174,11 @@ def _check_limit(value: object, name: str) -> object:
 def _check_key(value: object, name: str) -> object:
     if value == "":
         raise ValueError(f"{name} must not be empty; one lock whatever the arguments is {name}=[]")
+    if isinstance(value, str) and not any(fields_of(value)):
+        raise ValueError(
+            f"{name}={value!r} is the same for all arguments: a parameter stands in braces, as in {name}='{{{value}}}'; one lock "
+            f"whatever the arguments is {name}=[]"
+        )
     if value is None or isinstance(value, str) or callable(value):
         return value
     if isinstance(value, Sequence) and all(isinstance(part, str) for part in value):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import reprlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self
 
-from celery import Celery
+from celery import Celery, states
+from celery.backends.base import DisabledBackend
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from django.db.models import Model
 from django.views.debug import get_default_exception_reporter_filter
 
+from ..core import events
+from ..core.clock import monotonic
 from ..core.keys import MAX_SECONDS
 from ..exceptions import LockBackendError, LockError
 
@@ -30,7 +34,21 @@ else:
 
 
 class DuplicateResult(_AsyncResult):
-    """The result of the task that holds the lock, in place of one that was not published."""
+    """The result of the task that holds the lock, in place of one that was not published.
+
+    With ``rpc://``, whose results go to the process that published the task, ``get()`` raises NotImplementedError elsewhere.
+    """
+
+    elsewhere = False
+    """Whether another process holds the lock."""
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the result, as `celery.result.AsyncResult.get` does."""
+        if self.elsewhere and not self.ignored and self.backend.as_uri() == "rpc://":
+            raise NotImplementedError(
+                f"rpc:// gives the result of {self.id} to nobody but the process that published the task"
+            )
+        return super().get(*args, **kwargs)
 
 
 class Closed(BaseException):
@@ -105,6 +123,45 @@ def life(app: Celery, queue_life: float, countdown: object, eta: object, expires
     if ends is not None:
         seconds = min(seconds, max(0.001, ends))
     return min(seconds, MAX_SECONDS)
+
+
+def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
+    """Tell whether a final state of the task was stored after this time; where no results are kept, nobody knows."""
+    if (
+        isinstance(backend, DisabledBackend) or backend.as_uri() == "rpc://"
+    ):  # that one gives its states to one reader only
+        return False
+    try:
+        meta = backend.get_task_meta(task_id, cache=False)
+        stored = meta.get("date_done")
+        ended = maybe_iso8601(stored) if isinstance(stored, str) else stored
+        after = since + timedelta(milliseconds=1)  # a lock knows its time in whole milliseconds
+        return meta["status"] in states.READY_STATES and (ended is None or maybe_make_aware(ended, UTC) >= after)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # of whichever backend
+        events.log.warning("Nobody knows whether %s has ended: %s: %s", task_id, type(error).__name__, error)
+        return False
+
+
+def level_of(name: str) -> int:
+    """Return how loudly to tell of a message that is not published under this lock: once a minute it is a WARNING.
+
+    It is wanted, as a rule. But where no worker frees the lock, as one without the task's decorator, nothing is published any more.
+    """
+    minute = int(monotonic() // 60)
+    if _told.get(name) == minute:
+        return logging.INFO
+    if len(_told) >= MANY:
+        _told.clear()
+    _told[name] = minute
+    return logging.WARNING
+
+
+_told: dict[str, int] = {}
+"""The minute in which each lock was told of."""
+MANY = 1000
+"""Locks that are remembered at most."""
 
 
 def _seconds_until(app: Celery, when: object) -> float | None:

@@ -8,29 +8,30 @@ a conflict is not retried as if it were the body's failure.
 
 from __future__ import annotations
 
-import random
+import logging
+import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from celery import signals
-from celery.app.task import Context
+from celery import Celery, states
+from celery.app.task import Context, Task
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore, Reject, Retry
 
 from ..core import LockInfo, events
 from ..core.handover import Ending, ExecutionLock
-from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
+from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
-from .base import AGAIN_HEADER, MOMENT, LockedTask
+from .again import Elsewhere, RepublishedTask
+from .base import MOMENT
 from .execution import Execution, leave_queue, release, running
 from .key import lock_name
+from .message import KEY_HEADER, header, mark_life
 from .options import Mark, Options
 from .publish import life
 
-RESCHEDULED_HEADER = "single_instance_rescheduled"
-"""Carries how often a message has been rescheduled."""
-DONE_LIFE = 3600.0
-"""Seconds for which a message is known as worked off: as long as a broker may take to deliver it again."""
+_foreign: set[str] = set()
+"""Tasks of which a message without our headers has come, and that was told."""
 
 if TYPE_CHECKING:
     _DjangoTask = DjangoTask[Any, Any]
@@ -38,7 +39,7 @@ else:
     _DjangoTask = DjangoTask
 
 
-class SingleInstanceMixin(LockedTask):
+class SingleInstanceMixin(RepublishedTask):
     """Makes a task class run one instance at a time: ``class MyTask(SingleInstanceMixin, ProjectTask)``.
 
     The options are a dict in the class attribute, or the task option, ``single_instance``; subclasses inherit them one by one.
@@ -47,18 +48,36 @@ class SingleInstanceMixin(LockedTask):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if Task in cls.__mro__ and cls.__mro__.index(Task) < cls.__mro__.index(SingleInstanceMixin):
+            raise TypeError(
+                f"{cls.__qualname__} has no lock, because its class that derives from Task stands in front of the mixin: write "
+                f"class {cls.__name__}(SingleInstanceMixin, ...)"
+            )
+        run = getattr(cls, "run", None)
         if "single_instance" in cls.__dict__:
             given = cls.__dict__["single_instance"]
             del cls.single_instance  # so that the property of that name shows
             if isinstance(given, Mark):
                 given.effective = True
                 given = given.options
-            cls._given_options = {**cls._given_options, **options_of.check(given, getattr(cls, "run", None))}
+            cls._given_options = {**cls._given_options, **options_of.check(given, run)}
+        if "run" in cls.__dict__:  # which the options of a base were not written for
+            options_of.check({"key": cls._given_options.get("key")}, run)
         throws = getattr(cls, "throws", ())
         if not isinstance(throws, tuple):
             throws = (throws,)
         if TaskAlreadyRunning not in throws:
             cls.throws = (*throws, TaskAlreadyRunning)  # logged at INFO and without a traceback
+
+    _tracks_started = False
+
+    @classmethod
+    def bind(cls, app: Celery) -> Any:
+        """Have the run itself store STARTED: the tracer would also do so for a copy, perhaps over a result."""
+        bound = super().bind(app)
+        if cls.track_started:
+            cls._tracks_started, cls.track_started = True, False
+        return bound
 
     @property
     def single_instance(self) -> Execution:
@@ -82,63 +101,97 @@ class SingleInstanceMixin(LockedTask):
                 with Execution(self.name, task_id, outer.lock):
                     return super().__call__(*args, **kwargs)
         queued = None
+        if options.scope != "run":
+            self._tell_foreign(request)
         if request is not None and task_id is not None and options.scope in ("queued", "queued+run"):
             queued = self._waiting_lock(key, task_id, options, {})
-        if options.scope == "queued":
+        lock = self._running_lock(name, options, request, args, kwargs)
+        if options.scope == "queued" and (lock.delivery is None or not lock.delivery.message):
             leave_queue(queued)
             with Execution(self.name, task_id):
                 return super().__call__(*args, **kwargs)
-        lock = self._running_lock(name, options, request, args, kwargs)
         try:
             try:
                 acquired, holder = self._acquire(lock, options, queued)
             except LockBackendError as error:
                 if options.on_backend_error == "reschedule":
-                    self._reschedule(name, error, options, request, options.reschedule_limit, queued)
+                    self._reschedule(lock, error, options, request, options.reschedule_limit, queued)
                 if options.on_backend_error != "run":
                     raise
                 events.log.warning("%s runs without its lock, for Redis does not answer.", lock.label)
             else:
-                if lock.worked_off:
-                    events.log.info("%s has been worked off before; this copy of its message is dropped.", lock.label)
-                    raise Ignore("worked off before")
                 if not acquired:
+                    self._meet_copies(lock, request, options)
                     return self._conflict(lock, holder, options, request, queued)
+            if self._tracks_started:
+                self._store_started(request)
             queued = leave_queue(queued)  # once: what holds the place later is the message of a retry
             try:
-                with Execution(self.name, task_id, lock):
+                with Execution(self.name, task_id, None if options.scope == "queued" else lock):
                     result = super().__call__(*args, **kwargs)
             except BaseException as error:
                 self._set_ending(lock, options, request, error)
                 raise
             self._set_ending(lock, options, request)
             return result
-        except (_Rescheduled, Retry):  # what holds the place from now on is the message that was published again
+        except (Elsewhere, Retry):  # what holds the place from now on is another message, or a copy of this one
             queued = None
             raise
         finally:
             release(lock)
             leave_queue(queued)
 
+    def _tell_foreign(self, request: Context | None) -> None:
+        """Tell, once, that a message has none of our headers: it held no lock while it waited."""
+        if request is None or request.is_eager or header(request, KEY_HEADER) is not None or self.name in _foreign:
+            return
+        _foreign.add(self.name)
+        events.log.warning(
+            "%s[%s] has been published without its lock: by a program that does not have the task's code, or something has taken "
+            "the headers of its message away. The scope %r begins at the start of such messages.",
+            self.name,
+            request.id,
+            self._options.scope,
+        )
+
+    def _store_started(self, request: Context | None) -> None:
+        if request is not None and not (request.is_eager or self.ignore_result or request.ignore_result):
+            where = {"pid": os.getpid(), "hostname": request.hostname}
+            self.backend.store_result(request.id or "", where, states.STARTED, request=request)
+
     def _set_ending(
         self, lock: ExecutionLock, options: Options, request: Context | None, error: BaseException | None = None
     ) -> None:
         """Have the lock end by how the body ended: with this error, or without."""
-        delivery = lock.delivery
-        marked = options.expire if delivery is not None and delivery.mark else 0.0
+        late, delivery = self.acks_late, lock.delivery
+        if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
+            # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
+            if options.scope == "job" and late and delivery is not None:
+                lock.ending = Ending(keep_id=delivery.id, keep=options.queue_life)
+            return
+        marked = 0.0
+        if delivery is not None and delivery.message:
+            marked = options.expire if late else mark_life(self.app, options.queue_life)
+        keep_id, keep = "", 0.0
         if isinstance(error, Retry):
-            lock.ending = Ending(marked)
-            if options.scope == "job" and delivery is not None:
-                waits = life(self.app, options.queue_life, None, error.when, None)
-                lock.ending = Ending(marked, delivery.id, waits)
-        elif error is not None and (isinstance(error, (Ignore, Reject)) or not isinstance(error, Exception)):
-            return  # it is for the task to say what becomes of its message, and for the broker when the process ends
-        elif options.keep_for:
-            lock.ending = Ending(marked, f"{'' if delivery is None else delivery.id}:kept", options.keep_for)
-        else:
-            lock.ending = Ending(marked)
-        if marked and request is not None:
+            if options.scope == "job" and delivery is not None and self._has_key(error, lock):
+                keep_id, keep = delivery.id, life(self.app, options.queue_life, None, error.when, None)
+        elif options.keep_for and options.scope != "queued" and not isinstance(error, (Ignore, Reject)):
+            keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
+        lock.ending = Ending(marked, not late, keep_id, keep)
+        if marked and late and request is not None:
             request.update(single_instance_lock=lock)
+
+    def _has_key(self, retry: Retry, lock: ExecutionLock) -> bool:
+        """Tell whether the message of a retry, which may have other arguments, is under this lock."""
+        message = getattr(retry, "sig", None)
+        if message is None:
+            return True
+        try:
+            key = self._key(self._signature.bind(*message.args, **message.kwargs))
+        except TypeError:  # it has no key; its worker tells of wrong arguments
+            return False
+        return lock_name(self.name, key) == lock.name
 
     def _traced_request(self) -> Context | None:
         """Return the request of the execution that begins with this call, or None when a task is called like a function."""
@@ -157,12 +210,12 @@ class SingleInstanceMixin(LockedTask):
         """Return whether the lock was acquired, and else who holds it, as far as that can be known."""
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
-        if not acquired and wait and queued is not None and not lock.worked_off:
+        if not acquired and wait and queued is not None and not lock.refused:
             with queued.alive(options.expire):  # a hard time limit may end the wait, and its message for ever
                 acquired = lock.acquire(timeout=wait)
         if acquired:
             return True, None
-        if lock.worked_off:
+        if lock.refused:
             return False, None
         with suppress(LockBackendError):  # that the lock is held is known, so this is no reason to run without it
             holder = lock.owner()
@@ -170,7 +223,7 @@ class SingleInstanceMixin(LockedTask):
             if holder is None or holder.label == lock.label:
                 if lock.acquire(timeout=MOMENT):
                     return True, None
-                holder = lock.owner()
+                holder = None if lock.refused else lock.owner()
             return False, holder
         return False, None
 
@@ -189,10 +242,9 @@ class SingleInstanceMixin(LockedTask):
             None if holder is None else holder.ttl,
         )
         policy, limit = options.on_conflict, options.reschedule_limit
-        again = lock.delivery is not None and lock.delivery.again and holder is None
-        if request is not None and (again or (holder is not None and holder.label == lock.label)):
-            # The same id: a retry whose former run goes on, or a message delivered twice. It may be the only copy.
-            policy, limit, again = "reschedule", None, True
+        same = request is not None and holder is not None and holder.label == lock.label
+        if same:  # the same id: a retry whose former run goes on, or a message that nothing tells from its copies
+            policy, limit = "reschedule", None
         events.emit(
             "conflict",
             "%s finds the lock held for %.1f s by %s (on_conflict: %s).",
@@ -205,9 +257,12 @@ class SingleInstanceMixin(LockedTask):
             task=self.name,
             task_id=None if request is None else request.id,
             on_conflict=policy,
+            level=logging.DEBUG if policy == "skip" else None,  # told once, by the skip itself
         )
-        if policy != "reschedule":
-            lock.count_duplicate()
+        if policy == "reschedule":
+            self._reschedule(lock, error, options, request, limit, queued, silent=same)
+        lock.count_duplicate()
+        self._claim_copies(lock, request, options, final=True)
         if callable(policy):
             return policy(self, error)
         if policy == "skip":
@@ -222,77 +277,11 @@ class SingleInstanceMixin(LockedTask):
                 task_id=None if request is None else request.id,
             )
             return options.skip_result
-        if policy == "reschedule":
-            self._reschedule(lock.name, error, options, request, limit, queued, again)
         raise error
 
-    def _reschedule(
-        self,
-        name: str,
-        error: LockError,
-        options: Options,
-        request: Context | None,
-        limit: int | None,
-        queued: ExecutionLock | None,
-        again: bool = False,
-    ) -> NoReturn:
-        """Publish the same message again for later, or raise the error where that cannot be done.
 
-        As `Task.retry` does, but without spending one of the task's retries. And the state is stored before the message is
-        out: for a Retry, Celery stores it afterwards, and so over the result of a successor that was faster.
-        """
-        if request is None or request.is_eager:
-            raise error
-        headers = request.as_execution_options()["headers"]
-        before = headers.get(RESCHEDULED_HEADER, 0)
-        if limit is not None and before >= limit:
-            raise error
-        delay = options.reschedule_delay * random.uniform(0.5, 1.5)  # noqa: S311
-        headers = {**headers, RESCHEDULED_HEADER: before + 1} | ({AGAIN_HEADER: True} if again else {})
-        message = self.signature_from_request(request, countdown=delay, retries=request.retries, headers=headers)
-        if queued is not None:  # it waits again, and is still the one that waits
-            with suppress(LockBackendError):
-                queued.acquire(blocking=False)
-        try:
-            if not (self.ignore_result or request.ignore_result):
-                self.backend.mark_as_retry(message.options["task_id"], error, request=request)
-            super(LockedTask, self).apply_async(
-                message.args, message.kwargs, **message.options
-            )  # the key stays what its producer said
-        except Exception as failure:
-            raise error from failure
-        events.emit(
-            "rescheduled",
-            "%s[%s] is published again, to start in %.1f s.",
-            self.name,
-            request.id,
-            delay,
-            name=name,
-            task=self.name,
-            task_id=request.id,
-            delay=delay,
-            often=before + 1,
-        )
-        raise _Rescheduled(f"published again: {error}")
-
-
-class _Rescheduled(Ignore):
-    """The message was published again."""
-
-
-@signals.task_postrun.connect
-def _confirm(sender: Any = None, **kwargs: Any) -> None:
-    """Note that the result of a message that may come again is stored and that its callbacks are sent."""
-    if not isinstance(sender, SingleInstanceMixin):
-        return
-    request = sender.request_stack.top
-    lock = getattr(request, "single_instance_lock", None)
-    if request is None or lock is None:
-        return
-    try:
-        lock.confirm(DONE_LIFE)
-    except LockBackendError as error:
-        events.log.warning("Nobody will know that %s was worked off: %s", lock.label, error)
+def is_requeued(error: object) -> bool:
+    return isinstance(error, Reject) and bool(getattr(error, "requeue", False))
 
 
 class SingleInstanceTask(SingleInstanceMixin, _DjangoTask):

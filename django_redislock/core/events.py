@@ -16,7 +16,7 @@ LEVELS = {
     "waited": logging.DEBUG,
     "released": logging.DEBUG,
     "conflict": logging.INFO,
-    "skipped": logging.WARNING,
+    "skipped": logging.INFO,
     "rescheduled": logging.INFO,
     "not_renewed": logging.WARNING,
     "force_released": logging.WARNING,
@@ -25,9 +25,9 @@ LEVELS = {
 }
 
 
-def emit(event: str, message: str, *args: object, **data: Any) -> None:
+def emit(event: str, message: str, *args: object, level: int | None = None, **data: Any) -> None:
     """Log one event of a lock's life and tell the listeners, which must not raise; `data` contains the lock's `name`."""
-    level = LEVELS[event]
+    level = LEVELS[event] if level is None else level
     if log.isEnabledFor(level):
         log.log(level, message, *args)
     for listener in listeners:

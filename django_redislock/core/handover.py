@@ -1,8 +1,10 @@
 """A lock that goes from a message to the execution that the message brings about, and from there to a retry.
 
-A message holds the lock under an id made from the task's id. Its execution takes it over under an id of its own, so that the
-same message delivered again does not pass for the execution that lives. What was worked off is marked, in two steps: with the
-release ("ending"), and when the result is stored and all callbacks are sent ("done").
+A message holds the lock under an id made from the task's id. Its execution takes it over under an id of its own, so that a copy
+of the message does not pass for the execution that lives. The copies of a message may start in any order, and one of them runs:
+each finds the lock of the run that lives, or the mark of the message. An execution leaves the mark with its release: "done", or,
+when its message is acknowledged later, "ending", and "done" when the result is stored and all callbacks are sent. The mark also
+tells in which version the message was published again.
 """
 
 from __future__ import annotations
@@ -13,18 +15,20 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from . import contention, owner, protocol
 from .keys import LockKeys, lock_keys, milliseconds
 from .lease import GONE, Lease
 from .lock import Lock
+from .owner import LockInfo
 from .scripts import Script
 from .steps import Call, Steps, attempt
 from .watchdog import watchdog
 
-START = Script("start", "counts", "turns")
+START = Script("start", "counts", "turns", "message")
 LEAVE = Script("leave")
+CLAIM = Script("claim", "message")
 DONE = Script("done")
 
 _json = json.JSONEncoder(separators=(",", ":")).encode
@@ -38,17 +42,21 @@ class Delivery(NamedTuple):
 
     id: str
     """The id under which it may hold the lock while it waits."""
-    mark: str
-    """What it is known by when it has been worked off; "" for what cannot come twice."""
-    again: bool
-    """It may have come before."""
+    message: str = ""
+    """What all its copies have in common, and no other message has; "" for what cannot come twice."""
+    known: bool = False
+    """Whether its copies can be told from other messages."""
+    version: int = 0
+    """How often it was published again: of the copies, those of the last version count."""
 
 
 class Ending(NamedTuple):
     """What is left behind by an execution."""
 
     marked: float = 0.0
-    """Seconds for which its message is marked as worked off, unless that is confirmed."""
+    """Seconds for which its message is marked as processed."""
+    confirmed: bool = True
+    """Whether nothing comes after the release that would still have to be done."""
     keep_id: str = ""
     """Who has the lock from now on; nobody: it is released."""
     keep: float = 0.0
@@ -64,12 +72,14 @@ class ExecutionLock(Lock):
     """The lock of a message, or of its execution."""
 
     delivery: Delivery | None = None
-    details: Mapping[str, str] = {}
+    details: Mapping[str, Any] = {}
     """What more is told to those who ask who holds it."""
     ending = Ending()
     """What `release` leaves behind."""
-    worked_off = False
-    """Whether the lock was refused because the message has been worked off."""
+    processed = False
+    """Whether the lock was refused because the message has been processed, or published again."""
+    look_in: float | None = None
+    """Seconds until another look makes sense, when the lock was refused because a copy of the message runs or ends now."""
 
     def named(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
         """Return a lock as this one, with a name of its own, and what else is given; nothing of that is checked again."""
@@ -104,26 +114,59 @@ class ExecutionLock(Lock):
         """Count, for the page about contention, that a duplicate was prevented; that this may fail is of no account."""
         contention.count_duplicate(self._server, self.name, self._keys)
 
-    def confirm(self, life: float) -> None:
-        """Mark the message as worked off for so many seconds. Raises LockBackendError when Redis cannot answer."""
-        if self.delivery is not None:
-            self._server.run(self._confirm(self.delivery, life))
+    def claim(self, life: float, state: Literal["ending", "done"]) -> bool:
+        """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been processed.
 
-    def _confirm(self, delivery: Delivery, life: float) -> Steps[None]:
-        call = Call(DONE, (mark_key(self._keys, delivery),), (milliseconds(life),))
-        yield from attempt(self.name, call, 0.0)
+        Raises LockBackendError when Redis cannot answer.
+        """
+        delivery = self.delivery
+        if delivery is None or not delivery.known:
+            if state == "done":
+                self.confirm(life)
+            return True
+        args = (*_copies(delivery), os.urandom(4).hex().encode(), state.encode(), milliseconds(life))
+        reply = self._server.run(self._mark(Call(CLAIM, (self._keys.lock, mark_key(self._keys, delivery)), args)))
+        return self._is_granted(reply)
+
+    def confirm(self, life: float, version: int | None = None, *, alone: bool = True) -> None:
+        """Mark the message as processed, or as published again in this version, for so many seconds.
+
+        `alone`: nobody else has it; else a mark that says more stays. Raises LockBackendError when Redis cannot answer.
+        """
+        if self.delivery is not None and self.delivery.message:
+            state = b"done" if version is None else b"%d" % version
+            args = (state, milliseconds(life), b"" if alone else b"1")
+            self._server.run(self._mark(Call(DONE, (mark_key(self._keys, self.delivery),), args)))
+
+    def _mark(self, call: Call) -> Steps[int]:
+        _, reply = yield from attempt(self.name, call, 0.0)
+        return int(reply)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the lock was refused because of a copy of the message."""
+        return self.processed or self.look_in is not None
+
+    def _is_granted(self, reply: int) -> bool:
+        self.processed = reply == 0
+        self.look_in = (-1 - reply) / 1000 if reply < 0 else None
+        return reply > 0
+
+    def is_copy(self, holder: LockInfo | None) -> bool:
+        """Tell whether the holder of the lock is an execution of the same message."""
+        return holder is not None and self.delivery is not None and holder.id.startswith(f"{self.delivery.message}:")
 
     def _new_claim(self, timeout: float | None) -> protocol.Claim:
         delivery = self.delivery
         if delivery is None:
             return super()._new_claim(timeout)
-        lease = self._new_lease(self._given_id or f"{delivery.id}:{os.urandom(12).hex()}")
-        keys, args = (mark_key(self._keys, delivery),), (delivery.id.encode(), b"1" if delivery.again else b"0")
+        lease = self._new_lease(self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}")
+        keys = (mark_key(self._keys, delivery),)
+        args = (delivery.id.encode(), b"1" if delivery.known else b"0", *_copies(delivery))
         return protocol.Claim(lease, self._record(), timeout, self._given_id is not None, START, keys, args)
 
     def _begins(self, lease: Lease) -> bool:
-        self.worked_off = not lease.fence
-        return not self.worked_off
+        return self._is_granted(lease.fence)
 
     def _release(self) -> Steps[None]:
         delivery = self.delivery
@@ -148,13 +191,14 @@ class ExecutionLock(Lock):
                 id,
                 lease.name.encode(),
                 b"%d" % lease.fence,
-                milliseconds(ending.marked) if ending.marked and delivery.mark else b"",
+                milliseconds(ending.marked) if ending.marked and delivery.message else b"",
                 ending.keep_id.encode(),
                 milliseconds(ending.keep),
                 self._record(),
+                b"done" if ending.confirmed else b"ending",
             ),
         )
-        # Also when the lock was lost: that the message has been worked off is no less true.
+        # Also when the lock was lost: that the message has been processed is no less true.
         _, reply = yield from attempt(lease.name, call, lease.deadline, lease.retry_for)
         return bool(reply)
 
@@ -166,4 +210,8 @@ class ExecutionLock(Lock):
 
 
 def mark_key(keys: LockKeys, delivery: Delivery) -> bytes:
-    return keys.held.removesuffix(b"held") + b"done:" + delivery.mark.encode()
+    return keys.held.removesuffix(b"held") + b"done:" + delivery.message.encode()
+
+
+def _copies(delivery: Delivery) -> tuple[bytes, bytes]:
+    return delivery.message.encode(), b"%d" % delivery.version

@@ -42,6 +42,8 @@ class LockInfo:
     """What a task was called with, shortened, and without what should not be shown."""
     worker: str = ""
     """The name of the Celery worker; none while the task waits in its queue."""
+    result_ignored: bool = False
+    """Whether nobody will be given the task's result."""
 
     @property
     def holder(self) -> str:
@@ -118,6 +120,7 @@ class Held:
             waiting=self.waiting,
             arguments=fields.get("arguments", ""),
             worker=fields.get("worker", ""),
+            result_ignored=fields.get("result_ignored", False),
         )
 
 

@@ -77,8 +77,9 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
                 call = claim.call(waiter.channel, False, ticket)
             sent, reply = yield from attempt(lease.name, call, until, lease.retry_for)
             if isinstance(reply, int):
-                lease.begin(abs(reply), sent)
-                lease.shared = claim.given_id and reply < 0
+                before = reply < 0 and claim.script is scripts.ACQUIRE  # START says something else by it
+                lease.begin(-reply if before else reply, sent)
+                lease.shared = claim.given_id and before
                 _tell_wait(lease, began, acquired=True)
                 return True
             if last:

@@ -31,6 +31,8 @@ class Pulse(bootsteps.StartStopStep):
 app.steps["worker"].add(Pulse)
 
 BROKER = "REDISLOCK_TEST_BROKER"
+TRANSPORT = "REDISLOCK_TEST_TRANSPORT"
+"""The options of the broker's transport, as JSON."""
 
 
 def use(server_url: str, broker_url: str | None = None) -> None:
@@ -38,6 +40,9 @@ def use(server_url: str, broker_url: str | None = None) -> None:
     base = server_url.rpartition("/")[0]
     app.conf.update(broker_url=broker_url or f"{base}/1", result_backend=f"tests.celery_site.backend.Backend+{base}/2")
 
+
+if TRANSPORT in os.environ:
+    app.conf.broker_transport_options = json.loads(os.environ[TRANSPORT])
 
 if "REDISLOCK_TEST_BEAT" in os.environ:
     app.conf.beat_schedule = {"it": json.loads(os.environ["REDISLOCK_TEST_BEAT"])}

@@ -38,6 +38,8 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                     # Not at once: Celery stores RETRY after it has published the retry, at times over its result.
                     raise task.retry(countdown=0.3 if how == "retry" else 1.0, max_retries=2)
                 return task.request.retries
+            case "retry elsewhere":  # with other arguments, which are another key
+                raise task.retry(args=(f"{name}-elsewhere",), countdown=1)
             case "retry late":
                 if task.request.retries < 1:
                     raise task.retry(countdown=4, max_retries=2)
@@ -285,8 +287,8 @@ def short_queue(self: Any, name: str, how: str = "return") -> Any:
 
 
 # Acknowledged late: one for each scope under which a message that is delivered again must not run beside its first run, and
-# those whose first run dies, with a life that a test can wait for.
-def late_task(name: str, scope: str, expire: float = 60) -> Any:
+# those whose first run dies: all with a life that a test can wait for, as a copy looks again at its end.
+def late_task(name: str, scope: str, expire: float = 5) -> Any:
     def body(self: Any, name: str, how: str = "return") -> Any:
         return act(self, name, how)
 
@@ -300,3 +302,28 @@ late_queued = late_task("late_queued", "queued+run")
 late_job = late_task("late_job", "job")
 dying = late_task("dying", "run", expire=2)
 dying_job = late_task("dying_job", "job", expire=2)
+
+
+# Of which copies come in any order: one for each policy and scope, and acknowledgement.
+def copied_task(number: int, *, late: bool, **options: Any) -> Any:
+    def body(self: Any, name: str, how: str = "return") -> Any:
+        return act(self, name, how)
+
+    body.__qualname__ = body.__name__ = f"copied_{number}_{'late' if late else 'early'}"
+    marked = single_instance(key="{name}", **{"expire": 3, "reschedule_delay": 60, **options})(body)
+    return shared_task(bind=True, name=f"copied.{body.__name__}", acks_late=late, reject_on_worker_lost=late)(marked)
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"on_conflict": "raise"},
+    {"on_conflict": "skip", "skip_result": "skipped"},
+    {"on_conflict": "reschedule"},
+    {"on_conflict": "wait", "wait": 20},
+    {"on_conflict": decide},
+    {"scope": "queued"},
+    {"scope": "queued+run"},
+    {"scope": "job"},
+]
+COPIED = [
+    copied_task(number, late=late, **options) for number, options in enumerate(POLICIES) for late in (False, True)
+]

@@ -2,8 +2,10 @@
 -- message was worked off before.
 -- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 mark of the message, 6 receipts, if the id was given
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw one),
---       8 id under which the message holds the lock while it waits, 9 '1' when the message may have come before
--- Returns what acquire.lua returns, and 0 when the message was worked off.
+--       8 id under which the message holds the lock while it waits, 9 '1' when its copies can be told from other messages,
+--       10 what the ids of the message's executions begin with, 11 its version
+-- Returns the fence when acquired, 0 when the message was processed or published again, -1 - (ms until another look) when a
+-- copy of it runs or ends now, else what acquire.lua returns.
 local id, life_ms = ARGV[1], tonumber(ARGV[2])
 local now = now_us()
 local value = redis.call('GET', KEYS[1])
@@ -14,16 +16,15 @@ end
 local entry = ARGV[5] .. '\n' .. id
 local ticket, waits = ARGV[7] ~= '' and ARGV[7] or whole(now), ARGV[6] == '1'
 
-local mark = ARGV[9] == '1' and redis.call('GET', KEYS[5])
-if mark and not (value and is_of(value, id) and fence_of(value) ~= '0') then
-  redis.call('ZREM', KEYS[4], entry)
-  if value and is_of(value, id) then
-    hand_over(KEYS[1], KEYS[4], id)
+if ARGV[9] == '1' and not (value and is_of(value, id) and fence_of(value) ~= '0') then
+  local other = in_other_hands(KEYS[1], value, KEYS[5], ARGV[10], tonumber(ARGV[11]), id)
+  if other then
+    redis.call('ZREM', KEYS[4], entry)
+    if value and is_of(value, id) then
+      hand_over(KEYS[1], KEYS[4], id)
+    end
+    return other
   end
-  if mark == 'done' then
-    return 0
-  end
-  return {redis.call('PTTL', KEYS[5]), ticket}
 end
 
 if value and is_of(value, ARGV[8]) and fence_of(value) ~= '0' then

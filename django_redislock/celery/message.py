@@ -1,0 +1,88 @@
+"""What tells a message from others, when it comes to a worker: several times perhaps, and in any order.
+
+A broker gives a message to another worker when it has heard nothing of it for too long. The first worker may then still have its
+copy in its memory, and start it at any time.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from celery import Celery
+from celery.app.task import Context
+
+from ..core.handover import Delivery, waiting_id
+
+KEY_HEADER = "single_instance_key"
+"""Carries the key of a message, so that producers and workers of different versions agree."""
+SCOPE_HEADER = "single_instance_scope"
+"""Carries the scope of a message that holds a lock while it waits, for a worker that does not know the scope."""
+MESSAGE_HEADER = "single_instance_message"
+"""Tells one message from another of the same task id; its copies have it in common."""
+AGAIN_HEADER = "single_instance_again"
+"""Says that a message without `MESSAGE_HEADER` may be a copy of one that is being processed."""
+VERSION_HEADER = "single_instance_version"
+"""Carries how often a message has been published again, for whatever reason."""
+SEEN_HEADER = "single_instance_seen"
+"""Carries the fence of the execution that a copy found running, when it looks again."""
+RESCHEDULED_HEADER = "single_instance_rescheduled"
+"""Carries how often a message has been rescheduled, because of a conflict."""
+MARK_LIFE = 3600.0
+"""Seconds for which it is known that a message was processed, at least: as long as Redis as broker waits for a worker."""
+
+
+def new_message(headers: Mapping[str, Any] | None, key: str, scope: str) -> dict[str, Any]:
+    """Return the headers of a new message, which may be a retry with the headers of the one before."""
+    former = (VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER)
+    headers = {name: value for name, value in (headers or {}).items() if name not in former}
+    held = {} if scope == "run" else {SCOPE_HEADER: scope}
+    return with_ours(headers, {KEY_HEADER: key, MESSAGE_HEADER: secrets.token_hex(4), **held})
+
+
+def with_ours(headers: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headers with ours among them; also where a tracer for distributed traces has put some within them."""
+    nested = headers.get("headers")
+    return {**headers, **ours} | ({"headers": {**nested, **ours}} if isinstance(nested, Mapping) else {})
+
+
+def header(request: Context | None, name: str) -> Any:
+    """Return this header of the message, or None.
+
+    Headers within the headers are all that Celery shows as ``request.headers``; the others are attributes of the request.
+    """
+    if request is None:
+        return None
+    outer = request.get(name)
+    return (request.headers or {}).get(name) if outer is None else outer
+
+
+def delivery_of(request: Context) -> Delivery:
+    """Return how the message came."""
+    id = waiting_id(request.id or "")
+    if request.is_eager:
+        return Delivery(id)
+    # What was published without us has what kombu's brokers give to each message; RabbitMQ gives it none, and tells of copies.
+    message = header(request, MESSAGE_HEADER) or (request.properties or {}).get("delivery_tag") or ""
+    again = (request.delivery_info or {}).get("redelivered") or header(request, AGAIN_HEADER)
+    version = header(request, VERSION_HEADER)
+    common = f"{id}:{request.retries}:{waiting_id(str(message)) if message else ''}"
+    return Delivery(id, common, bool(message or again), version if isinstance(version, int) else 0)
+
+
+def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[str, Any]:
+    """Return the headers of the same message when it is published again."""
+    names = (KEY_HEADER, SCOPE_HEADER, MESSAGE_HEADER, AGAIN_HEADER, RESCHEDULED_HEADER)
+    ours = {name: value for name in names if (value := header(request, name)) is not None}
+    ours |= {VERSION_HEADER: delivery.version + 1, **more}
+    if MESSAGE_HEADER not in ours:
+        tag = (request.properties or {}).get("delivery_tag")
+        ours |= {MESSAGE_HEADER: tag} if tag else {AGAIN_HEADER: delivery.known}
+    return with_ours(request.as_execution_options()["headers"], ours)
+
+
+def mark_life(app: Celery, queue_life: float) -> float:
+    """Return for how many seconds a message is known that was processed: for as long as a copy of it may still come."""
+    silence = (app.conf.broker_transport_options or {}).get("visibility_timeout", 0)
+    return max(MARK_LIFE, queue_life, float(silence))
