@@ -174,7 +174,7 @@ def _check_limit(value: object, name: str) -> object:
 def _check_key(value: object, name: str) -> object:
     if value == "":
         raise ValueError(f"{name} must not be empty; one lock whatever the arguments is {name}=[]")
-    if isinstance(value, str) and not any(fields_of(value)):
+    if isinstance(value, str) and next(fields_of(value), None) is None:
         raise ValueError(
             f"{name}={value!r} is the same for all arguments: a parameter stands in braces, as in {name}='{{{value}}}'; one lock "
             f"whatever the arguments is {name}=[]"
