@@ -63,7 +63,7 @@ def test_200_clients_in_8_processes_compute_once(client, redis_url, run_python, 
     for crowd in crowds:
         crowd.send()
     wait_until(lambda: waiting(client) == 7, timeout=30)
-    (computing,) = [crowd for crowd in crowds if only(crowd.lines, "computing")]
+    (computing,) = wait_until(lambda: [crowd for crowd in crowds if only(crowd.lines, "computing")])
     computing.send()
     for crowd in crowds:
         assert crowd.wait_for(event="done")["outcomes"] == [{"by": "one"}] * 25
@@ -145,7 +145,7 @@ def test_those_who_waited_for_a_failure_get_it(client, redis_url, run_python, ba
     for crowd in crowds:
         crowd.send()
     wait_until(lambda: waiting(client) == 3, timeout=30)
-    (computing,) = [crowd for crowd in crowds if only(crowd.lines, "computing")]
+    (computing,) = wait_until(lambda: [crowd for crowd in crowds if only(crowd.lines, "computing")])
     computing.send("raise")
     for crowd in crowds:
         outcomes = crowd.wait_for(event="done")["outcomes"]

@@ -13,7 +13,7 @@ from .wanted import KIND, lease_name
 
 INVALIDATE = Script("invalidate")
 
-BATCH = 1000
+BATCH = 250
 """Leases ended in one call at most, so that the server is not kept busy for long."""
 
 

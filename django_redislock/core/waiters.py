@@ -146,11 +146,15 @@ class Waiters(Generic[W]):
         for lock, found in list(self._first.items()):
             if found() is None:
                 self._first.pop(lock, None)
-        oldest: dict[bytes, W] = {}
+        waiting: dict[bytes, list[W]] = {}
         for waiter in self.all():
-            oldest.setdefault(waiter.lock, waiter)
-        for waiter in oldest.values():
-            self._looking(waiter).wake()
+            waiting.setdefault(waiter.lock, []).append(waiter)
+        for lock, same in waiting.items():
+            first = self._looking(same[0])
+            if first.woken:  # and it has not come since the last look: it was interrupted, or is busy
+                first = next((waiter for waiter in same if not waiter.woken), first)
+                self._first[lock] = ref(first)
+            first.wake()
 
     def wake_all(self, but: W | None = None) -> None:
         """Wake everybody."""
@@ -159,8 +163,12 @@ class Waiters(Generic[W]):
                 waiter.wake()
 
     def _looking(self, waiter: W) -> W:
-        """Return who looks for the waiter's lock: this one, if nobody did."""
-        return self._first.setdefault(waiter.lock, ref(waiter))() or waiter
+        """Return who looks for the waiter's lock: this one, if nobody did who still waits."""
+        first = self._first.setdefault(waiter.lock, ref(waiter))()
+        if first is None or (first is not waiter and not self._has(first)):
+            first = waiter
+            self._first[waiter.lock] = ref(waiter)
+        return first
 
 
 class Pulse:
