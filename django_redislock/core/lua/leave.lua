@@ -11,7 +11,7 @@ local value = redis.call('GET', KEYS[1])
 if not (value and is_of(value, id .. '\n' .. fence)) then
   return redis.call('ZSCORE', KEYS[4], fence) and 1 or 0
 end
-keep_receipt(KEYS[4], fence)
+keep_receipt(KEYS[4], fence, fence)
 if ARGV[5] ~= '' then
   redis.call('ZREM', KEYS[4], 'id ' .. ARGV[5])
   local now = now_us()

@@ -4,8 +4,8 @@
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
 -- id \n 0 \n end (ms) \n channel , and it stays a while after its end, to tell who did not come. More of it: turns.lua.
 -- A queue is a sorted set of  channel \n id  by the ticket (server clock, us) that each waiter drew.
--- The receipts of a lock are a sorted set, by time (ms), of the fences that were released, of  id <id>  where a release named
--- no fence, and of  reset <id of the call> : of two minutes, and of that the newest 1024.
+-- The receipts of a lock are a sorted set, by fence, of the fences that were released, of  id <id>  where a release named
+-- no fence, and of  reset <id of the call> : the newest 1024, until two minutes after the last one.
 
 local RESERVED_MS = 500       -- a signalled waiter claims within this, or the next one is served
 -- No script keeps the server busy for more than 5 ms, so it goes through no more than so many entries of queues:
@@ -60,14 +60,12 @@ local function index(held, name, now, life_ms)
   end
 end
 
--- Keep a receipt: when the call is repeated because its reply was lost, it gets the same answer.
-local function keep_receipt(receipts, receipt)
-  local now = now_us()
-  local now_ms = math.floor(now / 1000)
-  redis.call('ZADD', receipts, now_ms, receipt)
+-- Keep a receipt of an end of the acquisition of that fence: when the call is repeated because its reply was lost, it gets the
+-- same answer. Fences grow, so their order is that of time.
+local function keep_receipt(receipts, receipt, fence)
+  redis.call('ZADD', receipts, fence, receipt)
   redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)
-  if now % 16 == 0 then
-    redis.call('ZREMRANGEBYSCORE', receipts, '-inf', now_ms - RECEIPT_LIFE_MS)
+  if tonumber(fence) % 16 == 0 then
     redis.call('ZREMRANGEBYRANK', receipts, 0, -RECEIPTS - 1)
   end
 end
