@@ -25,7 +25,7 @@ from .scripts import Script
 from .steps import Call, Commands, Join, Leave, Steps, attempt, together
 from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, lease_name, outer
 
-LEASE = Script("lease")
+LEASE = Script("lease", "index", "take", "handover")
 
 PIECE = 262144
 """Bytes of a large value that are fetched at once."""

@@ -23,8 +23,8 @@ from .scripts import Script
 from .steps import Call, Steps, attempt
 from .watchdog import watchdog
 
-START = Script("start", "counts", "turns")
-LEAVE = Script("leave")
+START = Script("start", "index", "take", "handover", "counts", "turns")
+LEAVE = Script("leave", "index", "receipts", "handover")
 DONE = Script("done")
 
 _json = json.JSONEncoder(separators=(",", ":")).encode
