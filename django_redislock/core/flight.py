@@ -28,7 +28,7 @@ from .steps import Call, Commands, Join, Leave, Pause, Steps, attempt, together
 from .waiters import LOOK_EVERY
 from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, is_forbidden, is_refusal, lease_name, outer
 
-LEASE = Script("lease")
+LEASE = Script("lease", "index", "take", "handover")
 
 PIECE = 262144
 """Bytes of a large value that are fetched at once."""

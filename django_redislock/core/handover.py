@@ -26,8 +26,8 @@ from .scripts import Script
 from .steps import Call, Steps, attempt
 from .watchdog import watchdog
 
-START = Script("start", "counts", "turns", "message")
-LEAVE = Script("leave")
+START = Script("start", "index", "take", "handover", "counts", "turns", "message")
+LEAVE = Script("leave", "index", "receipts", "handover")
 CLAIM = Script("claim", "message")
 DONE = Script("done")
 

@@ -11,7 +11,7 @@ from .scripts import Script
 from .steps import Call, Steps, attempt
 from .wanted import KIND, lease_name
 
-INVALIDATE = Script("invalidate")
+INVALIDATE = Script("invalidate", "handover")
 
 BATCH = 250
 """Leases ended in one call at most, so that the server is not kept busy for long."""

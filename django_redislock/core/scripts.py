@@ -19,12 +19,12 @@ class Script:
         return f"<Script {self.name}>"
 
 
-ACQUIRE = Script("acquire", "counts", "turns")
-RELEASE = Script("release")
-RENEW = Script("renew")
-RESET = Script("reset")
-READ = Script("read", "waiters")
-QUEUE = Script("queue", "waiters")
+ACQUIRE = Script("acquire", "index", "take", "handover", "counts", "turns")
+RELEASE = Script("release", "receipts", "handover")
+RENEW = Script("renew", "index")
+RESET = Script("reset", "receipts", "handover")
+READ = Script("read", "handover", "waiters")
+QUEUE = Script("queue", "handover", "waiters")
 NAMES = Script("names")
 COUNT = Script("count")
 WAITS = Script("waits")

@@ -13,7 +13,7 @@ local value = redis.call('GET', KEYS[1])
 if not (value and is_of(value, id .. '\n' .. fence)) then
   return redis.call('ZSCORE', KEYS[4], fence) and 1 or 0
 end
-keep_receipt(KEYS[4], fence)
+keep_receipt(KEYS[4], fence, fence)
 if keep_id ~= '' then
   redis.call('ZREM', KEYS[4], 'id ' .. keep_id)
   local now = now_us()

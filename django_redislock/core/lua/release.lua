@@ -12,9 +12,9 @@ local held = value and is_of(value, id) and fence_of(value)
 if held and (fence == '' or fence == held) then
   if held ~= '0' then
     redis.pcall('ZREM', KEYS[2], ARGV[2])
-    keep_receipt(KEYS[4], held)
+    keep_receipt(KEYS[4], held, held)
     if fence == '' then
-      keep_receipt(KEYS[4], by_id)
+      keep_receipt(KEYS[4], by_id, held)
     end
   end
   hand_over(KEYS[1], KEYS[3], id)

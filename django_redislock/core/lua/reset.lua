@@ -19,6 +19,6 @@ if ARGV[2] ~= '' and ARGV[2] ~= fence then
   return -1
 end
 redis.pcall('ZREM', KEYS[2], ARGV[1])
-keep_receipt(KEYS[4], receipt)
+keep_receipt(KEYS[4], receipt, fence)
 hand_over(KEYS[1], KEYS[3], '')
 return 1

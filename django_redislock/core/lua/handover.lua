@@ -1,0 +1,61 @@
+-- How a free lock goes to who waits for it, and who of them is gone; put in front of the scripts that look at a queue.
+-- Write a reservation for a waiter who was told, and return it.
+local function reserve(lock, id, channel)
+  local value = id .. '\n0\n' .. whole(math.floor(now_us() / 1000) + RESERVED_MS) .. '\n' .. channel
+  redis.call('SET', lock, value, 'PX', RESERVED_MS + REMEMBERED_MS)
+  return value
+end
+
+local listens = {}  -- by channel
+
+-- Take those whose process is gone out of the first entries of the queue, and return how many they were. One that has lost its
+-- connection comes back to its place when it has a new one.
+local function drop_gone(queue, number)
+  local entries, channels, asked, gone = redis.call('ZRANGE', queue, 0, number - 1), {}, {}, {}
+  for i, entry in ipairs(entries) do
+    local channel = string.match(entry, '^[^\n]*')
+    channels[i] = channel
+    if listens[channel] == nil then
+      listens[channel] = true
+      asked[#asked + 1] = channel
+    end
+  end
+  if #asked > 0 then
+    local counts = redis.pcall('PUBSUB', 'NUMSUB', unpack(asked))  -- who may not ask takes all for living
+    for i = 1, #counts, 2 do
+      listens[counts[i]] = counts[i + 1] > 0
+    end
+  end
+  for i, entry in ipairs(entries) do
+    if not listens[channels[i]] then
+      gone[#gone + 1] = entry
+    end
+  end
+  if #gone > 0 then
+    redis.pcall('ZREM', queue, unpack(gone))  -- a replica refuses it
+  end
+  return #gone
+end
+
+-- Reserve a free lock for the first waiter that still listens, and return what the lock key then holds (false: nothing).
+-- A waiter whose connection is gone is passed over. `own` is the caller's id: it need not be told.
+local function hand_over(lock, queue, own)
+  for passed = 1, PASSED_OVER do
+    local first = redis.call('ZPOPMIN', queue)[1]
+    if not first then
+      redis.call('DEL', lock)
+      return false
+    end
+    local channel, id = string.match(first, '^(.-)\n(.*)$')
+    if id == own or redis.pcall('PUBLISH', channel, id) ~= 0 then
+      return reserve(lock, id, channel)
+    end
+    if passed == 1 then  -- there may be many of them
+      drop_gone(queue, LOOKED_AT)
+    end
+  end
+  -- So many dead at once: whoever looks next goes on with the rest.
+  local value = '\n0\n' .. whole(math.floor(now_us() / 1000)) .. '\n'
+  redis.call('SET', lock, value, 'PX', REMEMBERED_MS)
+  return value
+end
