@@ -287,7 +287,7 @@ def test_what_a_coroutine_function_is_tells():
 
 @pytest.mark.parametrize("name", ["a task", "the loop"])
 def test_who_ends_without_releasing_leaves_nothing_renewed(aclient, client, caplog, name):
-    lock = AsyncLock(aclient, "a", expire=0.5)
+    lock = AsyncLock(aclient, "a", expire=1.5)
 
     async def main():
         if name == "a task":

@@ -84,7 +84,7 @@ class ServerWatchdog:
             if renew and "shutdown" not in str(error):
                 self.remove(lease)
                 raise
-            # Since Python 3.12 no thread can be started when the program ends. What is done then is short, and is done still.
+            # Python 3.12 starts no thread when the program ends. What is done then is short, and is done still.
             if renew:
                 _not_renewed(name, fence, f"the program ends ({error})")
 
