@@ -166,18 +166,16 @@ class ServerWatchdog:
         for lease in due:
             lease.asked = True
         server = post.server = due[0].server
-        post.next = now + sum(_patience(group[-1]) for group in groups)
         post.away = True
         try:
-            missed = any(lease.next_look < post.next for lease in leases if id(lease) in self._leases)
-            if missed or not server.ready or post.alarm.silence():
-                with suppress(RuntimeError):  # no further thread is to be had
-                    self._relieve(post)
             while groups:
                 group = groups.pop(0)
+                post.next = monotonic() + _patience(group[-1])
+                missed = any(lease.next_look < post.next for lease in leases if id(lease) in self._leases)
+                if missed or not server.ready or post.alarm.silence():
+                    with suppress(RuntimeError):  # no further thread is to be had
+                        self._relieve(post)
                 self._renew(server, group)
-                if groups:
-                    self._hurry(min(group, key=lambda lease: lease.next_look))
         finally:
             for lease in chain.from_iterable(groups):  # of whom an error let nobody ask
                 lease.asked = False
