@@ -26,7 +26,7 @@ def portable(name: str, error: Exception) -> Exception:
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301  # made here
             return error
-    except Exception:  # noqa: S110  # whatever its own methods raise
+    except Exception:  # noqa: S110  # its own methods may raise anything
         pass
     return _in_words(name, error)
 

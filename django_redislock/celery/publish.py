@@ -140,12 +140,17 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # of whichever backend
-        events.log.warning("Nobody knows whether %s has ended: %s: %s", task_id, type(error).__name__, error)
+        events.log.warning(
+            "The state of task %s could not be read (%s: %s); it counts as not ended.",
+            task_id,
+            type(error).__name__,
+            error,
+        )
         return False
 
 
 def level_of(name: str) -> int:
-    """Return how loudly to tell of a message that is not published under this lock: once a minute it is a WARNING.
+    """Return the log level for a message that is not published under this lock: WARNING once a minute, else lower.
 
     It is wanted, as a rule. But where no worker frees the lock, as one without the task's decorator, nothing is published any more.
     """
