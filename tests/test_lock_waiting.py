@@ -131,11 +131,11 @@ def test_waiting_threads_share_one_connection_and_never_starve_the_holder(redis_
     with redis.Redis.from_url(redis_url, max_connections=2) as client, redis.Redis.from_url(redis_url) as observer:
         before = len(observer.client_list())
         results: list[int] = []
-        holder = Lock(client, "a", expire=0.6)
+        holder = Lock(client, "a", expire=1.2)
         with holder:
             fence = holder.fence
             threads = waiters(observer, "a", 16, results)
-            lived(1)
+            lived(1.5)
             assert holder.owner().fence == fence, "renewed beyond its life"
             connections = len(observer.client_list()) - before
         for thread in threads:
