@@ -130,10 +130,12 @@ class Lease:
         """Note that the lock got a new life by a command sent at `sent`."""
         life = min(life, self.expire)  # which may have been shortened meanwhile
         self.failures = 0
-        self.deadline = sent + life
-        self.next_renewal = sent + life / 3
+        if sent + life > self.deadline:  # else a later command has been answered before
+            self.deadline = sent + life
+            self.next_renewal = sent + life / 3
         if self.expire < life:  # shortened in another thread just now
-            self.renewed(sent, self.expire)
+            self.deadline = sent + self.expire
+            self.next_renewal = sent + self.expire / 3
 
     def change(self, expire: float) -> None:
         """Note that a command with another life is about to be sent: without an answer, count on the shorter of the two."""
