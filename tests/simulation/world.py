@@ -6,6 +6,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,6 @@ from django_redislock.core.server import Server
 from django_redislock.core.steps import Await, Call, Calls, Join, Leave, Pause
 from django_redislock.core.waiters import LOOK_EVERY, Waiter, Waiters
 from django_redislock.core.watchdog import ServerWatchdog, _patience
-
 from django_redislock.exceptions import LockError
 
 from .model_server import ModelServer
@@ -32,7 +32,7 @@ class World:
     """Everything there is in one history."""
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)  # noqa: S311 (a history is to be repeated)
+        self.random = random.Random(seed)
         self.time = 0.0
         self.running: Thread | None = None
         self.faults = 0.0
@@ -175,10 +175,8 @@ class Process(Server):
             self.soon(patience, give_up)
 
     def _undo(self, call: Call) -> None:
-        try:
+        with suppress(ResponseError):
             self.world.server.run(call.script.text, call.keys, call.args)
-        except ResponseError:
-            pass
 
 
 FATES = ["refused", "unanswered", "late", "slow", "lost"]
@@ -389,10 +387,8 @@ class Thread:
         before, world.running = world.running, self
         assert self.program is not None
         try:
-            if isinstance(result, BaseException):
-                effect = self.program.throw(result)
-            else:
-                effect = self.program.send(result)
+            proceed = self.program.throw if isinstance(result, BaseException) else self.program.send
+            effect = proceed(result)
         except StopIteration:
             self.ended = True
             return
