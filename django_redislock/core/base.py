@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, Self
 
 from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
-from . import events, owner, protocol
+from . import events, owner, process, protocol
 from .acquirers import Acquirers, holders
 from .clock import monotonic
 from .keys import Seconds, Wait, check_expire, check_id, check_name, check_prefix, lock_keys, wait_of
@@ -166,10 +165,8 @@ class BaseLock(ABC):
         if self._leases:
             self._forget_the_gone()
         # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart; one would wait for itself.
-        key = (
-            os.getpid(),
-            me if self._given_id is None else None,
-        )  # in a forked child nobody ends what its parent's threads began
+        # In a forked child nobody ends what its parent's threads began.
+        key = process.pid, me if self._given_id is None else None
         try:
             if self._coming.setdefault(key, turn) is not turn:
                 raise AlreadyAcquired(self.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ from threading import _DummyThread
 from typing import TYPE_CHECKING, Any
 
 from ..exceptions import LossRecord
-from . import events
+from . import events, process
 from .clock import monotonic
 from .keys import LockKeys
 
@@ -94,7 +93,7 @@ class Lease:
         self.max_hold = max_hold
         self.owner = owner
         self.holder = holder
-        self.pid = os.getpid()
+        self.pid = process.pid
         self.fence = 0
         self.entries = 1
         """How often its owner is inside; more than once through an RLock only."""
@@ -155,7 +154,7 @@ class Lease:
     @property
     def foreign(self) -> bool:
         """Whether the acquisition belongs to the process that this one was forked from."""
-        return self.pid != os.getpid()
+        return self.pid != process.pid
 
     @property
     def owner_ended(self) -> bool:

@@ -15,8 +15,7 @@ from .reentrant import Reentrant
 class Lock(BaseLock):
     __doc__ = BaseLock.__doc__
 
-    def _me(self) -> threading.Thread:
-        return threading.current_thread()
+    _me = staticmethod(threading.current_thread)
 
     def acquire(self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE) -> bool:
         """Acquire the lock, and tell whether it was acquired.
