@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, Self
 
-from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
+from ..exceptions import AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
 from . import events, owner, process, protocol
 from .acquirers import Acquirers, holders
 from .clock import monotonic
@@ -162,17 +162,17 @@ class BaseLock(ABC):
 
     def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
         me, turn = self._me(), object()
-        if self._leases:
-            self._forget_the_gone()
         # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart; one would wait for itself.
         # In a forked child nobody ends what its parent's threads began.
         key = process.pid, me if self._given_id is None else None
         try:
             if self._coming.setdefault(key, turn) is not turn:
                 raise AlreadyAcquired(self.name)
-            for other, before in list(self._leases.items()):
-                if (other is me or self._given_id is not None) and not before.foreign and before.loss is None:
-                    raise AlreadyAcquired(self.name)
+            if self._leases:
+                self._forget_the_gone()
+                for other, before in list(self._leases.items()):
+                    if (other is me or self._given_id is not None) and not before.foreign and before.loss is None:
+                        raise AlreadyAcquired(self.name)
             return (yield from self._acquire_now(me, timeout, listening))
         finally:
             if self._coming.get(key) is turn:
@@ -236,10 +236,6 @@ class BaseLock(ABC):
         """Return what is told to those who ask who holds the lock."""
         return owner.record(self.kind, self.label, self.expire, self.auto_renewal)
 
-    def _enter(self, listening: bool) -> Steps[None]:
-        if not (yield from self._acquire(self._wait.timeout, listening)):
-            raise AcquireTimeout(self.name, self._wait.timeout)
-
     def _release(self) -> Steps[None]:
         lease = self._own()
         self._stop(lease)
@@ -255,7 +251,8 @@ class BaseLock(ABC):
             if not released:
                 lease.lose(GONE)
         self._forget(lease)
-        self._raise_loss(lease)
+        if lease.noted_loss is not None:
+            self._raise_loss(lease)
         self._tell("released", lease)
 
     def _exit(self, error: BaseException | None) -> Steps[None]:
@@ -346,7 +343,7 @@ class BaseLock(ABC):
     def _forget(self, lease: Lease) -> None:
         lease.entries = 0
         if self._leases.get(lease.owner) is lease:
-            self._leases.end(lease.owner, lease._loss)  # as it was noted: what was released is not lost at its deadline
+            self._leases.end(lease.owner, lease.noted_loss)
 
     def _call_on_lost(self, lease: Lease) -> None:
         if self.on_lost is not None:

@@ -177,7 +177,8 @@ class Lease:
         return self.next_renewal if self.renewing and not self.asked else self.deadline
 
     @property
-    def _loss(self) -> LossRecord | None:
+    def noted_loss(self) -> LossRecord | None:
+        """Why and when the lock was found to be lost: what was released is not lost at its deadline."""
         return self._losses[0] if self._losses else None
 
     @property
@@ -185,7 +186,7 @@ class Lease:
         """Why and when the lock was lost, or None while it is held; local and free."""
         if not self._losses and monotonic() >= self.deadline and not self.foreign:
             self.lose(self.ending)
-        return self._loss
+        return self.noted_loss
 
     @property
     def ending(self) -> str:
@@ -209,7 +210,7 @@ class Lease:
 
     def report_loss(self) -> None:
         """Tell everybody of the loss, which may take them any time."""
-        loss = self._loss
+        loss = self.noted_loss
         if loss is None:
             return
         message = "Lock %r (fence %d) was lost: %s."

@@ -6,6 +6,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
+from ..exceptions import AcquireTimeout
 from .base import BaseLock
 from .keys import AS_MADE, AsMade, Seconds
 from .owner import LockInfo
@@ -38,7 +39,8 @@ class Lock(BaseLock):
         self._server.run(self._release())
 
     def __enter__(self) -> Self:
-        self._server.run(self._enter(self._server.room.open))
+        if not self._server.run(self._acquire(self._wait.timeout, self._server.room.open)):
+            raise AcquireTimeout(self.name, self._wait.timeout)
         return self
 
     def __exit__(

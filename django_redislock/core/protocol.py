@@ -62,14 +62,13 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
     call only tries, and an uncontended lock needs no waiting room.
     """
     lease = claim.lease
-    id = lease.id.encode()
     until = math.inf if claim.timeout is None else monotonic() + claim.timeout
     waiter: Any = None
     ticket = b""
     began = 0.0
     try:
         if waiting and claim.timeout != 0:
-            waiter = yield Join(lease.keys.lock, id)
+            waiter = yield Join(lease.keys.lock, lease.id.encode())
         call = claim.call(waiter.channel if waiter is not None else b"", waiter is not None, ticket)
         while True:
             last = until < math.inf and monotonic() >= until
@@ -86,7 +85,7 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
                 _tell_wait(lease, began, acquired=False)
                 return False
             if waiter is None:
-                _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until, lease)
+                _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, lease.id.encode()), until, lease)
                 call = claim.call(waiter.channel, True, ticket)
                 continue
             left_ms, ticket, *first = reply

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
@@ -104,7 +105,7 @@ class Server:
 
         `posted`: where the script has been sent already.
         """
-        links, me = self.links, threading.get_ident()
+        links, me = self.links, get_ident()
         nested = me in links.users  # a signal handler, or a destructor, in the middle of a call
         link = posted
         try:
@@ -213,12 +214,11 @@ class Server:
         try:
             link = self._post(call)
             return lambda: self._run(steps, lambda _: steps.send(self.call(call, link)))
-        except BaseException:  # a signal; the server may have got it
-            self._run(steps, lambda _: steps.throw(error))
+        except BaseException as error:  # a signal; the server may have got it
+            self._run(steps, steps.throw, error)
             raise
 
-    def _run(self, steps: Steps[T], proceed: Callable[[Any], Effect]) -> T:
-        result: Any = None
+    def _run(self, steps: Steps[T], proceed: Callable[[Any], Effect], result: Any = None) -> T:
         try:
             while True:
                 try:
