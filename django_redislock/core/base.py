@@ -21,6 +21,7 @@ from .steps import Steps
 from .watchdog import owner_ended, watchdog
 
 DEFAULT_EXPIRE = 30.0
+TOLD = {"acquired": "Lock %r acquired (fence %d).", "released": "Lock %r released (fence %d)."}
 SELF_WAIT = (
     "Lock %r (fence %d) is held by the very thread or task that waits for it now, through another object: only the end of its "
     "life, or somebody else who frees it, can end this wait before the timeout. Release it first, or make both re-entrant: "
@@ -89,15 +90,15 @@ class BaseLock(ABC):
 
     def _copy(self, **changes: Any) -> Self:
         """Return a lock with the options of this one, but for these attributes, and with no acquisition; nothing is checked."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, _leases=Acquirers(), _coming={}, _entrants=[], **changes)
+        other, fields = object.__new__(type(self)), vars(self).copy()
+        fields.update(changes, _leases=Acquirers(), _coming={}, _entrants=[])
+        other.__dict__ = fields
         return other
 
-    def _like(self, name: str, wait: Wait) -> Self:
-        """Return a lock of another name, which waits as given."""
-        other = self._copy()
-        other.name, other._keys, other._wait = check_name(name), lock_keys(self._prefix, name), wait
-        return other
+    def _like(self, name: str, wait: Wait | None = None) -> Self:
+        """Return a lock of another name, which waits as given, or as this one."""
+        check_name(name)
+        return self._copy(name=name, _keys=lock_keys(self._prefix, name), _wait=wait or self._wait)
 
     def __copy__(self) -> Self:
         return self._copy()
@@ -360,9 +361,8 @@ class BaseLock(ABC):
             raise LockLost(self.name, lease.loss)
 
     def _tell(self, event: str, lease: Lease) -> None:
-        events.emit(
-            event, "Lock %r " + event + " (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence
-        )
+        name, fence = self.name, lease.fence
+        events.emit(event, TOLD[event], name, fence, name=name, fence=fence)
 
 
 def _is_endless(lease: Lease) -> bool:
