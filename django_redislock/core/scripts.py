@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
 from importlib.resources import files
-
-from .wire import PART, pack
 
 
 class Script:
@@ -17,13 +14,6 @@ class Script:
         self.name = name
         self.text = b"".join((folder / f"{part}.lua").read_bytes() for part in ("lib", *before, name))
         self.sha = hashlib.sha1(self.text, usedforsecurity=False).hexdigest().encode()
-
-    @lru_cache  # noqa: B019 (there are as many as there are scripts in the code)
-    def format(self, keys: int, args: int) -> bytes:
-        """Return the format of a call with so many keys and arguments, to be given the size of each and itself."""
-        return pack(b"EVALSHA", self.sha, b"%d" % keys).replace(b"*3", b"*%d" % (3 + keys + args)) + PART * (
-            keys + args
-        )
 
     def __repr__(self) -> str:
         return f"<Script {self.name}>"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from redis.exceptions import AuthenticationError, ConnectionError, RedisError
 from ..exceptions import LockBackendError
 from . import events, scripts
 from .clock import monotonic
-from .wire import pack, sized
+from .wire import PART, pack, sized
 
 
 class Call:
@@ -40,13 +41,20 @@ class Call:
         self.keys = keys
         self.args = args
         self.undo = undo
-        self.request = script.format(len(keys), len(args)) % sized((*keys, *args))
+        self.request = _format(script.sha, len(keys), len(args)) % sized((*keys, *args))
         """The command that runs the script; packed here, so that who is woken sends what was packed before the sleep."""
 
     @property
     def whole(self) -> bytes:
         """The command for a server that does not know the script."""
         return pack(b"EVAL", self.script.text, b"%d" % len(self.keys), *self.keys, *self.args)
+
+
+@lru_cache(maxsize=64)
+def _format(sha: bytes, keys: int, args: int) -> bytes:
+    """Return the format of a call of a script, to be given the size of each key and argument, and itself."""
+    head = pack(b"EVALSHA", sha, b"%d" % keys).partition(b"\r\n")[2]
+    return b"*%d\r\n" % (3 + keys + args) + head + PART * (keys + args)
 
 
 class Patient(Protocol):
