@@ -196,6 +196,19 @@ def test_by_a_given_id_a_life_is_made_longer_but_not_shorter(client, id):
     holder.release()
 
 
+def test_an_answer_that_comes_late_does_not_shorten_the_belief(client):
+    """A renewal was on its way while the lock was extended, and its answer came after that of the extension."""
+    lock = Lock(client, "a", expire=20, auto_renewal=False)
+    lock.acquire()
+    lease = lock._leases[threading.current_thread()]
+    sent = lease.acquired
+    lock.extend(60)
+    deadline = lease.deadline
+    lease.renewed(sent, 20)
+    assert lease.deadline == deadline > sent + 59
+    lock.release()
+
+
 def test_extend_sets_a_new_life(client):
     lock = Lock(client, "a", expire=5, auto_renewal=False)
     with pytest.raises(NotAcquired):

@@ -56,7 +56,7 @@ Planted = Callable[[], "contextmanager[None]"]  # type: ignore[type-arg]
 A, R, N = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW
 PLANTED = {
     "a release does not ask whose lock it is": lambda: script(
-        R, "value and is_of(value, id) and fence_of(value)", "value and fence_of(value)"
+        R, "is_of(value, id .. '\\n' .. fence) and fence)", "fence_of(value))"
     ),
     "whoever tries takes the lock": lambda: script(
         A, "if not (value and is_of(value, id) and", "if value and not value and not (is_of(value, id) and"
@@ -67,7 +67,6 @@ PLANTED = {
         "local value = redis.call('PTTL', KEYS[1]) > 150 and redis.call('GET', KEYS[1])",
     ),
     "the deadline is counted from the reply": lambda: attribute(lease.Lease, "renewed", _late_deadline),
-    "an answer that comes late shortens the belief": lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
     "a released lock is handed to nobody": lambda: script(
         R, "hand_over(KEYS[1], KEYS[3], id)\n  return 1", "redis.call('DEL', KEYS[1])\n  return 1"
     ),
@@ -90,6 +89,7 @@ PLANTED = {
 """What each history may show, and some of a few hundred do."""
 
 NOT_FOUND = {
+    "an answer that comes late shortens the belief": lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
     "a renewal does not ask whose lock it is": lambda: script(N, "and is_of(value, holder)", ""),
     "a renewal asks for the id only": lambda: attribute(lease.Lease, "mark", property(lambda self: self.id.encode())),
     "a reservation has no end": lambda: script(A, "return left, left <= 0 or", "return left, false and"),
