@@ -205,7 +205,7 @@ class LockedTask(_Task):
         return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs))
 
     def _key(self, bound: inspect.BoundArguments) -> str:
-        return make(self._given_options.get("key"), bound)
+        return make(self._options.key, bound)
 
     def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
         """Return every lock of these arguments that the scope knows; the one of what runs first."""

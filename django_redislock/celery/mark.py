@@ -16,7 +16,8 @@ from celery import Celery, Task, _state
 from celery.local import Proxy
 from django.core.checks import CheckMessage, Error, Warning
 
-from .options import Mark, SingleInstanceOptions
+from .. import conf
+from .options import Mark, SingleInstanceOptions, check_parameters
 from .task import SingleInstanceMixin
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,8 +35,26 @@ def single_instance(**options: Unpack[SingleInstanceOptions]) -> Callable[[F], F
 def single_instance(function: Any = None, /, **options: Any) -> Any:
     """Let one instance of a task run at a time: put it under ``@shared_task`` or ``@app.task``, bare or with options.
 
-    What is not given comes from ``DJANGO_REDISLOCK["CELERY"]``; see `SingleInstanceOptions`. Raises TypeError and ValueError for
-    bad options, and TypeError for anything but a function.
+    What is not given comes from ``DJANGO_REDISLOCK["CELERY"]``, which takes every option (in capitals), and else is::
+
+        scope="run"             when the lock is held: or "queued", "queued+run", "job"
+        key=None                which executions exclude each other: those with the same arguments
+        expire=30               seconds that the lock lives without renewal
+        auto_renewal=True       whether it is renewed while the body runs
+        max_hold=None           seconds that it is renewed at most
+        on_conflict="raise"     what a duplicate does: or "skip", "reschedule", "wait", a callable
+        wait=10                 seconds that "wait" waits before it raises
+        skip_result=None        what "skip" returns
+        on_duplicate="return"   what publishing a duplicate does: or "raise"
+        queue_life=3600         seconds that a message holds its lock while it waits
+        keep_for=0              seconds that the lock stays after the body
+        on_backend_error="raise"  what happens when Redis does not answer: or "run", "reschedule"
+        lock_direct_calls=False  whether task(...) takes the lock, too
+        reschedule_delay=10     seconds until a rescheduled task tries again; later ones grow
+        reschedule_limit=None   seconds for which it does: as long as its message may live
+
+    `SingleInstanceOptions` says more of each. Raises TypeError and ValueError for bad options, and TypeError for anything but a
+    function.
     """
 
     def mark(function: F) -> F:
@@ -99,6 +118,7 @@ def check_tasks() -> list[CheckMessage]:
         ]
         found += [message for task in tasks.values() for message in _check_life(app, task)]
         found += [message for task in tasks.values() for message in _check_super(task)]
+        found += [message for task in tasks.values() for message in _check_key(task)]
     return found + [
         Error(
             f"{mark.function} is marked with @single_instance, but no task holds that mark.",
@@ -125,6 +145,23 @@ def _check_life(app: Celery, task: Any) -> list[CheckMessage]:
             id="redislock.W010",
         )
     ]
+
+
+def _check_key(task: Any) -> list[CheckMessage]:
+    """Tell of a task that the key of the settings cannot be made for; one of its own was checked when it was made."""
+    if not isinstance(task, SingleInstanceMixin) or "key" in task._given_options:
+        return []
+    try:
+        check_parameters(task._options.key, task.run)
+    except ValueError as error:
+        return [
+            Error(
+                f"{conf.NAME}['CELERY']['KEY'] does not fit the task {task.name}: {error}",
+                hint="Give the task a key of its own; [] is one lock whatever the arguments.",
+                id="redislock.E013",
+            )
+        ]
+    return []
 
 
 def _check_super(task: Any) -> list[CheckMessage]:

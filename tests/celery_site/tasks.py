@@ -140,8 +140,8 @@ def reschedule(self: Any, name: str, how: str = "return") -> Any:
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=600, on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=2)
-def reschedule_twice(self: Any, name: str, how: str = "return") -> Any:
+@single_instance(key="{name}", expire=600, on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=1)
+def reschedule_shortly(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
