@@ -37,21 +37,10 @@ MARK_LIFE = 3600.0
 
 def new_message(headers: Mapping[str, Any] | None, key: str, scope: str) -> dict[str, Any]:
     """Return the headers of a new message, which may be a retry with the headers of the one before."""
-    headers = _without_former(headers or {})
+    former = (VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER, RESCHEDULED_HEADER, SINCE_HEADER)
+    headers = {name: value for name, value in (headers or {}).items() if name not in former}
     held = {} if scope == "run" else {SCOPE_HEADER: scope}
     return with_ours(headers, {KEY_HEADER: key, MESSAGE_HEADER: secrets.token_hex(4), **held})
-
-
-_FORMER = frozenset({VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER, RESCHEDULED_HEADER, SINCE_HEADER})
-"""Headers that say something of one message, and nothing of a retry that has its other headers."""
-
-
-def _without_former(headers: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_former(value) if name == "headers" and isinstance(value, Mapping) else value
-        for name, value in headers.items()
-        if name not in _FORMER
-    }
 
 
 def with_ours(headers: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
