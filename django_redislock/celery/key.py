@@ -17,13 +17,14 @@ from django.db.models import Model
 from kombu.utils import json as kombu_json
 
 from ..core.keys import MAX_NAME
+from ..task_names import escaped
 
 Key = str | Sequence[str] | Callable[..., str] | None
 
 
 def lock_name(task: str, key: str, kind: str = "celery") -> str:
     """Return the name of the lock of a task and a key; an empty key stands for all arguments."""
-    task = task.replace("%", "%25").replace(":", "%3A")  # so that no task's key reads as a part of another's name
+    task = escaped(task)
     name = f"{kind}:{task}:{key}" if key else f"{kind}:{task}"
     name = name.encode(errors="backslashreplace").decode()
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 33]}:{_hash(name)}"
