@@ -19,7 +19,7 @@ from django.dispatch import receiver
 from redis.connection import parse_url
 
 from .core import keys, steps
-from .name_template import check_key
+from .name_template import check_key, check_tenant
 
 NAME = "DJANGO_REDISLOCK"
 
@@ -82,6 +82,7 @@ OnConflict = Annotated[
 OnBackendError = Annotated[str, _one_of("raise", "run", "reschedule")]
 OnDuplicate = Annotated[str, _one_of("return", "raise")]
 Key = Annotated[Any, Kind("a format string, a list of parameter names, a callable or None", check_key)]
+Tenant = Annotated[Any, Kind("a callable, the dotted path of one or None", check_tenant)]
 Anything = Annotated[Any, Kind("anything", lambda value: value)]
 
 
@@ -104,6 +105,7 @@ class CelerySettings:
 
     scope: Scope = "run"
     key: Key = None
+    tenant: Tenant = None
     expire: Life = 30.0
     auto_renewal: Flag = True
     max_hold: Life | None = None

@@ -45,6 +45,14 @@ def check_key(value: object, name: str = "key") -> object:
     raise TypeError(f"{name} must be a format string, a list of parameter names, a callable or None, not {value!r}")
 
 
+def check_tenant(value: object, name: str = "tenant") -> object:
+    """Return a callable, the dotted path of one, or None. Raises TypeError that names the argument."""
+    dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
+    if value is None or callable(value) or dotted:
+        return value
+    raise TypeError(f"{name} must be a callable, the dotted path of one or None, not {value!r}")
+
+
 def check_parameters(wanted: Iterable[str], function: Callable[..., Any], argument: str) -> None:
     """Raise ValueError that names the argument when one of these is no parameter of the function.
 

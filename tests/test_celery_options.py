@@ -50,6 +50,7 @@ def app():
         ({"key": ""}, ValueError, r"key must not be empty; .* key=\[\]"),
         ({"key": 5}, TypeError, "key must be a format string"),
         ({"key": [5]}, TypeError, "key must be a format string"),
+        ({"tenant": "schema"}, TypeError, "tenant must be a callable, the dotted path of one or None, not 'schema'"),
         ({"key": "{c}"}, ValueError, "key names 'c', which is no parameter of .*: (self, )?a, b"),
         ({"key": "{c.pk:d}"}, ValueError, "key names 'c', which is no parameter"),
         ({"key": "{}"}, ValueError, "key names '', which is no parameter"),

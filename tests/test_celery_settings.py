@@ -29,6 +29,7 @@ def app():
 OTHERS = {
     "scope": "job",
     "key": ["a"],
+    "tenant": "shop.tenants.schema",
     "expire": 7.0,
     "auto_renewal": False,
     "max_hold": 5.0,

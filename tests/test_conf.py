@@ -49,6 +49,7 @@ def test_every_documented_default():
         celery=conf.CelerySettings(
             scope="run",
             key=None,
+            tenant=None,
             expire=30,
             auto_renewal=True,
             max_hold=None,
@@ -140,6 +141,7 @@ BAD_CELERY = [
     *[("QUEUE_LIFE", value) for value in [*BAD_LIVES, None]],
     *[("ON_BACKEND_ERROR", value) for value in ("", "skip", 1, None)],
     *[("KEY", value) for value in ("", "account_id", "{a", 1, [1], b"a")],
+    *[("TENANT", value) for value in ("", "schema", "shop.", "a b.c", 1)],
     *[("ON_DUPLICATE", value) for value in ("", "skip", 1, None)],
     *[("KEEP_FOR", value) for value in [*BAD_WAITS, None]],
     *[("LOCK_DIRECT_CALLS", value) for value in (1, "yes", None)],

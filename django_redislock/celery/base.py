@@ -23,7 +23,7 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from . import options as options_of
 from .execution import leave_queue, release
-from .key import lock_name, make
+from .key import lock_name, make, of_tenant
 from .message import KEY_HEADER, delivery_of, header, new_message
 from .options import Options
 from .publish import Closed, DuplicateResult, Gate, has_ended, level_of, life, producer_of, shown
@@ -205,7 +205,8 @@ class LockedTask(_Task):
         return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs))
 
     def _key(self, bound: inspect.BoundArguments) -> str:
-        return make(self._options.key, bound)
+        options = self._options
+        return of_tenant(options.get_tenant, make(options.key, bound))
 
     def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
         """Return every lock of these arguments that the scope knows; the one of what runs first."""

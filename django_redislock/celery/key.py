@@ -58,6 +58,16 @@ def make(key: Key, bound: inspect.BoundArguments) -> str:
     return digest(arguments)
 
 
+def of_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
+    """Return the key as that of the tenant in whose name this is called. Raises TypeError when the tenant is no str."""
+    if get_tenant is None:
+        return key
+    tenant = get_tenant()
+    if not isinstance(tenant, str):
+        raise TypeError(f"the callable given as tenant must return a str, not {type(tenant).__name__}")
+    return f"{escaped(tenant)}:{key}" if key else escaped(tenant)
+
+
 def digest(arguments: Mapping[str, Any]) -> str:
     """Return a hash of the arguments: the same for what is the same to a worker, another for 1, "1" and True."""
     try:

@@ -15,6 +15,7 @@ from weakref import WeakSet
 from celery import Celery, Task, _state
 from celery.local import Proxy
 from django.core.checks import CheckMessage, Error, Warning
+from django.core.exceptions import ImproperlyConfigured
 
 from .. import conf
 from .options import Mark, SingleInstanceOptions, check_parameters
@@ -39,6 +40,7 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
 
         scope="run"             when the lock is held: or "queued", "queued+run", "job"
         key=None                which executions exclude each other: those with the same arguments
+        tenant=None             what every key begins with: a callable that returns the tenant
         expire=30               seconds that the lock lives without renewal
         auto_renewal=True       whether it is renewed while the body runs
         max_hold=None           seconds that it is renewed at most
@@ -119,6 +121,7 @@ def check_tasks() -> list[CheckMessage]:
         found += [message for task in tasks.values() for message in _check_life(app, task)]
         found += [message for task in tasks.values() for message in _check_super(task)]
         found += [message for task in tasks.values() for message in _check_key(task)]
+        found += [message for task in tasks.values() for message in _check_tenant(task)]
     return found + [
         Error(
             f"{mark.function} is marked with @single_instance, but no task holds that mark.",
@@ -161,6 +164,17 @@ def _check_key(task: Any) -> list[CheckMessage]:
                 id="redislock.E013",
             )
         ]
+    return []
+
+
+def _check_tenant(task: Any) -> list[CheckMessage]:
+    """Tell of a task whose tenant cannot be asked for."""
+    try:
+        if isinstance(task, SingleInstanceMixin):
+            task._options.get_tenant  # noqa: B018 - it is imported
+    except ImproperlyConfigured as error:
+        hint = f"Correct {conf.NAME}['CELERY']['TENANT'], or the task's own option."
+        return [Error(f"The task {task.name} has no key. {error}", hint=hint, id="redislock.E014")]
     return []
 
 

@@ -8,14 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.functional import cached_property
+from django.utils.module_loading import import_string
 
 from .. import conf
 from ..connections import client_of
 from ..core.handover import ExecutionLock
 from ..core.keys import Seconds, check_expire, check_timeout
 from ..core.server import UNLOCKED
-from ..name_template import check_key, check_parameters as check_names, fields as fields_of
+from ..name_template import check_key, check_parameters as check_names, check_tenant, fields as fields_of
 from .key import Key
 
 OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
@@ -32,6 +34,9 @@ class SingleInstanceOptions(TypedDict, total=False):
     waits and one runs at most; "job": from publishing to the end, over retries."""
     key: Key
     """Which executions exclude each other; None: those with the same arguments. See `key.make`."""
+    tenant: Callable[[], str] | str | None
+    """What every key begins with: a callable, or the dotted path of one, that returns the tenant in whose name it is called. None:
+    the task is one for all tenants."""
     expire: Seconds
     auto_renewal: bool
     max_hold: Seconds | None
@@ -66,6 +71,19 @@ class Options(conf.CelerySettings):
 
     settings: conf.Settings = field(repr=False)  # a URL may hold a password
     """Those that the rest is completed from."""
+
+    @cached_property
+    def get_tenant(self) -> Callable[[], str] | None:
+        """What `tenant` names, imported with its first use. Raises ImproperlyConfigured when that cannot be done."""
+        if not isinstance(self.tenant, str):
+            return self.tenant  # type: ignore[no-any-return]
+        try:
+            found = import_string(self.tenant)
+        except ImportError as error:
+            raise ImproperlyConfigured(f"The tenant {self.tenant!r} cannot be imported: {error}") from error
+        if not callable(found):
+            raise ImproperlyConfigured(f"The tenant {self.tenant!r} is no callable, but {found!r}")
+        return found  # type: ignore[no-any-return]
 
     @cached_property
     def lock(self) -> ExecutionLock:
@@ -153,6 +171,7 @@ def _check_wait(value: object, name: str) -> object:
 _CHECKS: dict[str, Callable[[Any, str], object]] = {
     "scope": _one_of(*conf.SCOPES),
     "key": check_key,
+    "tenant": check_tenant,
     "expire": check_expire,
     "auto_renewal": _check_flag,
     "max_hold": lambda value, name: None if value is None else check_expire(value, name),
