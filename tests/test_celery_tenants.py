@@ -27,6 +27,7 @@ PATH = "tests.celery_site.tenants.schema"
 @pytest.fixture
 def app():
     with Celery("tenants", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        app.conf.task_default_queue = "tenants"  # that broker is shared by all tests of a process
         yield app
 
 
