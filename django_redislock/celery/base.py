@@ -23,8 +23,9 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from . import options as options_of
 from .execution import leave_queue, release
-from .key import lock_name, make, of_tenant
+from .key import NO_MODELS, lock_name, make, of_tenant
 from .message import KEY_HEADER, delivery_of, header, new_message
+from .models import Models, models_of
 from .options import Options
 from .publish import Closed, DuplicateResult, Gate, has_ended, level_of, life, producer_of, shown
 
@@ -44,6 +45,8 @@ class LockedTask(_Task):
 
     _given_options: Mapping[str, Any] = {}
     _completed: Options | None = None
+    _pydantic: Mapping[str, Any] | None = None
+    """How Celery makes models of the arguments, if it does: the last arguments of `models_of`."""
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
         """Return who runs the task with these arguments now, or waits to run it, or None.
@@ -197,6 +200,10 @@ class LockedTask(_Task):
         return options
 
     @cached_property
+    def _models(self) -> Models:
+        return NO_MODELS if self._pydantic is None else models_of(self.run, **self._pydantic)
+
+    @cached_property
     def _signature(self) -> inspect.Signature:
         return signature_of(self.run)
 
@@ -206,7 +213,7 @@ class LockedTask(_Task):
 
     def _key(self, bound: inspect.BoundArguments) -> str:
         options = self._options
-        return of_tenant(options.get_tenant, make(options.key, bound))
+        return of_tenant(options.get_tenant, make(options.key, bound, self._models))
 
     def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
         """Return every lock of these arguments that the scope knows; the one of what runs first."""

@@ -94,7 +94,11 @@ def _task_from_marked_fun(
         base = base or self.Task
         if not issubclass(base, SingleInstanceMixin):
             base = type(base.__name__, (SingleInstanceMixin, base), {"__module__": base.__module__})
-    return _task_from_fun(self, fun, name, base, **options)
+    task = _task_from_fun(self, fun, name, base, **options)
+    if options.get("pydantic") is True and isinstance(task, SingleInstanceMixin):
+        context = {**(options.get("pydantic_context") or {}), "celery_app": self, "celery_task_name": task.name}
+        task._pydantic = {"strict": options.get("pydantic_strict", False), "context": context}
+    return task
 
 
 Celery._task_from_fun = _task_from_marked_fun  # type: ignore[assignment, method-assign]

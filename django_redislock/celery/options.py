@@ -33,7 +33,11 @@ class SingleInstanceOptions(TypedDict, total=False):
     """When the lock is held. "run": while the body runs; "queued": from publishing to the start; "queued+run": both, so that one
     waits and one runs at most; "job": from publishing to the end, over retries."""
     key: Key
-    """Which executions exclude each other; None: those with the same arguments. See `key.make`."""
+    """Which executions exclude each other; None: those with the same arguments. A format string names parameters, as in
+    ``"report:{customer_id}"``; a list has the names of those that count (``[]``: one lock for the task); a callable takes what the
+    task takes, and returns a string. Format strings and callables see the arguments as the body does: an enum that derives from str
+    or int is its value, so write ``{status}`` and not ``{status.value}``; a tuple is a list; with ``pydantic=True`` a model is a
+    model, as in ``{order.id}``."""
     tenant: Callable[[], str] | str | None
     """What every key begins with: a callable, or the dotted path of one, that returns the tenant in whose name it is called. None:
     the task is one for all tenants."""
