@@ -70,7 +70,8 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
                 "@single_instance marks functions; write a task class as class X(SingleInstanceTask), with its options as "
                 "the attribute single_instance = {...}"
             )
-        if not callable(function) or not hasattr(function, "__dict__") or not hasattr(function, "__qualname__"):
+        # Not what calls a function, as partial() does: its parameters are others than it says, and it may have been called before.
+        if not callable(function) or not hasattr(function, "__code__") or inspect.ismethod(function):
             raise TypeError(f"@single_instance marks functions, not {function!r}; options are given by name")
         mark = Mark(function, options)
         setattr(function, ATTRIBUTE, mark)
@@ -107,7 +108,19 @@ Celery._task_from_fun = _task_from_marked_fun  # type: ignore[assignment, method
 def check_tasks() -> list[CheckMessage]:
     """Tell of functions and tasks that ask to be single-instance and are not."""
     found: list[CheckMessage] = []
-    for app in list(_state._get_active_apps()):  # type: ignore[attr-defined]
+    idle = sorted((mark for mark in _marks if not mark.effective), key=lambda mark: mark.function)
+    apps = list(_state._get_active_apps())  # type: ignore[attr-defined]
+    if idle and not apps:  # then nothing is a task yet
+        more = "" if len(idle) == 1 else f" (and {len(idle) - 1} more)"
+        return [
+            Error(
+                f"{idle[0].function}{more} is marked with @single_instance, but no Celery app has been imported.",
+                hint="Import it where Django starts: in the __init__.py of the project, from .celery import app as celery_app. Else "
+                "what this process publishes goes to Celery's default app, which has no broker of yours.",
+                id="redislock.E010",
+            )
+        ]
+    for app in apps:
         try:
             tasks = app.tasks if app.autofinalize else {}
         except Exception as error:  # of whichever task; it would come again, in a worker
@@ -133,8 +146,7 @@ def check_tasks() -> list[CheckMessage]:
             "functools.wraps. Two tasks of one name are one task: the first.",
             id="redislock.E010",
         )
-        for mark in sorted(_marks, key=lambda mark: mark.function)
-        if not mark.effective
+        for mark in sorted((mark for mark in _marks if not mark.effective), key=lambda mark: mark.function)
     ]
 
 
