@@ -31,13 +31,15 @@ RESCHEDULED_HEADER = "single_instance_rescheduled"
 """Carries how often a message has been rescheduled, because of a conflict."""
 SINCE_HEADER = "single_instance_since"
 """Carries the time of the first of these conflicts, in seconds since 1970."""
+REFUSED_HEADER = "single_instance_refused"
+"""Names who held the lock when a message with an id of its publisher's own was published, which is to be skipped for that reason."""
 MARK_LIFE = 3600.0
 """Seconds for which it is known that a message was processed, at least: as long as Redis as broker waits for a worker."""
 
 
 def new_message(headers: Mapping[str, Any] | None, key: str, scope: str) -> dict[str, Any]:
     """Return the headers of a new message, which may be a retry with the headers of the one before."""
-    former = (VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER, RESCHEDULED_HEADER, SINCE_HEADER)
+    former = (VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER, RESCHEDULED_HEADER, SINCE_HEADER, REFUSED_HEADER)
     headers = {name: value for name, value in (headers or {}).items() if name not in former}
     held = {} if scope == "run" else {SCOPE_HEADER: scope}
     return with_ours(headers, {KEY_HEADER: key, MESSAGE_HEADER: secrets.token_hex(4), **held})

@@ -83,6 +83,19 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
         return False
 
 
+def report_dropped(task: str, holder: str, options: Mapping[str, Any]) -> None:
+    """Report the callbacks of a message that is not published: Celery can give them to no message that is under way."""
+    dropped = [name for name in ("link", "link_error") if options.get(name)]
+    if dropped:
+        events.log.warning(
+            "%s is not published, and its %s will not be called: Celery cannot attach callbacks to %s, which is under way. Give "
+            "the message a task_id of its own, and it is published in any case.",
+            task,
+            " and ".join(dropped),
+            holder,
+        )
+
+
 def level_of(name: str) -> int:
     """Return the log level for a message that is not published under this lock: WARNING once a minute, else lower.
 

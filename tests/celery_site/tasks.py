@@ -257,6 +257,12 @@ def job_of_all_arguments(self: Any, name: str, how: str = "return", more: Any = 
 
 
 @shared_task(bind=True)
+@single_instance(key="{name}", expire=600, scope="job", on_conflict="skip", skip_result="skipped")
+def job_skip(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
 @single_instance(key="{name}", expire=2, scope="job")
 def mortal_job(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
