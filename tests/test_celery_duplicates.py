@@ -123,6 +123,40 @@ def test_the_same_id_again_is_not_its_own_duplicate(client, app, make, scope, ra
     assert all("single_instance_refused" not in headers for headers in work(app))
 
 
+def test_an_id_that_is_published_again_while_it_runs_is_not_its_own_duplicate(client, app, make, ran):
+    """Skipped, it would store its result over that of the run."""
+    headers = []
+
+    def again(task, a):
+        if len(ran) == 1:
+            task.apply_async(task_id=task.request.id)
+            headers.extend(work(app))
+        return "of the run"
+
+    task = make(again, scope="job", on_conflict="skip")
+    result = task.apply_async(task_id="again and again")
+    work(app)
+    assert len(headers) >= 1
+    assert all("single_instance_refused" not in each for each in headers)
+    assert result.result == "of the run"
+
+
+def test_a_retry_is_refused_by_nobody_who_held_the_lock_of_its_former_message(client, app, make, ran, settings):
+    """Where the worker has another policy than the producer, as while it is changed."""
+
+    def retry_once(task, a):
+        if not task.request.retries:
+            raise task.retry(countdown=0)
+
+    settings.DJANGO_REDISLOCK = {"CELERY": {"ON_CONFLICT": "skip"}}
+    task = make(retry_once, scope="queued")
+    task.delay()
+    task.apply_async(task_id="refused and retried")
+    settings.DJANGO_REDISLOCK = {"CELERY": {"ON_CONFLICT": "raise"}}
+    headers = [each for each in work(app) if each["id"] == "refused and retried"]
+    assert ["single_instance_refused" in each for each in headers] == [True, False]
+
+
 @pytest.mark.parametrize("policy", ["raise", "reschedule", "wait"])
 def test_other_policies_decide_at_the_start_as_ever(client, app, make, scope, ran, policy):
     task = make(scope=scope, on_conflict=policy)
