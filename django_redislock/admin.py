@@ -22,7 +22,7 @@ from django.utils.translation import gettext, gettext_lazy as _, ngettext
 from . import conf, contention_page, heldlocks
 from .connections import connection_names
 from .exceptions import LockBackendError
-from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter
+from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter, TaskFilter
 from .heldlocks import HeldLocks, duration, expiring, find, queue, reason
 from .models import HeldLock, decode_key, visible
 from .release import Release, ticked
@@ -38,7 +38,7 @@ else:
 @admin.register(HeldLock)
 class HeldLockAdmin(ModelAdmin):
     list_display = ["lock", "held_for", "holder", "expires_in", "waiting_now", "kind", "fence_number", "connection"]
-    list_filter = [ConnectionFilter, KindFilter, StateFilter, AgeFilter, HostFilter]
+    list_filter = [ConnectionFilter, KindFilter, TaskFilter, StateFilter, AgeFilter, HostFilter]
     search_fields = ["name"]
     ordering = ["-age"]
     show_full_result_count = False

@@ -19,6 +19,7 @@ from django.dispatch import receiver
 from redis.connection import parse_url
 
 from .core import keys, steps
+from .name_template import check_key, check_tenant
 
 NAME = "DJANGO_REDISLOCK"
 
@@ -79,6 +80,10 @@ OnConflict = Annotated[
     Kind(f"{_CONFLICT.wanted} or a callable", lambda value: value if callable(value) else _CONFLICT.read(value)),
 ]
 OnBackendError = Annotated[str, _one_of("raise", "run", "reschedule")]
+OnDuplicate = Annotated[str, _one_of("return", "raise")]
+Key = Annotated[Any, Kind("a format string, a list of parameter names, a callable or None", check_key)]
+Tenant = Annotated[Any, Kind("a callable, the dotted path of one or None", check_tenant)]
+Anything = Annotated[Any, Kind("anything", lambda value: value)]
 
 
 @dataclass(frozen=True)
@@ -96,16 +101,24 @@ class CacheSettings:
 
 @dataclass(frozen=True)
 class CelerySettings:
-    """Defaults of ``@single_instance``; the options of a task override them."""
+    """Every option of ``@single_instance`` with its default; the options of a task override them."""
 
     scope: Scope = "run"
-    on_conflict: OnConflict = "raise"
+    key: Key = None
+    tenant: Tenant = None
     expire: Life = 30.0
     auto_renewal: Flag = True
     max_hold: Life | None = None
+    on_conflict: OnConflict = "raise"
     wait: Wait = 10.0
-    on_backend_error: OnBackendError = "raise"
+    skip_result: Anything = None
+    on_duplicate: OnDuplicate = "return"
     queue_life: Life = 3600.0
+    keep_for: Wait = 0.0
+    on_backend_error: OnBackendError = "raise"
+    lock_direct_calls: Flag = False
+    reschedule_delay: Life = 10.0
+    reschedule_limit: Wait | None = None
 
 
 @dataclass(frozen=True)

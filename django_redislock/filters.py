@@ -67,11 +67,8 @@ class AgeFilter(admin.SimpleListFilter):
         return queryset.filter(older=float(seconds)) if seconds and seconds in dict(self.lookup_choices) else queryset
 
 
-class HostFilter(admin.SimpleListFilter):
-    """The hosts of the locks that were read for the page: to offer them costs no second reading."""
-
-    title = _("host")
-    parameter_name = "host"
+class FoundFilter(admin.SimpleListFilter):
+    """Narrows by what was found in the locks that were read for the page: to offer it costs no second reading."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         return []
@@ -80,9 +77,27 @@ class HostFilter(admin.SimpleListFilter):
         return True
 
     def choices(self, changelist: ChangeList) -> Iterator[Any]:
-        locks: Any = changelist.queryset
-        self.lookup_choices = [(host, visible(host)) for host in sorted(locks.hosts)]
+        self.lookup_choices = [(value, visible(value)) for value in sorted(self.found(changelist.queryset))]
         return super().choices(changelist)
 
+    def found(self, locks: Any) -> set[str]:
+        raise NotImplementedError
+
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return queryset.filter(host=self.value())
+        return queryset.filter(**{str(self.parameter_name): self.value()})
+
+
+class TaskFilter(FoundFilter):
+    title = _("task")
+    parameter_name = "task"
+
+    def found(self, locks: Any) -> set[str]:
+        return locks.tasks  # type: ignore[no-any-return]
+
+
+class HostFilter(FoundFilter):
+    title = _("host")
+    parameter_name = "host"
+
+    def found(self, locks: Any) -> set[str]:
+        return locks.hosts  # type: ignore[no-any-return]

@@ -22,6 +22,7 @@ from .core.owner import Held
 from .core.place import place_of
 from .exceptions import LockBackendError
 from .models import HeldLock, encode_key
+from .task_names import task_of
 
 LIMIT = 10_000
 """Locks read of one connection at most."""
@@ -146,6 +147,7 @@ class HeldLocks:
     connection: str | None = None
     kind: str | None = None
     host: str | None = None
+    task: str | None = None
     state: str | None = None
     older: float = 0
     term: str = ""
@@ -173,10 +175,24 @@ class HeldLocks:
 
     @property
     def _matching(self) -> Callable[[str, str], bool] | None:
-        term, keys = self.term.casefold(), self.keys
-        if keys is not None:
-            return lambda connection, name: encode_key(connection, name) in keys and term in name.casefold()
-        return (lambda connection, name: term in name.casefold()) if term else None
+        term, keys, task, seen = self.term.casefold(), self.keys, self.task, self._tasks_seen
+        if not term and keys is None and task is None:
+            return None
+
+        def matches(connection: str, name: str) -> bool:
+            if task is not None:
+                found = task_of(name)
+                seen.add(found or "")
+                if found != task:
+                    return False
+            return (keys is None or encode_key(connection, name) in keys) and term in name.casefold()
+
+        return matches
+
+    @cached_property
+    def _tasks_seen(self) -> set[str]:
+        """Where the names of one task are picked: all tasks, for the locks of the others are not read."""
+        return {self.task or ""}
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -199,6 +215,12 @@ class HeldLocks:
     def hosts(self) -> set[str]:
         """The hosts of all that was read, and the one that is asked for."""
         return {host for host in (self.host, *(row.held.host for row in self.listing.rows)) if host}
+
+    @property
+    def tasks(self) -> set[str]:
+        """The tasks of all that was read, and the one that is asked for."""
+        read = self.listing.rows if self.task is None else []
+        return {task for task in (*self._tasks_seen, *(task_of(row.held.name) for row in read)) if task}
 
     def count(self) -> int:
         return len(self.rows)

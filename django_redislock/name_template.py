@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from string import Formatter
 from typing import Any
 
@@ -24,6 +24,33 @@ def fields(template: str) -> Iterator[str]:
         if field is not None:
             yield field.split(".")[0].split("[")[0]
             yield from fields(spec or "")
+
+
+def check_key(value: object, name: str = "key") -> object:
+    """Return the key of tasks: a format string, a tuple of parameter names, a callable, or None.
+
+    Raises TypeError and ValueError that name the argument.
+    """
+    if value == "":
+        raise ValueError(f"{name} must not be empty; one lock whatever the arguments is {name}=[]")
+    if isinstance(value, str) and next(fields(value), None) is None:
+        raise ValueError(
+            f"{name}={value!r} is the same for all arguments: a parameter stands in braces, as in {name}='{{{value}}}'; one lock "
+            f"whatever the arguments is {name}=[]"
+        )
+    if value is None or isinstance(value, str) or callable(value):
+        return value
+    if isinstance(value, Sequence) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise TypeError(f"{name} must be a format string, a list of parameter names, a callable or None, not {value!r}")
+
+
+def check_tenant(value: object, name: str = "tenant") -> object:
+    """Return a callable, the dotted path of one, or None. Raises TypeError that names the argument."""
+    dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
+    if value is None or callable(value) or dotted:
+        return value
+    raise TypeError(f"{name} must be a callable, the dotted path of one or None, not {value!r}")
 
 
 def check_parameters(wanted: Iterable[str], function: Callable[..., Any], argument: str) -> None:

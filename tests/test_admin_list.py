@@ -185,6 +185,33 @@ def test_filter_by_host(web: Client, client: redis.Redis) -> None:
     assert ">gone</a>" in html  # what is chosen can be seen, and with it the way back
 
 
+def test_filter_by_task(web: Client, client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All locks of the task: of its runs and of what waits; and of the many locks of a connection, only these are read."""
+    locks = [
+        "celery:shop.build:1",
+        "celery-queue:shop.build:2",
+        "celery:shop.buildings",
+        "celery:%3Ci%3E%3A:1",
+        "shop.build",
+    ]
+    for name in locks:
+        hold(client, name)
+    with counting(client) as counts:
+        html = get(web)
+    assert counts["evalsha"] == 2
+    for task in ("shop.build", "shop.buildings", "%3Ci%3E:"):
+        assert f">{task}</a>" in html
+    monkeypatch.setattr(heldlocks, "LIMIT", 2)
+    html = get(web, "?task=shop.build&o=1")
+    assert names(html) == sorted(locks[:2])
+    for task in ("shop.build", "shop.buildings", "%3Ci%3E:"):
+        assert f">{task}</a>" in html, "the others stay in reach"
+    assert names(get(web, "?task=shop.build&q=queue")) == [locks[1]]
+    html = get(web, "?task=gone")
+    assert names(html) == []
+    assert ">gone</a>" in html
+
+
 def test_pages_of_a_hundred(web: Client, client: redis.Redis) -> None:
     for number in range(105):
         hold(client, f"{number:03}")

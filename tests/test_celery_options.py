@@ -41,15 +41,16 @@ def app():
         ({"expire": float("nan")}, ValueError, "expire must not be nan"),
         ({"max_hold": -1}, ValueError, "max_hold must be between"),
         ({"wait": None}, TypeError, "wait must be a number of seconds"),
-        ({"wait": -1}, ValueError, "timeout must be"),
+        ({"wait": -1}, ValueError, "wait must be None or between 0"),
         ({"auto_renewal": 1}, TypeError, "auto_renewal must be True or False"),
         ({"lock_direct_calls": None}, TypeError, "lock_direct_calls must be True or False"),
         ({"reschedule_delay": 0}, ValueError, "reschedule_delay must be between"),
-        ({"reschedule_limit": -1}, ValueError, "reschedule_limit must not be negative"),
-        ({"reschedule_limit": 1.5}, TypeError, "reschedule_limit must be an int or None"),
+        ({"reschedule_limit": -1}, ValueError, "reschedule_limit must be None or between 0"),
+        ({"reschedule_limit": "5"}, TypeError, "reschedule_limit must be a number of seconds or a timedelta, not str"),
         ({"key": ""}, ValueError, r"key must not be empty; .* key=\[\]"),
         ({"key": 5}, TypeError, "key must be a format string"),
         ({"key": [5]}, TypeError, "key must be a format string"),
+        ({"tenant": "schema"}, TypeError, "tenant must be a callable, the dotted path of one or None, not 'schema'"),
         ({"key": "{c}"}, ValueError, "key names 'c', which is no parameter of .*: (self, )?a, b"),
         ({"key": "{c.pk:d}"}, ValueError, "key names 'c', which is no parameter"),
         ({"key": "{}"}, ValueError, "key names '', which is no parameter"),
@@ -120,6 +121,9 @@ class CallableObject:
     def __call__(self):
         pass
 
+    def method(self):
+        pass
+
 
 @pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("decorator", [single_instance, single_instance(), single_instance(expire=5)])
@@ -138,6 +142,10 @@ def test_on_top_of_the_task_decorator_it_says_what_to_write(app, decorator, lazy
         (5, "marks functions, not 5"),
         (Task, "write a task class as class X"),
         (functools.partial(print), r"marks functions, not functools.partial\(<built-in function print>\)"),
+        (functools.update_wrapper(functools.partial(nothing), nothing), "marks functions, not functools.partial"),
+        (functools.update_wrapper(CallableObject(), nothing), "marks functions, not <tests"),
+        (functools.lru_cache(nothing), "marks functions, not <functools._lru_cache_wrapper"),
+        (CallableObject().method, "marks functions, not <bound method CallableObject.method"),
         (CallableObject(), "marks functions, not <tests.test_celery_options.CallableObject"),
         (len, "marks functions, not <built-in function len>"),
     ],
@@ -413,6 +421,29 @@ def test_a_mark_without_effect_is_an_error_of_the_system_check(app):
             for name in ("no_task", "hidden")
         )
     }
+
+
+@pytest.mark.parametrize(
+    ("second", "what"), [("", "first is"), ("two = single_instance(lambda: 0)", "(and 1 more) is")]
+)
+def test_where_no_app_was_imported_the_system_check_says_that(run_python, second, what):
+    code = """import django; django.setup()
+from celery import shared_task
+from django.core.checks import run_checks
+from django_redislock.celery import single_instance
+
+@shared_task
+@single_instance
+def first(): pass
+
+SECOND
+say(found=[(message.id, message.msg) for message in run_checks(tags=['redislock'])])
+"""
+    (line,) = run_python(code.replace("SECOND", second)).finish()
+    ((id, said),) = line["found"]
+    assert id == "redislock.E010"
+    assert what in said
+    assert said.endswith("marked with @single_instance, but no Celery app has been imported.")
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*already registered")

@@ -20,6 +20,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "celery.rst").read_text()
 def page():
     """All code of the page, as one module."""
     blocks = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", PAGE)
+    blocks = [block for block in blocks if "set_schema" not in block]  # which test_celery_tenants.py runs
     code = "\n".join(line[4:] for block in blocks for line in block.splitlines())
     namespace: dict = {"__name__": "page"}
     before = _state._tls.current_app

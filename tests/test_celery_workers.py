@@ -159,13 +159,19 @@ def test_reschedule_runs_later_under_the_same_id_without_a_retry(gated, holder):
     assert len(gated.diary.events("start")) == 5
 
 
-def test_reschedule_has_a_limit(gated, holder):
-    holder(tasks.reschedule_twice)
-    result = gated.publish(tasks.reschedule_twice)
+def test_reschedule_ends_with_its_limit(gated, holder):
+    holder(tasks.reschedule_shortly)
+    result = gated.publish(tasks.reschedule_shortly)
     assert type(ended(result).result) is TaskAlreadyRunning
-    said = f"reschedule_twice[{result.id}] is published again, to start in "
-    wait_until(lambda: gated.log.count(said) >= 2)  # said after the message is out, which another child may have taken
-    assert gated.log.count(said) == 2
+    assert f"reschedule_shortly[{result.id}] is published again, to start in " in gated.log
+
+
+def test_reschedule_ends_with_its_message(gated, holder):
+    """By default, whatever the lock does."""
+    holder(tasks.reschedule)
+    result = gated.publish(tasks.reschedule, expires=1)
+    assert ended(result).state == "REVOKED"
+    assert f"reschedule[{result.id}] is published again, to start in " in gated.log
 
 
 # Every way to end

@@ -48,13 +48,21 @@ def test_every_documented_default():
         ),
         celery=conf.CelerySettings(
             scope="run",
-            on_conflict="raise",
+            key=None,
+            tenant=None,
             expire=30,
             auto_renewal=True,
             max_hold=None,
+            on_conflict="raise",
             wait=10,
-            on_backend_error="raise",
+            skip_result=None,
+            on_duplicate="return",
             queue_life=3600,
+            keep_for=0,
+            on_backend_error="raise",
+            lock_direct_calls=False,
+            reschedule_delay=10,
+            reschedule_limit=None,
         ),
     )
 
@@ -132,6 +140,13 @@ BAD_CELERY = [
     *[("ON_CONFLICT", value) for value in ("", "drop", 1, None)],
     *[("QUEUE_LIFE", value) for value in [*BAD_LIVES, None]],
     *[("ON_BACKEND_ERROR", value) for value in ("", "skip", 1, None)],
+    *[("KEY", value) for value in ("", "account_id", "{a", 1, [1], b"a")],
+    *[("TENANT", value) for value in ("", "schema", "shop.", "a b.c", 1)],
+    *[("ON_DUPLICATE", value) for value in ("", "skip", 1, None)],
+    *[("KEEP_FOR", value) for value in [*BAD_WAITS, None]],
+    *[("LOCK_DIRECT_CALLS", value) for value in (1, "yes", None)],
+    *[("RESCHEDULE_DELAY", value) for value in [*BAD_LIVES, None]],
+    *[("RESCHEDULE_LIMIT", value) for value in BAD_WAITS],
 ]
 CASES = [
     *[({key: value}, f"DJANGO_REDISLOCK['{key}'] is ") for key, value in BAD],
@@ -150,7 +165,12 @@ def test_a_bad_value_is_named_with_what_it_must_be(given, raw, message):
 
 
 def test_every_key_has_a_bad_value_above():
-    for section, cases in ((conf.Settings, BAD), (conf.CacheSettings, BAD_CACHE), (conf.CelerySettings, BAD_CELERY)):
+    anything = ("SKIP_RESULT", object())  # none is bad
+    for section, cases in (
+        (conf.Settings, BAD),
+        (conf.CacheSettings, BAD_CACHE),
+        (conf.CelerySettings, [*BAD_CELERY, anything]),
+    ):
         assert {name.upper() for name in section.__dataclass_fields__} == {key for key, _ in cases}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -13,11 +14,16 @@ from ..core import events
 from ..core.handover import ExecutionLock
 from ..exceptions import LockBackendError, LockError
 from .base import LockedTask
-from .message import RESCHEDULED_HEADER, SEEN_HEADER, delivery_of, header, mark_life, published_again
+from .message import RESCHEDULED_HEADER, SEEN_HEADER, SINCE_HEADER, delivery_of, header, mark_life, published_again
 from .options import Options
 
 MARGIN = 0.1
 """Seconds after the life of a lock, or of a mark, when its end is looked for."""
+
+GROWTH = 0.1
+"""The part of the time waited so far that a rescheduled task waits more, at least."""
+LONGEST_DELAY = 300.0
+"""Seconds, on average, that this growth may come to: well below the time after which a broker gives a message to another worker."""
 
 
 class Elsewhere(Ignore):
@@ -33,7 +39,7 @@ class RepublishedTask(LockedTask):
         error: LockError,
         options: Options,
         request: Context | None,
-        limit: int | None,
+        limit: float | None,
         queued: ExecutionLock | None,
         *,
         silent: bool = False,
@@ -44,19 +50,23 @@ class RepublishedTask(LockedTask):
         out: for a Retry, Celery stores it afterwards, and so over the result of a successor that was faster. `silent`: another
         run of the same id goes on, whose state stands.
         """
-        before = header(request, RESCHEDULED_HEADER) or 0
-        if request is None or request.is_eager or (limit is not None and before >= limit):
+        before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
+        since = header(request, SINCE_HEADER) or now
+        waited = max(0.0, now - since)
+        if request is None or request.is_eager or (limit is not None and waited >= limit):
             raise error
         if not isinstance(error, LockBackendError):
             self._claim_copies(lock, request, options, final=False)
-        delay = options.reschedule_delay * random.uniform(0.5, 1.5)  # noqa: S311
+        delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY)) * random.uniform(0.5, 1.5)  # noqa: S311
+        if limit is not None:
+            delay = min(delay, limit - waited)
         if queued is not None:  # it waits again, and is still the one that waits
             with suppress(LockBackendError):
-                queued.acquire(blocking=False)
+                queued._copy(expire=queued.expire + delay).acquire(blocking=False)
         try:
             if not (silent or self.ignore_result or request.ignore_result):
                 self.backend.mark_as_retry(request.id or "", error, request=request)
-            self._publish_again(lock, request, options, delay, {RESCHEDULED_HEADER: before + 1})
+            self._publish_again(lock, request, options, delay, {RESCHEDULED_HEADER: before + 1, SINCE_HEADER: since})
         except Exception as failure:
             raise error from failure
         events.emit(

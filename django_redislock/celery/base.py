@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
@@ -23,15 +22,19 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from . import options as options_of
 from .execution import leave_queue, release
-from .key import lock_name, make
-from .message import KEY_HEADER, delivery_of, header, new_message
+from .key import NO_MODELS, lock_name, make, of_tenant
+from .message import KEY_HEADER, REFUSED_HEADER, delivery_of, header, new_message, with_ours
+from .models import Models, models_of
 from .options import Options
-from .publish import Closed, DuplicateResult, Gate, has_ended, level_of, life, producer_of, shown
+from .publish import DuplicateResult, has_ended, level_of, life, report_dropped, shown
 
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
 MOMENT = 1.0
 """Seconds given to a holder that is about to end: one that has published its own retry, or a lock that changes hands."""
+
+CANVAS_OPTIONS = frozenset({"root_id", "parent_id", "group_id", "chord", "chain", "retries"})
+"""Options of which the members of canvases and retries have one at least, and what has an id of its publisher's own has none."""
 
 if TYPE_CHECKING:
     _Task = Task[Any, Any]
@@ -44,6 +47,8 @@ class LockedTask(_Task):
 
     _given_options: Mapping[str, Any] = {}
     _completed: Options | None = None
+    _pydantic: Mapping[str, Any] | None = None
+    """How Celery makes models of the arguments, if it does: the last arguments of `models_of`."""
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
         """Return who runs the task with these arguments now, or waits to run it, or None.
@@ -96,40 +101,50 @@ class LockedTask(_Task):
         known, task_id = task_id is not None, task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, shown(bound))
         try:
-            decide, producer = partial(self._claim, lock, ours, known), producer_of(self.app, producer, options)
-            with Gate(lock.begin(), decide, producer) as gate:
-                return super().apply_async(args, kwargs, task_id=task_id, producer=gate, **options)  # type: ignore[arg-type]
-        except Closed:
-            pass
+            duplicate = self._claim(lock, ours, known, options)
+            if duplicate is None:
+                return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         except BaseException:
             release(lock)
             raise
-        return gate.instead()
+        report_dropped(self.name, duplicate.id, options)
+        return duplicate
 
     def _claim(
-        self, lock: ExecutionLock, options: Options, known: bool, answer: Callable[[], bool]
+        self, lock: ExecutionLock, options: Options, known: bool, message: dict[str, Any]
     ) -> DuplicateResult | None:
         """Take the lock for a message, or return the result of who holds it; None when the message is to be published."""
+        skipped = known and options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message)
         try:
-            return None if answer() or known else self._duplicate(lock, options)
+            if lock.acquire(blocking=False) or (known and not skipped):
+                return None
+            holder = self._holder(lock)
+            if holder is None:
+                return None
+            if not known:
+                return self._duplicate(lock, holder, options)
+            if holder.label != lock.label:
+                lock.count_duplicate()
+                message["headers"] = with_ours(message["headers"], {REFUSED_HEADER: holder.holder})
+            return None
         except LockBackendError:
             if options.on_backend_error != "run":
                 raise
             events.log.warning("%s is published without its lock, for Redis does not answer.", lock.label)
             return None
 
-    def _duplicate(self, lock: ExecutionLock, options: Options) -> DuplicateResult | None:
-        """Return the result of the message that holds the lock, or None when it is free after all."""
+    def _holder(self, lock: ExecutionLock) -> LockInfo | None:
+        """Return who holds the lock; None when it is free after all, and acquired, or changes hands too fast."""
         holder = lock.owner()
         if holder is None and not lock.acquire(timeout=MOMENT):
             holder = lock.owner()
         if holder is not None and self._waits_in_vain(holder):
             leave_queue(lock.named(lock.name, id=holder.id))
-            if lock.acquire(blocking=False):
-                return None
-            holder = lock.owner()
-        if holder is None:
-            return None  # it changes hands too fast; that one waits or runs is made sure of at the start
+            holder = None if lock.acquire(blocking=False) else lock.owner()
+        return holder
+
+    def _duplicate(self, lock: ExecutionLock, holder: LockInfo, options: Options) -> DuplicateResult:
+        """Return the result of the message that holds the lock."""
         error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
         events.emit(
             "conflict",
@@ -197,6 +212,10 @@ class LockedTask(_Task):
         return options
 
     @cached_property
+    def _models(self) -> Models:
+        return NO_MODELS if self._pydantic is None else models_of(self.run, **self._pydantic)
+
+    @cached_property
     def _signature(self) -> inspect.Signature:
         return signature_of(self.run)
 
@@ -205,7 +224,8 @@ class LockedTask(_Task):
         return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs))
 
     def _key(self, bound: inspect.BoundArguments) -> str:
-        return make(self._given_options.get("key"), bound)
+        options = self._options
+        return of_tenant(options.get_tenant, make(options.key, bound, self._models))
 
     def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
         """Return every lock of these arguments that the scope knows; the one of what runs first."""

@@ -1,8 +1,9 @@
 """Which executions of a task are the same: a key made from its arguments.
 
 Producer and worker must come to the same key, though one has what the caller gave and the other what the serializer made of
-it. So arguments count as they look after a journey through kombu's JSON: a tuple is a list, an enum its value, the keys of a
-dict are strings, and datetimes, UUIDs, decimals and bytes are themselves.
+it. So arguments count as they look after a journey through kombu's JSON: a tuple is a list, the keys of a dict are strings, an
+enum that derives from str or int is its value, and datetimes, UUIDs, decimals and bytes are themselves. What JSON cannot carry, as a
+plain enum, is itself; it has no hash.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,36 +19,42 @@ from django.db.models import Model
 from kombu.utils import json as kombu_json
 
 from ..core.keys import MAX_NAME
+from ..task_names import escaped
+from .models import Models
 
+NO_MODELS: Models = {}
 Key = str | Sequence[str] | Callable[..., str] | None
 
 
 def lock_name(task: str, key: str, kind: str = "celery") -> str:
     """Return the name of the lock of a task and a key; an empty key stands for all arguments."""
-    task = task.replace("%", "%25").replace(":", "%3A")  # so that no task's key reads as a part of another's name
+    task = escaped(task)
     name = f"{kind}:{task}:{key}" if key else f"{kind}:{task}"
     name = name.encode(errors="backslashreplace").decode()
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 33]}:{_hash(name)}"
 
 
-def make(key: Key, bound: inspect.BoundArguments) -> str:
+def make(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) -> str:
     """Return the key of these arguments.
 
     `key` is a format string over the parameters (``"report:{customer_id}"``), a list of those that count (``[]``: none, one
-    lock for the task), a callable that takes what the task takes and returns a string, or None: all arguments count.
+    lock for the task), a callable that takes what the task takes and returns a string, or None: all arguments count. A format
+    string and a callable see what the body does: what came with the message, and a model where `models` has one.
     Raises TypeError when an argument that counts has no stable form.
     """
     bound.apply_defaults()
     if callable(key):
-        return _text(key(*map(_seen, bound.args), **{name: _seen(value) for name, value in bound.kwargs.items()}))
-    arguments = _by_name(bound)
+        seen = _seen_by_the_body(bound, models)
+        return _text(key(*seen.args, **seen.kwargs))
     if isinstance(key, str):
+        arguments = _by_name(_seen_by_the_body(bound, models))
         try:
-            return key.format(**{name: _seen(value) for name, value in arguments.items()})
+            return key.format(**arguments)
         except (LookupError, AttributeError, TypeError, ValueError) as error:
             raise TypeError(
                 f"key={key!r} cannot be made from {arguments!r}: {type(error).__name__}: {error}"
             ) from error
+    arguments = _by_name(bound)
     if key is not None:
         for name in key:
             if name not in arguments:
@@ -55,6 +63,16 @@ def make(key: Key, bound: inspect.BoundArguments) -> str:
     if not arguments:  # one lock, whose name is that of the task
         return ""
     return digest(arguments)
+
+
+def of_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
+    """Return the key as that of the tenant in whose name this is called. Raises TypeError when the tenant is no str."""
+    if get_tenant is None:
+        return key
+    tenant = get_tenant()
+    if not isinstance(tenant, str):
+        raise TypeError(f"the callable given as tenant must return a str, not {type(tenant).__name__}")
+    return f"{escaped(tenant)}:{key}" if key else escaped(tenant)
 
 
 def digest(arguments: Mapping[str, Any]) -> str:
@@ -67,6 +85,19 @@ def digest(arguments: Mapping[str, Any]) -> str:
             f"no key can be made from the arguments {arguments!r}: {error}. Name the parameters that count, as in "
             'key=["customer_id"] or key="{customer_id}", or give a callable.'
         ) from error
+
+
+def _seen_by_the_body(bound: inspect.BoundArguments, models: Models) -> inspect.BoundArguments:
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            arguments[name] = tuple(map(_seen, value))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            arguments[name] = {other: _seen(each) for other, each in value.items()}
+        else:
+            arguments[name] = models[name](_seen(value)) if name in models else _seen(value)
+    return inspect.BoundArguments(bound.signature, OrderedDict(arguments))
 
 
 def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from weakref import WeakSet
 from celery import Celery, Task, _state
 from celery.local import Proxy
 from django.core.checks import CheckMessage, Error, Warning
+from django.core.exceptions import ImproperlyConfigured
 
-from .options import Mark, SingleInstanceOptions
+from .. import conf
+from .options import Mark, SingleInstanceOptions, check_parameters
 from .task import SingleInstanceMixin
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,8 +36,27 @@ def single_instance(**options: Unpack[SingleInstanceOptions]) -> Callable[[F], F
 def single_instance(function: Any = None, /, **options: Any) -> Any:
     """Let one instance of a task run at a time: put it under ``@shared_task`` or ``@app.task``, bare or with options.
 
-    What is not given comes from ``DJANGO_REDISLOCK["CELERY"]``; see `SingleInstanceOptions`. Raises TypeError and ValueError for
-    bad options, and TypeError for anything but a function.
+    What is not given comes from ``DJANGO_REDISLOCK["CELERY"]``, which takes every option (in capitals), and else is::
+
+        scope="run"             when the lock is held: or "queued", "queued+run", "job"
+        key=None                which executions exclude each other: those with the same arguments
+        tenant=None             what every key begins with: a callable that returns the tenant
+        expire=30               seconds that the lock lives without renewal
+        auto_renewal=True       whether it is renewed while the body runs
+        max_hold=None           seconds that it is renewed at most
+        on_conflict="raise"     what a duplicate does: or "skip", "reschedule", "wait", a callable
+        wait=10                 seconds that "wait" waits before it raises
+        skip_result=None        what "skip" returns
+        on_duplicate="return"   what publishing a duplicate does: or "raise"
+        queue_life=3600         seconds that a message holds its lock while it waits
+        keep_for=0              seconds that the lock stays after the body
+        on_backend_error="raise"  what happens when Redis does not answer: or "run", "reschedule"
+        lock_direct_calls=False  whether task(...) takes the lock, too
+        reschedule_delay=10     seconds until a rescheduled task tries again; later ones grow
+        reschedule_limit=None   seconds for which it does: as long as its message may live
+
+    `SingleInstanceOptions` says more of each. Raises TypeError and ValueError for bad options, and TypeError for anything but a
+    function.
     """
 
     def mark(function: F) -> F:
@@ -49,7 +70,8 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
                 "@single_instance marks functions; write a task class as class X(SingleInstanceTask), with its options as "
                 "the attribute single_instance = {...}"
             )
-        if not callable(function) or not hasattr(function, "__dict__") or not hasattr(function, "__qualname__"):
+        # Not what calls a function, as partial() does: its parameters are others than it says, and it may have been called before.
+        if not callable(function) or not hasattr(function, "__code__") or inspect.ismethod(function):
             raise TypeError(f"@single_instance marks functions, not {function!r}; options are given by name")
         mark = Mark(function, options)
         setattr(function, ATTRIBUTE, mark)
@@ -73,7 +95,11 @@ def _task_from_marked_fun(
         base = base or self.Task
         if not issubclass(base, SingleInstanceMixin):
             base = type(base.__name__, (SingleInstanceMixin, base), {"__module__": base.__module__})
-    return _task_from_fun(self, fun, name, base, **options)
+    task = _task_from_fun(self, fun, name, base, **options)
+    if options.get("pydantic") is True and isinstance(task, SingleInstanceMixin):
+        context = {**(options.get("pydantic_context") or {}), "celery_app": self, "celery_task_name": task.name}
+        task._pydantic = {"strict": options.get("pydantic_strict", False), "context": context}
+    return task
 
 
 Celery._task_from_fun = _task_from_marked_fun  # type: ignore[assignment, method-assign]
@@ -82,7 +108,19 @@ Celery._task_from_fun = _task_from_marked_fun  # type: ignore[assignment, method
 def check_tasks() -> list[CheckMessage]:
     """Tell of functions and tasks that ask to be single-instance and are not."""
     found: list[CheckMessage] = []
-    for app in list(_state._get_active_apps()):  # type: ignore[attr-defined]
+    idle = sorted((mark for mark in _marks if not mark.effective), key=lambda mark: mark.function)
+    apps = list(_state._get_active_apps())  # type: ignore[attr-defined]
+    if idle and not apps:  # then nothing is a task yet
+        more = "" if len(idle) == 1 else f" (and {len(idle) - 1} more)"
+        return [
+            Error(
+                f"{idle[0].function}{more} is marked with @single_instance, but no Celery app has been imported.",
+                hint="Import it where Django starts: in the __init__.py of the project, from .celery import app as celery_app. Else "
+                "what this process publishes goes to Celery's default app, which has no broker of yours.",
+                id="redislock.E010",
+            )
+        ]
+    for app in apps:
         try:
             tasks = app.tasks if app.autofinalize else {}
         except Exception as error:  # of whichever task; it would come again, in a worker
@@ -99,6 +137,8 @@ def check_tasks() -> list[CheckMessage]:
         ]
         found += [message for task in tasks.values() for message in _check_life(app, task)]
         found += [message for task in tasks.values() for message in _check_super(task)]
+        found += [message for task in tasks.values() for message in _check_key(task)]
+        found += [message for task in tasks.values() for message in _check_tenant(task)]
     return found + [
         Error(
             f"{mark.function} is marked with @single_instance, but no task holds that mark.",
@@ -106,8 +146,7 @@ def check_tasks() -> list[CheckMessage]:
             "functools.wraps. Two tasks of one name are one task: the first.",
             id="redislock.E010",
         )
-        for mark in sorted(_marks, key=lambda mark: mark.function)
-        if not mark.effective
+        for mark in sorted((mark for mark in _marks if not mark.effective), key=lambda mark: mark.function)
     ]
 
 
@@ -125,6 +164,34 @@ def _check_life(app: Celery, task: Any) -> list[CheckMessage]:
             id="redislock.W010",
         )
     ]
+
+
+def _check_key(task: Any) -> list[CheckMessage]:
+    """Tell of a task that the key of the settings cannot be made for; one of its own was checked when it was made."""
+    if not isinstance(task, SingleInstanceMixin) or "key" in task._given_options:
+        return []
+    try:
+        check_parameters(task._options.key, task.run)
+    except ValueError as error:
+        return [
+            Error(
+                f"{conf.NAME}['CELERY']['KEY'] does not fit the task {task.name}: {error}",
+                hint="Give the task a key of its own; [] is one lock whatever the arguments.",
+                id="redislock.E013",
+            )
+        ]
+    return []
+
+
+def _check_tenant(task: Any) -> list[CheckMessage]:
+    """Tell of a task whose tenant cannot be asked for."""
+    try:
+        if isinstance(task, SingleInstanceMixin):
+            task._options.get_tenant  # noqa: B018 - it is imported
+    except ImproperlyConfigured as error:
+        hint = f"Correct {conf.NAME}['CELERY']['TENANT'], or the task's own option."
+        return [Error(f"The task {task.name} has no key. {error}", hint=hint, id="redislock.E014")]
+    return []
 
 
 def _check_super(task: Any) -> list[CheckMessage]:

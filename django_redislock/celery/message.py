@@ -29,13 +29,17 @@ SEEN_HEADER = "single_instance_seen"
 """Carries the fence of the execution that a copy found running, when it looks again."""
 RESCHEDULED_HEADER = "single_instance_rescheduled"
 """Carries how often a message has been rescheduled, because of a conflict."""
+SINCE_HEADER = "single_instance_since"
+"""Carries the time of the first of these conflicts, in seconds since 1970."""
+REFUSED_HEADER = "single_instance_refused"
+"""Names who held the lock when a message with an id of its publisher's own was published, which is to be skipped for that reason."""
 MARK_LIFE = 3600.0
 """Seconds for which it is known that a message was processed, at least: as long as Redis as broker waits for a worker."""
 
 
 def new_message(headers: Mapping[str, Any] | None, key: str, scope: str) -> dict[str, Any]:
     """Return the headers of a new message, which may be a retry with the headers of the one before."""
-    former = (VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER)
+    former = (VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER, RESCHEDULED_HEADER, SINCE_HEADER, REFUSED_HEADER)
     headers = {name: value for name, value in (headers or {}).items() if name not in former}
     held = {} if scope == "run" else {SCOPE_HEADER: scope}
     return with_ours(headers, {KEY_HEADER: key, MESSAGE_HEADER: secrets.token_hex(4), **held})
@@ -73,7 +77,7 @@ def delivery_of(request: Context) -> Delivery:
 
 def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[str, Any]:
     """Return the headers of the same message when it is published again."""
-    names = (KEY_HEADER, SCOPE_HEADER, MESSAGE_HEADER, AGAIN_HEADER, RESCHEDULED_HEADER)
+    names = (KEY_HEADER, SCOPE_HEADER, MESSAGE_HEADER, AGAIN_HEADER, RESCHEDULED_HEADER, SINCE_HEADER)
     ours = {name: value for name in names if (value := header(request, name)) is not None}
     ours |= {VERSION_HEADER: delivery.version + 1, **more}
     if MESSAGE_HEADER not in ours:

@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.functional import cached_property
+from django.utils.module_loading import import_string
 
 from .. import conf
 from ..connections import client_of
 from ..core.handover import ExecutionLock
 from ..core.keys import Seconds, check_expire, check_timeout
 from ..core.server import UNLOCKED
-from ..name_template import check_parameters, fields as fields_of
+from ..name_template import check_key, check_parameters as check_names, check_tenant, fields as fields_of
 from .key import Key
 
 OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
 
 
 class SingleInstanceOptions(TypedDict, total=False):
-    """What ``@single_instance(...)`` and ``single_instance={...}`` take; the rest comes from ``DJANGO_REDISLOCK["CELERY"]``."""
+    """What ``@single_instance(...)`` and ``single_instance={...}`` take; the rest comes from ``DJANGO_REDISLOCK["CELERY"]``.
+
+    See `single_instance` for the defaults.
+    """
 
     scope: Literal["run", "queued", "queued+run", "job"]
     """When the lock is held. "run": while the body runs; "queued": from publishing to the start; "queued+run": both, so that one
     waits and one runs at most; "job": from publishing to the end, over retries."""
     key: Key
-    """Which executions exclude each other; None: those with the same arguments. See `key.make`."""
+    """Which executions exclude each other; None: those with the same arguments. A format string names parameters, as in
+    ``"report:{customer_id}"``; a list has the names of those that count (``[]``: one lock for the task); a callable takes what the
+    task takes, and returns a string. Format strings and callables see the arguments as the body does: an enum that derives from str
+    or int is its value, so write ``{status}`` and not ``{status.value}``; a tuple is a list; with ``pydantic=True`` a model is a
+    model, as in ``{order.id}``."""
+    tenant: Callable[[], str] | str | None
+    """What every key begins with: a callable, or the dotted path of one, that returns the tenant in whose name it is called. None:
+    the task is one for all tenants."""
     expire: Seconds
     auto_renewal: bool
     max_hold: Seconds | None
@@ -50,32 +62,32 @@ class SingleInstanceOptions(TypedDict, total=False):
     lock_direct_calls: bool
     """Whether ``task(...)``, a plain call of the function, takes the lock too."""
     reschedule_delay: Seconds
-    """Seconds, on average, until a rescheduled task tries again."""
-    reschedule_limit: int | None
-    """How often one task id is rescheduled at most, before its conflict is raised."""
+    """Seconds, on average, until a rescheduled task tries again. The delay grows to a tenth of the time waited so far, which is
+    5 minutes at most."""
+    reschedule_limit: Seconds | None
+    """Seconds from its first conflict for which a message is rescheduled; the conflict at their end is raised. None: as long as the
+    message may live, which is until its ``expires``, if it has one. A retry is another message, and has the whole time again."""
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(conf.CelerySettings):
     """Every option, with the value in force now."""
 
     settings: conf.Settings = field(repr=False)  # a URL may hold a password
     """Those that the rest is completed from."""
-    scope: str
-    expire: float
-    auto_renewal: bool
-    max_hold: float | None
-    on_conflict: str | Callable[..., Any]
-    wait: float
-    on_backend_error: str
-    queue_life: float
-    key: Key = None
-    on_duplicate: str = "return"
-    keep_for: float = 0.0
-    skip_result: Any = None
-    lock_direct_calls: bool = False
-    reschedule_delay: float = 10.0
-    reschedule_limit: int | None = 100
+
+    @cached_property
+    def get_tenant(self) -> Callable[[], str] | None:
+        """What `tenant` names, imported with its first use. Raises ImproperlyConfigured when that cannot be done."""
+        if not isinstance(self.tenant, str):
+            return self.tenant  # type: ignore[no-any-return]
+        try:
+            found = import_string(self.tenant)
+        except ImportError as error:
+            raise ImproperlyConfigured(f"The tenant {self.tenant!r} cannot be imported: {error}") from error
+        if not callable(found):
+            raise ImproperlyConfigured(f"The tenant {self.tenant!r} is no callable, but {found!r}")
+        return found  # type: ignore[no-any-return]
 
     @cached_property
     def lock(self) -> ExecutionLock:
@@ -92,7 +104,7 @@ class Options:
         )
 
 
-NAMES = tuple(each.name for each in fields(Options) if each.name != "settings")
+NAMES = tuple(each.name for each in fields(conf.CelerySettings))
 
 
 class Mark:
@@ -107,8 +119,7 @@ class Mark:
 
 def complete(given: Mapping[str, Any], settings: conf.Settings) -> Options:
     """Return the options given, and the rest from the settings."""
-    defaults = {name: getattr(settings.celery, name) for name in NAMES if hasattr(settings.celery, name)}
-    return Options(settings, **{**defaults, **given})
+    return Options(settings=settings, **{**vars(settings.celery), **given})
 
 
 def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
@@ -124,7 +135,7 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
         if name == "expire" and value is None:
             continue  # as everywhere: the life that the settings give
         checked[name] = _CHECKS[name](value, name) if name in _CHECKS else value
-    _check_parameters(checked.get("key"), function)
+    check_parameters(checked.get("key"), function)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
             f"{getattr(function, '__qualname__', function)} is an async function: its lock would be released before its body "
@@ -158,37 +169,13 @@ def _check_flag(value: object, name: str) -> object:
 def _check_wait(value: object, name: str) -> object:
     if value is None:
         raise TypeError(f"{name} must be a number of seconds or a timedelta, not None: a worker would wait for ever")
-    return check_timeout(value)
-
-
-def _check_limit(value: object, name: str) -> object:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int or None, not {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, not {value!r}")
-    return value
-
-
-def _check_key(value: object, name: str) -> object:
-    if value == "":
-        raise ValueError(f"{name} must not be empty; one lock whatever the arguments is {name}=[]")
-    if isinstance(value, str) and next(fields_of(value), None) is None:
-        raise ValueError(
-            f"{name}={value!r} is the same for all arguments: a parameter stands in braces, as in {name}='{{{value}}}'; one lock "
-            f"whatever the arguments is {name}=[]"
-        )
-    if value is None or isinstance(value, str) or callable(value):
-        return value
-    if isinstance(value, Sequence) and all(isinstance(part, str) for part in value):
-        return tuple(value)
-    raise TypeError(f"{name} must be a format string, a list of parameter names, a callable or None, not {value!r}")
+    return check_timeout(value, name)
 
 
 _CHECKS: dict[str, Callable[[Any, str], object]] = {
     "scope": _one_of(*conf.SCOPES),
-    "key": _check_key,
+    "key": check_key,
+    "tenant": check_tenant,
     "expire": check_expire,
     "auto_renewal": _check_flag,
     "max_hold": lambda value, name: None if value is None else check_expire(value, name),
@@ -200,12 +187,12 @@ _CHECKS: dict[str, Callable[[Any, str], object]] = {
     "on_backend_error": _one_of("raise", "run", "reschedule"),
     "lock_direct_calls": _check_flag,
     "reschedule_delay": check_expire,
-    "reschedule_limit": _check_limit,
+    "reschedule_limit": check_timeout,
 }
 
 
-def _check_parameters(key: Key, function: Callable[..., Any] | None) -> None:
+def check_parameters(key: Key, function: Callable[..., Any] | None) -> None:
     """Raise ValueError when the key names something that is no parameter of the function."""
     if key is None or callable(key) or function is None:
         return
-    check_parameters(fields_of(key) if isinstance(key, str) else key, function, "key")
+    check_names(fields_of(key) if isinstance(key, str) else key, function, "key")

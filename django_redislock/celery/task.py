@@ -26,7 +26,7 @@ from .again import Elsewhere, RepublishedTask
 from .base import MOMENT
 from .execution import Execution, leave_queue, release, running
 from .key import lock_name
-from .message import KEY_HEADER, header, mark_life
+from .message import KEY_HEADER, REFUSED_HEADER, header, mark_life
 from .options import Mark, Options
 from .publish import life
 
@@ -106,6 +106,9 @@ class SingleInstanceMixin(RepublishedTask):
         if request is not None and task_id is not None and options.scope in ("queued", "queued+run"):
             queued = self._waiting_lock(key, task_id, options, {})
         lock = self._running_lock(name, options, request, args, kwargs)
+        refused = header(request, REFUSED_HEADER)
+        if refused is not None and options.on_conflict == "skip":
+            return self._skip(queued or lock, options, request, f"when it was published the lock was held by {refused}")
         if options.scope == "queued" and (lock.delivery is None or not lock.delivery.message):
             leave_queue(queued)
             with Execution(self.name, task_id):
@@ -266,18 +269,21 @@ class SingleInstanceMixin(RepublishedTask):
         if callable(policy):
             return policy(self, error)
         if policy == "skip":
-            events.emit(
-                "skipped",
-                "%s is skipped, for the lock has been held for %.1f s by %s.",
-                lock.label,
-                0.0 if holder is None else holder.age,
-                error.holder,
-                name=lock.name,
-                task=self.name,
-                task_id=None if request is None else request.id,
-            )
-            return options.skip_result
+            age = 0.0 if holder is None else holder.age
+            return self._skip(lock, options, request, f"the lock has been held for {age:.1f} s by {error.holder}")
         raise error
+
+    def _skip(self, lock: ExecutionLock, options: Options, request: Context | None, why: str) -> Any:
+        events.emit(
+            "skipped",
+            "%s is skipped, for %s.",
+            lock.label,
+            why,
+            name=lock.name,
+            task=self.name,
+            task_id=None if request is None else request.id,
+        )
+        return options.skip_result
 
 
 def is_requeued(error: object) -> bool:

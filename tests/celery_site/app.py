@@ -41,6 +41,9 @@ def use(server_url: str, broker_url: str | None = None) -> None:
     app.conf.update(broker_url=broker_url or f"{base}/1", result_backend=f"tests.celery_site.backend.Backend+{base}/2")
 
 
+if "REDISLOCK_TEST_TENANTS" in os.environ:
+    app.conf.include = [*app.conf.include, "tests.celery_site.tenants"]
+
 if TRANSPORT in os.environ:
     app.conf.broker_transport_options = json.loads(os.environ[TRANSPORT])
 

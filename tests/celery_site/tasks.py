@@ -140,8 +140,8 @@ def reschedule(self: Any, name: str, how: str = "return") -> Any:
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=600, on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=2)
-def reschedule_twice(self: Any, name: str, how: str = "return") -> Any:
+@single_instance(key="{name}", expire=600, on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=1)
+def reschedule_shortly(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
@@ -253,6 +253,12 @@ def job(self: Any, name: str, how: str = "return") -> Any:
 @shared_task(bind=True)
 @single_instance(expire=600, scope="job")
 def job_of_all_arguments(self: Any, name: str, how: str = "return", more: Any = ()) -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, scope="job", on_conflict="skip", skip_result="skipped")
+def job_skip(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 

@@ -13,16 +13,23 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 
-from ... import conf, heldlocks
+from ... import conf
 from ...connections import connection_names
 from ...core.keys import check_name
 from ...doctor import Finding, examine
 from ...exceptions import LockBackendError
-from ...heldlocks import Listing, Row, clients, duration, find, force_release, read
+from ...heldlocks import Listing, Row, clients, find, force_release, read
 from ...models import HeldLock, visible
+from ...task_names import is_waiting
+from ..output import counted, cut, plain, record, table, unread, words_of
+from ..which import chosen, did_you_mean, held_names, near, of_task
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
+
+MESSAGES = "No message is withdrawn: one that is still in its queue will run, and another may be published beside it."
+SHOWN = 20
+"""Locks that are shown before the question whether to release them."""
 
 
 def seconds(text: str) -> float:
@@ -60,10 +67,17 @@ class Command(BaseCommand):
         actions.add_parser("list", parents=[common, output, which], help="list the locks held now, oldest first")
 
         show = actions.add_parser("show", parents=[common, output], help="show everything known about one lock")
-        show.add_argument("name")
+        show.add_argument("name", help="the name of the lock, or a unique beginning of it")
 
-        release = actions.add_parser("release", parents=[common], help="take a lock from its holder")
-        release.add_argument("name")
+        release = actions.add_parser("release", parents=[common], help="take a lock from its holder, or all of a task")
+        release.add_argument("name", nargs="?", help="the name of the lock, or a unique beginning of it")
+        release.add_argument("--task", metavar="NAME", help="release the locks of this task")
+        release.add_argument("--waiting", action="store_true", help="of the task's, only those of messages that wait")
+        release.add_argument(
+            "--match",
+            metavar="PATTERN",
+            help="of the task's, only those whose key or arguments match, as in 'report:*'",
+        )
         release.add_argument("--id", help="release only if the owner id is this one")
         release.add_argument("--yes", action="store_true", help="do not ask")
         release.add_argument("--dry-run", action="store_true", help="only show what would be released")
@@ -81,13 +95,15 @@ class Command(BaseCommand):
         if action == "list":
             self._list(options)
         elif action == "show":
-            self._print(self._find(options), options, self._record)
+            self._print(self._find(options), options, record)
         elif action == "watch":
             self._watch(options)
         elif action == "doctor":
             self._doctor(options)
-        else:
+        elif options["task"] is None:
             self._release(options)
+        else:
+            self._release_of_task(options)
 
     def _check(self, connection: str | None) -> None:
         try:
@@ -101,8 +117,8 @@ class Command(BaseCommand):
 
     def _list(self, options: dict[str, Any]) -> None:
         rows, listing = self._read(options)
-        self._print(rows, options, self._table)
-        for remark in _cut(listing):
+        self._print(rows, options, table)
+        for remark in cut(listing):
             self.stderr.write(remark)
         self._fail(listing.failed)
 
@@ -130,7 +146,7 @@ class Command(BaseCommand):
         """Write a line of JSON for each look."""
         while True:
             rows, listing = self._read(options)
-            locks = [_plain(row, options["id"]) for row in rows]
+            locks = [plain(row, options["id"]) for row in rows]
             self.stdout.write(json.dumps({"locks": locks, "failed": listing.failed, "cut": listing.cut}))
             self.stdout.flush()
             if pause is None:
@@ -151,7 +167,7 @@ class Command(BaseCommand):
             rows, listing = self._read(options)
             failed.clear()
             failed.update(listing.failed)
-            return [_words(row, options["id"]) for row in rows], [*_unread(listing.failed), *_cut(listing)]
+            return [words_of(row, options["id"]) for row in rows], [*unread(listing.failed), *cut(listing)]
 
         output: Any = self.stdout
         watch(look, output._out, pause)  # what it wraps, for it would end the line after each piece
@@ -177,30 +193,51 @@ class Command(BaseCommand):
         if wrong:
             raise CommandError(f"Problems found: {wrong}.")
 
-    def _find(self, options: dict[str, Any]) -> list[Row]:
-        """Return the lock of that name: one row for each connection on which it is held, one at least."""
+    def _find(self, options: dict[str, Any], *, whole: bool = False) -> list[Row]:
+        """Return the lock of that name: one row for each connection on which it is held, one at least.
+
+        A unique beginning stands for the name, unless the `whole` is wanted.
+        """
         try:
             name = check_name(options["name"])
         except ValueError as error:
             raise CommandError(str(error)) from error
+        rows = self._rows(name, options["connection"])
+        if rows:
+            return rows
+        names, failed = held_names(options["connection"])
+        self._fail(failed)
+        found = near(name, names)
+        if len(found) == 1 and found[0].startswith(name) and not whole:
+            rows = self._rows(found[0], options["connection"])
+        if not rows:
+            what = f"Nobody holds the lock {name!r} now.{did_you_mean(found)}"
+            raise CommandError(f"{what} 'redislock list' shows those that are held.")
+        return rows
+
+    def _rows(self, name: str, connection: str | None) -> list[Row]:
         rows: list[Row] = []
-        found, failed = clients(options["connection"])
-        for connection in found:
+        found, failed = clients(connection)
+        for at in found:
             try:
-                rows += find(connection, [name]).values()
+                rows += find(at, [name]).values()
             except LockBackendError as error:
-                failed[connection] = error.cause
+                failed[at] = error.cause
         if not rows:
             self._fail(failed)
-            raise CommandError(f"Nobody holds the lock {name!r} now. 'redislock list' shows those that are held.")
         return rows
 
     def _fail(self, failed: dict[str, str]) -> None:
         if failed:
-            raise CommandError("\n".join(_unread(failed)))
+            raise CommandError("\n".join(unread(failed)))
 
     def _release(self, options: dict[str, Any]) -> None:
-        rows = self._find(options)
+        if options["name"] is None:
+            raise CommandError("Give the name of a lock, or --task NAME.")
+        if options["waiting"] or options["match"] is not None:
+            raise CommandError("--waiting and --match choose among the locks of a task; give --task NAME.")
+        # What nobody is asked about is released by its whole name: of a lock that is free, it may be another's beginning.
+        rows = self._find(options, whole=options["yes"] and options["id"] is None)
         if options["id"] is not None:
             rows = [row for row in rows if row.held.id == options["id"]]
             if not rows:
@@ -211,7 +248,7 @@ class Command(BaseCommand):
                 f"A lock of this name is held on several connections: {where}. Choose with --connection."
             )
         row = rows[0]
-        self.stderr.write(self._record(rows, False))
+        self.stderr.write(record(rows, False))
         if options["dry_run"]:
             self.stdout.write("Dry run: nothing was released.")
             return
@@ -226,8 +263,49 @@ class Command(BaseCommand):
             raise CommandError("The lock changed hands or was freed meanwhile; nothing was released.")
         self.stdout.write(self.style.SUCCESS(f"Released {visible(row.held.name)}."))
 
-    def _confirmed(self) -> bool:
-        self.stderr.write("Force-release it? [y/N] ", ending="")
+    def _release_of_task(self, options: dict[str, Any]) -> None:
+        task = options["task"]
+        if options["name"] is not None or options["id"] is not None:
+            raise CommandError("Give the name of a lock or --task NAME, not both; --id goes with a name.")
+        held, listing, tasks = of_task(options["connection"], task)
+        rows = chosen(held, options["waiting"], options["match"])
+        if not rows:
+            self._fail(listing.failed)
+            if held:
+                raise CommandError(
+                    f"The task {task!r} holds {counted(len(held))}, of which none is meant by the options."
+                )
+            raise CommandError(f"No lock of the task {task!r} is held.{did_you_mean(near(task, tasks - {task}))}")
+        self.stderr.write(table(rows if options["dry_run"] else rows[:SHOWN], False, arguments=True))
+        if len(rows) > SHOWN and not options["dry_run"]:
+            self.stderr.write(f"… and {len(rows) - SHOWN} more")
+        for remark in cut(listing):
+            self.stderr.write(remark)
+        if options["dry_run"]:
+            self.stdout.write(f"Dry run: nothing was released of {counted(len(rows))}.")
+            self._fail(listing.failed)
+            return
+        if not all(is_waiting(row.info) for row in rows):
+            self.stderr.write(self.style.WARNING(WARNING))
+        self.stderr.write(self.style.WARNING(MESSAGES))
+        if not options["yes"] and not self._confirmed(counted(len(rows))):
+            raise CommandError("Not confirmed; nothing was released.")
+        freed = 0
+        try:
+            for row in rows:
+                freed += force_release(row.connection, row.held.name, row.held.fence, by=_operator())
+        except LockBackendError as error:
+            raise CommandError(f"Released {counted(freed)}, and then: {error.cause}. Try again.") from error
+        left = len(rows) - freed
+        if left:
+            self.stderr.write(f"{counted(left)} changed hands or ended meanwhile, left alone.")
+        if not freed:
+            raise CommandError("Nothing was released.")
+        self.stdout.write(self.style.SUCCESS(f"Released {counted(freed)} of {visible(task)}."))
+        self._fail(listing.failed)
+
+    def _confirmed(self, what: str = "it") -> bool:
+        self.stderr.write(f"Force-release {what}? [y/N] ", ending="")
         self.stderr.flush()
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -235,63 +313,10 @@ class Command(BaseCommand):
 
     def _print(self, rows: list[Row], options: dict[str, Any], table: Any) -> None:
         if options["format"] == "json":
-            text = json.dumps([_plain(row, options["id"]) for row in rows], indent=2)
+            text = json.dumps([plain(row, options["id"]) for row in rows], indent=2)
         else:
             text = table(rows, options["id"])
         self.stdout.write(text)
-
-    def _table(self, rows: list[Row], ids: bool) -> str:
-        if not rows:
-            return "No held locks found."
-        words = [_words(row, ids) for row in rows]
-        lines = [[heading.upper() for heading in words[0]], *(list(line.values()) for line in words)]
-        widths = [min(60, max(map(len, column))) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
-
-    def _record(self, rows: list[Row], ids: bool) -> str:
-        return "\n\n".join("\n".join(f"{key:<11} {text}" for key, text in _all(row, ids).items()) for row in rows)
-
-
-def _unread(failed: dict[str, str]) -> list[str]:
-    return [f"Connection {connection!r} could not be read: {why}" for connection, why in failed.items()]
-
-
-def _cut(listing: Listing) -> list[str]:
-    words = "Connection {!r} holds more than {} locks; not all were looked at."
-    return [words.format(name, heldlocks.LIMIT) for name in listing.cut]
-
-
-def _words(row: Row, ids: bool) -> dict[str, str]:
-    info = row.info
-    words = {
-        "name": visible(info.name),
-        "kind": info.kind,
-        "held for": duration(info.age),
-        "expires in": duration(info.ttl) + ("" if info.auto_renewal else ", not renewed"),
-        "waiting": str(info.waiting),
-        "holder": visible(info.holder),
-        "fence": str(info.fence),
-        "connection": row.connection,
-    }
-    return words | ({"id": info.id} if ids else {})
-
-
-def _all(row: Row, ids: bool) -> dict[str, str]:
-    """Return the words about one lock alone: of a task's, also what it was called with and where."""
-    info = row.info
-    task = {"arguments": info.arguments, "worker": info.worker}
-    return _words(row, ids) | {key: visible(text) for key, text in task.items() if text}
-
-
-def _plain(row: Row, ids: bool) -> dict[str, Any]:
-    """Return what JSON says of a lock: seconds as numbers, ids only where asked for."""
-    info = row.info
-    lock = {"connection": row.connection} | vars(info) | {"acquired_at": info.acquired_at.isoformat()}
-    if not ids:
-        del lock["id"]
-    return lock
 
 
 def _operator() -> str:

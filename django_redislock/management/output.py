@@ -1,0 +1,68 @@
+"""What the command says of locks: words for people, plain values for JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import heldlocks
+from ..heldlocks import Listing, Row, duration
+from ..models import visible
+
+
+def table(rows: list[Row], ids: bool, *, arguments: bool = False) -> str:
+    if not rows:
+        return "No held locks found."
+    words = [words_of(row, ids) | ({"arguments": visible(row.info.arguments)} if arguments else {}) for row in rows]
+    lines = [[heading.upper() for heading in words[0]], *(list(line.values()) for line in words)]
+    widths = [min(60, max(map(len, column))) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def record(rows: list[Row], ids: bool) -> str:
+    return "\n\n".join("\n".join(f"{key:<11} {text}" for key, text in _all(row, ids).items()) for row in rows)
+
+
+def counted(locks: int) -> str:
+    return "1 lock" if locks == 1 else f"{locks} locks"
+
+
+def unread(failed: dict[str, str]) -> list[str]:
+    return [f"Connection {connection!r} could not be read: {why}" for connection, why in failed.items()]
+
+
+def cut(listing: Listing) -> list[str]:
+    words = "Connection {!r} holds more than {} locks; not all were looked at."
+    return [words.format(name, heldlocks.LIMIT) for name in listing.cut]
+
+
+def words_of(row: Row, ids: bool) -> dict[str, str]:
+    info = row.info
+    words = {
+        "name": visible(info.name),
+        "kind": info.kind,
+        "held for": duration(info.age),
+        "expires in": duration(info.ttl) + ("" if info.auto_renewal else ", not renewed"),
+        "waiting": str(info.waiting),
+        "holder": visible(info.holder),
+        "fence": str(info.fence),
+        "connection": row.connection,
+    }
+    return words | ({"id": info.id} if ids else {})
+
+
+def _all(row: Row, ids: bool) -> dict[str, str]:
+    """Return the words about one lock alone: of a task's, also what it was called with and where."""
+    info = row.info
+    task = {"arguments": info.arguments, "worker": info.worker}
+    return words_of(row, ids) | {key: visible(text) for key, text in task.items() if text}
+
+
+def plain(row: Row, ids: bool) -> dict[str, Any]:
+    """Return what JSON says of a lock: seconds as numbers, ids only where asked for."""
+    info = row.info
+    lock = {"connection": row.connection} | vars(info) | {"acquired_at": info.acquired_at.isoformat()}
+    if not ids:
+        del lock["id"]
+    return lock

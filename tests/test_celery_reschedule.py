@@ -1,0 +1,160 @@
+"""How often, how long and under what headers a refused message is published again; the test takes the worker's part."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import pytest
+from celery import Celery
+from celery.app.trace import build_tracer
+
+from django_redislock import TaskAlreadyRunning
+from django_redislock.celery import single_instance
+from django_redislock.core import Lock
+from django_redislock.signals import task_rescheduled
+from tests.support import name_of
+
+QUEUE = "rescheduled"  # that broker is shared by all tests of a process
+
+
+@pytest.fixture(scope="module")
+def app():
+    with Celery("rescheduling", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        app.conf.task_default_queue = QUEUE
+        yield app
+
+
+@pytest.fixture
+def make(app, request):
+    numbers = itertools.count()
+
+    def make(function=lambda self: "ran", **options):
+        function.__name__ = "body"
+        name = f"{request.node.name}.{next(numbers)}"
+        marked = single_instance(**{"on_conflict": "reschedule", **options})(function)
+        return app.task(name=name, bind=True, shared=False, lazy=False)(marked)
+
+    return make
+
+
+class Message:
+    """The message of a task, each time that it is published, as a worker gets it."""
+
+    def __init__(self, task, **options):
+        self.task = task
+        with task.app.connection_for_write() as connection, connection.SimpleQueue(QUEUE) as queue:
+            queue.clear()
+        self.result = task.apply_async(**options)
+
+    def run(self, waited=0.0):
+        """Run it as if its first conflict had been so many seconds earlier; return the delay of the next, if it comes again."""
+        delays = []
+        with self.task.app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue:
+            message = queue.get(timeout=30)
+            message.ack()
+        self.headers = dict(message.headers)
+        for headers in (self.headers, self.headers.get("headers") or {}):
+            if waited and "single_instance_since" in headers:
+                headers["single_instance_since"] -= waited
+        task_rescheduled.connect(receiver := lambda **data: delays.append(data["delay"]))
+        try:
+            request = {**self.headers, "properties": message.properties, "delivery_info": {}}
+            build_tracer(self.task.name, self.task, app=self.task.app)(
+                self.result.id, (), {}, {**request, "called_directly": False}
+            )
+        finally:
+            task_rescheduled.disconnect(receiver)
+        return delays[0] if delays else None
+
+
+@pytest.fixture
+def held(client):
+    """Hold the lock of a task for the rest of the test."""
+    return lambda task: Lock(client, name_of(task), label="a long run").acquire()
+
+
+def test_a_task_behind_a_long_run_is_rescheduled_as_long_as_its_message_may_live(client, make, held):
+    """Not 100 times in 17 minutes, after which it failed."""
+    task = make()
+    held(task)
+    message = Message(task)
+    delays = [message.run()]
+    for _ in range(150):
+        delays.append(message.run(waited=delays[-1]))
+    assert None not in delays
+    assert message.result.state == "RETRY"
+    assert message.headers["single_instance_rescheduled"] == 150
+    task.unlock()
+    message.run()
+    assert (message.result.state, message.result.result) == ("SUCCESS", "ran")
+
+
+def test_the_delay_grows_with_the_time_waited_so_far(client, make, held):
+    task = make(reschedule_delay=4)
+    held(task)
+    message = Message(task)
+    assert 2 <= message.run() <= 6
+    assert 2 <= message.run(waited=30) <= 6
+    assert 14.5 <= message.run(waited=270) <= 46, "a tenth of 300 s, on average"
+    assert 150 <= message.run(waited=86400) <= 450, "a broker would take a longer delay for a worker's death"
+
+
+def test_a_delay_that_is_long_anyway_stays(client, make, held):
+    task = make(reschedule_delay=1000)
+    held(task)
+    message = Message(task)
+    message.run()
+    assert 500 <= message.run(waited=10**6) <= 1500
+
+
+@pytest.mark.parametrize("limit", [60, 60.0, timedelta(minutes=1)])
+def test_the_limit_is_a_time_at_whose_end_the_lock_is_looked_for_once_more(client, make, held, limit):
+    task = make(reschedule_limit=limit, reschedule_delay=1000)
+    held(task)
+    message = Message(task)
+    assert message.run() == 60, "not longer than the limit"
+    assert message.run(waited=50) == pytest.approx(10, abs=5)
+    assert message.run(waited=20) is None
+    assert type(message.result.result) is TaskAlreadyRunning
+
+
+def test_no_time_at_all_is_no_second_try(client, make, held):
+    task = make(reschedule_limit=0)
+    held(task)
+    message = Message(task)
+    assert message.run() is None
+    assert type(message.result.result) is TaskAlreadyRunning
+
+
+@pytest.mark.parametrize("headers", [{}, {"headers": {"trace": "1"}}])
+def test_a_retry_has_the_whole_time_again(client, make, headers):
+    """Its former run, which may have taken hours, is no conflict; also where a tracer has put headers within the headers."""
+
+    def body(self):
+        if not self.request.retries:
+            self.retry(countdown=0)
+        return "ran"
+
+    task = make(body, reschedule_limit=60)
+    lock = Lock(client, name_of(task))
+    lock.acquire()
+    message = Message(task, headers=headers)
+    message.run()
+    lock.release()
+    message.run(waited=30)  # retries
+    lock.acquire()
+    assert message.run() > 0
+    assert message.run(waited=50) > 0
+    assert message.run(waited=20) is None
+
+
+def test_a_message_that_is_put_off_holds_its_place_until_then(client, make):
+    """Its life is that of a message with a countdown."""
+    task = make(scope="queued+run", queue_life=30, reschedule_delay=1000)
+    with Lock(client, name_of(task), label="a long run"):
+        message = Message(task)
+        delay = message.run()
+    place = task.lock_info()
+    assert place.label == f"{task.name}[{message.result.id}]"
+    assert delay + 20 < place.ttl <= delay + 30
