@@ -6,7 +6,14 @@ JSON results. The message is made from the data.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+LossCode = Literal[
+    "expired", "no_answer", "force_released", "released", "server_lost_data", "too_few_servers", "unknown"
+]
+"""Why a lock was lost: its life ended without a renewal; it ended while Redis did not answer; somebody force-released it; it was
+released elsewhere by its id; the server lost it (deleted, evicted, restarted or failed over); too few servers of a quorum hold
+it; the server holds it no longer and could not be asked why."""
 
 
 class LossRecord(NamedTuple):
@@ -16,8 +23,11 @@ class LossRecord(NamedTuple):
     id: str
     fence: int
     reason: str
+    """The cause in words: after a forced release also who did it, when, and why."""
     when: float
     """Unix time at which the loss was noticed."""
+    code: LossCode
+    """The cause for programs."""
 
 
 class LockError(Exception):

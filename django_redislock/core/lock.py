@@ -73,14 +73,14 @@ class Lock(BaseLock):
         holder = self.owner()
         return None if holder is None else holder.ttl
 
-    def reset(self, fence: int | None = None, by: object = None) -> bool:
+    def reset(self, fence: int | None = None, by: object = None, reason: str = "") -> bool:
         """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
 
         With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
-        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners. What no lock wrote
-        at its key is not deleted: LockBackendError names the key.
+        within a third of its life. `by` is who wants it (a user, or words) and `reason` why: reported to the former holder, in the
+        log and to listeners. What no lock wrote at its key is not deleted: LockBackendError names the key.
         """
-        return self._server.run(self._reset(fence, by))
+        return self._server.run(self._reset(fence, by, reason))
 
 
 class RLock(Reentrant, Lock):

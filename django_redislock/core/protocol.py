@@ -16,6 +16,7 @@ from . import events, scripts
 from .clock import monotonic
 from .keys import LockKeys, held_keys, milliseconds
 from .lease import Lease
+from .loss import note, notes_key
 from .owner import Held, new_id, parse
 from .steps import Await, Call, Join, Leave, Steps, attempt
 
@@ -169,10 +170,12 @@ def renewal(leases: list[Lease], shorten: bool = False) -> Call:
     return Call(scripts.RENEW, tuple(keys), tuple(args))
 
 
-def reset(name: str, keys: LockKeys, fence: int | None, until: float = math.inf) -> Steps[int]:
+def reset(
+    name: str, keys: LockKeys, fence: int | None, by: object = None, reason: str = "", until: float = math.inf
+) -> Steps[int]:
     """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
-    args = (name.encode(), b"" if fence is None else b"%d" % fence, new_id().encode())
-    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, keys.receipts), args)
+    args = (name.encode(), b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
+    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys, name)), args)
     _, reply = yield from attempt(name, call, until)
     return int(reply)
 
