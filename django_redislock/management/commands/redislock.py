@@ -65,6 +65,9 @@ class Command(BaseCommand):
         release = actions.add_parser("release", parents=[common], help="take a lock from its holder")
         release.add_argument("name")
         release.add_argument("--id", help="release only if the owner id is this one")
+        release.add_argument(
+            "--reason", default="", metavar="TEXT", help="why: reported to the former holder and in the log"
+        )
         release.add_argument("--yes", action="store_true", help="do not ask")
         release.add_argument("--dry-run", action="store_true", help="only show what would be released")
 
@@ -219,7 +222,7 @@ class Command(BaseCommand):
         if not options["yes"] and not self._confirmed():
             raise CommandError("Not confirmed; nothing was released.")
         try:
-            freed = force_release(row.connection, row.held.name, row.held.fence, by=_operator())
+            freed = force_release(row.connection, row.held.name, row.held.fence, _operator(), options["reason"])
         except LockBackendError as error:
             raise CommandError(f"Whether it was released is unknown: {error.cause}. See 'redislock show'.") from error
         if not freed:
