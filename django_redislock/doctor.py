@@ -9,11 +9,14 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from django.core.cache import caches
 from redis import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from . import conf
+from .cache import ComputeOnceMixin
 from .core import Lock
+from .core.protocol import renewal
 from .core.server import Server, server_of
 from .exceptions import LockError
 
@@ -65,9 +68,13 @@ class Probe:
 def examine(client: Redis) -> Iterator[Finding]:
     """Yield everything that there is to say about the server of this client, and try a lock on it."""
     server = server_of(client)
-    yield from look(server)
+    for finding in look(server):
+        yield finding
+        if finding.check == "connection" and finding.status == "problem":
+            return  # whatever else was tried would say the same
     yield _patience(server)
     yield from _trial(server)
+    yield from _trial_of_two(server)
 
 
 def look(server: Server) -> Iterator[Finding]:
@@ -79,18 +86,20 @@ def look(server: Server) -> Iterator[Finding]:
             yield Finding(
                 "connection", "ok", f"It answers within {_ms(time.monotonic() - began)}, connecting included."
             )
+        except NoPermissionError as error:
+            yield Finding("connection", "advice", f"It answers, but: {_told(error)}", "Let the user run PING.")
         except (RedisError, OSError) as error:
             advice = "Start it, or correct the address, the password or the firewall between it and this machine."
-            yield Finding("connection", "problem", f"It cannot be reached: {type(error).__name__}: {error}", advice)
+            yield Finding("connection", "problem", f"It cannot be reached: {_told(error)}", advice)
             return
         for check, section, judge in LOOKS:
             try:
                 yield judge(probe.info(section))
             except NoPermissionError as error:
                 advice = "Let the user run INFO, or look at the server's configuration yourself. Locks do not need it."
-                yield Finding(check, "advice", f"It is not allowed to be read: {error}", advice)
+                yield Finding(check, "advice", f"It is not allowed to be read: {_told(error)}", advice)
             except (RedisError, OSError) as error:
-                yield Finding(check, "problem", f"It could not be read: {type(error).__name__}: {error}", "Try again.")
+                yield Finding(check, "problem", f"It could not be read: {_told(error)}", "Try again.")
         yield from _times(probe)
 
 
@@ -148,7 +157,7 @@ def _times(probe: Probe) -> Iterator[Finding]:
         apart = int(seconds) + int(microseconds) / 1e6 - (before + time.time()) / 2
     except (RedisError, OSError) as error:
         advice = "Look at its load, its slow log (SLOWLOG GET) and what the user may run (PING, TIME)."
-        yield Finding("round trip", "problem", f"Not measured: {type(error).__name__}: {error}", advice)
+        yield Finding("round trip", "problem", f"Not measured: {_told(error)}", advice)
         return
     text = f"The median of {PINGS} round trips is {_ms(trip)}."
     far = trip > ROUND_TRIP
@@ -222,17 +231,57 @@ def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
         time.sleep(0.005)
 
 
-def _failed(step: str, error: Exception, prefix: str) -> Finding:
+def _failed(step: str, error: Exception, prefix: str, keys: str = "") -> Finding:
     if "NOPERM" in str(error) or "ermission" in str(error):
         step = f"permissions ({step})"
         advice = (
-            f"Give the user of Redis the keys and the commands: ~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
+            f"Give the user of Redis {keys}the keys and the commands: ~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
             "+@connection +time."
         )
     else:
         advice = "See the log for this error; nothing can be locked on this connection until it is gone."
-    return Finding(step, "problem", f"{type(error).__name__}: {error}", advice)
+    return Finding(step, "problem", _told(error), advice)
+
+
+def _trial_of_two(server: Server) -> Iterator[Finding]:
+    """Hold two locks at once and renew both by one call, as the watchdog does."""
+    prefix, check = conf.get().key_prefix, "two locks"
+    names = [f"redislock-doctor:{secrets.token_hex(8)}" for _ in range(2)]
+    locks = [Lock(server, name, prefix=prefix, expire=TRIAL, auto_renewal=False) for name in names]
+    try:
+        with locks[0], locks[1]:
+            leases = [lease for lock in locks for lease in lock._leases.values()]
+            if server.renew(renewal(leases), server.timeout) == [1, 1]:
+                yield Finding(check, "ok", "Two locks were held at once and renewed by one call.")
+            else:
+                advice = "Look for another program that writes keys of this prefix, and for a server that evicts."
+                yield Finding(check, "problem", "Two locks were held at once, and one of them was lost.", advice)
+    except (LockError, RedisError) as error:
+        yield _failed(check, error, prefix)
+
+
+def examine_cache(alias: str) -> Finding | None:
+    """Try the cache of an alias of this package: compute a value once, read it, delete it; None for another cache."""
+    check = "cache"
+    try:
+        cache = caches[alias]
+        if not isinstance(cache, ComputeOnceMixin):
+            return None
+        key = f"redislock-doctor:{secrets.token_hex(8)}"
+        values = [cache.get_or_set(key, lambda: "computed", 60), cache.get(key)]
+        gone = cache.delete(key)
+    except Exception as error:  # whatever keeps the cache from working is what the reader needs to know
+        return _failed(check, error, conf.get().key_prefix, keys="the keys of the cache, ")
+    if values == ["computed", "computed"] and gone:
+        return Finding(check, "ok", "A value was computed, read and deleted.")
+    advice = "Look whether the alias ignores exceptions (IGNORE_EXCEPTIONS), and whether the server evicts."
+    return Finding(check, "problem", "A value that was computed could not be read again.", advice)
+
+
+def _told(error: Exception) -> str:
+    """Return the error as a sentence."""
+    return f"{type(error).__name__}: {error}".rstrip(".: ") + "."
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"
+    return "less than 0.1 ms" if seconds < 0.00005 else f"{seconds * 1000:.1f} ms"

@@ -7,16 +7,18 @@ import json
 import re
 import sys
 import time
-from argparse import ArgumentTypeError
+from argparse import SUPPRESS, ArgumentTypeError
 from typing import Any
 
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 
 from ... import conf, heldlocks
-from ...connections import connection_names
+from ...connections import connection_names, get_client
 from ...core.keys import check_name
-from ...doctor import Finding, examine
+from ...core.place import place_of
+from ...doctor import Finding, examine, examine_cache
 from ...exceptions import LockBackendError
 from ...heldlocks import Listing, Row, clients, duration, find, force_release, read
 from ...models import HeldLock, visible
@@ -47,7 +49,7 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|release|watch|doctor")
 
-        common = CommandParser(add_help=False)
+        common = CommandParser(add_help=False, parents=[_of_every_command()])
         common.add_argument("--connection", metavar="ALIAS", help="look only at this connection")
         form = CommandParser(add_help=False)
         form.add_argument("--format", choices=["table", "json"], default="table")
@@ -104,7 +106,8 @@ class Command(BaseCommand):
 
     def _list(self, options: dict[str, Any]) -> None:
         rows, listing = self._read(options)
-        self._print(rows, options, self._table)
+        if rows or not listing.failed:  # nothing was read: that is no empty list
+            self._print(rows, options, self._table)
         for remark in _cut(listing):
             self.stderr.write(remark)
         self._fail(listing.failed)
@@ -164,8 +167,13 @@ class Command(BaseCommand):
         found, failed = clients(options["connection"])
         advice = f"Correct CACHES or {conf.NAME}; 'manage.py check' tells more."
         findings = [(name, Finding("settings", "problem", why, advice)) for name, why in failed.items()]
+        dead = set()
         for connection, client in found.items():
-            findings += [(connection, finding) for finding in examine(client)]
+            looked = list(examine(client))
+            findings += [(connection, finding) for finding in looked]
+            if looked[0].status == "problem":
+                dead.add(place_of(client.connection_pool))
+        findings += _of_caches([options["connection"]] if options["connection"] else connection_names(), failed, dead)
         if options["format"] == "json":
             self.stdout.write(
                 json.dumps([{"connection": at} | finding._asdict() for at, finding in findings], indent=2)
@@ -174,7 +182,7 @@ class Command(BaseCommand):
             colours = {"ok": self.style.SUCCESS, "advice": self.style.WARNING, "problem": self.style.ERROR}
             for connection, finding in findings:
                 status = colours[finding.status](finding.status.ljust(7))
-                text = visible(f"{finding.message} {finding.advice}".strip())
+                text = visible(f"{finding.message.rstrip('.')}. {finding.advice}".strip())
                 self.stdout.write(f"{status}  {connection}  {finding.check}: {text}")
         wrong = sum(finding.status == "problem" for _, finding in findings)
         if wrong:
@@ -255,6 +263,29 @@ class Command(BaseCommand):
 
     def _record(self, rows: list[Row], ids: bool) -> str:
         return "\n\n".join("\n".join(f"{key:<11} {text}" for key, text in _all(row, ids).items()) for row in rows)
+
+
+def _of_every_command() -> CommandParser:
+    """Return Django's own options, so that they may also follow the action; what is not given is not overwritten."""
+    parser = CommandParser(add_help=False, argument_default=SUPPRESS)
+    for option in ("--settings", "--pythonpath"):
+        parser.add_argument(option, help=SUPPRESS)
+    for option in ("--traceback", "--no-color", "--force-color", "--skip-checks"):
+        parser.add_argument(option, action="store_true", help=SUPPRESS)
+    parser.add_argument("-v", "--verbosity", type=int, choices=range(4), help=SUPPRESS)
+    return parser
+
+
+def _of_caches(names: list[str], failed: dict[str, str], dead: set[Any]) -> list[tuple[str, Finding]]:
+    """Return what is found when the caches of this package are tried; those of servers that are gone are not."""
+    found = []
+    for name in names:
+        if name in failed or name not in settings.CACHES or place_of(get_client(name).connection_pool) in dead:
+            continue
+        finding = examine_cache(name)
+        if finding is not None:
+            found.append((name, finding))
+    return found
 
 
 def _unread(failed: dict[str, str]) -> list[str]:
