@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from .aioserver import acting_for, async_server_of
 from .base import BaseLock
@@ -96,6 +96,16 @@ class AsyncLock(BaseLock):
         Redis cannot answer: then it may be repeated, and else the lock ends by its expiry.
         """
         return self._run(lambda _: self._release())
+
+    if not TYPE_CHECKING:  # a type checker reports it better
+
+        def __enter__(self):
+            raise TypeError(
+                f"lock {self.name!r} is for tasks of asyncio: async with alock(name); in a thread write: with lock(name)"
+            )
+
+        def __exit__(self, *error):
+            """Do nothing: ``with`` looks for it before it enters."""
 
     async def __aenter__(self) -> Self:
         await self._run(self._enter)

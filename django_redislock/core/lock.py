@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from .base import BaseLock
 from .keys import AS_MADE, AsMade, Seconds
@@ -41,6 +41,14 @@ class Lock(BaseLock):
     def __enter__(self) -> Self:
         self._server.run(self._enter(self._server.room.open))
         return self
+
+    if not TYPE_CHECKING:  # a type checker reports it better
+
+        async def __aenter__(self):
+            raise TypeError(f"lock {self.name!r} is for threads; in a task of asyncio write: async with alock(name)")
+
+        async def __aexit__(self, *error):
+            """Do nothing: ``async with`` looks for it before it enters."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -183,7 +183,7 @@ def reset(
 def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> Steps[list[Held | None]]:
     """Read who holds the locks: None for each that nobody holds."""
     call = Call(scripts.READ, tuple(key for keys in locks for key in (keys.lock, keys.queue)), ())
-    _, reply = yield from attempt(names[0], call, until)
+    _, reply = yield from attempt(names[0] if len(names) == 1 else "", call, until)
     now, packed, blob = reply
     numbers = list(map(int, packed.split()))
     each = zip(names, unpack(numbers[::3], blob), numbers[1::3], numbers[2::3], strict=True)
@@ -197,14 +197,14 @@ def names(prefix: str, until: float = math.inf) -> Steps[list[str]]:
     bucket, cursor = 1, b"0"
     while bucket:
         call = Call(scripts.NAMES, keys, (b"%d" % bucket, cursor))
-        _, (bucket, cursor, lengths, blob) = yield from attempt(prefix, call, until)
+        _, (bucket, cursor, lengths, blob) = yield from attempt("", call, until)
         found.update(unpack(map(int, lengths.split()), blob))
     return [name.decode() for name in found if name is not None]
 
 
 def count(prefix: str, until: float = math.inf) -> Steps[int]:
     """Count the locks held now."""
-    _, reply = yield from attempt(prefix, Call(scripts.COUNT, tuple(held_keys(prefix)), ()), until)
+    _, reply = yield from attempt("", Call(scripts.COUNT, tuple(held_keys(prefix)), ()), until)
     return int(reply)
 
 
