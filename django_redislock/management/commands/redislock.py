@@ -18,10 +18,11 @@ from ... import conf, heldlocks
 from ...connections import connection_names, get_client
 from ...core.keys import check_name
 from ...core.place import place_of
-from ...doctor import Finding, examine, examine_cache
+from ...doctor import Finding
 from ...exceptions import LockBackendError
 from ...heldlocks import Listing, Row, clients, duration, find, force_release, read
 from ...models import HeldLock, visible
+from ...trials import examine, examine_cache
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
