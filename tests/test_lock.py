@@ -420,6 +420,28 @@ def test_a_lock_of_a_hundred_days_is_listed_for_a_hundred_days(client):
     assert client.pttl(held) > 99 * days
 
 
+def test_every_index_lives_for_two_weeks_from_the_first_lock_of_a_day(client):
+    keys, days = lock_keys("redislock", "a"), 86_400_000
+    for last in (None, (client.time()[0] - 86_400) * 1_000_000, (client.time()[0] + 86_400) * 1_000_000):
+        client.zadd(keys.held, {"another": 9e15})
+        client.pexpire(keys.held, days)
+        client.delete(keys.fence) if last is None else client.set(keys.fence, last)
+        with Lock(client, "a", auto_renewal=False):
+            assert client.pttl(keys.held) > 29 * days
+            client.pexpire(keys.held, 20 * days)
+        with Lock(client, "a", expire=timedelta(days=25), auto_renewal=False):
+            assert client.pttl(keys.held) > 24 * days
+
+
+def test_an_index_that_was_lost_today_has_a_life_again(client):
+    keys, days = lock_keys("redislock", "a"), 86_400_000
+    lock = Lock(client, "a", auto_renewal=False)
+    for _ in range(2):
+        with lock:
+            assert client.pttl(keys.held) > 29 * days
+        client.delete(keys.held)
+
+
 def test_many_that_ended_without_a_release_leave_the_index_a_few_at_a_time(client):
     held = lock_keys("redislock", "a").held
     client.zadd(held, {f"ended {number}": 1 for number in range(1000)})
