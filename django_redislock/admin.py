@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +12,17 @@ from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.urls import path
-from django.utils.formats import date_format
-from django.utils.html import format_html, format_html_join
+from django.utils.html import format_html
 from django.utils.safestring import SafeString, mark_safe
-from django.utils.timezone import localtime
 from django.utils.translation import gettext, gettext_lazy as _, ngettext
 
 from . import conf, contention_page, heldlocks
 from .connections import connection_names
+from .core.loss import LONGEST_WHY
+from .display import filled, holder_of, isolated, moment, name_of, now, queue_of, time_span, waiters_of
 from .exceptions import LockBackendError
 from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter, TaskFilter
-from .heldlocks import HeldLocks, duration, expiring, find, queue, reason
+from .heldlocks import HeldLocks, duration, expiring, find, look_at_queue, reason, several_connections
 from .models import HeldLock, decode_key, visible
 from .release import Release, ticked
 
@@ -37,7 +36,7 @@ else:
 
 @admin.register(HeldLock)
 class HeldLockAdmin(ModelAdmin):
-    list_display = ["lock", "held_for", "holder", "expires_in", "waiting_now", "kind", "fence_number", "connection"]
+    list_display = ["lock", "held_for", "holder", "expires_in", "waiting_now", "kind"]
     list_filter = [ConnectionFilter, KindFilter, TaskFilter, StateFilter, AgeFilter, HostFilter]
     search_fields = ["name"]
     ordering = ["-age"]
@@ -92,11 +91,14 @@ class HeldLockAdmin(ModelAdmin):
             self.message_user(request, _("Nobody holds this lock now."), messages.INFO)
             return HeldLock.free(connection, name)
         lock = HeldLock.of(connection, row.info)
-        with suppress(LockBackendError):  # its number is known
-            lock.queue = queue(connection, name) if lock.waiting else []
+        look_at_queue(lock)
         return lock
 
     # The list
+
+    def get_list_display(self, request: HttpRequest) -> list[Any]:
+        """Return the columns: the connection is one of them only where there are several."""
+        return [*self.list_display, *(["connection"] if several_connections() else [])]
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         return super().changelist_view(request, {"title": _("Held locks"), **(extra_context or {})})
@@ -108,7 +110,19 @@ class HeldLockAdmin(ModelAdmin):
             changelist.full_result_count = changelist.result_count
         if request.method == "GET":
             self._tell_what_is_missing(request, changelist.queryset)
+            changelist.summary = self._summary(changelist.queryset)  # type: ignore[attr-defined]
         return changelist
+
+    def _summary(self, locks: Any) -> SafeString:
+        held, waiting, oldest = locks.summary
+        text = ngettext(
+            "As of %(now)s: %(held)s lock held, the oldest for %(age)s, %(waiting)s waiting.",
+            "As of %(now)s: %(held)s locks held, the oldest for %(age)s, %(waiting)s waiting.",
+            held,
+        )
+        if not held:
+            text = gettext("As of %(now)s: no lock held.")
+        return filled(text, now=isolated(now()), held=held, age=time_span(oldest), waiting=waiting)
 
     def _tell_what_is_missing(self, request: HttpRequest, locks: Any) -> None:
         for connection, why in locks.listing.failed.items():
@@ -135,18 +149,16 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=_("name"), ordering="name")
     def lock(self, obj: HeldLock) -> str:
-        return format_html('<span class="redislock-name">{}</span>', visible(obj.name))
+        return name_of(obj)
 
     @admin.display(description=_("holder"), ordering="holder")
     def holder(self, obj: HeldLock) -> str:
-        if not obj.label:
-            return visible(obj.place)
-        return format_html('{}<br><span class="quiet">{}</span>', visible(obj.label), visible(obj.place))
+        return holder_of(obj)
 
     @admin.display(description=_("held for"), ordering="age")
     def held_for(self, obj: HeldLock) -> str:
-        since = date_format(localtime(obj.acquired_at), "DATETIME_FORMAT")
-        return format_html('<span class="nowrap" title="{}">{}</span>', since, duration(obj.age))
+        since = moment(obj.acquired_at)
+        return format_html('<span class="nowrap" title="{}">{}</span>', since, time_span(obj.age))
 
     @admin.display(description=_("expires in"), ordering="ttl")
     def expires_in(self, obj: HeldLock) -> str:
@@ -160,7 +172,7 @@ class HeldLockAdmin(ModelAdmin):
         return format_html(
             '<span class="nowrap"><meter class="redislock-meter" aria-hidden="true" '
             'max="{}" low="{}" high="{}" optimum="{}" value="{}"></meter> {}</span>{}',
-            *(life, life / 2, life / 2, life, obj.ttl, duration(obj.ttl), note),
+            *(life, life / 2, life / 2, life, obj.ttl, time_span(obj.ttl), note),
         )
 
     @admin.display(description=_("waiting"), ordering="waiting")
@@ -175,15 +187,27 @@ class HeldLockAdmin(ModelAdmin):
     # The page of one lock
 
     def get_fieldsets(self, request: HttpRequest, obj: HeldLock | None = None) -> Any:
-        lock = (None, {"fields": ["lock", "connection"]})
         if obj is None or not obj.fence:
-            return [lock]
+            return [(None, {"fields": ["connection"]})]
         task = [field for field in ("arguments", "worker") if getattr(obj, field)]
+        renewed = ["auto_renewal", *(["last_renewed"] if obj.auto_renewal else [])]
         return [
-            (None, {"fields": ["lock", "kind", "connection", "fence_number", "waiters"]}),
+            (None, {"fields": ["kind", "connection", "fence_number", "waiters"]}),  # the name is the page's title
             (_("Holder"), {"fields": ["label", *task, "host", "process", "thread", "shortened_id"]}),
-            (_("Life"), {"fields": ["acquired_at", "held_for", "expires_in", "life", "auto_renewal"]}),
+            (_("Life"), {"fields": ["acquired", "held_for", "expires_in", "life", *renewed]}),
         ]
+
+    @admin.display(description=_("acquired"))
+    def acquired(self, obj: HeldLock) -> str:
+        return isolated(moment(obj.acquired_at))
+
+    @admin.display(description=_("last renewed"))
+    def last_renewed(self, obj: HeldLock) -> str:
+        """Return how long ago the life began that is running now: a renewal gives the whole of it again."""
+        ago = max(0.0, obj.expire - obj.ttl)
+        if ago >= obj.age - 0.05:
+            return gettext("not yet")
+        return filled(gettext("%(time)s ago"), time=time_span(ago))
 
     @admin.display(description=_("process"))
     def process(self, obj: HeldLock) -> str:
@@ -191,34 +215,24 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=_("id"))
     def shortened_id(self, obj: HeldLock) -> str:
-        return obj.owner_id
+        return format_html('<bdi dir="ltr">{}</bdi>', obj.owner_id)
 
     @admin.display(description=_("arguments"))
     def arguments(self, obj: HeldLock) -> str:
-        return visible(obj.arguments)
+        return isolated(visible(obj.arguments))
 
     @admin.display(description=_("worker"))
     def worker(self, obj: HeldLock) -> str:
-        return visible(obj.worker)
+        return isolated(visible(obj.worker))
 
     @admin.display(description=_("waiting"))
     def waiters(self, obj: HeldLock) -> str:
         """Return how many wait, and where and how long the first of them do: who is to be served next is on top."""
-        lines = [
-            (gettext("%(place)s for %(time)s") % {"place": place, "time": duration(seconds)},)
-            for host, pid, seconds in getattr(obj, "queue", [])
-            for place in [visible(f"{host} · {pid}") if host else "?"]
-        ]
-        if not lines:
-            return str(obj.waiting)
-        if obj.waiting > len(lines):
-            lines.append(("…",))
-        shown = format_html_join("", "<li>{}</li>", lines)
-        return format_html('{}<ol class="redislock-waiters">{}</ol>', obj.waiting, shown)
+        return queue_of(obj)
 
     @admin.display(description=_("life"))
     def life(self, obj: HeldLock) -> str:
-        return duration(obj.expire)
+        return time_span(obj.expire)
 
     def render_change_form(
         self,
@@ -243,8 +257,9 @@ class HeldLockAdmin(ModelAdmin):
         """
         release = Release(request.POST.getlist(ACTION_CHECKBOX_NAME))
         if request.POST.get("confirmed"):
-            for lock in release.carry_out(by=request.user):
-                self._log_release(request, lock)
+            why = request.POST.get("reason", "").strip()
+            for lock in release.carry_out(request.user, why):
+                self._log_release(request, lock, why)
         for level, message in release.messages():
             self.message_user(request, message, level)
         if request.POST.get("confirmed") or not release.held:
@@ -262,12 +277,16 @@ class HeldLockAdmin(ModelAdmin):
                 "media": self.media,
                 "has_view_permission": True,
                 "action_checkbox_name": ACTION_CHECKBOX_NAME,
+                "longest_reason": LONGEST_WHY,
+                "several_connections": several_connections(),
                 "locks": [
                     {
                         "name": self.lock(lock),
-                        "holder": self.holder(lock),
+                        "holder": holder_of(lock, whole=True),
+                        "arguments": visible(lock.arguments) if lock.arguments else "",
                         "held_for": self.held_for(lock),
                         "waiting": lock.waiting,
+                        "next": next(iter(waiters_of(look_at_queue(lock))), ""),
                         "connection": lock.connection,
                         "ticked": ticked(lock),
                     }
@@ -276,7 +295,10 @@ class HeldLockAdmin(ModelAdmin):
             },
         )
 
-    def _log_release(self, request: HttpRequest, lock: HeldLock) -> None:
+    def _log_release(self, request: HttpRequest, lock: HeldLock, why: str) -> None:
         text = gettext("Force-released after %(age)s. Held by %(holder)s (fence %(fence)d, connection %(connection)s).")
         known = {"age": duration(lock.age), "fence": lock.fence, "connection": lock.connection}
-        self.log_change(request, lock, text % {"holder": visible(f"{lock.label} {lock.place}".strip()), **known})
+        text %= {"holder": visible(f"{lock.label} {lock.place}".strip()), **known}
+        if why:
+            text += " " + gettext("Reason: %(reason)s") % {"reason": visible(why)}
+        self.log_change(request, lock, text)

@@ -11,6 +11,7 @@ from django.conf import settings
 from django.core.cache import caches
 from django.core.checks import CheckMessage, Error, Info, Warning
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.module_loading import import_string
 
 from . import conf
 from .connections import client_of_cache
@@ -73,6 +74,34 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
     ]
 
 
+def check_backends(**kwargs: object) -> list[CheckMessage]:
+    """Report misspelt backends of this package. Django's own check of caches raises for them, where it runs, too."""
+    names = ("RedisCache", "DjangoRedisCache")
+    return [
+        Error(
+            f"CACHES[{alias!r}]['BACKEND'] is {backend!r}, and there is no such backend.",
+            hint=f"Did you mean 'django_redislock.cache.{near[0]}'?"
+            if near
+            else "The backends are " + " and ".join(f"'django_redislock.cache.{name}'" for name in names) + ".",
+            id="redislock.E007",
+        )
+        for alias, cache in settings.CACHES.items()
+        for backend in [str(cache.get("BACKEND", ""))]
+        if backend.startswith("django_redislock.") and not _exists(backend)
+        for near in [difflib.get_close_matches(backend.rpartition(".")[2], names, n=1)]
+    ]
+
+
+def _exists(path: str) -> bool:
+    try:
+        import_string(path)
+    except ImportError:
+        return False
+    except ImproperlyConfigured:  # it exists; what is not installed is reported by whoever uses it
+        return True
+    return True
+
+
 def check_url_or_alias(**kwargs: object) -> list[CheckMessage]:
     raw = getattr(settings, conf.NAME, None)
     if not isinstance(raw, Mapping) or "CACHE_ALIAS" not in raw or raw.get("URL") is None:
@@ -131,6 +160,7 @@ CHECKS = (
     check_values,
     check_alias_exists,
     check_alias_is_redis,
+    check_backends,
     check_url_or_alias,
     check_renewal_can_keep_up,
     check_ignored_exceptions,

@@ -78,7 +78,7 @@ def connection_names() -> list[str]:
     """Return the cache aliases whose servers may hold locks: that of the settings first, then the caches of this package."""
     settings = conf.get()
     first = [URL] if settings.url is not None else [settings.cache_alias]
-    ours = [alias for alias, cache in django_settings.CACHES.items() if _is_ours(cache["BACKEND"])]
+    ours = [alias for alias, cache in django_settings.CACHES.items() if _is_ours(cache.get("BACKEND", ""))]
     return first + [alias for alias in ours if alias not in first]
 
 

@@ -119,7 +119,8 @@ def _called(
             if inspect.iscoroutine(result):
                 result.close()
                 raise TypeError(
-                    f"{function!r} returned a coroutine, which would run without the lock; make it async def"
+                    f"{function!r} returned a coroutine, which would run without the lock; make it async def, or "
+                    "take the lock inside it: async with alock(name)"
                 )
             return result
 
@@ -175,13 +176,14 @@ def _check_function(function: Any) -> bool:
     if any(map(inspect.isgeneratorfunction, (inner, call))) or any(map(inspect.isasyncgenfunction, (inner, call))):
         raise TypeError(
             f"locked() does not take generator functions, as {function!r} is: their body runs after the call, without the "
-            "lock. Take the lock inside it."
+            "lock. Take the lock inside it: with lock(name), in an async generator async with alock(name)."
         )
     if iscoroutinefunction(inner):
         return True
     if iscoroutinefunction(call):
         raise TypeError(
-            f"locked() does not take objects with an async __call__, as {function!r} is: give it a function"
+            f"locked() does not take objects with an async __call__, as {function!r} is: give it a function, or take the "
+            "lock inside it: async with alock(name)"
         )
     return False
 

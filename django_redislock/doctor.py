@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from redis import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from . import conf
-from .core import Lock
-from .core.server import Server, server_of
-from .exceptions import LockError
+from .core.server import Server
 
 OLDEST = (6, 2)
 """The oldest version of Redis whose commands the scripts know. Valkey tells 7.2 to clients that ask for Redis."""
@@ -24,8 +19,6 @@ CLOCK = 1.0
 ROUND_TRIP = 0.05
 """Seconds; a lock costs two of them."""
 PINGS = 9
-TRIAL = 10.0
-"""Seconds after which the trial gives up waiting."""
 
 Status = Literal["ok", "advice", "problem"]
 
@@ -62,14 +55,6 @@ class Probe:
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
-def examine(client: Redis) -> Iterator[Finding]:
-    """Yield everything that there is to say about the server of this client, and try a lock on it."""
-    server = server_of(client)
-    yield from look(server)
-    yield _patience(server)
-    yield from _trial(server)
-
-
 def look(server: Server) -> Iterator[Finding]:
     """Yield what the server says of itself; a single finding when it does not answer."""
     with Probe(server) as probe:
@@ -79,18 +64,20 @@ def look(server: Server) -> Iterator[Finding]:
             yield Finding(
                 "connection", "ok", f"It answers within {_ms(time.monotonic() - began)}, connecting included."
             )
+        except NoPermissionError as error:
+            yield Finding("connection", "advice", f"It answers, but: {told(error)}", "Let the user run PING.")
         except (RedisError, OSError) as error:
             advice = "Start it, or correct the address, the password or the firewall between it and this machine."
-            yield Finding("connection", "problem", f"It cannot be reached: {type(error).__name__}: {error}", advice)
+            yield Finding("connection", "problem", f"It cannot be reached: {told(error)}", advice)
             return
         for check, section, judge in LOOKS:
             try:
                 yield judge(probe.info(section))
             except NoPermissionError as error:
                 advice = "Let the user run INFO, or look at the server's configuration yourself. Locks do not need it."
-                yield Finding(check, "advice", f"It is not allowed to be read: {error}", advice)
+                yield Finding(check, "advice", f"It is not allowed to be read: {told(error)}", advice)
             except (RedisError, OSError) as error:
-                yield Finding(check, "problem", f"It could not be read: {type(error).__name__}: {error}", "Try again.")
+                yield Finding(check, "problem", f"It could not be read: {told(error)}", "Try again.")
         yield from _times(probe)
 
 
@@ -148,7 +135,7 @@ def _times(probe: Probe) -> Iterator[Finding]:
         apart = int(seconds) + int(microseconds) / 1e6 - (before + time.time()) / 2
     except (RedisError, OSError) as error:
         advice = "Look at its load, its slow log (SLOWLOG GET) and what the user may run (PING, TIME)."
-        yield Finding("round trip", "problem", f"Not measured: {type(error).__name__}: {error}", advice)
+        yield Finding("round trip", "problem", f"Not measured: {told(error)}", advice)
         return
     text = f"The median of {PINGS} round trips is {_ms(trip)}."
     far = trip > ROUND_TRIP
@@ -160,7 +147,7 @@ def _times(probe: Probe) -> Iterator[Finding]:
     yield Finding("clock", "advice" if off else "ok", text, advice if off else "")
 
 
-def _patience(server: Server) -> Finding:
+def patience(server: Server) -> Finding:
     """Compare how long a call may take with how long a lock lives."""
     expire = conf.get().expire
     text = f"An answer is waited for {server.timeout:g} s, a lock lives {expire:g} s (EXPIRE)."
@@ -170,69 +157,10 @@ def _patience(server: Server) -> Finding:
     return Finding("socket timeout", "problem", text, advice)
 
 
-def _trial(server: Server) -> Iterator[Finding]:
-    """Acquire a lock of a name of its own, renew it, wait for it in a thread, and release it."""
-    prefix = conf.get().key_prefix
-    name = f"redislock-doctor:{secrets.token_hex(8)}"
-    first, second = (Lock(server, name, prefix=prefix, expire=TRIAL, auto_renewal=False) for _ in range(2))
-    waited: list[Finding] = []
-
-    def wait() -> None:
-        try:
-            if second.acquire(timeout=TRIAL):
-                second.release()
-                waited.append(Finding("wait", "ok", "A waiting thread got the lock after its release."))
-            else:
-                advice = "Look whether publish and subscribe pass, and whether a proxy lies between."
-                waited.append(Finding("wait", "problem", f"A waiting thread got nothing in {TRIAL:g} s.", advice))
-        except Exception as error:
-            waited.append(_failed("wait", error, prefix))
-
-    step = "acquire"
-    waiter = threading.Thread(target=wait, name="redislock-doctor", daemon=True)
-    try:
-        if not first.acquire(blocking=False):
-            advice = "Look for another program that writes keys of this prefix."
-            yield Finding(step, "problem", "A lock that nobody can hold was not given.", advice)
-            return
-        yield Finding(step, "ok", "A lock was acquired.")
-        step = "renew"
-        first.extend()
-        yield Finding(step, "ok", "It was renewed.")
-        step = "wait"
-        waiter.start()
-        _until_queued(first, waiter)
-        step = "release"
-        first.release()
-        yield Finding(step, "ok", "It was released.")
-    except LockError as error:
-        yield _failed(step, error, prefix)
-    if waiter.ident is not None:
-        waiter.join(2 * TRIAL)
-        yield from waited or [_failed("wait", TimeoutError("the waiting thread did not end"), prefix)]
-
-
-def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
-    """Return when the waiter stands in the queue, or cannot come to it any more."""
-    give_up = time.monotonic() + TRIAL / 2
-    while waiter.is_alive() and time.monotonic() < give_up:
-        info = lock.owner()
-        if info is None or info.waiting:
-            return
-        time.sleep(0.005)
-
-
-def _failed(step: str, error: Exception, prefix: str) -> Finding:
-    if "NOPERM" in str(error) or "ermission" in str(error):
-        step = f"permissions ({step})"
-        advice = (
-            f"Give the user of Redis the keys and the commands: ~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
-            "+@connection +time."
-        )
-    else:
-        advice = "See the log for this error; nothing can be locked on this connection until it is gone."
-    return Finding(step, "problem", f"{type(error).__name__}: {error}", advice)
+def told(error: Exception) -> str:
+    """Return the error as a sentence."""
+    return f"{type(error).__name__}: {error}".rstrip(".: ") + "."
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"
+    return "less than 0.1 ms" if seconds < 0.00005 else f"{seconds * 1000:.1f} ms"

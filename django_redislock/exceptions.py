@@ -6,7 +6,14 @@ JSON results. The message is made from the data.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+LossCode = Literal[
+    "expired", "no_answer", "force_released", "released", "server_lost_data", "too_few_servers", "unknown"
+]
+"""Why a lock was lost: its life ended without a renewal; it ended while Redis did not answer; somebody force-released it; it was
+released elsewhere by its id; the server lost it (deleted, evicted, restarted or failed over); too few servers of a quorum hold
+it; the server holds it no longer and could not be asked why."""
 
 
 class LossRecord(NamedTuple):
@@ -16,8 +23,11 @@ class LossRecord(NamedTuple):
     id: str
     fence: int
     reason: str
+    """The cause in words: after a forced release also who did it, when, and why."""
     when: float
     """Unix time at which the loss was noticed."""
+    code: LossCode
+    """The cause for programs."""
 
 
 class LockError(Exception):
@@ -36,8 +46,8 @@ class NotAcquired(LockError):
 
     def __str__(self) -> str:
         return (
-            f"Lock {self.name!r} is not held by this thread or task. Acquire it first; to release it from elsewhere, "
-            "give the owner's id: Lock(client, name, id=...).release()."
+            f"Lock {self.name!r} is not held by this thread or task. Acquire it first; to release or extend it from elsewhere, "
+            "make a lock of the same name with the id of the held one: lock(name, id=held.id)."
         )
 
 
@@ -88,14 +98,20 @@ class StaleFence(LockError):
 
 
 class LockBackendError(LockError):
-    """Redis could not answer, so whether the lock is held is unknown; `cause` is the client's error in words."""
+    """Redis did not do what the lock needs, so whether it is held is unknown.
 
-    def __init__(self, name: str, cause: str) -> None:
-        super().__init__(name, cause)
+    `cause` is the client's error in words. `refused`: Redis answered, with an error (such as NOPERM); else no answer came.
+    `name` is empty where all locks are meant.
+    """
+
+    def __init__(self, name: str, cause: str, refused: bool = False) -> None:
+        super().__init__(name, cause, refused)
         self.cause = cause
+        self.refused = refused
 
     def __str__(self) -> str:
-        return f"Redis could not answer for lock {self.name!r}: {self.cause}"
+        what = f"lock {self.name!r}" if self.name else "the held locks"
+        return f"Redis {'refused a command' if self.refused else 'did not answer'} for {what}: {self.cause}"
 
 
 class ComputationFailed(LockError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin
 from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest
-from django.utils.translation import gettext_lazy as _
+from django.utils.translation import gettext, gettext_lazy as _
 
 from .heldlocks import clients, duration
 from .models import HeldLock, visible
@@ -56,11 +56,14 @@ class StateFilter(admin.SimpleListFilter):
 
 
 class AgeFilter(admin.SimpleListFilter):
-    title = _("held longer than")
+    title = _("age")
     parameter_name = "older"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        return [(str(seconds), duration(seconds)) for seconds in (60, 600, 3600, 86400)]
+        return [
+            (str(seconds), gettext("more than %(time)s") % {"time": duration(seconds)})
+            for seconds in (60, 600, 3600, 86400)
+        ]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         seconds = self.value()

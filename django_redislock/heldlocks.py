@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import SimpleNamespace
@@ -77,6 +78,15 @@ def clients(connection: str | None = None) -> tuple[dict[str, Redis], dict[str, 
     return found, failed
 
 
+def several_connections() -> bool:
+    """Return whether locks are held on more than one connection."""
+    try:
+        found, failed = clients()
+    except ImproperlyConfigured:  # whoever reads the locks reports it
+        return False
+    return len(found) + len(failed) > 1
+
+
 def read(connection: str | None = None, matching: Callable[[str, str], object] | None = None) -> Listing:
     """Read the held locks of this connection, of all with None; what cannot be read is told, not raised.
 
@@ -117,9 +127,20 @@ def queue(connection: str, name: str) -> list[Waiting]:
     return read_queue(get_client(connection), name, conf.get().key_prefix, retry_for=RETRY_FOR)
 
 
-def force_release(connection: str, name: str, fence: int, by: object) -> bool:
-    """Take the lock from the acquisition with that fence, if it still holds it; `by` is told in the log and the signal."""
-    return Lock(get_client(connection), name, prefix=conf.get().key_prefix).reset(fence=fence, by=by)
+def look_at_queue(lock: HeldLock) -> HeldLock:
+    """Have the lock know the first of those who wait for it, if any do; of a server that does not answer, only their number."""
+    if lock.waiting:
+        with suppress(ImproperlyConfigured, LockBackendError):
+            lock.queue = queue(lock.connection, lock.name)
+    return lock
+
+
+def force_release(connection: str, name: str, fence: int, by: object, reason: str = "") -> bool:
+    """Take the lock from the acquisition with that fence, if it still holds it.
+
+    `by` (who) and `reason` are reported to the former holder, in the log and the signal.
+    """
+    return Lock(get_client(connection), name, prefix=conf.get().key_prefix).reset(fence=fence, by=by, reason=reason)
 
 
 def reason(error: ImproperlyConfigured | LockBackendError) -> str:
@@ -222,6 +243,12 @@ class HeldLocks:
         read = self.listing.rows if self.task is None else []
         return {task for task in (*self._tasks_seen, *(task_of(row.held.name) for row in read)) if task}
 
+    @property
+    def summary(self) -> tuple[int, int, float]:
+        """How many there are, how many callers wait for them, and the age of the oldest in seconds."""
+        held = [row.held for row in self.rows]
+        return len(held), sum(lock.waiting for lock in held), max((lock.age for lock in held), default=0.0)
+
     def count(self) -> int:
         return len(self.rows)
 
@@ -256,9 +283,9 @@ def _sort_key(field: str) -> Callable[[Row], Any]:
 
 def duration(seconds: float) -> str:
     """Return a length of time in at most two units, for people."""
-    if seconds < 10:
-        return gettext("%(seconds)s s") % {"seconds": number_format(seconds, 1)}
-    minutes, whole = divmod(int(seconds), 60)
+    if seconds < 9.95:
+        return gettext("%(seconds)s s") % {"seconds": number_format(round(seconds, 1), 1)}  # which itself only cuts
+    minutes, whole = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     parts = [

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from django.conf import settings
 from django.core.cache import caches
@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from . import conf
 from .core import events, protocol
 from .core.server import server_of
-from .exceptions import LockBackendError
+from .exceptions import LockBackendError, LossCode
 from .heldlocks import clients
 
 BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
@@ -93,13 +93,16 @@ class Metrics:
         self._counters = {
             "acquired": counter("acquired", "Locks acquired by this process."),
             "released": counter("released", "Locks released by this process."),
-            "lost": counter("lost", "Locks lost while this process held them."),
+            "lost": counter("lost", "Locks lost while this process held them.", "code"),
             "force_released": counter("force_released", "Locks that this process took from their holders."),
             "conflict": counter("conflicts", "Duplicates of tasks found by this process.", "task", "on_conflict"),
             "skipped": counter("tasks_skipped", "Duplicates of tasks that this process skipped.", "task"),
             "rescheduled": counter("tasks_rescheduled", "Tasks that this process published again, for later.", "task"),
             "backend_error": counter("backend_errors", "Calls that Redis did not answer."),
         }
+        if group is None:
+            for code in get_args(LossCode):  # a rate sees the first loss only of a series that was there before
+                self._counters["lost"].labels(code=code)
         self._waited = Histogram(
             "redislock_wait_seconds",
             "How long this process waited for locks that were not free at once.",
@@ -128,6 +131,8 @@ class Metrics:
                 labels |= {"task": data["task"], "on_conflict": policy if isinstance(policy, str) else "callable"}
             elif event in ("skipped", "rescheduled"):
                 labels["task"] = data["task"]
+            elif event == "lost":
+                labels["code"] = data["record"].code
             counter = self._counters[event]
             (counter.labels(**labels) if labels else counter).inc()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 
 from django.db import models
 from django.utils.translation import gettext_lazy as _
@@ -50,7 +51,7 @@ class HeldLock(models.Model):
     """The id, shortened: whole it would be the right to release."""
     arguments = ""
     worker = ""
-    queue: list[Waiting]
+    queue: Sequence[Waiting] = ()
     """The first of those who wait for it, where somebody looked."""
 
     objects = NoRows()

@@ -59,13 +59,16 @@ class Release:
             else:
                 self.held.append(HeldLock.of(connection, found[name].info))
 
-    def carry_out(self, by: object) -> Iterator[HeldLock]:
-        """Release the locks and yield each right after its release; those of a server that fails are left alone."""
+    def carry_out(self, by: object, why: str) -> Iterator[HeldLock]:
+        """Release the locks and yield each right after its release; those of a server that fails are left alone.
+
+        `by` is who releases them and `why` the reason, both for the former holders.
+        """
         for lock in self.held:
             if lock.connection in self._failed:
                 continue
             try:
-                if force_release(lock.connection, lock.name, lock.fence, by):
+                if force_release(lock.connection, lock.name, lock.fence, by, why):
                     self._released.append(lock.name)
                     yield lock
                 elif find(lock.connection, [lock.name]):  # taken within the milliseconds since the look
@@ -103,8 +106,8 @@ class Release:
             yield messages.INFO, _fill(text, self._gone)
         if self._unknown:
             text = ngettext(
-                "Whether %(count)d lock was released is unknown, for Redis did not answer: %(names)s.",
-                "Whether %(count)d locks were released is unknown, for Redis did not answer: %(names)s.",
+                "Whether %(count)d lock was released is unknown, because Redis did not answer: %(names)s.",
+                "Whether %(count)d locks were released is unknown, because Redis did not answer: %(names)s.",
                 len(self._unknown),
             )
             yield messages.ERROR, _fill(text, self._unknown)

@@ -3,8 +3,8 @@
 Each comes with `name`. `lock_acquired`, `lock_released` and `lock_lost` also carry the `fence`, and the last one a `record` (a
 LossRecord); `lock_backend_error` the `cause` in words; `lock_conflict` the `holder` who was in the way (a LockInfo, or None), the
 `task`, its `task_id` and `on_conflict`; `task_skipped` the `task` and its `task_id`; `task_rescheduled` also the `delay` in seconds
-and how `often` it was rescheduled by now; and `lock_force_released` the `fence` (None: whichever) and the `user` who did it: a
-user of the admin, words such as "command line (root)", or None. Receivers of `lock_lost` may be called from another thread.
+and how `often` it was rescheduled by now; and `lock_force_released` the `fence` (None: whichever), the `user` who did it (a
+user of the admin, words such as "command line (root)", or None) and the `reason` given. Receivers of `lock_lost` may be called from another thread.
 """
 
 from __future__ import annotations

@@ -15,6 +15,12 @@ Read = Callable[[], tuple[list[dict[str, str]], list[str]]]
 """Returns the lines of the table, each a text by heading, and what else is to be told."""
 
 
+LONG = {"name": 3, "holder": 2}
+"""Headings of columns that share what the others leave, by these parts; they are folded, and nothing of them is cut."""
+LEFT_OUT = {"fence"}
+"""Headings of columns that are not shown, for the sake of the names: ``redislock show`` has them."""
+
+
 def watch(read: Read, output: TextIO, interval: float | None) -> None:
     """Draw what `read` returns: once with `interval` None, else again after so many seconds until Ctrl-C."""
     console = Console(file=output)
@@ -33,8 +39,14 @@ def watch(read: Read, output: TextIO, interval: float | None) -> None:
 def _picture(lines: list[dict[str, str]], remarks: list[str]) -> RenderableType:
     parts: list[RenderableType] = [Text(time.strftime("%H:%M:%S  ") + f"{len(lines)} held", style="bold")]
     if lines:
-        table = Table(*(heading.upper() for heading in lines[0]), box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
+        shown = [heading for heading in lines[0] if heading not in LEFT_OUT]
+        if len({line["connection"] for line in lines}) == 1:
+            shown.remove("connection")
+        for heading in shown:
+            long = heading in LONG
+            table.add_column(heading.upper(), overflow="fold", no_wrap=not long, ratio=LONG.get(heading))
         for line in lines:
-            table.add_row(*(Text(text, overflow="ellipsis") for text in line.values()))  # as Text: names are no markup
+            table.add_row(*(Text(line[heading]) for heading in shown))  # as Text: names are no markup
         parts.append(table)
     return Group(*parts, *(Text(remark, style="red") for remark in remarks))

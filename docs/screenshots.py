@@ -27,7 +27,7 @@ from processes import end_all, wait_until  # noqa: E402
 PICTURES = HERE / "pictures"
 LARGEST = 150_000
 LIST = "/admin/django_redislock/heldlock/"
-WIDE, PHONE = {"width": 1640, "height": 700}, {"width": 390, "height": 780}
+WIDE, PHONE = {"width": 1280, "height": 700}, {"width": 390, "height": 780}
 
 
 def keep_busy() -> list:

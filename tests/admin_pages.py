@@ -78,7 +78,7 @@ def page_of(name: str, connection: str = CONNECTION, view: str = "change") -> st
 
 def names(html: str) -> list[str]:
     """Return the names in the list, from top to bottom."""
-    return [unescape(name) for name in re.findall(r'<span class="redislock-name"[^>]*>(.*?)</span>', html, re.DOTALL)]
+    return [unescape(name) for name in re.findall(r'<bdi class="redislock-name"[^>]*>(.*?)</bdi>', html, re.DOTALL)]
 
 
 def messages(response: Any) -> list[str]:

@@ -18,8 +18,9 @@ from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 from django_redislock.core.contention import count_duplicate
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.server import server_of
-from tests.admin_pages import LIST, browser, held, hold, next_millisecond, superuser, user
-from tests.support import find_program
+from django_redislock.exceptions import LockLost
+from tests.admin_pages import LIST, browser, held, hold, next_millisecond, rewrite, superuser, user
+from tests.support import find_program, wait_in_a_thread
 
 pytestmark = [pytest.mark.browser, pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 
@@ -127,10 +128,13 @@ def test_force_release(visit: Callable[..., Page], client: redis.Redis) -> None:
 
     page.get_by_role("link", name="stuck").click()
     page.get_by_role("button", name="Force-release…").click()
+    page.get_by_role("textbox", name="Reason").fill("it hangs")
     page.get_by_role("button", name="Yes, force-release").click()
     page.locator(".messagelist .success").wait_for()
     expect_names(page, ["other"])
     assert not held(client, "stuck")
+    with pytest.raises(LockLost, match=r"root force-released it at .* UTC: it hangs"):
+        stuck.release()
     assert other.owned()
     assert LogEntry.objects.get().object_repr == "stuck"
 
@@ -138,7 +142,7 @@ def test_force_release(visit: Callable[..., Page], client: redis.Redis) -> None:
     page.get_by_role("link", name="stuck").click()
     page.get_by_text("Nobody holds this lock now.").wait_for()
     page.get_by_role("link", name="History").click()
-    page.get_by_text("Force-released after").wait_for()
+    page.get_by_text("Reason: it hangs").wait_for()
 
 
 def test_changed_hands_while_the_question_stands(visit: Callable[..., Page], client: redis.Redis) -> None:
@@ -285,6 +289,93 @@ def test_refresh(visit: Callable[..., Page], client: redis.Redis) -> None:
     expect(switch).not_to_be_checked()
 
 
+@pytest.mark.parametrize("width", [1280, 1440])
+def test_all_columns_of_the_list_fit_beside_the_filters(
+    visit: Callable[..., Page], client: redis.Redis, width: int
+) -> None:
+    task = "reports.tasks.rebuild_report[0b6c8f0e-3b60-4a52-9c1f-2f5d0c9b6a11]"
+    hold(client, "celery:reports.tasks.rebuild_report:5f1c9a", kind="celery", label=task, expire=5000)
+    hold(client, "import:prices", label="nightly import", auto_renewal=True).release()
+    hold(client, "warehouse:berlin", label="nightly import")
+    page = visit(superuser(), viewport={"width": width, "height": 720})
+    table = page.locator("#changelist .results")
+    assert table.evaluate("it => it.scrollWidth - it.clientWidth") == 0
+    assert page.get_by_title(task).inner_text() == "reports.tasks.rebuild_report[0b6c8f0e…]"
+    heights = page.locator(".redislock-name").evaluate_all("all => all.map(it => it.getClientRects()[0].height)")
+    assert max(heights) < 4 * page.locator(".field-kind").first.evaluate(
+        "it => parseFloat(getComputedStyle(it).lineHeight)"
+    )
+    box, button = page.locator(".redislock-refresh").bounding_box(), page.locator(".object-tools a").bounding_box()
+    assert box["y"] > button["y"] + button["height"]  # type: ignore[index]
+
+
+RIGHT_TO_LEFT = """
+cell => {
+    const [text] = [document.createTreeWalker(cell, NodeFilter.SHOW_TEXT).nextNode()];
+    return Array.from(text.data.matchAll(/\\S+/g), ({0: word, index}) => {
+        const range = document.createRange();
+        range.setStart(text, index);
+        range.setEnd(text, index + word.length);
+        return [range.getBoundingClientRect().left, word];
+    }).sort((one, other) => one[0] - other[0]).map(([_, word]) => word);
+}
+"""
+"""Returns the words of an element's first text, from left to right as they are drawn."""
+
+
+def test_right_to_left_pages_keep_the_order_of_times_and_names(
+    visit: Callable[..., Page], client: redis.Redis, settings: Any
+) -> None:
+    settings.LANGUAGE_CODE = "ar"
+    rewrite(client, hold(client, "1 invoice 42", expire=7200), younger_by=-3450)
+    page = visit(superuser(), viewport={"width": 1280, "height": 720})
+    assert page.evaluate("document.documentElement.dir") == "rtl"
+    age, name = page.locator(".field-held_for .nowrap"), page.locator(".redislock-name")
+    assert age.evaluate(RIGHT_TO_LEFT) == age.inner_text().split()
+    assert len(age.inner_text().split()) == 4
+    assert name.evaluate(RIGHT_TO_LEFT) == ["1", "invoice", "42"]
+    picture(page, "list-right-to-left")
+    page.locator(".field-lock a").click()
+    age.wait_for()
+    assert age.evaluate(RIGHT_TO_LEFT) == age.inner_text().split()
+    picture(page, "detail-right-to-left")
+
+
+def test_the_page_of_contention_sorts_links_and_is_as_wide_as_its_table(
+    visit: Callable[..., Page], client: redis.Redis
+) -> None:
+    wait_in_a_thread(client, "waited for")
+    for name in ("celery:a", "celery:b", "celery:b"):
+        count_duplicate(server_of(client), name, lock_keys("redislock", name))
+    page = visit(superuser(), viewport={"width": 1280, "height": 720})
+    page.get_by_role("link", name="Contention in the last hour").click()
+    shown = page.locator("tbody .redislock-name")
+    expect(shown).to_have_text(["waited for", "celery:b", "celery:a"])
+    crumbs = page.locator(".breadcrumbs a")
+    assert [link.inner_text() for link in crumbs.all()] == ["Home", "Redis locks", "Held locks"]
+    assert (
+        crumbs.first.evaluate("it => getComputedStyle(it.closest('.breadcrumbs')).backgroundColor")
+        != "rgba(0, 0, 0, 0)"
+    )
+    graph, table = (page.locator(each).bounding_box() for each in (".redislock-graph", ".redislock-results"))
+    assert graph["width"] == table["width"]  # type: ignore[index]
+    assert page.locator(".redislock-scale span").count() == 3
+    picture(page, "contention-sorted")
+    page.get_by_role("link", name="duplicates prevented").click()
+    expect(shown).to_have_text(["celery:b", "celery:a", "waited for"])
+    page.get_by_role("link", name="duplicates prevented").click()
+    expect(shown).to_have_text(["waited for", "celery:a", "celery:b"])
+    page.get_by_role("link", name="celery:a").click()
+    page.get_by_text("Nobody holds this lock now.").wait_for()
+
+
+def picture(page: Page, name: str) -> None:
+    """Take a picture where REDISLOCK_SCREENSHOTS names a folder."""
+    folder = os.environ.get("REDISLOCK_SCREENSHOTS")
+    if folder:
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+
+
 def seconds(page: Page, number: int) -> None:
     """Let time pass in the page."""
     page.clock.run_for(number * 1000)
@@ -308,7 +399,6 @@ def test_looks(
     visit: Callable[..., Page], client: redis.Redis, listen: Callable[..., None], look: dict[str, Any]
 ) -> None:
     """Nothing sticks out of the window, and colours follow the scheme. REDISLOCK_SCREENSHOTS names a folder to look at."""
-    folder = os.environ.get("REDISLOCK_SCREENSHOTS")
     shown = f"{look['color_scheme']}-{'phone' if len(look) > 1 else 'desk'}"
     hold(client, "celery:reports.tasks.rebuild:5f1c9a", kind="celery", label="reports.tasks.rebuild[0b6c8f0e-3b60]")
     hold(client, "x" * 300)
@@ -323,8 +413,7 @@ def test_looks(
         assert width(page) <= page.viewport_size["width"]  # type: ignore[index]
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(255, 255, 255)") == (look["color_scheme"] == "light")
-        if folder:
-            page.screenshot(path=Path(folder) / f"{view}-{shown}.png", full_page=True)
+        picture(page, f"{view}-{shown}")
 
     check("list")
     late_colour = page.evaluate("getComputedStyle(document.querySelector('.redislock-late')).color")

@@ -17,6 +17,8 @@ from django.contrib.messages import get_messages
 from django.test import Client
 
 from django_redislock.core import Lock
+from django_redislock.core.handover import ExecutionLock
+from django_redislock.exceptions import LockLost
 from django_redislock.models import HeldLock, encode_key
 from django_redislock.signals import lock_force_released
 from tests.admin_pages import (
@@ -68,7 +70,7 @@ def test_from_the_list_over_the_question_to_the_release(web: Client, client: red
     html = question.content.decode()
     assert names(html) == ["stuck"]
     assert "nightly[7]" in html
-    assert re.search(r'title="[^"]+">\d\.\d s<', html)
+    assert re.search(r'title="[^"]+"><bdi>\d\.\d s<', html)
     assert WARNING in html
     assert held(client, "stuck")
 
@@ -258,7 +260,7 @@ def test_a_release_that_is_not_answered_is_unknown(
     answer = web.post(LIST, {"action": "force_release", "confirmed": "yes", "_selected_action": boxes})
     proxy.heal()
     told = [str(message) for message in get_messages(answer.wsgi_request)]
-    assert told[0] == "Whether 1 lock was released is unknown, for Redis did not answer: “a”."
+    assert told[0] == "Whether 1 lock was released is unknown, because Redis did not answer: “a”."
     assert told[1].startswith("Connection “url” failed, and nothing more was done there: TimeoutError")
     assert not LogEntry.objects.exists()
 
@@ -295,6 +297,36 @@ def test_log_entry_record_and_signal(
 
     for text in (record.getMessage(), json.dumps(entry.change_message), repr(signals)):
         assert str(lock.id) not in text
+
+
+def test_the_reason_reaches_the_former_holder_the_history_the_log_and_the_signal(
+    web: Client, client: redis.Redis, signals: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = hold(client, "stuck")
+    assert 'name="reason"' in confirm(web, tick(lock)).content.decode()
+    release(web, tick(lock), reason="  it hangs since noon ")
+    assert LogEntry.objects.get().get_change_message().endswith("Reason: it hangs since noon")
+    assert signals[0]["reason"] == "it hangs since noon"
+    assert "was force-released by root (it hangs since noon)." in caplog.text
+    with pytest.raises(LockLost, match=r"root force-released it at .* UTC: it hangs since noon\.") as raised:
+        lock.release()
+    assert raised.value.record.code == "force_released"
+
+
+def test_the_question_shows_the_task_its_arguments_and_who_is_next(
+    web: Client, client: redis.Redis, listen: Any
+) -> None:
+    details = {"arguments": "customer='<b>', day=3", "worker": "celery@one"}
+    label = "shop.tasks.rebuild[0b6c8f0e-3b60-4a52-9c1f-2f5d0c9b6a11]"
+    lock = ExecutionLock(client, "celery", kind="celery", expire=600, auto_renewal=False)
+    lock = lock.named("celery:a", label=label, details=details)
+    assert lock.acquire(blocking=False)
+    channels = [f"redislock:wake:0:{number}:web" for number in (11, 22)]
+    listen(*channels)
+    client.zadd(lock._keys.queue, {f"{channel}\n1": number for number, channel in enumerate(channels)})
+    html = confirm(web, tick(lock)).content.decode()
+    for text in (label, "customer=&#x27;&lt;b&gt;&#x27;, day=3", "2<br>next: <bdi>web · 11</bdi> for "):
+        assert text in html
 
 
 def test_the_history_outlives_the_lock(web: Client, client: redis.Redis) -> None:

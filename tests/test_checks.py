@@ -4,6 +4,8 @@ import gc
 
 import pytest
 from django.core import checks
+from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 
@@ -71,6 +73,23 @@ def test_every_wrong_value_is_told(settings):
 def test_options_of_a_cache_alias(found, lock, id):
     message, _ = found({}, other=REDIS | {"OPTIONS": {"LOCK": lock}})[id]
     assert message.startswith("CACHES['other']['OPTIONS']['LOCK']['EXP")
+
+
+@pytest.mark.parametrize("lock", [{"EXPIRY": 1}, {"EXPIRE": 0}, []])
+def test_wrong_options_of_an_alias_are_a_message_of_plain_check_that_names_it(settings, redis_url, lock):
+    cache = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": redis_url, "OPTIONS": {"LOCK": lock}}
+    settings.CACHES = {"default": REDIS, "reports": cache}
+    with pytest.raises(SystemCheckError, match=r"CACHES\['reports'\]\['OPTIONS'\]\['LOCK'\]"):
+        call_command("check")
+    with pytest.raises(ImproperlyConfigured, match=r"CACHES\['reports'\]\['OPTIONS'\]\['LOCK'\]"):
+        caches["reports"].get_or_set("k", 1)
+
+
+def test_a_misspelt_backend_of_this_package_is_a_message_that_names_the_alias(found):
+    message, hint = found(other={"BACKEND": "django_redislock.cache.RedisCahce"})["redislock.E007"]
+    assert message == "CACHES['other']['BACKEND'] is 'django_redislock.cache.RedisCahce', and there is no such backend."
+    assert hint == "Did you mean 'django_redislock.cache.RedisCache'?"
+    assert found(other={"BACKEND": "django_redislock.cache.DjangoRedisCache", "LOCATION": NOWHERE}) == {}
 
 
 def test_missing_alias(found):

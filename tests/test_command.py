@@ -286,6 +286,21 @@ def test_settings_in_the_way(settings: Any, raw: Any, message: str) -> None:
             run(*arguments)
 
 
+def test_nothing_read_is_no_empty_list(settings: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
+    for form in ("table", "json"):
+        output = io.StringIO()
+        with pytest.raises(CommandError, match="'url' could not be read"):
+            call_command("redislock", "list", "--format", form, stdout=output)
+        assert output.getvalue() == ""
+
+
+def test_djangos_own_options_may_follow_the_action(client: redis.Redis) -> None:
+    hold(client, "a")
+    for option in ("--no-color", "--settings=tests.settings", "--traceback", "--skip-checks"):
+        assert "a " in run("list", option)
+
+
 # As a process
 
 

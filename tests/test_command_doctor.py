@@ -29,6 +29,7 @@ CHECKS = [
     "renew",
     "release",
     "wait",
+    "two locks",
 ]
 
 
@@ -76,9 +77,10 @@ def test_a_good_server(client: redis.Redis) -> None:
 
 def test_one_line_for_each_finding(client: redis.Redis) -> None:
     output, status = doctor()
-    lines = output.splitlines()
+    *lines, last = output.splitlines()
     assert status == 0
     assert len(lines) == len(CHECKS)
+    assert last.startswith("ok       default  cache: A value was computed")
     assert lines[0].startswith("ok       url  connection: ")
     assert lines[3].startswith("advice   url  persistence: ")
 
@@ -103,6 +105,25 @@ def test_a_server_that_cannot_be_reached(settings: Any) -> None:
     assert status == 1
     assert found["connection"]["status"] == "problem"
     assert found["connection"]["advice"]
+    assert list(found) == ["connection"]  # once
+    assert "refused. Start it" in doctor("--connection", "url")[0]
+
+
+def test_the_caches_of_a_server_that_is_gone_are_not_tried(settings: Any) -> None:
+    cache = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": "redis://127.0.0.1:1/0"}
+    settings.CACHES = {"default": cache, "other": cache}
+    settings.DJANGO_REDISLOCK = {}
+    output, status = doctor()
+    assert status == 1
+    assert [line.split()[:3] for line in output.splitlines()] == [["problem", "default", "connection:"]]
+
+
+def test_a_cache_that_keeps_nothing_is_a_problem(settings: Any, redis_url: str) -> None:
+    cache = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": redis_url, "TIMEOUT": 0}
+    settings.CACHES = {"default": cache | {"OPTIONS": {"LOCK": {"EXPIRE": "no"}}}}
+    output, status = doctor("--connection", "default")
+    assert status == 1
+    assert "CACHES['default']['OPTIONS']['LOCK']['EXPIRE'] is 'no'" in output
 
 
 def test_an_alias_that_is_no_redis(settings: Any) -> None:

@@ -23,6 +23,7 @@ from urllib.request import HTTPCookieProcessor, build_opener
 import psutil
 import pytest
 
+from django_redislock.core import Lock
 from tests.support import BUSY, RedisServer, free_port, wait_until
 
 PROJECT = Path(__file__).parents[1] / "example_project"
@@ -175,6 +176,19 @@ def test_the_page_shows_the_report(site: Site) -> None:
     ]
     assert "From the cache" in site.get("/2026/")
     assert "/admin/django_redislock/heldlock/" in text
+
+
+@pytest.mark.processes
+def test_the_card_of_held_locks_has_a_limit(site: Site, site_server: RedisServer) -> None:
+    with site_server.client() as client:
+        locks = [Lock(client, f"held:{number:02}", expire=600, auto_renewal=False) for number in range(13)]
+        for lock in locks:
+            lock.acquire()
+        text = site.get("/2026/")
+        for lock in locks:
+            lock.release()
+    assert len(re.findall(r'<b class="name">held:', text)) == 10
+    assert "3 more are held" in text
 
 
 @pytest.mark.processes

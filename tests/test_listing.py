@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import redis
 
-from django_redislock.core import protocol, reset_all
+from django_redislock.core import Lock, protocol, reset_all
 from django_redislock.core.contention import contention
 from django_redislock.core.keys import BUCKETS, held_keys, lock_keys
 from django_redislock.core.listing import held_locks
 from django_redislock.core.server import server_of
 from django_redislock.core.watchdog import BATCH
-from tests.support import counting
+from django_redislock.exceptions import LockBackendError
+from tests.support import RedisServer, counting
 
 MANY = 100_000
 
@@ -102,3 +103,23 @@ def test_the_counts_of_many_names_come_in_pieces(client: redis.Redis) -> None:
     assert len(found.names) == 64 * 16
     assert {(waits.seconds, waits.waits, waits.duplicates) for waits in found.names.values()} == {(6.0, 6, 6)}
     assert sum(minute.waits for minute in found.minutes) >= 5 * 16 * 64
+
+
+@pytest.mark.processes
+def test_a_refusal_is_told_as_one_and_names_no_prefix_as_a_lock(own_server: RedisServer) -> None:
+    with own_server.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "app", "reset", "on", ">secret", "~*", "&*", "+@connection")
+    with redis.Redis.from_url(own_server.url.replace("//", "//app:secret@")) as client:
+        with pytest.raises(
+            LockBackendError, match=r"^Redis refused a command for the held locks: NoPermissionError: .*"
+        ) as raised:
+            list(held_locks(client))
+        assert raised.value.refused
+        with pytest.raises(LockBackendError, match=r"^Redis refused a command for lock 'a': NoPermissionError"):
+            Lock(client, "a").acquire(blocking=False)
+    own_server.kill()
+    with (
+        own_server.client() as client,
+        pytest.raises(LockBackendError, match=r"^Redis did not answer for the held locks"),
+    ):
+        list(held_locks(client))

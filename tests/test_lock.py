@@ -619,7 +619,7 @@ def test_pickling_a_lock_tells_what_to_pass_instead(client, kind):
         NotAcquired("a"),
         AlreadyAcquired("a"),
         AcquireTimeout("a", 3.0),
-        LockLost("a", LossRecord("a", "id", 7, "why", 1.5)),
+        LockLost("a", LossRecord("a", "id", 7, "why", 1.5, "expired")),
         StaleFence("a", 7),
         LockBackendError("a", "ConnectionError: gone"),
         TaskAlreadyRunning("a", "worker 1", 2.5),

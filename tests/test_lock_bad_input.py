@@ -166,3 +166,19 @@ def test_a_string_that_something_else_wrote_at_the_key_of_a_value_is_refused_by_
         caches["default"].get_or_set("a", lambda: 1)
     caches["default"].delete("a")
     assert client.get(key) == b"of another program"
+
+
+def test_a_lock_for_threads_names_alock_to_a_task_and_the_other_way_round(client: redis.Redis) -> None:
+    async def main() -> None:
+        async with Lock(client, "a"):  # type: ignore[attr-defined]
+            pass
+
+    with pytest.raises(TypeError, match=r"for threads; in a task of asyncio write: async with alock\(name\)"):
+        asyncio.run(main())
+    with pytest.raises(TypeError, match=r"for tasks of asyncio: async with alock\(name\)"), AsyncLock(client, "a"):  # type: ignore[attr-defined]
+        pass
+
+
+def test_who_holds_nothing_is_told_how_to_name_the_holder(client: redis.Redis) -> None:
+    with pytest.raises(NotAcquired, match=r"lock\(name, id=held\.id\)"):
+        Lock(client, "a").release()

@@ -75,7 +75,9 @@ def test_lost_force_released_and_errors(client: redis.Redis, registry: Collector
         lock.release()
     with redis.Redis(port=1) as nowhere, pytest.raises(LockBackendError):
         Lock(nowhere, "a").acquire(blocking=False)
-    for name in ("lost", "force_released", "backend_errors"):
+    assert registry.get_sample_value("redislock_lost_total", {"code": "force_released"}) == 1
+    assert registry.get_sample_value("redislock_lost_total", {"code": "expired"}) == 0
+    for name in ("force_released", "backend_errors"):
         assert registry.get_sample_value(f"redislock_{name}_total") == 1, name
     assert registry.get_sample_value("redislock_released_total") == 0
 

@@ -10,6 +10,7 @@ import redis
 
 from django_redislock.core import scripts
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.loss import notes_key
 from tests.simulation.locks import History, Violation, explore
 from tests.simulation.model_server import ModelServer
 from tests.simulation.planted import PLANTED
@@ -75,7 +76,8 @@ def _steps(chance):
                 yield scripts.RENEW, (keys.lock, keys.held), (chance.choice([b"0", b"1"]), id, life, name)
             case "reset":
                 call_id = b"%d" % chance.randrange(3)
-                yield scripts.RESET, (keys.lock, keys.held, keys.queue, keys.receipts), (name, b"", call_id)
+                notes = notes_key(keys, name.decode())
+                yield scripts.RESET, (*keys[:2], keys.queue, keys.receipts, notes), (name, b"", call_id, b"olga\nwhy")
             case "read":
                 yield scripts.READ, (keys.lock, keys.queue), ()
             case "queue":

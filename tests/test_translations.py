@@ -63,8 +63,8 @@ def test_django_finds_them(language: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("language", "parts"),
     [
-        ("de", ("Gehaltene Sperren", "nicht verlängert", "Ausgewählte Sperren zwangsweise freigeben", "9 Min")),
-        ("zh-hans", ("持有中的锁", "不续期", "强制释放所选的锁", "9 分")),
+        ("de", ("Gehaltene Sperren", "nicht verlängert", "Ausgewählte Sperren zwangsweise freigeben", "10 Min")),
+        ("zh-hans", ("持有中的锁", "不续期", "强制释放所选的锁", "10 分")),
     ],
 )
 def test_the_page_speaks_the_language_of_the_browser(
@@ -72,7 +72,7 @@ def test_the_page_speaks_the_language_of_the_browser(
 ) -> None:
     settings.DJANGO_REDISLOCK = {"URL": redis_url}
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, "django.middleware.locale.LocaleMiddleware"]
-    hold(client, "a")
+    hold(client, "a", expire=630)
     with override("en"):  # what the request switches this thread to ends here
         html = browser(superuser()).get(LIST, headers={"accept-language": language}).content.decode()
     for part in parts:

@@ -320,11 +320,11 @@ from django_redislock.core import Lock
 lock = Lock(redis.Redis.from_url(sys.argv[1]), "a", expire=300, auto_renewal=False)
 lock.acquire()
 lease, seen = lock._latest(), []
-signal.signal(signal.SIGALRM, lambda *_: seen.append(lease.note_loss("asked")))
+signal.signal(signal.SIGALRM, lambda *_: seen.append(lease.note_loss(lease.ending)))
 signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
 while len(seen) < 3000:
     lease._losses.clear()
-    lease.note_loss("noted")
+    lease.note_loss(lease.ending)
 signal.setitimer(signal.ITIMER_REAL, 0)
 print("done")
 """

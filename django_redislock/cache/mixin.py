@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.functional import cached_property
 
 from .. import conf
@@ -39,8 +40,9 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
 
     def __init__(self, server: Any, params: dict[str, Any]) -> None:
         options = dict(params.get("OPTIONS") or {})  # the dict is shared by all instances of the alias
+        # What is wrong in them is an error at the first use: Django's own checks make every cache, and an error then would keep
+        # ours from reporting it.
         self._lock_options = options.pop("LOCK", {})
-        conf.override(conf.CacheSettings(), self._lock_options, OPTION)
         self._made_with = server, params
         super().__init__(server, {**params, "OPTIONS": options})  # type: ignore[call-arg]
 
@@ -274,7 +276,12 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
 
     @property
     def _settings(self) -> conf.CacheSettings:
-        return conf.override(conf.get().cache, self._lock_options, OPTION)
+        try:
+            return conf.override(conf.get().cache, self._lock_options, OPTION)
+        except ImproperlyConfigured:
+            alias = alias_of(type(self), *self._made_with)
+            conf.override(conf.CacheSettings(), self._lock_options, OPTION.replace("…", repr(alias)))
+            raise
 
     @cached_property
     def _tally(self) -> Counters:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ..exceptions import AcquireTimeout
 from .aioserver import acting_for, async_server_of
@@ -99,6 +99,16 @@ class AsyncLock(BaseLock):
         """
         return self._run(lambda _: self._release())
 
+    if not TYPE_CHECKING:  # a type checker reports it better
+
+        def __enter__(self):
+            raise TypeError(
+                f"lock {self.name!r} is for tasks of asyncio: async with alock(name); in a thread write: with lock(name)"
+            )
+
+        def __exit__(self, *error):
+            """Do nothing: ``with`` looks for it before it enters."""
+
     async def __aenter__(self) -> Self:
         if not await self._run(partial(self._acquire, self._wait.timeout)):
             raise AcquireTimeout(self.name, self._wait.timeout)
@@ -141,14 +151,14 @@ class AsyncLock(BaseLock):
         holder = await self.owner()
         return None if holder is None else holder.ttl
 
-    async def reset(self, fence: int | None = None, by: object = None) -> bool:
+    async def reset(self, fence: int | None = None, by: object = None, reason: str = "") -> bool:
         """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
 
         With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
-        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners. What no lock wrote
-        at its key is not deleted: LockBackendError names the key.
+        within a third of its life. `by` is who wants it (a user, or words) and `reason` why: reported to the former holder, in the
+        log and to listeners. What no lock wrote at its key is not deleted: LockBackendError names the key.
         """
-        return await self._run(lambda _: self._reset(fence, by))
+        return await self._run(lambda _: self._reset(fence, by, reason))
 
     def _entered(self) -> asyncio.Task[Any] | None:
         """Return the task that entered the block which the current one leaves: another one if that of a generator is closed."""

@@ -14,7 +14,8 @@ from . import events, owner, process, protocol
 from .acquirers import Acquirers, holders
 from .clock import monotonic
 from .keys import Seconds, Wait, check_expire, check_id, check_name, check_prefix, lock_keys, wait_of
-from .lease import GONE, Lease
+from .lease import Lease
+from .loss import check_reason, find_cause, report_reset
 from .owner import LockInfo
 from .server import server_of
 from .steps import Steps
@@ -250,7 +251,7 @@ class BaseLock(ABC):
                     yield from protocol.release(lease)
                 raise
             if not released:
-                lease.lose(GONE)
+                lease.lose((yield from find_cause(lease)))
         self._forget(lease)
         if lease.noted_loss is not None:
             self._raise_loss(lease)
@@ -282,7 +283,7 @@ class BaseLock(ABC):
     def _renew(self, lease: Lease) -> Steps[None]:
         if not (yield from protocol.renew(lease)):
             watchdog.remove(lease)
-            lease.lose(GONE)
+            lease.lose((yield from find_cause(lease)))
 
     def _owner(self) -> Steps[LockInfo | None]:
         (held,) = yield from protocol.read([self.name], [self._keys])
@@ -294,12 +295,13 @@ class BaseLock(ABC):
         holder = yield from self._owner()
         return holder is not None and holder.id == mine
 
-    def _reset(self, fence: int | None, by: object) -> Steps[bool]:
-        freed = (yield from protocol.reset(self.name, self._keys, fence)) == 1
+    def _reset(self, fence: int | None, by: object, reason: str) -> Steps[bool]:
+        check_reason(reason)
+        freed = (yield from protocol.reset(self.name, self._keys, fence, by, reason)) == 1
         if freed:
-            what, who = "any" if fence is None else fence, by or "this program"
-            message = "Lock %r (fence %s) was force-released by %s."
-            events.emit("force_released", message, self.name, what, who, name=self.name, fence=fence, user=by)
+            report_reset(
+                f"Lock {self.name!r} (fence {'any' if fence is None else fence})", self.name, fence, by, reason
+            )
         return freed
 
     # Acquisitions

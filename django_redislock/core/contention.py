@@ -68,7 +68,7 @@ def _read(prefix: str, until: float) -> Steps[Contention]:
     now, bucket = 0, 1
     while bucket:
         call = Call(scripts.WAITS, keys, (b"%d" % bucket,))
-        _, (now, some, minutes_of_some, saved_of_some, bucket) = yield from attempt(prefix, call, until)
+        _, (now, some, minutes_of_some, saved_of_some, bucket) = yield from attempt("", call, until)
         by_name += some
         by_minute += minutes_of_some
         saved += saved_of_some

@@ -19,8 +19,9 @@ from typing import Any, Literal, NamedTuple, Self
 
 from . import contention, owner, protocol
 from .keys import LockKeys, lock_keys, milliseconds
-from .lease import GONE, Lease
+from .lease import Lease
 from .lock import Lock
+from .loss import find_cause
 from .owner import LockInfo
 from .scripts import Script
 from .steps import Call, Steps, attempt
@@ -172,7 +173,7 @@ class ExecutionLock(Lock):
         lease = self._own()
         self._stop(lease)
         if not (yield from self._leave(lease, delivery)) and lease.loss is None:
-            lease.lose(GONE)
+            lease.lose((yield from find_cause(lease)))
         self._forget(lease)
         self._raise_loss(lease)
         self._tell("released", lease)

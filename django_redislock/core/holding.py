@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..exceptions import LockBackendError, LockError, LockLost, LossRecord
+from ..exceptions import LockBackendError, LockError, LockLost, LossCode, LossRecord
 from . import events, process
 from .clock import monotonic
 from .keys import Seconds
@@ -68,6 +68,8 @@ class Holding:
         self._parts: list[_Part] = []
         """Those that were acquired, and not released yet."""
         self._released = 0
+        self._losses: list[LossRecord] = []
+        """Of the parts that were found lost at the release."""
         self._complete = False
         self._lost: Seat[LossRecord] = Seat()
 
@@ -116,8 +118,8 @@ class Holding:
             try:
                 part.release()
                 self._released += 1
-            except LockLost:
-                pass
+            except LockLost as error:
+                self._losses.append(error.record)
             except LockBackendError as error:
                 cause = error.cause
                 continue
@@ -161,8 +163,12 @@ class Holding:
         lost = self._complete and self.alive + self._released < self._needed
         if not lost:
             return
+        losses = [*self._losses, *filter(None, [part.lost for part in list(self._parts)])]
         reason = f"fewer than {self._needed} of its servers hold it still"
-        record = LossRecord(self.name, self.id, 0, reason, time.time())
+        code: LossCode = "too_few_servers"
+        if len({loss.code for loss in losses}) == 1:  # all for the same cause
+            code, reason = losses[0].code, f"{reason}: {losses[0].reason}"
+        record = LossRecord(self.name, self.id, 0, reason, time.time(), code)
         if self._lost.take(record) is not record:
             return
         events.emit("lost", "Quorum lock %r was lost: %s.", self.name, reason, name=self.name, fence=0, record=record)

@@ -9,9 +9,9 @@ import time
 import weakref
 from collections.abc import Callable
 from threading import _DummyThread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..exceptions import LossRecord
+from ..exceptions import LossCode, LossRecord
 from . import events, process
 from .clock import monotonic
 from .keys import LockKeys
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from .server import Server
     from .steps import Call
 
-GONE = "it expired, was force-released, or the server lost its data"
+
+class Cause(NamedTuple):
+    """Why a lock was lost."""
+
+    code: LossCode
+    reason: str
 
 
 class _Life:
@@ -191,22 +196,22 @@ class Lease:
         return self.noted_loss
 
     @property
-    def ending(self) -> str:
+    def ending(self) -> Cause:
         """Why it is lost if nothing is heard of it until its life ends."""
         if self.asked or self.failures:
-            return f"no answer from Redis until its life of {self.expire:g} s ended"
-        return f"its life of {self.expire:g} s ended without a renewal"
+            return Cause("no_answer", f"no answer from Redis until its life of {self.expire:g} s ended")
+        return Cause("expired", f"its life of {self.expire:g} s ended without a renewal")
 
-    def lose(self, reason: str) -> None:
+    def lose(self, cause: Cause) -> None:
         """Note that the lock was lost, and report it once, if it was acquired here at all."""
-        if self.note_loss(reason) and self.fence:
+        if self.note_loss(cause) and self.fence:
             self.report_loss()
 
-    def note_loss(self, reason: str) -> bool:
+    def note_loss(self, cause: Cause) -> bool:
         """Note that the lock was lost; False when that is known."""
         if self._losses:
             return False
-        record = LossRecord(self.name, self.id, self.fence, reason, time.time())
+        record = LossRecord(self.name, self.id, self.fence, cause.reason, time.time(), cause.code)
         self._losses.append(record)
         return self._losses[0] is record
 

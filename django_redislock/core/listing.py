@@ -98,7 +98,8 @@ def reset_all(client: Redis | Server, prefix: str = "redislock") -> int:
     for start in range(0, len(held), BATCH):
         ended: dict[int, bool] = {}
         resets = [
-            Lock(server, info.name, prefix=prefix)._reset(info.fence, None) for info in held[start : start + BATCH]
+            Lock(server, info.name, prefix=prefix)._reset(info.fence, None, "all locks were reset")
+            for info in held[start : start + BATCH]
         ]
         server.run(together(resets, ended))
         freed += sum(ended.values())

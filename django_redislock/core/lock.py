@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ..exceptions import AcquireTimeout
 from .base import BaseLock
@@ -43,6 +43,14 @@ class Lock(BaseLock):
             raise AcquireTimeout(self.name, self._wait.timeout)
         return self
 
+    if not TYPE_CHECKING:  # a type checker reports it better
+
+        async def __aenter__(self):
+            raise TypeError(f"lock {self.name!r} is for threads; in a task of asyncio write: async with alock(name)")
+
+        async def __aexit__(self, *error):
+            """Do nothing: ``async with`` looks for it before it enters."""
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -74,14 +82,14 @@ class Lock(BaseLock):
         holder = self.owner()
         return None if holder is None else holder.ttl
 
-    def reset(self, fence: int | None = None, by: object = None) -> bool:
+    def reset(self, fence: int | None = None, by: object = None, reason: str = "") -> bool:
         """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
 
         With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
-        within a third of its life. `by` is who wants it (a user, or words): told in the log and to listeners. What no lock wrote
-        at its key is not deleted: LockBackendError names the key.
+        within a third of its life. `by` is who wants it (a user, or words) and `reason` why: reported to the former holder, in the
+        log and to listeners. What no lock wrote at its key is not deleted: LockBackendError names the key.
         """
-        return self._server.run(self._reset(fence, by))
+        return self._server.run(self._reset(fence, by, reason))
 
 
 class RLock(Reentrant, Lock):

@@ -16,6 +16,7 @@ from . import events, scripts
 from .clock import monotonic
 from .keys import LockKeys, held_keys, milliseconds
 from .lease import Lease
+from .loss import note, notes_key
 from .owner import Held, new_id, parse
 from .steps import Await, Call, Join, Leave, Steps, attempt
 
@@ -168,10 +169,12 @@ def renewal(leases: list[Lease], shorten: bool = False) -> Call:
     return Call(scripts.RENEW, tuple(keys), tuple(args))
 
 
-def reset(name: str, keys: LockKeys, fence: int | None, until: float = math.inf) -> Steps[int]:
+def reset(
+    name: str, keys: LockKeys, fence: int | None, by: object = None, reason: str = "", until: float = math.inf
+) -> Steps[int]:
     """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
-    args = (name.encode(), b"" if fence is None else b"%d" % fence, new_id().encode())
-    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, keys.receipts), args)
+    args = (name.encode(), b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
+    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys, name)), args)
     _, reply = yield from attempt(name, call, until)
     return int(reply)
 
@@ -179,7 +182,7 @@ def reset(name: str, keys: LockKeys, fence: int | None, until: float = math.inf)
 def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> Steps[list[Held | None]]:
     """Read who holds the locks: None for each that nobody holds."""
     call = Call(scripts.READ, tuple(key for keys in locks for key in (keys.lock, keys.queue)), ())
-    _, reply = yield from attempt(names[0], call, until)
+    _, reply = yield from attempt(names[0] if len(names) == 1 else "", call, until)
     now, packed, blob = reply
     numbers = list(map(int, packed.split()))
     each = zip(names, unpack(numbers[::3], blob), numbers[1::3], numbers[2::3], strict=True)
@@ -193,14 +196,14 @@ def names(prefix: str, until: float = math.inf) -> Steps[list[str]]:
     bucket, cursor = 1, b"0"
     while bucket:
         call = Call(scripts.NAMES, keys, (b"%d" % bucket, cursor))
-        _, (bucket, cursor, lengths, blob) = yield from attempt(prefix, call, until)
+        _, (bucket, cursor, lengths, blob) = yield from attempt("", call, until)
         found.update(unpack(map(int, lengths.split()), blob))
     return [name.decode() for name in found if name is not None]
 
 
 def count(prefix: str, until: float = math.inf) -> Steps[int]:
     """Count the locks held now."""
-    _, reply = yield from attempt(prefix, Call(scripts.COUNT, tuple(held_keys(prefix)), ()), until)
+    _, reply = yield from attempt("", Call(scripts.COUNT, tuple(held_keys(prefix)), ()), until)
     return int(reply)
 
 

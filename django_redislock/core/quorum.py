@@ -25,6 +25,7 @@ from .clock import monotonic
 from .holding import Holding, majority
 from .keys import AS_MADE, AsMade, Seconds, wait_of
 from .lock import Lock
+from .loss import check_reason, report_reset
 from .owner import LockInfo
 from .server import server_of
 from .steps import Steps
@@ -203,16 +204,16 @@ class QuorumLock:
         holder = self.owner()
         return None if holder is None else holder.ttl
 
-    def reset(self, by: object = None) -> bool:
+    def reset(self, by: object = None, reason: str = "") -> bool:
         """Take the lock from whoever holds it, wake the next waiter, and tell whether any server held it.
 
-        The former holder is not stopped: it is told of the loss within a third of its life.
+        The former holder is not stopped: it is told of the loss within a third of its life. `by` is who wants it (a user, or
+        words) and `reason` why: reported to the former holder, in the log and to listeners.
         """
-        freed = 1 in self._ask(lambda until: protocol.reset(self.name, self._keys, None, until))
+        check_reason(reason)
+        freed = 1 in self._ask(lambda until: protocol.reset(self.name, self._keys, None, by, reason, until))
         if freed:
-            message = "Quorum lock %r was force-released by %s."
-            who = by or "this program"
-            events.emit("force_released", message, self.name, who, name=self.name, fence=None, user=by)
+            report_reset(f"Quorum lock {self.name!r}", self.name, None, by, reason)
         return freed
 
     def __enter__(self) -> Self:

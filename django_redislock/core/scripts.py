@@ -23,6 +23,7 @@ ACQUIRE = Script("acquire", "index", "take", "quick", "handover", "counts", "tur
 RELEASE = Script("release", "receipts", "handover")
 RENEW = Script("renew", "index")
 RESET = Script("reset", "receipts", "handover")
+CAUSE = Script("cause")
 READ = Script("read", "handover", "waiters")
 QUEUE = Script("queue", "handover", "waiters")
 NAMES = Script("names")

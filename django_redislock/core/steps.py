@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from redis.exceptions import AuthenticationError, ConnectionError, RedisError
+from redis.exceptions import AuthenticationError, ConnectionError, RedisError, ResponseError
 
 from ..exceptions import LockBackendError
 from . import events, scripts
@@ -212,6 +212,7 @@ def _backend_error(name: str, error: RedisError, effect: Call | Commands | Join)
     cause = f"{type(error).__name__}: {error}"
     if isinstance(effect, Call) and "WRONGTYPE" in cause:  # something else wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
+    failure = LockBackendError(name, cause, refused=isinstance(error, ResponseError))
     if not isinstance(effect, Commands):  # those are about values, not about locks
-        events.emit("backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause)
-    return LockBackendError(name, cause)
+        events.emit("backend_error", "%s", failure, name=name, cause=cause)
+    return failure

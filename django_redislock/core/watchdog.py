@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from . import events, native
 from .clock import monotonic
-from .lease import GONE, Lease
+from .lease import Cause, Lease
+from .loss import cause_call, causes_of
 from .protocol import renewal
 
 if TYPE_CHECKING:
@@ -214,14 +215,27 @@ class ServerWatchdog:
             except Exception as error:  # of Redis, or of what gives the address or the password
                 self._unanswered(leases, error)
                 return
+            gone = []
             for lease, life, renewed in zip(leases, lives, replies, strict=True):
                 if renewed:
                     lease.renewed(sent, life)
                 elif self.remove(lease):  # else it was released meanwhile, and nothing is wrong
-                    _lost(lease, GONE)
+                    gone.append(lease)
+            if gone:
+                self._lose(server, gone)
         finally:
             for lease in leases:
                 lease.asked = False
+
+    def _lose(self, server: Server, leases: list[Lease]) -> None:
+        """Report the loss of these leases, with the cause that the server knows."""
+        in_time = [monotonic() < lease.deadline for lease in leases]
+        try:
+            replies = server.renew(cause_call(leases), _patience(leases[-1]))
+        except Exception:
+            replies = None
+        for lease, cause in zip(leases, causes_of(leases, in_time, replies), strict=True):
+            _lost(lease, cause)
 
     def _unanswered(self, leases: list[Lease], error: Exception) -> None:
         """Try again soon, until the deadline."""
@@ -285,9 +299,9 @@ def owner_ended(lease: Lease) -> bool:
         return False
 
 
-def _lost(lease: Lease, reason: str) -> None:
+def _lost(lease: Lease, cause: Cause) -> None:
     """Note the loss at once, and tell of it from another thread: those who are told may take their time."""
-    if lease.note_loss(reason):
+    if lease.note_loss(cause):
         try:
             native.start(lease.report_loss, "redislock-loss")
         except RuntimeError:  # no further thread is to be had

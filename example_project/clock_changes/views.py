@@ -22,6 +22,8 @@ from .reports import YEARS, Report, get_report
 from .tasks import rebuild_report
 from .transitions import zone_names
 
+MOST_LOCKS = 10
+"""Held locks on the card; the admin has all of them."""
 MONTHS = [datetime(2000, month, 1, tzinfo=UTC) for month in range(1, 13)]
 
 
@@ -41,6 +43,7 @@ def report_page(request: HttpRequest, year: int) -> HttpResponse:
     changing = {transition.zone for transition in report.transitions}
     shown = set(zones)
     locks = sorted(held_locks(get_client()), key=lambda lock: -lock.age)
+    more_locks = max(0, len(locks) - MOST_LOCKS)
     rebuilds = [state_of(asked) for asked in asked_lately(request, year)]
     context = {
         "report": report,
@@ -56,7 +59,8 @@ def report_page(request: HttpRequest, year: int) -> HttpResponse:
         "zone_count": len(zone_names()),
         "days": days_of(report),
         "months": MONTHS,
-        "locks": locks,
+        "locks": locks[:MOST_LOCKS],
+        "more_locks": more_locks,
         "journal": journal.lines(),
         "rebuilds": rebuilds,
         "work_goes_on": any(rebuild["state"] in ("PENDING", "STARTED") for rebuild in rebuilds),

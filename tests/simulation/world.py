@@ -13,7 +13,8 @@ from typing import Any
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from django_redislock.core.base import BaseLock
-from django_redislock.core.lease import GONE, Lease
+from django_redislock.core.lease import Lease
+from django_redislock.core.loss import UNKNOWN
 from django_redislock.core.protocol import renewal
 from django_redislock.core.server import Server
 from django_redislock.core.steps import Await, Call, Calls, Join, Leave, Pause
@@ -355,7 +356,7 @@ class SimulatedWatchdog:
             elif answer[0][0]:
                 lease.renewed(sent, life)
             elif self.remove(lease):
-                lease.note_loss(GONE)
+                lease.note_loss(UNKNOWN)
                 return
             self.hurry(lease)
         finally:

@@ -1,7 +1,11 @@
 -- Take the lock from whoever holds it and hand it to the first waiter.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts
--- ARGV  1 name, 2 fence of the acquisition to end ('': any), 3 id of this call
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 notes of forced releases, for the former holders
+-- ARGV  1 name, 2 fence of the acquisition to end ('': any), 3 id of this call, 4 who \n why
 -- Returns 1 when freed, 0 when nobody held it, -1 when another acquisition holds it.
+-- A note is  fence \n when (ms) \n who \n why , by the fence; the newest 16 of a lock are kept, for as long as a former holder may
+-- believe to hold it.
+local NOTES = 16
+local NOTE_LIFE_MS = 120000  -- beyond the life that the lock had left
 local receipt = 'reset ' .. ARGV[3]
 if redis.call('ZSCORE', KEYS[4], receipt) then  -- done before, and that reply was lost
   return 1
@@ -20,5 +24,10 @@ if ARGV[2] ~= '' and ARGV[2] ~= fence then
 end
 redis.pcall('ZREM', KEYS[2], ARGV[1])
 keep_receipt(KEYS[4], receipt, fence)
+local note = fence .. '\n' .. whole(math.floor(now_us() / 1000)) .. '\n' .. ARGV[4]
+local life_ms = math.max(redis.call('PTTL', KEYS[1]), 0) + NOTE_LIFE_MS
+redis.call('ZADD', KEYS[5], fence, note)
+redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -NOTES - 1)
+redis.call('PEXPIRE', KEYS[5], math.max(redis.call('PTTL', KEYS[5]), life_ms))
 hand_over(KEYS[1], KEYS[3], '')
 return 1

@@ -7,20 +7,23 @@ import json
 import re
 import sys
 import time
-from argparse import ArgumentTypeError
+from argparse import SUPPRESS, ArgumentTypeError
 from typing import Any
 
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 
 from ... import conf
-from ...connections import connection_names
+from ...connections import connection_names, get_client
 from ...core.keys import check_name
-from ...doctor import Finding, examine
+from ...core.place import place_of
+from ...doctor import Finding
 from ...exceptions import LockBackendError
 from ...heldlocks import Listing, Row, clients, find, force_release, read
 from ...models import HeldLock, visible
 from ...task_names import is_waiting
+from ...trials import examine, examine_cache
 from ..output import counted, cut, plain, record, table, unread, words_of
 from ..which import chosen, did_you_mean, held_names, near, of_task
 
@@ -54,7 +57,7 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|release|watch|doctor")
 
-        common = CommandParser(add_help=False)
+        common = CommandParser(add_help=False, parents=[_of_every_command()])
         common.add_argument("--connection", metavar="ALIAS", help="look only at this connection")
         form = CommandParser(add_help=False)
         form.add_argument("--format", choices=["table", "json"], default="table")
@@ -79,6 +82,9 @@ class Command(BaseCommand):
             help="of the task's, only those whose key or arguments match, as in 'report:*'",
         )
         release.add_argument("--id", help="release only if the owner id is this one")
+        release.add_argument(
+            "--reason", default="", metavar="TEXT", help="why: reported to the former holder and in the log"
+        )
         release.add_argument("--yes", action="store_true", help="do not ask")
         release.add_argument("--dry-run", action="store_true", help="only show what would be released")
 
@@ -117,7 +123,8 @@ class Command(BaseCommand):
 
     def _list(self, options: dict[str, Any]) -> None:
         rows, listing = self._read(options)
-        self._print(rows, options, table)
+        if rows or not listing.failed:  # nothing was read: that is no empty list
+            self._print(rows, options, table)
         for remark in cut(listing):
             self.stderr.write(remark)
         self._fail(listing.failed)
@@ -177,8 +184,13 @@ class Command(BaseCommand):
         found, failed = clients(options["connection"])
         advice = f"Correct CACHES or {conf.NAME}; 'manage.py check' tells more."
         findings = [(name, Finding("settings", "problem", why, advice)) for name, why in failed.items()]
+        dead = set()
         for connection, client in found.items():
-            findings += [(connection, finding) for finding in examine(client)]
+            looked = list(examine(client))
+            findings += [(connection, finding) for finding in looked]
+            if looked[0].status == "problem":
+                dead.add(place_of(client.connection_pool))
+        findings += _of_caches([options["connection"]] if options["connection"] else connection_names(), failed, dead)
         if options["format"] == "json":
             self.stdout.write(
                 json.dumps([{"connection": at} | finding._asdict() for at, finding in findings], indent=2)
@@ -187,7 +199,7 @@ class Command(BaseCommand):
             colours = {"ok": self.style.SUCCESS, "advice": self.style.WARNING, "problem": self.style.ERROR}
             for connection, finding in findings:
                 status = colours[finding.status](finding.status.ljust(7))
-                text = visible(f"{finding.message} {finding.advice}".strip())
+                text = visible(f"{finding.message.rstrip('.')}. {finding.advice}".strip())
                 self.stdout.write(f"{status}  {connection}  {finding.check}: {text}")
         wrong = sum(finding.status == "problem" for _, finding in findings)
         if wrong:
@@ -256,7 +268,7 @@ class Command(BaseCommand):
         if not options["yes"] and not self._confirmed():
             raise CommandError("Not confirmed; nothing was released.")
         try:
-            freed = force_release(row.connection, row.held.name, row.held.fence, by=_operator())
+            freed = force_release(row.connection, row.held.name, row.held.fence, _operator(), options["reason"])
         except LockBackendError as error:
             raise CommandError(f"Whether it was released is unknown: {error.cause}. See 'redislock show'.") from error
         if not freed:
@@ -293,7 +305,7 @@ class Command(BaseCommand):
         freed = 0
         try:
             for row in rows:
-                freed += force_release(row.connection, row.held.name, row.held.fence, by=_operator())
+                freed += force_release(row.connection, row.held.name, row.held.fence, _operator(), options["reason"])
         except LockBackendError as error:
             raise CommandError(f"Released {counted(freed)}, and then: {error.cause}. Try again.") from error
         left = len(rows) - freed
@@ -317,6 +329,30 @@ class Command(BaseCommand):
         else:
             text = table(rows, options["id"])
         self.stdout.write(text)
+
+
+
+def _of_every_command() -> CommandParser:
+    """Return Django's own options, so that they may also follow the action; what is not given is not overwritten."""
+    parser = CommandParser(add_help=False, argument_default=SUPPRESS)
+    for option in ("--settings", "--pythonpath"):
+        parser.add_argument(option, help=SUPPRESS)
+    for option in ("--traceback", "--no-color", "--force-color", "--skip-checks"):
+        parser.add_argument(option, action="store_true", help=SUPPRESS)
+    parser.add_argument("-v", "--verbosity", type=int, choices=range(4), help=SUPPRESS)
+    return parser
+
+
+def _of_caches(names: list[str], failed: dict[str, str], dead: set[Any]) -> list[tuple[str, Finding]]:
+    """Return what is found when the caches of this package are tried; those of servers that are gone are not."""
+    found = []
+    for name in names:
+        if name in failed or name not in settings.CACHES or place_of(get_client(name).connection_pool) in dead:
+            continue
+        finding = examine_cache(name)
+        if finding is not None:
+            found.append((name, finding))
+    return found
 
 
 def _operator() -> str:

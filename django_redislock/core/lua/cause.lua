@@ -1,0 +1,11 @@
+-- Tell why acquisitions do not hold their locks any more, as far as the server knows. Called only after a loss was found.
+-- KEYS  for each lock: receipts, notes of forced releases
+-- ARGV  for each lock: fence of the lost acquisition
+-- Returns for each lock its note (see reset.lua), 'released', or '' when nothing is known.
+local causes = {}
+for i, fence in ipairs(ARGV) do
+  local receipts, notes = KEYS[2 * i - 1], KEYS[2 * i]
+  local note = redis.call('ZRANGEBYSCORE', notes, fence, fence, 'LIMIT', 0, 1)[1]
+  causes[i] = note or redis.call('ZSCORE', receipts, fence) and 'released' or ''
+end
+return causes
