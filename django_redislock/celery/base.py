@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
@@ -26,7 +25,7 @@ from .execution import leave_queue, release
 from .key import lock_name, make
 from .message import KEY_HEADER, delivery_of, header, new_message
 from .options import Options
-from .publish import Closed, DuplicateResult, Gate, has_ended, level_of, life, producer_of, shown
+from .publish import DuplicateResult, has_ended, level_of, life, shown
 
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
@@ -96,22 +95,18 @@ class LockedTask(_Task):
         known, task_id = task_id is not None, task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, shown(bound))
         try:
-            decide, producer = partial(self._claim, lock, ours, known), producer_of(self.app, producer, options)
-            with Gate(lock.begin(), decide, producer) as gate:
-                return super().apply_async(args, kwargs, task_id=task_id, producer=gate, **options)  # type: ignore[arg-type]
-        except Closed:
-            pass
+            duplicate = self._claim(lock, ours, known)
+            if duplicate is None:
+                return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         except BaseException:
             release(lock)
             raise
-        return gate.instead()
+        return duplicate
 
-    def _claim(
-        self, lock: ExecutionLock, options: Options, known: bool, answer: Callable[[], bool]
-    ) -> DuplicateResult | None:
+    def _claim(self, lock: ExecutionLock, options: Options, known: bool) -> DuplicateResult | None:
         """Take the lock for a message, or return the result of who holds it; None when the message is to be published."""
         try:
-            return None if answer() or known else self._duplicate(lock, options)
+            return None if lock.acquire(blocking=False) or known else self._duplicate(lock, options)
         except LockBackendError:
             if options.on_backend_error != "run":
                 raise

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import reprlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery, states
 from celery.backends.base import DisabledBackend
@@ -21,7 +20,6 @@ from django.views.debug import get_default_exception_reporter_filter
 from ..core import events
 from ..core.clock import monotonic
 from ..core.keys import MAX_SECONDS
-from ..exceptions import LockBackendError, LockError
 
 LONGEST = 300
 """Characters of the arguments that are told."""
@@ -49,70 +47,6 @@ class DuplicateResult(_AsyncResult):
                 f"rpc:// gives the result of {self.id} to nobody but the process that published the task"
             )
         return super().get(*args, **kwargs)
-
-
-class Closed(BaseException):
-    """The message is not to be published. Who handles failures to publish is passed by, for this is none."""
-
-
-class Gate:
-    """A producer that lets nothing pass before the lock has answered.
-
-    Celery comes to its producer when the message is made, and before anybody is told of it: so the lock answers meanwhile.
-    `decide` is given the answer, and returns the result that takes the message's place, if it is not to be published, or raises a
-    LockError.
-    """
-
-    def __init__(
-        self,
-        answer: Callable[[], bool],
-        decide: Callable[[Callable[[], bool]], AsyncResult[Any] | None],
-        producer: AbstractContextManager[Any],
-    ) -> None:
-        self._answer: Callable[[], bool] | None = answer
-        self._decide = decide
-        self._context = producer
-        self._producer: Any = None
-        self._instead: AsyncResult[Any] | LockError | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._answer is not None:  # it failed before, or the task is published in another way
-            with suppress(LockBackendError):
-                self._answer()
-        if self._producer is not None:
-            self._context.__exit__(*error)
-
-    def __getattr__(self, name: str) -> Any:
-        if self._producer is None:
-            self._open()
-        return getattr(self._producer, name)
-
-    def _open(self) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            try:
-                self._instead = self._decide(answer)
-            except LockError as error:
-                self._instead = error
-        if self._instead is not None:
-            raise Closed
-        self._producer = self._context.__enter__()
-
-    def instead(self) -> AsyncResult[Any]:
-        """Return what takes the place of the message, or raise what stands against it."""
-        if isinstance(self._instead, AsyncResult):
-            return self._instead
-        raise self._instead or Closed
-
-
-def producer_of(app: Celery, producer: Any, options: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Return the producer that Celery would take, and take what tells of it from the options."""
-    producer = producer or options.pop("publisher", None)
-    connection = options.pop("connection", None)
-    return app.producer_or_acquire(app.amqp.Producer(connection, auto_declare=False) if connection else producer)
 
 
 def life(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:

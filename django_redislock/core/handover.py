@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Self
 
@@ -84,10 +84,6 @@ class ExecutionLock(Lock):
     def named(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
         """Return a lock as this one, with a name of its own, and what else is given; nothing of that is checked again."""
         return self._copy(name=name, _keys=lock_keys(self._prefix, name), label=label, _given_id=id, **changes)
-
-    def begin(self) -> Callable[[], bool]:
-        """Ask for the lock once. The function returned waits for the answer, and is to be called: was it acquired?"""
-        return self._server.begin(self._acquire(0.0, False))
 
     @contextmanager
     def alive(self, expire: float) -> Iterator[None]:
