@@ -9,8 +9,10 @@ import random
 import signal
 import threading
 import time
+from contextvars import copy_context
 
 import pytest
+from asgiref.sync import async_to_sync, sync_to_async
 from celery import Celery
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
@@ -68,6 +70,30 @@ def test_the_lock_is_held_while_the_body_runs_and_names_the_task(client, make):
     assert (info.name, info.kind) == (f"celery:{task.name}:1", "celery")
     assert info.label == f"{task.name}[{result.id}]"
     assert names(client) == []
+
+
+def test_a_coroutine_that_a_body_runs_sees_the_bodys_lock_and_calls_the_task_under_it(client, make):
+    seen, contexts = [], []
+
+    async def run(self, depth):
+        seen.append(self.single_instance.lock.fence)
+        await sync_to_async(lambda: seen.append(self.single_instance.lock.fence))()
+        await sync_to_async(self, thread_sensitive=False)(depth + 1)
+        contexts.append(copy_context())
+
+    def body(self, depth):
+        if depth:
+            return seen.append(self.single_instance.lock.fence)
+        return async_to_sync(run)(self, depth)
+
+    task = make(body, key=[], lock_direct_calls=True)
+    task.apply((0,)).get()
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+    (left,) = contexts
+    assert left.run(lambda: task.single_instance.lock) is None, "the run is over, wherever its context went"
+    left.run(task, 1)
+    assert seen[-1] > seen[0], "it took a lock of its own"
 
 
 def test_an_execution_costs_two_commands(client, make):
