@@ -44,6 +44,11 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 if task.request.retries < 1:
                     raise task.retry(countdown=4, max_retries=2)
                 return task.request.retries
+            case "retry and die":
+                if task.request.retries < 1:
+                    task.retry(countdown=3, throw=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return task.request.retries
             case "ignore":
                 raise Ignore
             case "reject":
@@ -57,6 +62,9 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 raise SystemExit(1)
             case "brief":
                 time.sleep(random.uniform(0, 0.3))
+                return f"ran {task.request.id}"
+            case "slow":  # longer than an impatient broker waits
+                time.sleep(random.uniform(2, 3))
                 return f"ran {task.request.id}"
             case "sleep":  # until a signal comes
                 time.sleep(60)
@@ -326,4 +334,11 @@ POLICIES: list[dict[str, Any]] = [
 ]
 COPIED = [
     copied_task(number, late=late, **options) for number, options in enumerate(POLICIES) for late in (False, True)
+]
+
+# The same, with shorter times, for the soak.
+SOAKED = [
+    copied_task(100 + number, late=late, **options, expire=2, reschedule_delay=1)
+    for number, options in enumerate(POLICIES)
+    for late in (False, True)
 ]
