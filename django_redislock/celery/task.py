@@ -199,11 +199,7 @@ class SingleInstanceMixin(RepublishedTask):
     def _traced_request(self) -> Context | None:
         """Return the request of the execution that begins with this call, or None when a task is called like a function."""
         request = self.request_stack.top
-        if (
-            request is None
-            or request.called_directly
-            or any(outer.task_id == request.id for outer in executions())
-        ):
+        if request is None or request.called_directly or any(outer.task_id == request.id for outer in executions()):
             return None
         return request
 

@@ -46,7 +46,7 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 return task.request.retries
             case "retry and die":
                 if task.request.retries < 1:
-                    task.retry(countdown=3, throw=False)
+                    task.retry(countdown=30, throw=False)
                     os.kill(os.getpid(), signal.SIGKILL)
                 return task.request.retries
             case "ignore":
