@@ -318,7 +318,7 @@ def copied_task(number: int, *, late: bool, **options: Any) -> Any:
         return act(self, name, how)
 
     body.__qualname__ = body.__name__ = f"copied_{number}_{'late' if late else 'early'}"
-    marked = single_instance(key="{name}", **{"expire": 3, "reschedule_delay": 60, **options})(body)
+    marked = single_instance(key="{name}", **{"expire": 2, "reschedule_delay": 60, **options})(body)
     return shared_task(bind=True, name=f"copied.{body.__name__}", acks_late=late, reject_on_worker_lost=late)(marked)
 
 
@@ -336,9 +336,9 @@ COPIED = [
     copied_task(number, late=late, **options) for number, options in enumerate(POLICIES) for late in (False, True)
 ]
 
-# The same, with shorter times, for the soak.
+# The same, with a shorter delay, for the soak.
 SOAKED = [
-    copied_task(100 + number, late=late, **options, expire=2, reschedule_delay=1)
+    copied_task(100 + number, late=late, **options, reschedule_delay=1)
     for number, options in enumerate(POLICIES)
     for late in (False, True)
 ]
