@@ -335,7 +335,7 @@ def test_a_crowd_on_few_keys(crew, pool):
     # A retry waits for longer than Celery may take to store RETRY, which would cover that the retry was refused meanwhile.
     chance = random.Random(20261121)
     results = []
-    for _ in range(90):
+    for _ in range(45):
         stage, task = chance.choice(stages)
         results.append(stage.publish(task, chance.choice(["return", "return", "fail", "retry after a second"])))
     for result in results:
