@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
@@ -101,7 +102,7 @@ class Server:
 
     def call(self, call: Call | Calls | Commands) -> Any:
         """Run a script, or several, or commands, on a connection of its own for the moment."""
-        links, me = self.links, threading.get_ident()
+        links, me = self.links, get_ident()
         nested = me in links.users  # a signal handler, or a destructor, in the middle of a call
         link = None
         try:
@@ -191,24 +192,24 @@ class Server:
 
     def run(self, steps: Steps[T]) -> T:
         """Do what the steps ask for, and return their result."""
-        proceed: Callable[[], Effect] = partial(steps.send, None)
+        proceed: Callable[[Any], Effect] = steps.send
+        result: Any = None
         try:
             while True:
                 try:
                     while True:  # within the try, for a signal handler may raise at any jump
-                        effect = proceed()
-                        result = self._do(effect)
-                        proceed = partial(steps.send, result)
+                        result = self._do(proceed(result))
+                        proceed = steps.send
                 except StopIteration as stop:
                     return stop.value  # type: ignore[no-any-return]
                 except BaseException as error:
                     if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # the steps themselves ended with it
                         raise
-                    proceed = partial(steps.throw, error)
+                    proceed, result = steps.throw, error
         finally:
             # An error leads to this frame. If that led back, it would keep its locks alive, and renewed, until they are found
             # to be garbage.
-            del proceed
+            del proceed, result
 
     def _do(self, effect: Effect) -> Any:
         match effect:
