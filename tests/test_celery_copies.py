@@ -60,7 +60,7 @@ def test_a_countdown_longer_than_the_broker_waits_is_one_run(crew):
     """Two workers have several copies of each message, which start at the same moment."""
     with impatient(crew, "impatient") as first:
         stages = [Stage(first.workers) for _ in tasks.COPIED]
-        results = [stage.publish(task, countdown=5) for stage, task in zip(stages, tasks.COPIED, strict=True)]
+        results = [stage.publish(task, countdown=4) for stage, task in zip(stages, tasks.COPIED, strict=True)]
         assert len({result.id for result in results}) == len(results)
         for result in results:
             ended(result)

@@ -12,7 +12,7 @@ import pytest
 from django_redislock import LockBackendError
 from django_redislock.core import held_locks
 from tests.celery_site import tasks
-from tests.celery_site.app import app
+from tests.celery_site.app import SOFT_SHUTDOWN, app
 from tests.celery_site.harness import KINDS, POOLS, Stage, ended, ended_with_its_canvas, member, on_stage, published
 from tests.support import BUSY, wait_until
 from tests.support.worker import Worker
@@ -190,6 +190,32 @@ def test_cold_shutdown_ends_a_job_only_if_it_does_not_come_again(crew, task):
     stage.workers = crew.of("prefork")
     stage.consume()
     assert ended(first).result == f"ran {first.id}"
+
+
+def test_soft_shutdown_ends_a_job_only_if_it_ends_in_time(crew):
+    """Celery gives what runs some seconds, and its broker what does not end in them."""
+    task = tasks.late_job
+    soft = crew.start("prefork", name="soft", concurrency=2, env={SOFT_SHUTDOWN: "3"}).wait_ready()
+    quick, slow = stages = [Stage([soft], gated=True) for _ in range(2)]
+    results = [stage.publish(task) for stage in stages]
+    for stage in stages:
+        stage.diary.wait_for("start")
+    soft.signal(signal.SIGQUIT)
+    wait_until(lambda: "Initiating Soft Shutdown" in soft.log)
+    quick.diary.open_gate()
+    quick.diary.wait_for("end")
+    free_within(task, quick, 5)
+    assert task.lock_info(slow.name).id != results[1].id, "it still runs"
+    soft.wait()
+    assert task.lock_info(slow.name).id == results[1].id, "its message has the lock"
+    assert slow.publish(task).id == results[1].id
+    slow.diary.open_gate()
+    for stage in stages:
+        stage.workers = crew.of("prefork")
+    slow.consume()
+    for stage, result, runs in zip(stages, results, (1, 2), strict=True):
+        assert ended(result).result == f"ran {result.id}"
+        assert len(stage.diary.events("start")) == runs
 
 
 def test_a_job_that_is_terminated_has_ended_though_it_is_acknowledged_late(stage):

@@ -28,6 +28,7 @@ from django_redislock.celery.key import lock_name
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
 from django_redislock.core.handover import Delivery
+from django_redislock.core.lease import Lease
 from django_redislock.signals import lock_conflict
 from tests.support import BUSY, Interrupted, counting, interruptions, wait_until
 
@@ -220,6 +221,8 @@ def test_a_run_keeps_its_lock_whatever_was_stored_of_it(client, make):
     request = task._running_lock(f"celery:{task.name}:x", task._options, None, (), {})
     running = request.named(task.lock_info().name, label=f"{task.name}[{first.id}]", delivery=Delivery(first.id))
     assert running.acquire(blocking=False), "it takes over from its message"
+    started = task.lock_info().acquired_at
+    wait_until(lambda: datetime.now(UTC) - started > timedelta(milliseconds=2))
     task.backend.mark_as_failure(first.id, ZeroDivisionError())
     assert task.delay().id == first.id
     running.release()
@@ -257,7 +260,7 @@ def test_a_duplicate_of_another_process_has_no_result_by_rpc(client, make, monke
     assert not task.delay().elsewhere
     monkeypatch.setattr(base, "HOST", "another")
     with pytest.raises(NotImplementedError, match="to nobody but the process that published the task"):
-        task.delay().get()
+        task.delay().get(timeout=5)
 
 
 def test_the_run_scope_asks_nothing_when_publishing(client, make):
@@ -516,7 +519,8 @@ def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_u
     assert held - set(noted) == set()
 
 
-def test_without_redis_publishing_is_a_typed_error_and_never_none(make, scope, settings):
+def test_without_redis_publishing_is_a_typed_error_and_never_none(make, scope, settings, monkeypatch):
+    monkeypatch.setattr(Lease, "retry_for", 0.3)
     settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
     task = make(scope=scope)
     with pytest.raises(LockBackendError):

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from celery.result import AsyncResult
 
 from tests.celery_site import tasks
+from tests.celery_site.app import BROKER
 from tests.celery_site.harness import POOLS, Stage, Workers, ended, workers
+from tests.support import Proxy, wait_until
+from tests.support.worker import Worker
 from tests.test_celery_faults import test_child_killed_and_its_message_delivered_again  # noqa: F401
 from tests.test_celery_redelivery import (  # noqa: F401
     test_the_only_copy_runs_when_the_child_was_killed,
@@ -56,15 +60,70 @@ def pytest_generate_tests(metafunc) -> None:
         metafunc.definition.add_marker(only_prefork)
 
 
-def test_the_only_copy_runs_when_the_whole_worker_was_killed(crew):
-    """The broker notices that the connection is gone, and gives its messages to the next worker."""
-    doomed = Stage([crew.start("prefork", name="doomed", concurrency=1).wait_ready()])
-    result = doomed.publish(tasks.dying_job, "once killed")
-    doomed.diary.wait_for("start")
+# Every policy: with RabbitMQ, copies come of a connection that is gone, at once
+
+
+LATE = tasks.COPIED[1::2]
+
+
+def received(worker: Worker, results: list[AsyncResult]) -> None:
+    """Wait until the worker has all of these in its memory."""
+    wait_until(lambda: all(f"[{result.id}] received" in worker.log for result in results))
+
+
+def taken_over(stages: list[Stage], crew: Workers) -> None:
+    """Let another worker take the messages of these stages, which have one queue."""
+    stages[0].workers = crew.of("prefork")
+    stages[0].consume()
+
+
+def test_when_the_whole_worker_was_killed_each_of_its_messages_runs_once_to_its_end(crew):
+    """What ran runs again when its lock has ended; what waited in its memory has never run."""
+    doomed = crew.start("prefork", 0, "--prefetch-multiplier=20", name="doomed", concurrency=len(LATE)).wait_ready()
+    running = {Stage([doomed]): each for each in LATE}
+    waiting = {Stage([doomed]): each for each in tasks.COPIED}
+    cut_off = [one.publish(each, "once killed") for one, each in running.items()]
+    for one in running:
+        one.diary.wait_for("start")
+    others = [one.publish(each) for one, each in waiting.items()]
+    received(doomed, others)
     assert "amqp://" in doomed.log
-    doomed.workers[0].kill()
-    doomed.workers = crew.of("prefork")
-    doomed.consume()
-    assert ended(result).result == f"ran {result.id}"
-    assert len(doomed.diary.events("start")) == 2
-    assert doomed.diary.events("overlap") == []
+    doomed.kill()
+    taken_over([*running], crew)
+    for result in [*cut_off, *others]:
+        assert ended(result).result == f"ran {result.id}"
+    for one in [*running, *waiting]:
+        assert len(one.diary.events("start")) == (2 if one in running else 1)
+        assert len(one.diary.events("end")) == 1
+        assert one.diary.events("overlap") == []
+
+
+def test_when_the_connection_was_lost_no_message_runs_beside_the_worker_that_has_it_nor_again(crew, rabbitmq):
+    """The broker gives all to another worker, while this one runs a part of them, and then starts the rest."""
+    with Proxy(rabbitmq.url) as proxy:
+        broker = {BROKER: rabbitmq.url.replace(f":{rabbitmq.port}/", f":{proxy.port}/")}
+        options = ("--prefetch-multiplier=20",)
+        cut_off = crew.start("threads", 0, *options, name="cut-off", concurrency=len(LATE), env=broker).wait_ready()
+        running = {Stage([cut_off], gated=True): each for each in LATE}
+        waiting = {Stage([cut_off]): each for each in tasks.COPIED}
+        first = [one.publish(each) for one, each in running.items()]
+        for one in running:
+            one.diary.wait_for("start")
+        others = [one.publish(each) for one, each in waiting.items()]
+        received(cut_off, others)
+        proxy.lead_to("amqp://127.0.0.1:1")
+        taken_over([*running], crew)
+        for result in others:
+            assert ended(result).result == f"ran {result.id}"
+        (heir,) = crew.of("prefork")
+        wait_until(lambda: all(f"[{result.id}] runs or has died" in heir.log for result in first))
+        for one in running:
+            one.diary.open_gate()
+        for result in first:
+            assert ended(result).result == f"ran {result.id}"
+        wait_until(lambda: all(f"[{result.id}] has been processed; this copy" in heir.log for result in first))
+        wait_until(lambda: all(f"[{result.id}] has been processed; this copy" in cut_off.log for result in others))
+        for one in [*running, *waiting]:
+            assert len(one.diary.events("start")) == 1
+        assert {result.state for result in [*first, *others]} == {"SUCCESS"}
+        cut_off.kill()

@@ -310,6 +310,18 @@ def test_the_lock_of_a_message_is_free_when_the_child_was_killed_before_the_body
 
 
 @only_prefork
+def test_the_place_of_a_retry_is_free_when_the_child_was_killed_that_published_it(stage):
+    """The task has ended for everybody who waits for it."""
+    task = tasks.mortal_queued
+    first = stage.publish(task, "retry and die")
+    assert type(ended(first).result).__name__ == "WorkerLostError"
+    wait_until(lambda: task.lock_info(stage.name) is None, 2 + 1 + BUSY)
+    second = stage.publish(task)
+    assert not isinstance(second, DuplicateResult)
+    assert ended(second).state == "SUCCESS"
+
+
+@only_prefork
 def test_job_is_free_within_its_life_after_the_child_was_killed(stage):
     task = tasks.mortal_job
     result = stage.publish(task, "once killed")

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import random
 import re
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from celery import chain
@@ -159,6 +162,42 @@ def test_reschedule_runs_later_under_the_same_id_without_a_retry(gated, holder):
     assert len(gated.diary.events("start")) == 5
 
 
+@pytest.fixture
+def watched(crew) -> Iterator[Stage]:
+    """A stage whose worker sends events."""
+    worker = crew.start("prefork", 0, "--task-events", name="events", concurrency=2)
+    yield from on_stage(Stage([worker.wait_ready()], gated=True))
+
+
+def test_flower_is_told_that_a_rescheduled_task_waits_again(watched):
+    """From the events of its worker, for which a task that is merely ignored runs for ever. The result stays the successor's."""
+    with events() as heard:
+        first = watched.publish(tasks.reschedule)
+        watched.diary.wait_for("start")
+        later = watched.publish(tasks.reschedule)
+        wait_until(lambda: "task-retried" in heard[later.id], 30, lambda: f"a retry is told of; there are {heard}")
+        watched.diary.open_gate()
+        assert ended(later).result == f"ran {later.id}"
+        wait_until(lambda: heard[later.id][-2:] == ["task-started", "task-succeeded"], 30)
+        assert ended(first).state == later.state == "SUCCESS"
+        assert "task-retried" not in heard[first.id]
+
+
+@contextmanager
+def events() -> Iterator[dict[str, list[str]]]:
+    """Give what the workers tell of each task id."""
+    heard: dict[str, list[str]] = defaultdict(list)
+    with app.connection_for_read() as connection:
+        receiver = app.events.Receiver(connection, {"*": lambda event: heard[event.get("uuid")].append(event["type"])})
+        thread = threading.Thread(target=receiver.capture, kwargs={"wakeup": False})
+        thread.start()
+        try:
+            yield heard
+        finally:
+            receiver.should_stop = True
+            thread.join(30)
+
+
 def test_reschedule_ends_with_its_limit(gated, holder):
     holder(tasks.reschedule_shortly)
     result = gated.publish(tasks.reschedule_shortly)
@@ -302,7 +341,7 @@ def test_a_crowd_on_few_keys(crew, pool):
     # A retry waits for longer than Celery may take to store RETRY, which would cover that the retry was refused meanwhile.
     chance = random.Random(20261121)
     results = []
-    for _ in range(90):
+    for _ in range(45):
         stage, task = chance.choice(stages)
         results.append(stage.publish(task, chance.choice(["return", "return", "fail", "retry after a second"])))
     for result in results:

@@ -115,18 +115,10 @@ WRITE = Call(Script, (b"{redislock:0}:x",), ())
 READ = (b"GET", b"{redislock:0}:x")
 
 
-def begin(server):
-    def steps():
-        return (yield WRITE)
-
-    return server.begin(steps())()
-
-
 CALLS = {
     "a script": lambda server: server.call(WRITE),
     "many scripts": lambda server: server.call(Calls((WRITE, WRITE))),
     "commands": lambda server: server.call(Commands(((b"SET", b"{redislock:0}:x", b"1"), READ))),
-    "a script sent ahead": begin,
 }
 
 

@@ -7,8 +7,9 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from celery.app import trace
 from celery.app.task import Context
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry
 
 from ..core import events
 from ..core.handover import ExecutionLock
@@ -24,6 +25,10 @@ GROWTH = 0.1
 """The part of the time waited so far that a rescheduled task waits more, at least."""
 LONGEST_DELAY = 300.0
 """Seconds, on average, that this growth may come to: well below the time after which a broker gives a message to another worker."""
+
+
+REPORTS_RETRIES = hasattr(trace, "get_actual_ignore_result")
+"""Whether Celery stores no RETRY for a message that says so; before 5.6.3 it asks the task only."""
 
 
 class Elsewhere(Ignore):
@@ -81,7 +86,10 @@ class RepublishedTask(LockedTask):
             delay=delay,
             often=before + 1,
         )
-        raise Elsewhere(f"published again: {error}")
+        if silent or self.store_errors_even_if_ignored or not REPORTS_RETRIES:
+            raise Elsewhere(f"published again: {error}")
+        request.update(ignore_result=True)
+        raise Retry(f"published again, to start in {delay:.1f} s: {error}", error)
 
     def _meet_copies(self, lock: ExecutionLock, request: Context | None, options: Options) -> None:
         """End here, without a trace, when the lock was refused because of a copy of the message.

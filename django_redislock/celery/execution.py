@@ -1,9 +1,9 @@
-"""What runs now in this thread, as its body sees it, and how its lock ends."""
+"""What runs now, as its body sees it, and how its lock ends."""
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
+from contextvars import ContextVar
 
 from ..core import Lock, events
 from ..core.handover import ExecutionLock
@@ -19,13 +19,15 @@ class Execution:
         """None in a direct call."""
         self.lock = lock
         """None in a call that takes no lock."""
+        self._over = False
 
     def __enter__(self) -> None:
-        self._outer = running.executions
-        running.executions = (*self._outer, self)
+        self._outer = executions()
+        _executions.set((*self._outer, self))
 
     def __exit__(self, *error: object) -> None:
-        running.executions = self._outer
+        self._over = True
+        _executions.set(self._outer)
 
     @property
     def lost(self) -> LossRecord | None:
@@ -38,12 +40,15 @@ class Execution:
             raise LockLost(self.lost.name, self.lost)
 
 
-class Running(threading.local):
-    executions: tuple[Execution, ...] = ()
-    """What runs in this thread or greenlet, outermost first: a task may call itself, or be applied within itself."""
+_executions: ContextVar[tuple[Execution, ...]] = ContextVar("executions", default=())
 
 
-running = Running()
+def executions() -> tuple[Execution, ...]:
+    """Return what runs in this context, outermost first: a task may call itself, or be applied within itself.
+
+    A body takes its context along into coroutines and the threads that these start, where it may outlive the execution.
+    """
+    return tuple(execution for execution in _executions.get() if not execution._over)
 
 
 def release(lock: Lock) -> None:

@@ -24,7 +24,7 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
 from .again import Elsewhere, RepublishedTask
 from .base import MOMENT
-from .execution import Execution, leave_queue, release, running
+from .execution import Execution, executions, leave_queue, release
 from .key import lock_name
 from .message import KEY_HEADER, REFUSED_HEADER, header, mark_life
 from .options import Mark, Options
@@ -81,8 +81,11 @@ class SingleInstanceMixin(RepublishedTask):
 
     @property
     def single_instance(self) -> Execution:
-        """The execution that runs now in this thread; outside of one, or without a lock, it is never lost."""
-        for execution in reversed(running.executions):
+        """The execution that runs now in this thread or, within ``async_to_sync``, in this coroutine.
+
+        Outside of one, or without a lock, it is never lost.
+        """
+        for execution in reversed(executions()):
             if execution.task == self.name:
                 return execution
         return Execution(self.name)
@@ -96,7 +99,7 @@ class SingleInstanceMixin(RepublishedTask):
             return super().__call__(*args, **kwargs)
         key = self._key_of(args, kwargs, request)
         name, task_id = lock_name(self.name, key), None if request is None else request.id
-        for outer in running.executions:
+        for outer in executions():
             if outer.lock is not None and outer.lock.name == name:
                 with Execution(self.name, task_id, outer.lock):
                     return super().__call__(*args, **kwargs)
@@ -199,11 +202,7 @@ class SingleInstanceMixin(RepublishedTask):
     def _traced_request(self) -> Context | None:
         """Return the request of the execution that begins with this call, or None when a task is called like a function."""
         request = self.request_stack.top
-        if (
-            request is None
-            or request.called_directly
-            or any(outer.task_id == request.id for outer in running.executions)
-        ):
+        if request is None or request.called_directly or any(outer.task_id == request.id for outer in executions()):
             return None
         return request
 

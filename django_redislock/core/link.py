@@ -19,18 +19,14 @@ class Link(Wire):
     """Tells whether it was opened before the server was found to be no primary."""
     idle_since = 0.0
     """When it was last used."""
-    posted: Call | None = None
-    """The script whose reply nobody has begun to read."""
 
     def call(self, call: Call) -> Any:
-        """Run the script, if it is not on its way yet, and return its reply.
+        """Run the script and return its reply.
 
         Any failure closes the connection, so that no reply is left behind.
         """
         try:
-            posted, self.posted = self.posted, None
-            if posted is not call:
-                self.send(call.request)
+            self.send(call.request)
             try:
                 return self.receive()
             except NoScriptError:
@@ -44,19 +40,6 @@ class Link(Wire):
         except BaseException:
             self._abort(call)
             raise
-
-    def post(self, call: Call) -> bool:
-        """Send the script, of which `call` gets the reply later; False when it could not be sent."""
-        self.posted = call
-        try:
-            self.send(call.request)
-        except RedisError:
-            self.close()
-            return False
-        except BaseException:
-            self._abort(call)
-            raise
-        return True
 
     def call_all(self, calls: Calls) -> list[Any]:
         """Run the scripts and return their replies, an error in place of what was refused, as `call` does."""
@@ -81,10 +64,6 @@ class Link(Wire):
             return self.receive()
         except ResponseError as error:
             return error
-
-    def close(self) -> None:
-        super().close()
-        self.posted = None
 
     def ask(self, commands: Commands) -> list[Any]:
         """Send the commands and return their replies; any failure closes the connection."""

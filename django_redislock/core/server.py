@@ -100,21 +100,17 @@ class Server:
         """Return a new connection, not connected yet."""
         return _connection(self.connection_class, self.settings)
 
-    def call(self, call: Call | Calls | Commands, posted: Link | None = None) -> Any:
-        """Run a script, or several, or commands, on a connection of its own for the moment.
-
-        `posted`: where the script has been sent already.
-        """
+    def call(self, call: Call | Calls | Commands) -> Any:
+        """Run a script, or several, or commands, on a connection of its own for the moment."""
         links, me = self.links, get_ident()
         nested = me in links.users  # a signal handler, or a destructor, in the middle of a call
-        link = posted
+        link = None
         try:
             links.users.add(me)  # first, so that whoever comes in knows
-            if link is None:
-                try:
-                    link = links.take()
-                except IndexError:
-                    link = links.wait(nested)
+            try:
+                link = links.take()
+            except IndexError:
+                link = links.wait(nested)
             if not link.open:
                 self._open(link)
             match call:
@@ -129,19 +125,9 @@ class Server:
             raise
         finally:
             if link is not None:
-                if link.posted is not None:  # a signal, before the reply was read
-                    link.close()
                 self._give_back(link)
             if not nested:
                 links.users.discard(me)
-
-    def _post(self, call: Call) -> Link | None:
-        """Send the script where no connection has to be waited for, and return on which: `call` reads the reply there."""
-        try:
-            link = self.links.take()
-        except IndexError:
-            return None
-        return link if link.post(call) else None
 
     def _failed(self, error: ConnectionError) -> None:
         self.links.free.clear()  # a server that went away took the idle connections with it
@@ -206,19 +192,8 @@ class Server:
 
     def run(self, steps: Steps[T]) -> T:
         """Do what the steps ask for, and return their result."""
-        return self._run(steps, steps.send)
-
-    def begin(self, steps: Steps[T]) -> Callable[[], T]:
-        """Send the script that the steps ask for first; the function returned does the rest, and is to be called."""
-        call: Any = next(steps)
-        try:
-            link = self._post(call)
-            return lambda: self._run(steps, lambda _: steps.send(self.call(call, link)))
-        except BaseException as error:  # a signal; the server may have got it
-            self._run(steps, steps.throw, error)
-            raise
-
-    def _run(self, steps: Steps[T], proceed: Callable[[Any], Effect], result: Any = None) -> T:
+        proceed: Callable[[Any], Effect] = steps.send
+        result: Any = None
         try:
             while True:
                 try:
@@ -271,13 +246,13 @@ class Unlocked(Server):
         self.views = {}
         self.connection_class, self.settings, self.timeout, self.place = None, {}, DEFAULT_TIMEOUT, None
         self.room = WaitingRoom(lambda: Wire(self.connection()), self.patience)
-        self.links = Links(0, 0.0, lambda: Link(self.connection()))  # nothing is sent ahead
+        self.links = Links(0, 0.0, lambda: Link(self.connection()))
 
     def renew(self, call: Call, patience: float) -> Any:
         """Grant it."""
         return self.call(call)
 
-    def call(self, call: Call | Calls | Commands, posted: Link | None = None) -> Any:
+    def call(self, call: Call | Calls | Commands) -> Any:
         """Grant it."""
         if isinstance(call, Calls):
             return [self.call(each) for each in call.calls]

@@ -33,6 +33,8 @@ app.steps["worker"].add(Pulse)
 BROKER = "REDISLOCK_TEST_BROKER"
 TRANSPORT = "REDISLOCK_TEST_TRANSPORT"
 """The options of the broker's transport, as JSON."""
+SOFT_SHUTDOWN = "REDISLOCK_TEST_SOFT_SHUTDOWN"
+"""Seconds that a worker gives its tasks before a cold shutdown."""
 
 
 def use(server_url: str, broker_url: str | None = None) -> None:
@@ -46,6 +48,9 @@ if "REDISLOCK_TEST_TENANTS" in os.environ:
 
 if TRANSPORT in os.environ:
     app.conf.broker_transport_options = json.loads(os.environ[TRANSPORT])
+
+if SOFT_SHUTDOWN in os.environ:
+    app.conf.worker_soft_shutdown_timeout = float(os.environ[SOFT_SHUTDOWN])
 
 if "REDISLOCK_TEST_BEAT" in os.environ:
     app.conf.beat_schedule = {"it": json.loads(os.environ["REDISLOCK_TEST_BEAT"])}

@@ -44,6 +44,11 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 if task.request.retries < 1:
                     raise task.retry(countdown=4, max_retries=2)
                 return task.request.retries
+            case "retry and die":
+                if task.request.retries < 1:
+                    task.retry(countdown=30, throw=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return task.request.retries
             case "ignore":
                 raise Ignore
             case "reject":
@@ -57,6 +62,9 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 raise SystemExit(1)
             case "brief":
                 time.sleep(random.uniform(0, 0.3))
+                return f"ran {task.request.id}"
+            case "slow":  # longer than an impatient broker waits
+                time.sleep(random.uniform(2, 3))
                 return f"ran {task.request.id}"
             case "sleep":  # until a signal comes
                 time.sleep(60)
@@ -316,7 +324,7 @@ def copied_task(number: int, *, late: bool, **options: Any) -> Any:
         return act(self, name, how)
 
     body.__qualname__ = body.__name__ = f"copied_{number}_{'late' if late else 'early'}"
-    marked = single_instance(key="{name}", **{"expire": 3, "reschedule_delay": 60, **options})(body)
+    marked = single_instance(key="{name}", **{"expire": 2, "reschedule_delay": 60, **options})(body)
     return shared_task(bind=True, name=f"copied.{body.__name__}", acks_late=late, reject_on_worker_lost=late)(marked)
 
 
@@ -332,4 +340,11 @@ POLICIES: list[dict[str, Any]] = [
 ]
 COPIED = [
     copied_task(number, late=late, **options) for number, options in enumerate(POLICIES) for late in (False, True)
+]
+
+# The same, with a shorter delay, for the soak.
+SOAKED = [
+    copied_task(100 + number, late=late, **options, reschedule_delay=1)
+    for number, options in enumerate(POLICIES)
+    for late in (False, True)
 ]
