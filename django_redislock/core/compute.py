@@ -12,6 +12,8 @@ from redis.exceptions import RedisError, ResponseError
 from ..exceptions import LockBackendError
 from . import events
 from .clock import monotonic
+from .keys import era_key, witness_key
+from .lease import GONE
 from .protocol import give_back
 from .scripts import Script
 from .steps import Call, Commands, Compute, Steps, attempt, together
@@ -55,13 +57,22 @@ class Ticket(NamedTuple):
         Who does not wait any longer may settle for whoever computes still: a lease that stands proves that nothing was
         invalidated meanwhile. A reservation (fence 0) proves nothing.
         """
-        fence = self.told.partition(b" ")[0]
+        fence = self._parts[0]
         return b"" if fence == b"0" else fence
 
     @property
     def ends(self) -> bytes:
         """When the old value ends."""
-        return self.told.partition(b" ")[2]
+        return self._parts[1]
+
+    @property
+    def witness(self) -> bytes:
+        """What tells of invalidations since the lease was taken, b"" without a lease of one's own."""
+        return self._parts[2]
+
+    @property
+    def _parts(self) -> list[bytes]:
+        return [*self.told.split(b" ", 2), b"", b""]
 
 
 def compute(
@@ -164,19 +175,34 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     call = _settlement(ticket, b"" if life is None else b"%d" % life, data, *ready)
     now = monotonic()
     _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)
-    late = reply == -1 and bool(lease.fence) and monotonic() >= lease.deadline
     if reply != 1:
-        want.tally.count("lease_lost" if late else "fenced")
-    if reply == 0:
-        events.log.info("What was computed for %r was not stored: a newer value is there.", lease.name)
-    elif late:
+        _tell(ticket, reply)
+    return bool(reply > 0)
+
+
+def _tell(ticket: Ticket, reply: int) -> None:
+    """Count and log why a value was not stored, or what its lease ended with."""
+    want, lease = ticket.want, ticket.lease
+    late = bool(lease.fence) and lease.loss is not None and lease.loss.reason != GONE
+    if late and reply != 0:
+        want.tally.count("lease_lost")
         events.log.warning(
-            "What was computed for %r was not stored: it took longer than the right to compute lasts (expire, max_hold).",
+            "What was computed for %r took longer than the right to compute lasts (expire, max_hold), so that others may have "
+            "computed it, too. It was %s.",
+            lease.name,
+            "stored" if reply == 2 else "not stored, because it may have been invalidated meanwhile",
+        )
+    elif reply == 2:
+        want.tally.count("lease_evicted")
+        events.log.warning(
+            "The server evicted the right to compute %r, so that others may have computed it, too. It was stored. What ends soon is "
+            "evicted first: a maxmemory-policy of noeviction or allkeys-lru spares it.",
             lease.name,
         )
-    elif reply == -1:
-        events.log.info("What was computed for %r was not stored: it was invalidated meanwhile.", lease.name)
-    return bool(reply == 1)
+    else:
+        want.tally.count("fenced")
+        why = "a newer value is there" if reply == 0 else "it was invalidated meanwhile"
+        events.log.info("What was computed for %r was not stored: %s.", lease.name, why)
 
 
 def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]:
@@ -192,8 +218,18 @@ def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]
 
 def _settlement(ticket: Ticket, life: bytes, data: bytes, *ready: bytes) -> Call:
     want, lease = ticket.want, ticket.lease
-    keys = (*lease.keys[:2], lease.keys.queue, want.key.encode(), waits(want.prefix), failures(lease), *ready)
-    return Call(SETTLE, keys, (ticket.fence, lease.name.encode(), life, ticket.replaced, ticket.ends, data))
+    keys = (
+        *lease.keys[:2],
+        lease.keys.queue,
+        want.key.encode(),
+        waits(want.prefix),
+        failures(lease),
+        *witness(lease),
+        *ready,
+    )
+    return Call(
+        SETTLE, keys, (ticket.fence, lease.name.encode(), life, ticket.replaced, ticket.ends, data, ticket.witness)
+    )
 
 
 def _pieces(key: bytes, data: bytes) -> Commands:
@@ -216,7 +252,7 @@ def _abandon(ticket: Ticket) -> Steps[None]:
     waited_for = (b"HDEL", waits(want.prefix), lease.name.encode())
     with suppress(LockBackendError):
         yield from attempt(lease.name, give_back(lease), monotonic())
-        yield from attempt(lease.name, Commands((waited_for,)), monotonic())
+        yield from attempt(lease.name, Commands((waited_for, (b"UNLINK", witness(lease)[0]))), monotonic())
 
 
 def digest(data: bytes) -> bytes:
@@ -227,6 +263,11 @@ def digest(data: bytes) -> bytes:
 def failures(lease: ValueLease) -> bytes:
     """Return the key that tells how often an old value could not be replaced."""
     return lease.keys.held[: -len(b"held")] + b"failed:" + lease.name.encode()
+
+
+def witness(lease: ValueLease) -> tuple[bytes, bytes]:
+    """Return the keys that tell whether the value was invalidated since the lease was taken."""
+    return witness_key(lease.keys, lease.name), era_key(lease.keys)
 
 
 def waits(prefix: str) -> bytes:

@@ -18,7 +18,7 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from ..exceptions import LockBackendError
 from .clock import monotonic
-from .compute import ABSENT, Ticket, compute, digest, failures, waits
+from .compute import ABSENT, Ticket, compute, digest, failures, waits, witness
 from .keys import milliseconds
 from .owner import record
 from .protocol import give_back, sleep
@@ -135,7 +135,7 @@ def _seek(
         asked = channel
         return Call(
             LEASE,
-            (*keys[:4], want.key.encode(), waits(want.prefix), failures(lease)),
+            (*keys[:4], want.key.encode(), waits(want.prefix), failures(lease), *witness(lease)),
             (
                 *(
                     id,
@@ -167,7 +167,7 @@ def _seek(
                 return b"wait", b""
             if reply[0] == b"compute":
                 lease.begin(int(reply[1]), sent)
-                return b"compute", b"%b %b" % (reply[1], reply[2])
+                return b"compute", b" ".join(reply[1:4])
             elif reply[0] == b"large":
                 return b"large", b""
             elif reply[0] == b"wait" and not last:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from .clock import monotonic
-from .keys import MAX_NAME, lock_keys
+from .keys import MAX_NAME, held_keys, lock_keys, witness_key
 from .protocol import names
 from .scripts import Script
-from .steps import Call, Steps, attempt
+from .steps import Call, Commands, Steps, attempt
 from .wanted import KIND, lease_name
 
 INVALIDATE = Script("invalidate", "handover")
@@ -28,7 +28,11 @@ def invalidate(prefix: str, keys: list[str], cut: bool = False) -> Steps[int]:
         locks = [lock_keys(prefix, name) for name in some]
         call = Call(
             INVALIDATE,
-            tuple(key for lock in locks for key in (lock.lock, lock.held, lock.queue)),
+            tuple(
+                key
+                for name, lock in zip(some, locks, strict=True)
+                for key in (lock.lock, lock.held, lock.queue, witness_key(lock, name))
+            ),
             tuple(name.encode() for name in some),
         )
         _, reply = yield from attempt(some[0], call, monotonic())
@@ -39,6 +43,10 @@ def invalidate(prefix: str, keys: list[str], cut: bool = False) -> Steps[int]:
 def leases_like(prefix: str, pattern: str) -> Steps[int]:
     """End the leases of the values whose keys match a pattern of Redis, and return how many there were."""
     matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
+    eras = tuple(held.removesuffix(b"held") + b"era" for held in held_keys(prefix))
+    yield from attempt(
+        prefix, Commands(((b"DEL", *eras),)), monotonic()
+    )  # of leases that have ended nobody knows the names
     held = yield from names(prefix, monotonic())
     keys = [name.removeprefix(KIND) for name in held if name.startswith(KIND)]
     # Of a key too long for a name not all is known.

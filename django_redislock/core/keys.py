@@ -60,6 +60,20 @@ def _buckets(prefix: str) -> list[LockKeys]:
     ]
 
 
+VALUE = "cache:"
+"""What the names of leases begin with: locks under which values are computed."""
+
+
+def witness_key(keys: LockKeys, name: str) -> bytes:
+    """Return the key that tells whether a value was invalidated since the lease of this name was taken."""
+    return keys.held[: -len(b"held")] + b"witness:" + name.encode()
+
+
+def era_key(keys: LockKeys) -> bytes:
+    """Return the key that is deleted when all witnesses of the bucket are to be void."""
+    return keys.held[: -len(b"held")] + b"era"
+
+
 def held_keys(prefix: str) -> list[bytes]:
     """Return the keys of all indexes of held locks."""
     return [bucket.held for bucket in _buckets(prefix)]

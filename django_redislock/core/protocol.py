@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from ..exceptions import LockBackendError
 from . import events, scripts
 from .clock import monotonic
-from .keys import LockKeys, held_keys, milliseconds
+from .keys import VALUE, LockKeys, held_keys, milliseconds, witness_key
 from .lease import Lease
 from .owner import Held, new_id, parse
 from .steps import Await, Call, Join, Leave, Steps, attempt
@@ -172,7 +172,8 @@ def renewal(leases: list[Lease], shorten: bool = False) -> Call:
 def reset(name: str, keys: LockKeys, fence: int | None, until: float = math.inf) -> Steps[int]:
     """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
     args = (name.encode(), b"" if fence is None else b"%d" % fence, new_id().encode())
-    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, keys.receipts), args)
+    witness = (witness_key(keys, name),) if name.startswith(VALUE) else ()
+    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, keys.receipts, *witness), args)
     _, reply = yield from attempt(name, call, until)
     return int(reply)
 

@@ -17,21 +17,20 @@ from redis.exceptions import NoPermissionError
 from ..exceptions import LockBackendError
 from . import events
 from .clock import monotonic
-from .keys import MAX_NAME, lock_keys
+from .keys import MAX_NAME, VALUE, lock_keys
 from .lease import Lease
 from .owner import new_id
 from .server import Server
 from .tally import Counters
 
 MISSING: Any = object()
-KIND = "cache:"
-"""What the names of the leases begin with."""
+KIND = VALUE
 
 Owner = threading.Thread | asyncio.Task[Any]
 
 
 class ValueLease(Lease):
-    """The right to compute a value for all. To lose it is no error: then the value is not stored."""
+    """The right to compute a value for all. To lose it is no error: then others may compute the value, too."""
 
     ended = False
     waited = False
@@ -40,7 +39,7 @@ class ValueLease(Lease):
     def report_loss(self) -> None:
         """Log it: nobody else needs to know."""
         if self._loss is not None:
-            events.log.info("What is being computed for %r will not be stored: %s.", self.name, self._loss.reason)
+            events.log.info("The right to compute %r for all has ended: %s.", self.name, self._loss.reason)
 
 
 computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=())

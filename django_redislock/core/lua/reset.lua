@@ -1,5 +1,5 @@
 -- Take the lock from whoever holds it and hand it to the first waiter.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 of a lease: the witness of its value
 -- ARGV  1 name, 2 fence of the acquisition to end ('': any), 3 id of this call
 -- Returns 1 when freed, 0 when nobody held it, -1 when another acquisition holds it.
 local receipt = 'reset ' .. ARGV[3]
@@ -19,6 +19,9 @@ if ARGV[2] ~= '' and ARGV[2] ~= fence then
   return -1
 end
 redis.pcall('ZREM', KEYS[2], ARGV[1])
+if KEYS[5] then
+  redis.call('DEL', KEYS[5])
+end
 keep_receipt(KEYS[4], receipt, fence)
 hand_over(KEYS[1], KEYS[3], '')
 return 1
