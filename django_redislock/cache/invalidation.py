@@ -152,14 +152,15 @@ class InvalidatingMixin(RedisBackend):
             if server is not None:
                 by_server.setdefault(server, []).append(key)
         for server, its_keys in by_server.items():
-            self._run(server, invalidate(settings.key_prefix, its_keys))
+            self._run(server, invalidate(server, settings.key_prefix, its_keys))
 
     def _invalidate_like(self, servers: list[Redis], pattern: str) -> None:
         """End the leases of all values whose keys match a pattern, as Redis's KEYS does."""
         settings = conf.get()
         if settings.enabled:
             for client in servers:
-                self._run(server_of(client), leases_like(settings.key_prefix, pattern))
+                server = server_of(client)
+                self._run(server, leases_like(server, settings.key_prefix, pattern))
 
     def _run(self, server: Server, steps: Any) -> None:
         if is_forbidden(server):

@@ -16,6 +16,7 @@ from .keys import era_key, witness_key
 from .lease import GONE
 from .protocol import give_back
 from .scripts import Script
+from .slots import is_clustered
 from .steps import Call, Commands, Compute, Steps, attempt, together
 from .wanted import MISSING, Landing, ValueLease, Wanted, computing, is_interruption
 from .watchdog import watchdog
@@ -222,7 +223,7 @@ def _settlement(ticket: Ticket, life: bytes, data: bytes, *ready: bytes) -> Call
         *lease.keys[:2],
         lease.keys.queue,
         want.key.encode(),
-        waits(want.prefix),
+        waits(want, lease),
         failures(lease),
         *witness(lease),
         *ready,
@@ -249,7 +250,7 @@ def _tell_failure(ticket: Ticket, error: BaseException) -> Steps[None]:
 def _abandon(ticket: Ticket) -> Steps[None]:
     """End the lease without a value: one of those who wait computes next."""
     want, lease = ticket.want, ticket.lease
-    waited_for = (b"HDEL", waits(want.prefix), lease.name.encode())
+    waited_for = (b"HDEL", waits(want, lease), lease.name.encode())
     with suppress(LockBackendError):
         yield from attempt(lease.name, give_back(lease), monotonic())
         yield from attempt(lease.name, Commands((waited_for, (b"UNLINK", witness(lease)[0]))), monotonic())
@@ -270,6 +271,8 @@ def witness(lease: ValueLease) -> tuple[bytes, bytes]:
     return witness_key(lease.keys, lease.name), era_key(lease.keys)
 
 
-def waits(prefix: str) -> bytes:
+def waits(want: Wanted, lease: ValueLease) -> bytes:
     """Return the key that tells which computation waits for which."""
-    return b"{%s}:waits" % prefix.encode()
+    if is_clustered(want.server):
+        return lease.keys.held[: -len(b"held")] + b"waits"
+    return b"{%s}:waits" % want.prefix.encode()

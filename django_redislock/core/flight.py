@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import ClusterCrossSlotError, NoPermissionError, RedisError
 
 from ..exceptions import LockBackendError
 from .clock import monotonic
@@ -24,6 +24,7 @@ from .owner import record
 from .protocol import give_back, sleep
 from .scripts import Script
 from .server import Server
+from .slots import is_clustered, is_crossing, lease_keys
 from .steps import Call, Commands, Join, Leave, Pause, Steps, attempt, together
 from .waiters import LOOK_EVERY
 from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, is_forbidden, is_refusal, lease_name, outer
@@ -88,6 +89,13 @@ def look(
                 return verdict, told, replaced, value
             replaced = digest(told)
     except LockBackendError as error:
+        keys = lease.keys
+        if is_crossing(error, want.server) or is_clustered(
+            want.server
+        ):  # or another thread has found that out meanwhile
+            lease.keys = lease_keys(want.server, want.prefix, lease.name, want.key)
+            if lease.keys != keys:
+                return (yield from look(want, lease, until, listening, old))
         want.tally.count("errors")
         if is_refusal(error, want.server):
             return b"forbidden", b"", replaced, MISSING
@@ -135,7 +143,7 @@ def _seek(
         asked = channel
         return Call(
             LEASE,
-            (*keys[:4], want.key.encode(), waits(want.prefix), failures(lease), *witness(lease)),
+            (*keys[:4], want.key.encode(), waits(want, lease), failures(lease), *witness(lease)),
             (
                 *(
                     id,
@@ -259,9 +267,15 @@ def fly_together(wants: list[Wanted], owner: Owner, default: Callable[[list[Any]
 
 def peek_many(keys: list[str]) -> Steps[list[bytes | None]]:
     """Read many values."""
-    command = (b"MGET", *[key.encode() for key in keys])
-    _, replies = yield from attempt(lease_name(keys[0]), Commands((command,)), monotonic())
-    return list(replies[0])
+    name, raw = lease_name(keys[0]), [key.encode() for key in keys]
+    try:
+        _, replies = yield from attempt(name, Commands(((b"MGET", *raw),)), monotonic())
+        return list(replies[0])
+    except LockBackendError as error:
+        if not isinstance(error.__cause__, ClusterCrossSlotError):
+            raise
+    _, replies = yield from attempt(name, Commands(tuple((b"GET", key) for key in raw)), monotonic())
+    return list(replies)
 
 
 def peek(key: str, with_life: bool) -> Steps[tuple[bytes | None, int]]:

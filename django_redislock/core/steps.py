@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
-from redis.exceptions import AuthenticationError, ConnectionError, RedisError
+from redis.exceptions import AuthenticationError, ClusterCrossSlotError, ConnectionError, RedisError
 
 from ..exceptions import LockBackendError
 from . import events, scripts
@@ -121,7 +121,7 @@ retry_for: float | None = None
 
 
 def attempt(
-    name: str, effect: Call | Commands | Join, until: float, patience: float | None = None
+    name: str, effect: Call | Calls | Commands | Join, until: float, patience: float | None = None
 ) -> Steps[tuple[float, Any]]:
     """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
 
@@ -193,10 +193,12 @@ def together(many: Sequence[Steps[T]], ended: dict[int, T]) -> Steps[None]:
         raise failure
 
 
-def _backend_error(name: str, error: RedisError, effect: Call | Commands | Join) -> LockBackendError:
+def _backend_error(name: str, error: RedisError, effect: Call | Calls | Commands | Join) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
     if isinstance(effect, Call) and "WRONGTYPE" in cause:  # something else wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
-    if not isinstance(effect, Commands):  # those are about values, not about locks
+    if not isinstance(effect, Commands) and not isinstance(
+        error, ClusterCrossSlotError
+    ):  # those are about values, not about locks
         events.emit("backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause)
     return LockBackendError(name, cause)

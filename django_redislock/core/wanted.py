@@ -17,10 +17,11 @@ from redis.exceptions import NoPermissionError
 from ..exceptions import LockBackendError
 from . import events
 from .clock import monotonic
-from .keys import MAX_NAME, VALUE, lock_keys
+from .keys import MAX_NAME, VALUE
 from .lease import Lease
 from .owner import new_id
 from .server import Server
+from .slots import is_clustered, lease_keys
 from .tally import Counters
 
 MISSING: Any = object()
@@ -83,7 +84,7 @@ class Wanted:
     def lease(self, owner: Owner) -> ValueLease:
         """Return a lease to be acquired."""
         name = self.name
-        keys = lock_keys(self.prefix, name)
+        keys = lease_keys(self.server, self.prefix, name, self.key)
         return ValueLease(self.server, name, keys, self.id or new_id(), self.expire, owner, self.max_hold, lambda: None)
 
 
@@ -119,13 +120,18 @@ def outer(server: Server) -> list[str]:
     return [lease.name for lease in computing.get() if lease.server is server and not lease.ended]
 
 
-def is_below(server: Server) -> bool:
+def is_below(server: Server, name: str = "") -> bool:
     """Whether the caller computes under a lease of a server with a higher place: then it must not wait.
 
-    No server sees a circle of computations over several servers. If each waits only for those of higher ones, there is none.
+    No server sees a circle of computations over several servers. If each waits only for those of higher ones, there is none. In cluster
+    mode no script sees more than one slot: there a lease of a higher name counts as well.
     """
-    leases = computing.get()
-    return bool(leases) and any(_place(lease.server) > _place(server) for lease in leases if not lease.ended)
+    leases = [lease for lease in computing.get() if not lease.ended]
+    if not leases:
+        return False
+    if any(_place(lease.server) > _place(server) for lease in leases):
+        return True
+    return is_clustered(server) and any(lease.server is server and lease.name >= name for lease in leases)
 
 
 def _place(server: Server) -> list[str]:
