@@ -18,7 +18,7 @@ from .protocol import give_back
 from .scripts import Script
 from .slots import is_clustered
 from .steps import Call, Commands, Compute, Steps, attempt, together
-from .wanted import MISSING, Landing, ValueLease, Wanted, computing, is_interruption
+from .wanted import MISSING, Landing, ValueLease, Wanted, computing, is_interruption, level_of, note_told
 from .watchdog import watchdog
 
 SETTLE = Script("settle", "counts")
@@ -151,6 +151,7 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
         tally.count("errors")
         if not want.forgiving:
             raise
+        note_told(want.server)
         stored = True
         if isinstance(failure.__cause__, ResponseError):  # it is there, but does not store: it is full, or a replica
             try:
@@ -175,7 +176,10 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
         data = b"%d %b" % (len(data), digest(data)) + (b" " + ready[0] if life == 0 else b"")
     call = _settlement(ticket, b"" if life is None else b"%d" % life, data, *ready)
     now = monotonic()
-    _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)
+    level = level_of(want.server, want.forgiving)
+    _, reply = yield from attempt(
+        lease.name, call, now if want.forgiving else now + lease.retry_for, lease.retry_for, level
+    )
     if reply != 1:
         _tell(ticket, reply)
     return bool(reply > 0)

@@ -24,10 +24,22 @@ from .owner import record
 from .protocol import give_back, sleep
 from .scripts import Script
 from .server import Server
-from .slots import is_clustered, is_crossing, lease_keys
+from .slots import is_crossing, lease_keys
 from .steps import Call, Commands, Join, Leave, Pause, Steps, attempt, together
 from .waiters import LOOK_EVERY
-from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, is_forbidden, is_refusal, lease_name, outer
+from .wanted import (
+    MISSING,
+    Landing,
+    Owner,
+    ValueLease,
+    Wanted,
+    is_forbidden,
+    is_refusal,
+    lease_name,
+    level_of,
+    note_told,
+    outer,
+)
 
 LEASE = Script("lease", "index", "take", "handover")
 
@@ -90,9 +102,7 @@ def look(
             replaced = digest(told)
     except LockBackendError as error:
         keys = lease.keys
-        if is_crossing(error, want.server) or is_clustered(
-            want.server
-        ):  # or another thread has found that out meanwhile
+        if is_crossing(error, want.server):
             lease.keys = lease_keys(want.server, want.prefix, lease.name, want.key)
             if lease.keys != keys:
                 return (yield from look(want, lease, until, listening, old))
@@ -101,6 +111,7 @@ def look(
             return b"forbidden", b"", replaced, MISSING
         if not want.forgiving:
             raise
+        note_told(want.server)
         return b"unreachable", b"", replaced, MISSING
 
 
@@ -166,9 +177,10 @@ def _seek(
         while True:
             last = monotonic() >= until
             patience = monotonic() if want.forgiving else until
+            level = level_of(want.server, want.forgiving)
             if reply is None or last:
                 call = ask(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
-                sent, reply = yield from attempt(name, call, patience, want.server.retry_for)
+                sent, reply = yield from attempt(name, call, patience, want.server.retry_for, level)
             if reply[0] == b"cycle":
                 return b"cycle", b""
             if reply[0] == b"paused":
@@ -182,7 +194,7 @@ def _seek(
                 if waiter is None and want.server not in _without_channels:
                     try:
                         sent, waiter = yield from attempt(
-                            name, Join(keys.lock, id, ask), patience, want.server.retry_for
+                            name, Join(keys.lock, id, ask), patience, want.server.retry_for, level
                         )
                         reply = waiter.said
                         continue

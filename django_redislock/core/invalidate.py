@@ -24,30 +24,33 @@ BATCH = 250
 NamedLease = tuple[str, LockKeys]
 
 
-def invalidate(server: Server, prefix: str, keys: list[str]) -> Steps[int]:
-    """End the leases of the values, so that what is being computed is not stored, and return how many there were."""
+def invalidate(server: Server, prefix: str, keys: list[str], level: int | None = None) -> Steps[int]:
+    """End the leases of the values, so that what is being computed is not stored, and return how many there were.
+
+    That the server does not answer is logged at the `level`.
+    """
     known = is_clustered(server)
     leases = [(name, lease_keys(server, prefix, name, key)) for key in keys for name in [lease_name(key)]]
     try:
         # The first value itself goes along, so that a server in cluster mode is known by its refusal.
-        return (yield from _end(server, leases, *(key.encode() for key in keys[:1])))
+        return (yield from _end(server, leases, level, *(key.encode() for key in keys[:1])))
     except LockBackendError as error:
         if known or not is_crossing(error, server):
             raise
-    return (yield from invalidate(server, prefix, keys))
+    return (yield from invalidate(server, prefix, keys, level))
 
 
-def _end(server: Server, leases: list[NamedLease], *more: bytes) -> Steps[int]:
+def _end(server: Server, leases: list[NamedLease], level: int | None = None, *more: bytes) -> Steps[int]:
     ended = 0
     if not is_clustered(server):
         for start in range(0, len(leases), BATCH):
             call = _call(leases[start : start + BATCH], *more)
-            _, reply = yield from attempt(leases[start][0], call, monotonic())
+            _, reply = yield from attempt(leases[start][0], call, monotonic(), level=level)
             ended += reply
         return ended
     for start in range(0, len(leases), BATCH):
         calls = tuple(_call([lease]) for lease in leases[start : start + BATCH])
-        _, replies = yield from attempt(leases[start][0], Calls(calls), monotonic())
+        _, replies = yield from attempt(leases[start][0], Calls(calls), monotonic(), level=level)
         for reply in replies:
             if isinstance(reply, RedisError):
                 raise LockBackendError(leases[start][0], str(reply)) from reply

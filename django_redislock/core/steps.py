@@ -121,13 +121,18 @@ retry_for: float | None = None
 
 
 def attempt(
-    name: str, effect: Call | Calls | Commands | Join, until: float, patience: float | None = None
+    name: str,
+    effect: Call | Calls | Commands | Join,
+    until: float,
+    patience: float | None = None,
+    level: int | None = None,
 ) -> Steps[tuple[float, Any]]:
     """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
 
     Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that
     stays away for longer than `patience`, or past `until`, raises LockBackendError. So does, without another try, one that
-    stays silent for as long as the client's own socket timeout, and any other error.
+    stays silent for as long as the client's own socket timeout, and any other error. That is logged at the `level` (None: as a
+    warning).
     """
     if patience is None:
         patience = RETRY_FOR if retry_for is None else retry_for
@@ -141,7 +146,7 @@ def attempt(
             pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0  # noqa: S311
             broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
             if not broken or (tries and monotonic() + pause >= give_up):
-                raise _backend_error(name, error, effect) from error
+                raise _backend_error(name, error, effect, level) from error
         tries += 1
         yield Pause(pause)
 
@@ -193,12 +198,16 @@ def together(many: Sequence[Steps[T]], ended: dict[int, T]) -> Steps[None]:
         raise failure
 
 
-def _backend_error(name: str, error: RedisError, effect: Call | Calls | Commands | Join) -> LockBackendError:
+def _backend_error(
+    name: str, error: RedisError, effect: Call | Calls | Commands | Join, level: int | None
+) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
     if isinstance(effect, Call) and "WRONGTYPE" in cause:  # something else wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
     if not isinstance(effect, Commands) and not isinstance(
         error, ClusterCrossSlotError
     ):  # those are about values, not about locks
-        events.emit("backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause)
+        events.emit(
+            "backend_error", "Redis could not answer for lock %r: %s", name, cause, name=name, cause=cause, level=level
+        )
     return LockBackendError(name, cause)

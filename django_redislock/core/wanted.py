@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from logging import DEBUG
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -141,6 +142,22 @@ def _place(server: Server) -> list[str]:
 _forbidden: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
 ASKED_AGAIN_AFTER = 60.0
 """Seconds after which a server that refused a lease for want of permissions is asked for one again."""
+
+
+_told: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
+TOLD_AGAIN_AFTER = 60.0
+"""Seconds for which an error of Redis that the cache ignores is not told as a warning again."""
+
+
+def level_of(server: Server, forgiving: bool) -> int | None:
+    """Return at which level to log that the server does not answer; None: as ever."""
+    return DEBUG if forgiving and monotonic() < _told.get(server, 0.0) else None
+
+
+def note_told(server: Server) -> None:
+    """Note that the log says so now."""
+    if level_of(server, True) is None:
+        _told[server] = monotonic() + TOLD_AGAIN_AFTER
 
 
 def is_forbidden(server: Server) -> bool:
