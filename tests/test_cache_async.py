@@ -7,10 +7,11 @@ import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import redis
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.test import override_settings
 
 from django_redislock.cache import cached, flights
@@ -349,6 +350,19 @@ def test_a_value_of_several_megabytes_arrives(cache):
         assert await cache.aget_or_set("k", lambda: 1 / 0) == value
 
     asyncio.run(main())
+
+
+def test_hits_of_async_views_under_wsgi_open_no_connection_each(redis_url, backend, client):
+    """There each request has a loop of its own, which ends with it."""
+    cache = cache_at(redis_url, backend)
+    view = async_to_sync(partial(cache.aget_or_set, "k", lambda: "v", 60))
+    many = async_to_sync(partial(cache.aget_or_set_many, ["k"], lambda missing: {}))
+    stale = async_to_sync(partial(cache.aget_or_set, "k", lambda: "v", 60, stale=5))
+    assert (view(), view(), many(), stale()) == ("v", "v", {"k": "v"}, "v")
+    before = client.info("stats")["total_connections_received"]
+    for _ in range(10):
+        assert (view(), many(), stale()) == ("v", {"k": "v"}, "v")
+    assert client.info("stats")["total_connections_received"] == before
 
 
 @pytest.mark.parametrize("many", [False, True])
