@@ -136,7 +136,10 @@ class LocksMixin(RedisBackend):
             if of is not settings:
                 plain = self._plain_lock(settings)
             if plain is not None:
-                return plain._like(name, wait_as_redis(blocking, blocking_timeout))
+                made = (
+                    None if blocking is True and blocking_timeout is None else wait_as_redis(blocking, blocking_timeout)
+                )
+                return plain._like(name, made)
         server = client or self._redis(name) if settings.enabled else UNLOCKED
         lock = (CacheLock if settings.enabled else GrantedCacheLock)(
             server,

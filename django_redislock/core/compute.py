@@ -177,9 +177,7 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     call = _settlement(ticket, b"" if life is None else b"%d" % life, data, *ready)
     now = monotonic()
     level = level_of(want.server, want.forgiving)
-    _, reply = yield from attempt(
-        lease.name, call, now if want.forgiving else now + lease.retry_for, lease.retry_for, level
-    )
+    _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for, lease, level)
     if reply != 1:
         _tell(ticket, reply)
     return bool(reply > 0)

@@ -6,6 +6,7 @@ import threading
 from types import TracebackType
 from typing import Literal, Self
 
+from ..exceptions import AcquireTimeout
 from . import token as tokens
 from .base import BaseLock
 from .keys import AS_MADE, AsMade, Seconds
@@ -16,8 +17,7 @@ from .reentrant import Reentrant
 class Lock(BaseLock):
     __doc__ = BaseLock.__doc__
 
-    def _me(self) -> threading.Thread:
-        return threading.current_thread()
+    _me = staticmethod(threading.current_thread)
 
     def acquire(
         self,
@@ -51,7 +51,8 @@ class Lock(BaseLock):
         self._server.run(self._release())
 
     def __enter__(self) -> Self:
-        self._server.run(self._enter(self._server.room.open))
+        if not self._server.run(self._acquire(self._wait.timeout, self._server.room.open)):
+            raise AcquireTimeout(self.name, self._wait.timeout)
         return self
 
     def __exit__(
