@@ -102,6 +102,11 @@ def _eviction(info: dict[str, str]) -> Finding:
     advice = (
         "Set maxmemory-policy to noeviction, or give the locks a server of their own: an evicted lock is held twice."
     )
+    if policy.startswith("volatile-"):  # values without an end stay, and what is evicted has one: leases, too
+        advice += (
+            f" A server that only caches needs no lock to last, but {policy} evicts first what lives shortest, which is the right to "
+            "compute a value: several processes compute it then (lease_evicted in cache.stats()). Use allkeys-lru there."
+        )
     return Finding("eviction", "problem", message, advice)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from redis.exceptions import LockError as RedisLockError, LockNotOwnedError, RedisError
+
 LossCode = Literal[
     "expired", "no_answer", "force_released", "released", "server_lost_data", "too_few_servers", "unknown"
 ]
@@ -30,18 +32,28 @@ class LossRecord(NamedTuple):
     """The cause for programs."""
 
 
-class LockError(Exception):
-    """Base of every error of django-redislock; `name` is the lock's name."""
+class LockError(RedisLockError):
+    """Base of every error of django-redislock; `name` is the lock's name.
+
+    It is a ``redis.exceptions.LockError``, so that code written for redis-py's locks handles it.
+    """
 
     def __init__(self, name: str, *data: object) -> None:
-        super().__init__(name, *data)
-        self.name = name
+        RedisError.__init__(self, name, *data)
+        self.name = self.lock_name = name
+
+    __repr__ = Exception.__repr__
+
+    @property
+    def message(self) -> str:  # type: ignore[override]
+        """The error in words, as redis-py calls it."""
+        return str(self)
 
     def __str__(self) -> str:
         return f"Lock {self.name!r} failed."
 
 
-class NotAcquired(LockError):
+class NotAcquired(LockError, LockNotOwnedError):
     """The lock is not held by this caller, so there is nothing to release or extend."""
 
     def __str__(self) -> str:
@@ -75,7 +87,7 @@ class AcquireTimeout(LockError, TimeoutError):
         return f"Lock {self.name!r} was not free within {self.timeout:g} s."
 
 
-class LockLost(LockError):
+class LockLost(LockError, LockNotOwnedError):
     """The lock ended while its holder still believed to hold it; `record` tells when and why."""
 
     def __init__(self, name: str, record: LossRecord) -> None:

@@ -7,9 +7,11 @@ import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
-from asgiref.sync import sync_to_async
+import redis
+from asgiref.sync import async_to_sync, sync_to_async
 from django.test import override_settings
 
 from django_redislock.cache import cached, flights
@@ -17,7 +19,7 @@ from django_redislock.core import Lock, held_locks
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout
 from tests.cache_programs import cache_at, commands, followers
-from tests.support import monitoring, queued, wait_until
+from tests.support import Proxy, monitoring, queued, wait_until
 
 
 @pytest.fixture
@@ -348,6 +350,58 @@ def test_a_value_of_several_megabytes_arrives(cache):
         assert await cache.aget_or_set("k", lambda: 1 / 0) == value
 
     asyncio.run(main())
+
+
+def test_hits_of_async_views_under_wsgi_open_no_connection_each(redis_url, backend, client):
+    """There each request has a loop of its own, which ends with it."""
+    cache = cache_at(redis_url, backend)
+    view = async_to_sync(partial(cache.aget_or_set, "k", lambda: "v", 60))
+    many = async_to_sync(partial(cache.aget_or_set_many, ["k"], lambda missing: {}))
+    stale = async_to_sync(partial(cache.aget_or_set, "k", lambda: "v", 60, stale=5))
+    assert (view(), view(), many(), stale()) == ("v", "v", {"k": "v"}, "v")
+    before = client.info("stats")["total_connections_received"]
+    for _ in range(10):
+        assert (view(), many(), stale()) == ("v", {"k": "v"}, "v")
+    assert client.info("stats")["total_connections_received"] == before
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_an_answer_that_takes_longer_than_the_socket_timeout_but_keeps_coming_arrives(redis_url, backend, many):
+    cache_at(redis_url, backend).set("k", "x" * 1_000_000)
+    with Proxy(redis_url) as proxy:
+        slow = cache_at(f"{proxy.url}?socket_timeout=0.6", backend)
+
+        async def main():
+            await slow.aget_or_set("warm", lambda: 1)
+            began = time.monotonic()
+            proxy.delay_replies(0.1)  # each piece of 64 KB
+            if many:
+                value = (await slow.aget_or_set_many(["k"], lambda missing: {}))["k"]
+            else:
+                value = await slow.aget_or_set("k", lambda: "computed")
+            return value, time.monotonic() - began
+
+        value, seconds = asyncio.run(main())
+    assert len(value) == 1_000_000
+    assert seconds > 0.9, "it took longer than the socket timeout"
+
+
+def test_an_answer_that_stops_coming_is_not_waited_for_for_ever(redis_url):
+    cache_at(redis_url).set("k", "x" * 1_000_000)
+    with Proxy(redis_url) as proxy:
+        slow = cache_at(f"{proxy.url}?socket_timeout=0.6")
+
+        async def main():
+            await slow.aget_or_set("warm", lambda: 1)
+            proxy.delay_replies(0.1)
+            asking = asyncio.create_task(slow.aget_or_set("k", lambda: "computed"))
+            await asyncio.sleep(0.25)  # the time in which some of it comes
+            proxy.stall()
+            with pytest.raises(redis.TimeoutError, match="no answer within"):
+                await asyncio.wait_for(asking, 20)
+            proxy.heal()
+
+        asyncio.run(main())
 
 
 def test_nested_keys_in_opposite_orders_in_two_tasks(cache, client):

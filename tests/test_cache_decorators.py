@@ -550,8 +550,8 @@ def test_a_page_has_the_prefix_and_the_cache_it_was_given(client):
 
 
 def test_bad_arguments_of_cache_page():
-    with pytest.raises(TypeError, match="stale"):
-        cache_page(60, stale=5)
+    with pytest.raises(TypeError, match="jitter"):
+        cache_page(60, jitter=0.5)
     with pytest.raises(ValueError, match="wait"):
         cache_page(60, wait=-1)
     with pytest.raises(TypeError, match="HttpRequest"):

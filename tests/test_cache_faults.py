@@ -16,8 +16,8 @@ from django_redislock.core.clock import monotonic
 from django_redislock.core.wanted import Wanted
 from django_redislock.signals import lock_backend_error
 from tests import cache_programs
-from tests.cache_programs import Work, cache_at, followers
-from tests.support import RedisServer, lived, queued, wait_until
+from tests.cache_programs import Work, base_at, cache_at, followers
+from tests.support import Proxy, RedisServer, lived, queued, wait_until
 
 FORGIVING = {"IGNORE_EXCEPTIONS": True}
 
@@ -246,6 +246,47 @@ def test_a_pattern_is_deleted_without_redis_as_fast_as_by_the_base_class(own_ser
 
 
 # Users with fewer rights
+
+
+WITHOUT_REDIS = {
+    "delete": lambda cache: cache.delete("k"),
+    "delete_many": lambda cache: cache.delete_many(["k", "l"]),
+    "set that deletes": lambda cache: cache.set("k", 1, 0),
+    "short set": lambda cache: cache.set("k", 1, 5),
+    "clear": lambda cache: cache.clear(),
+    "delete_pattern": lambda cache: cache.delete_pattern("k*"),
+    "get_or_set": lambda cache: cache.get_or_set("k", lambda: None),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_REDIS)
+def test_where_errors_are_ignored_a_silent_redis_is_asked_no_more_often_than_by_the_base_class(redis_url, what):
+    asked, answers = [], []
+    for make in (base_at, cache_at):
+        with Proxy(redis_url) as proxy:
+            cache = make(f"{proxy.url}?socket_timeout=0.2&socket_connect_timeout=0.2", OPTIONS=FORGIVING)
+            cache.get_or_set("warm", lambda: 1)
+            proxy.deafen()
+            proxy.cut()
+            answers.append(WITHOUT_REDIS[what](cache))
+            asked.append(proxy.unheard)
+    assert 0 < asked[1] <= asked[0]
+    assert answers[0] is answers[1]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_where_errors_are_ignored_the_log_tells_of_them_once(own_server, caplog, asynchronous):
+    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
+    own_server.kill()
+    for number in range(5):
+        if asynchronous:
+            assert asyncio.run(cache.aget_or_set(f"k{number}", lambda: 1)) == 1
+        else:
+            assert cache.get_or_set(f"k{number}", lambda: 1) == 1
+        cache.delete("k")
+    told = [record for record in caplog.records if record.name == "django_redislock" and record.levelname != "DEBUG"]
+    assert len(told) == 1
+    assert "could not answer" in told[0].message
 
 
 @pytest.fixture

@@ -64,7 +64,6 @@ def test_both_names_of_its_life_are_one_too_many(cache):
         ({"timeout": -1}, ValueError),
         ({"timeout": "5"}, TypeError),
         ({"blocking_timeout": -1}, ValueError),
-        ({"blocking": False, "blocking_timeout": 1}, ValueError),
         ({"id": ""}, ValueError),
         ({"id": 5}, TypeError),
         ({"auto_renewal": "yes"}, TypeError),

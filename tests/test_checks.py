@@ -240,7 +240,9 @@ def test_server_that_evicts(deployed, redis_url, client):
     client.config_set("maxmemory", "500mb")
     client.config_set("maxmemory-policy", "volatile-lru")
     try:
-        assert "noeviction" in deployed(redis_url)["redislock.W004"]
+        told = deployed(redis_url)["redislock.W004"]
+        assert "noeviction" in told
+        assert "volatile-lru evicts first what lives shortest, which is the right to compute a value" in told
     finally:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", "0")

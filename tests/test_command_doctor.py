@@ -91,6 +91,7 @@ def test_whatever_is_not_ok_comes_with_advice(client: redis.Redis) -> None:
     assert status == 1
     assert found["eviction"]["status"] == "problem"
     assert "noeviction" in found["eviction"]["advice"]
+    assert "right to compute" not in found["eviction"]["advice"]
     assert all(bool(finding["advice"]) == (finding["status"] != "ok") for finding in found.values())
 
 

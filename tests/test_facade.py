@@ -204,7 +204,7 @@ def test_disabled_a_lock_tells_of_the_callers_acquisition_what_was_asked_for(cli
             assert abs(holder.age) < 60
             with make("a", expire=8) as other:  # everybody gets it
                 assert (other.ttl(), held.ttl()) == (8, 7) or make is rlock
-            held.extend(9)
+            held.extend(expire=9)
             assert (held.ttl(), held.owned()) == (9, True)
         assert (held.owned(), held.locked(), held.ttl(), held.owner()) == (False, False, None, None)
         with pytest.raises(NotAcquired):
@@ -233,7 +233,7 @@ def test_disabled_nothing_is_lost_when_its_life_is_over(client, make):
         assert held.lost is None
         threading.Event().wait(0.01)
         held.raise_if_lost()
-        held.extend(0.001)
+        held.extend(expire=0.001)
         threading.Event().wait(0.01)
         assert (held.lost, held.owned(), held.ttl()) == (None, True, 0.001)
 

@@ -8,12 +8,27 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from asgiref.sync import AsyncToSync, _restore_context, iscoroutinefunction, sync_to_async
 from django.core.cache import caches
 
+from ..core.aioserver import async_server_of
+from ..core.server import Server
+from ..core.steps import Steps
 from ..core.wanted import computing
+
+T = TypeVar("T")
+
+
+async def read(server: Server, steps: Steps[T]) -> T:
+    """Do steps that only read, for a task.
+
+    The loop of an asynchronous view under WSGI lives for one request: then the thread behind it does them, whose connections stay.
+    """
+    if asyncio.get_running_loop() in AsyncToSync.loop_thread_executors:
+        return await sync_to_async(server.run)(steps)
+    return await async_server_of(server).run(steps)
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -228,7 +228,7 @@ def _share(
     place: Hashable, until: float, want: Wanted, caller: Caller, last: bool = False, old: bytes | None = None
 ) -> Steps[Landing]:
     """Lead the flight to this place or wait for who does; an empty landing when the time is over."""
-    if is_below(want.server):
+    if is_below(want.server, want.name):
         return (yield from _lead(want, caller, until, last=True, old=old))
     if outer(want.server):
         # Who computes another value meanwhile goes by itself, so that Redis sees who waits for whom, and no circle of them.

@@ -14,15 +14,17 @@ from typing import Any
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from redis import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from .. import conf
 from ..core.invalidate import invalidate, leases_like
 from ..core.server import Server, server_of
-from ..core.wanted import is_forbidden, is_refusal
+from ..core.wanted import is_forbidden, is_refusal, level_of, note_told
 from ..exceptions import LockBackendError
 from .base import RedisBackend
 
+IGNORED: Any = None
+"""What the base class returns when Redis cannot be reached and IGNORE_EXCEPTIONS is set."""
 BATCH = 1000
 """Keys looked at, and deleted, in one go."""
 
@@ -32,13 +34,15 @@ class InvalidatingMixin(RedisBackend):
 
     def delete(self, key: Any, version: int | None = None, *args: Any, **kwargs: Any) -> bool:
         """Delete the value; one that is being computed now will not be stored."""
-        self._invalidate([self._made(key, version, *args, **kwargs)])
+        if not self._invalidate([self._made(key, version, *args, **kwargs)]):
+            return IGNORED  # type: ignore[no-any-return]
         return super().delete(key, version, *args, **kwargs)
 
     def delete_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Delete the values; those that are being computed now will not be stored."""
         keys = list(keys)
-        self._invalidate([self._made(key, version) for key in keys])
+        if not self._invalidate([self._made(key, version) for key in keys]):
+            return IGNORED
         return super().delete_many(keys, version, *args, **kwargs)
 
     def set(
@@ -51,10 +55,10 @@ class InvalidatingMixin(RedisBackend):
         **kwargs: Any,
     ) -> Any:
         """Store the value."""
-        if not self._is_kept(timeout):  # it deletes
-            self._invalidate([self._made(key, version)])
+        if not self._is_kept(timeout) and not self._invalidate([self._made(key, version)]):  # it deletes
+            return IGNORED
         answer = super().set(key, value, timeout, version, *args, **kwargs)
-        if self._is_short(timeout):
+        if self._is_short(timeout) and not (answer is IGNORED and self._is_forgiving()):
             self._invalidate([self._made(key, version)])
         return answer
 
@@ -82,8 +86,8 @@ class InvalidatingMixin(RedisBackend):
         **kwargs: Any,
     ) -> Any:
         """Store the values."""
-        if not self._is_kept(timeout):
-            self._invalidate([self._made(key, version) for key in data])
+        if not self._is_kept(timeout) and not self._invalidate([self._made(key, version) for key in data]):
+            return IGNORED
         answer = super().set_many(data, timeout, version, *args, **kwargs)
         if self._is_short(timeout):
             self._invalidate([self._made(key, version) for key in data])
@@ -93,20 +97,22 @@ class InvalidatingMixin(RedisBackend):
         self, key: Any, timeout: float | None = DEFAULT_TIMEOUT, version: int | None = None, *args: Any, **kwargs: Any
     ) -> bool:
         """Give the value a new life; a timeout of 0 deletes it, and one that is being computed now will not be stored."""
-        if not self._is_kept(timeout):
-            self._invalidate([self._made(key, version)])
+        if not self._is_kept(timeout) and not self._invalidate([self._made(key, version)]):
+            return IGNORED  # type: ignore[no-any-return]
         return super().touch(key, timeout, version, *args, **kwargs)
 
     def incr_version(self, key: Any, delta: int = 1, version: int | None = None, *args: Any, **kwargs: Any) -> int:
         """Move the value to another version; one that is being computed now for this version will not be stored."""
-        self._invalidate([self._made(key, version)])
+        if not self._invalidate([self._made(key, version)]):
+            return IGNORED  # type: ignore[no-any-return]
         return super().incr_version(key, delta, version, *args, **kwargs)
 
     def clear(self) -> Any:
         """Delete everything in the database but the locks; what is being computed now will not be stored."""
         if not conf.get().enabled:
             return super().clear()
-        self._invalidate_like(self._every_redis(), "*")
+        if not self._invalidate_like(self._every_redis(), "*"):
+            return IGNORED
         self._delete_like("*")
         return True
 
@@ -142,33 +148,47 @@ class InvalidatingMixin(RedisBackend):
     def _settings(self) -> conf.CacheSettings:
         raise NotImplementedError
 
-    def _invalidate(self, keys: list[str]) -> None:
+    def _invalidate(self, keys: list[str]) -> bool:
+        """End the leases of these values; False where no server can be reached, and the base class ignores that."""
         settings = conf.get()
         if not settings.enabled:
-            return
+            return True
         by_server: dict[Server, list[str]] = {}
         for key in keys:
             server = self._server_of(key)
             if server is not None:
                 by_server.setdefault(server, []).append(key)
-        for server, its_keys in by_server.items():
-            self._run(server, invalidate(settings.key_prefix, its_keys))
+        level = {server: level_of(server, self._is_forgiving()) for server in by_server}
+        reached = [
+            self._run(server, invalidate(server, settings.key_prefix, its_keys, level[server]))
+            for server, its_keys in by_server.items()
+        ]
+        return not reached or any(reached)
 
-    def _invalidate_like(self, servers: list[Redis], pattern: str) -> None:
-        """End the leases of all values whose keys match a pattern, as Redis's KEYS does."""
+    def _invalidate_like(self, servers: list[Redis], pattern: str) -> bool:
+        """End the leases of all values whose keys match a pattern, as Redis's KEYS does; False as of `_invalidate`."""
         settings = conf.get()
-        if settings.enabled:
-            for client in servers:
-                self._run(server_of(client), leases_like(settings.key_prefix, pattern))
+        if not settings.enabled:
+            return True
+        reached = []
+        for client in servers:
+            server = server_of(client)
+            reached.append(self._run(server, leases_like(server, settings.key_prefix, pattern)))
+        return any(reached)
 
-    def _run(self, server: Server, steps: Any) -> None:
+    def _run(self, server: Server, steps: Any) -> bool:
         if is_forbidden(server):
-            return
+            return True
         try:
             server.run(steps)
         except LockBackendError as error:
-            if not is_refusal(error, server) and not self._is_forgiving():
+            if is_refusal(error, server):
+                return True
+            if not self._is_forgiving():
                 raise (error.__cause__ or error) from None
+            note_told(server)
+            return not isinstance(error.__cause__, (ConnectionError, TimeoutError))
+        return True
 
 
 class ExpiringMixin(InvalidatingMixin):
@@ -184,7 +204,8 @@ class ExpiringMixin(InvalidatingMixin):
     ) -> int | None:
         """Delete all values whose keys match; those that are being computed now will not be stored."""
         made = self.client.make_pattern(pattern, version=version, prefix=prefix)  # type: ignore[attr-defined]
-        self._invalidate_like(self._every_redis(), made)
+        if not self._invalidate_like(self._every_redis(), made):
+            return None
         if conf.get().enabled and made[:1] in ("*", "?", "[", "{", "\\"):  # it may match the keys of locks
             return self._delete_like(made, kwargs.get("itersize"))
         return super().delete_pattern(pattern, version, prefix, *args, **kwargs)  # type: ignore[misc, no-any-return]

@@ -4,17 +4,96 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any, Literal
 
 from django.core.exceptions import ImproperlyConfigured
 from redis import Redis
 
 from .. import conf
 from ..core import Lock, held_locks
-from ..core.granted import GrantedLock
-from ..core.keys import Seconds, wait_of
-from ..core.owner import new_id
+from ..core.granted import Granted
+from ..core.keys import AS_MADE, AsMade, Seconds, check_expire, wait_as_redis
+from ..core.lease import Lease
 from ..core.server import UNLOCKED
+from ..core.steps import Steps
+from ..exceptions import AlreadyAcquired
 from .base import RedisBackend
+
+
+class CacheLock(Lock):
+    """A lock of a cache: redis-py's words for what `Lock` does, in redis-py's order.
+
+    As redis-py's, it is an error derived from ``redis.exceptions.LockError`` when it cannot be had or was lost.
+    """
+
+    _any_thread = False
+    """Whether any thread may release what one of them acquired."""
+
+    def acquire(  # type: ignore[override]
+        self,
+        sleep: float | bool | None = None,
+        blocking: bool | AsMade | None = None,
+        blocking_timeout: Seconds | None = None,
+        token: str | bytes | None = None,
+        *,
+        timeout: Seconds | AsMade | None = AS_MADE,
+    ) -> bool:
+        """Acquire the lock, and tell whether it was acquired.
+
+        Waits up to `blocking_timeout` seconds (or `timeout`, where None is for ever); without `blocking` it tries once. What is
+        not given is as the lock was made. `token` is the id of this acquisition; two by one token keep each other out. `sleep` means
+        nothing, but True or False in its place are python-redis-lock's: ``acquire(blocking, timeout)``.
+
+        Raises what `Lock.acquire` does.
+        """
+        if isinstance(sleep, bool):
+            if blocking is not None:
+                timeout, blocking = blocking, None
+            blocking = sleep if blocking is None else blocking
+        try:
+            return super().acquire(blocking, timeout, blocking_timeout=blocking_timeout, token=token)
+        except AlreadyAcquired:
+            if self._wait.seconds(blocking, timeout, blocking_timeout) != 0:
+                raise
+            return False
+
+    def extend(  # type: ignore[override]
+        self, additional_time: Seconds | None = None, replace_ttl: bool = False, *, expire: Seconds | None = None
+    ) -> Literal[True]:
+        """Add so many seconds to what is left of the held lock's life, and return True.
+
+        With `replace_ttl`, or given as `expire`, they are all that it has from now on; without any, its own life begins anew. Only
+        the object that acquired the lock makes its life shorter.
+
+        Raises NotAcquired, LockLost and LockBackendError as `release` does.
+        """
+        if additional_time is None or replace_ttl:
+            return super().extend(expire if additional_time is None else additional_time)
+        if expire is not None:
+            raise TypeError("extend() takes additional_time or expire, and not both")
+        return self._server.run(self._extend_by(check_expire(additional_time, "additional_time")))
+
+    def _extend_by(self, seconds: float) -> Steps[Literal[True]]:
+        holder = yield from self._owner()
+        mine = holder is not None and holder.id == self._own().id
+        return (yield from self._extend(holder.ttl + seconds if mine and holder is not None else None))
+
+    def _own(self) -> Lease:
+        return self._of_any_thread() or super()._own()
+
+    def _token(self) -> str | None:
+        if not self._any_thread:
+            return super()._token()
+        lease = self._of_any_thread()
+        return self._given_id if lease is None else lease.id
+
+    def _of_any_thread(self) -> Lease | None:
+        leases: list[Lease] = list(self._leases.values()) if self._any_thread else []
+        return next((lease for lease in leases if not lease.foreign), None)
+
+
+class GrantedCacheLock(Granted, CacheLock):
+    """One that is granted to everybody."""
 
 
 class LocksMixin(RedisBackend):
@@ -23,27 +102,27 @@ class LocksMixin(RedisBackend):
     def lock(
         self,
         key: str,
-        *,
         version: int | None = None,
-        expire: Seconds | None = None,
         timeout: Seconds | None = None,
+        sleep: float | None = None,
+        blocking: bool = True,
+        blocking_timeout: Seconds | None = None,
+        client: Redis | None = None,
+        thread_local: bool = True,
+        *,
+        expire: Seconds | None = None,
         auto_renewal: bool | None = None,
         max_hold: Seconds | None = None,
         id: str | None = None,
-        blocking: bool = True,
-        blocking_timeout: Seconds | None = None,
-        thread_local: bool = True,
-        sleep: float | None = None,
-        client: Redis | None = None,
         label: str | None = None,
-        on_lost: Callable[[Lock], object] | None = None,
-    ) -> Lock:
+        on_lost: Callable[[Any], object] | None = None,
+    ) -> CacheLock:
         """Return a lock on this cache's server, named with its prefix and version.
 
-        It takes the words of django-redis and those of python-redis-lock: `expire`, or `timeout`, is its life in seconds.
-        With a life given it ends then, unless `auto_renewal` is true; without one it is renewed while its holder lives.
-        `blocking_timeout` is how long ``with`` waits. With ``thread_local=False`` any thread may release it. `sleep` means
-        nothing here, since nobody polls.
+        It takes the words of django-redis, in its order, and those of python-redis-lock: `expire`, or `timeout`, is its life in
+        seconds. With a life given it ends then, unless `auto_renewal` is true; without one it is renewed while its holder lives.
+        `blocking` and `blocking_timeout` are how ``with`` and ``acquire()`` wait. With ``thread_local=False`` any thread may
+        release it. `sleep` means nothing here, since nobody polls.
 
         Raises TypeError and ValueError for bad arguments, and when both `expire` and `timeout` are given.
         """
@@ -51,40 +130,40 @@ class LocksMixin(RedisBackend):
             raise TypeError("lock() takes expire or timeout, which both mean its life, and not both")
         life = timeout if expire is None else expire
         name = self._made(key, version)
-        if id is None and not thread_local:
-            id = new_id()
         settings = conf.get()
-        if client is life is auto_renewal is max_hold is id is label is on_lost is None:  # type: ignore[comparison-overlap]
+        if client is life is auto_renewal is max_hold is id is label is on_lost is None and thread_local:  # type: ignore[comparison-overlap]
             of, plain = self._plain
             if of is not settings:
                 plain = self._plain_lock(settings)
             if plain is not None:
-                return plain._like(
-                    name, None if blocking is True and blocking_timeout is None else wait_of(blocking, blocking_timeout)
+                made = (
+                    None if blocking is True and blocking_timeout is None else wait_as_redis(blocking, blocking_timeout)
                 )
+                return plain._like(name, made)
         server = client or self._redis(name) if settings.enabled else UNLOCKED
-        return (Lock if settings.enabled else GrantedLock)(
+        lock = (CacheLock if settings.enabled else GrantedCacheLock)(
             server,
             name,
             expire=settings.expire if life is None else life,
             auto_renewal=(settings.auto_renewal and life is None) if auto_renewal is None else auto_renewal,
             max_hold=settings.max_hold if max_hold is None else max_hold,
             id=id,
-            blocking=blocking,
-            timeout=blocking_timeout,
             label=label,
             on_lost=on_lost,
             prefix=settings.key_prefix,
         )
+        lock._wait = wait_as_redis(blocking, blocking_timeout)
+        lock._any_thread = not thread_local
+        return lock
 
-    _plain: tuple[conf.Settings | None, Lock | None] = (None, None)
+    _plain: tuple[conf.Settings | None, CacheLock | None] = (None, None)
 
-    def _plain_lock(self, settings: conf.Settings) -> Lock | None:
+    def _plain_lock(self, settings: conf.Settings) -> CacheLock | None:
         """Return a lock with the defaults of the settings: those without options are made like it. None when servers differ by key."""
         servers = self._every_redis() if settings.enabled else [UNLOCKED]
         plain = None
         if len(servers) == 1:
-            plain = (Lock if settings.enabled else GrantedLock)(
+            plain = (CacheLock if settings.enabled else GrantedCacheLock)(
                 servers[0],
                 "any",
                 expire=settings.expire,

@@ -17,7 +17,7 @@ from ..core.server import Server, server_of
 from ..core.wanted import MISSING, Landing, Wanted
 from ..exceptions import LockBackendError
 from .base import RedisBackend
-from .calling import called, current_task
+from .calling import called, current_task, read
 from .flights import Caller, brought, values_of
 from .options import Asked, Options, Timeout, checked, timeout_for
 
@@ -68,7 +68,7 @@ class ManyMixin(RedisBackend):
             return await self._aget_or_set_many_unlocked(call)
         for reader, some in call.by_reader():
             try:
-                call.note(some, await async_server_of(server_of(reader)).run(peek_many(some)))
+                call.note(some, await read(server_of(reader), peek_many(some)))
             except LockBackendError as error:
                 call.note(some, self._unread_many(error, some))
 

@@ -22,7 +22,7 @@ from ..core.tally import Counters, Tally
 from ..core.wanted import MISSING, Wanted
 from ..exceptions import LockBackendError
 from .background import in_task, in_thread
-from .calling import called, current_task
+from .calling import called, current_task, read
 from .counters import alias_of, tally_of
 from .failures import packed, unpacked
 from .flights import Caller, brought, is_quiet, renewed, value_of
@@ -171,8 +171,8 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             return await self._aget_or_set_unlocked(key, default, timeout, version)
         want = asked.want
         try:
-            reader = async_server_of(server_of(self._redis(want.key, write=False)))
-            data, left = await reader.run(peek(want.key, with_life=bool(given.due)))
+            reader = server_of(self._redis(want.key, write=False))
+            data, left = await read(reader, peek(want.key, with_life=bool(given.due)))
         except LockBackendError as error:
             data, left = self._unread(error)
         value = self._unpacked(want.key, data)

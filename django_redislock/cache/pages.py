@@ -9,13 +9,15 @@ from typing import Any
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache import caches
-from django.http import HttpRequest, HttpResponseBase
+from django.http import Http404, HttpRequest, HttpResponseBase
 from django.middleware.cache import CacheMiddleware
 from django.utils.cache import get_cache_key
 
+from ..core.events import log
 from ..core.wanted import is_interruption
 from .failures import PERSONAL, portable, portable_answer
 from .mixin import ComputeOnceMixin
+from .old_pages import OldPages
 from .options import checked
 
 View = Callable[..., Any]
@@ -24,6 +26,8 @@ UNCACHEABLE_FOR = 60
 """Seconds for which nobody waits for a page that may not be stored: each request renders its own, as Varnish's hit-for-pass."""
 PAUSE = 1
 """Seconds for which a view that failed is not tried again: the requests of that time get the failure."""
+GONE = (404, 410)
+"""What a view answers when there is no such page any more."""
 ROUNDS = 2
 """How often to wait: for who learns by which headers the page varies, and then for the page of one's own headers."""
 
@@ -37,13 +41,18 @@ def cache_page(
     no cookies for some. A page that may not be stored is rendered for each request; for `UNCACHEABLE_FOR` seconds nobody
     waits for its like. A view that raises, or answers 5xx, is tried by one request at a time: who waited for it, or comes within
     `PAUSE` seconds, gets the same answer or exception; but what Django answers by 4xx (`Http404`, `PermissionDenied`, …) is for
-    its own request alone. A template response is rendered within the decorator. `options` are those of `get_or_set` that say how
-    to wait: `wait`, `expire`, `auto_renewal` and `max_hold`.
+    its own request alone. A template response is rendered within the decorator.
+
+    With `stale` a copy of each page is kept for so many seconds longer. While one request renders a new page, the others get the old one
+    at once. With ``on_error="stale"`` (or the setting) they all get it when the view fails, too, which is logged, and the next
+    try waits for a pause that grows from a second to a minute. The other `options` are those of `get_or_set` that say how to
+    wait: `wait`, `expire`, `auto_renewal` and `max_hold`.
     """
-    wrong = options.keys() - {"wait", "expire", "auto_renewal", "max_hold"}
+    wrong = options.keys() - {"wait", "expire", "auto_renewal", "max_hold", "stale", "on_error"}
     if wrong:
         raise TypeError(f"cache_page() got an unexpected argument {min(wrong)!r}")
-    checked("cache_page", **options)
+    stale, on_error = checked("cache_page", **options).stale, options.pop("on_error", None)
+    options.pop("stale", None)
 
     def decorate(view: View) -> View:
         rules = CacheMiddleware(view, page_timeout=timeout, cache_alias=cache, key_prefix=key_prefix)
@@ -52,7 +61,7 @@ def cache_page(
 
             @functools.wraps(view)
             async def async_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-                page = _Page(rules, request)
+                page = _Page(rules, request, stale, on_error)
                 find, store = sync_to_async(page.find), sync_to_async(page.store)
 
                 async def once() -> Any:
@@ -61,13 +70,14 @@ def cache_page(
                             await store(await view(request, *args, **kwargs))
                     except Exception as error:
                         page.fail(error)
-                    return page.outcome
+                    return await sync_to_async(page.tell)()
 
                 for _ in range(ROUNDS):
                     if await find() is not None or not page.shared:
                         break
                     key = await sync_to_async(page.learn_key)()
-                    if page.take(await page.cache.aget_or_set(key, once, _remembered_for, **options)):
+                    asked = options | await sync_to_async(page.find_old)()
+                    if page.take(await page.cache.aget_or_set(key, once, page.remembered_for, **asked)):
                         break
                 else:
                     await find()
@@ -79,7 +89,7 @@ def cache_page(
 
         @functools.wraps(view)
         def sync_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-            page = _Page(rules, request)
+            page = _Page(rules, request, stale, on_error)
 
             def once() -> Any:
                 try:
@@ -87,12 +97,13 @@ def cache_page(
                         page.store(view(request, *args, **kwargs))
                 except Exception as error:
                     page.fail(error)
-                return page.outcome
+                return page.tell()
 
             for _ in range(ROUNDS):
                 if page.find() is not None or not page.shared:
                     break
-                if page.take(page.cache.get_or_set(page.learn_key(), once, _remembered_for, **options)):
+                key, asked = page.learn_key(), options | page.find_old()
+                if page.take(page.cache.get_or_set(key, once, page.remembered_for, **asked)):
                     break
             else:
                 page.find()
@@ -105,17 +116,14 @@ def cache_page(
     return decorate
 
 
-def _remembered_for(outcome: Any) -> float:
-    """Return for how long what came of a page is remembered; 0: it is told to those who wait for it."""
-    if outcome is False:
-        return UNCACHEABLE_FOR
-    return PAUSE if isinstance(outcome, (Exception, HttpResponseBase)) else 0
+MEANWHILE: Any = object()
+"""Somebody else renders the page, and there is an old one."""
 
 
 class _Page:
     """The page of one request, by Django's rules."""
 
-    def __init__(self, rules: CacheMiddleware, request: HttpRequest) -> None:
+    def __init__(self, rules: CacheMiddleware, request: HttpRequest, stale: float, on_error: str | None) -> None:
         if not hasattr(request, "META"):
             raise TypeError("cache_page didn't receive an HttpRequest: decorate methods with @method_decorator")
         self.rules = rules
@@ -129,6 +137,12 @@ class _Page:
         """What is wanted once."""
         self._refused = False
         """Whether somebody found out that the page may not be stored."""
+        self._old_pages = (
+            OldPages(rules, self.cache, stale) if stale and isinstance(self.cache, ComputeOnceMixin) else None
+        )
+        self._old: HttpResponseBase | None = None
+        self._on_error = on_error
+        self._pause: float = PAUSE
 
     @property
     def wanted(self) -> bool:
@@ -155,6 +169,28 @@ class _Page:
         if self.response is not None and self.response.status_code >= 500:
             return portable_answer(self.response)
         return self.stored
+
+    def tell(self) -> Any:
+        """Return the outcome; of a failure while there is an old page, also settle when the next try may be."""
+        outcome = self.outcome
+        if self._old is not None and self._old_pages is not None and _is_failure(outcome):
+            self._pause = self._old_pages.pause(self.request)
+            self.cache._tally.count("errors")
+            told = "The page of %s could not be rendered anew; for %g s the old one is shown."
+            log.error(told, self.request.path, self._pause, exc_info=self.error)
+        return outcome
+
+    def remembered_for(self, outcome: Any) -> float:
+        """Return for how long what came of a page is remembered; 0: it is told to those who wait for it."""
+        if outcome is False:
+            return UNCACHEABLE_FOR
+        return self._pause if _is_failure(outcome) else 0
+
+    def find_old(self) -> dict[str, Any]:
+        """Look for an old page, and return the options by which who has one does not wait."""
+        if self._old_pages is not None:
+            self._old = self._old_pages.find(self.request)
+        return {} if self._old is None else {"wait": 0, "on_wait_timeout": lambda: MEANWHILE}
 
     def learn_key(self) -> str:
         """Return what is wanted once: the page for these headers, or, where nobody knows yet by which it varies, for this address."""
@@ -183,17 +219,27 @@ class _Page:
         self.stored = self.wanted and key is not None and self.cache.has_key(key)
         if self.stored and self._refused:
             self.cache.delete(self.key)  # or nobody would wait for this page when it ends
+        if self._old_pages is None or self.response is None:
+            return
+        if self.stored:
+            self._old_pages.keep(self.request, self.response)
+        elif self.response.status_code in GONE:
+            self._old_pages.forget(self.request)
 
     def fail(self, error: Exception) -> None:
         """Take what the view raised."""
         if is_interruption(error):
             raise error
         self.error = error
+        if self._old_pages is not None and isinstance(error, Http404):
+            self._old_pages.forget(self.request)
 
     def take(self, outcome: Any) -> bool:
         """Take what came of it for whoever tried, and tell whether there is nothing more to wait for."""
         if not self.made:
-            if isinstance(outcome, Exception):
+            if outcome is MEANWHILE or (self._old is not None and _is_failure(outcome)):
+                self._answer_with_the_old()
+            elif isinstance(outcome, Exception):
                 self.error = outcome
             elif isinstance(outcome, HttpResponseBase):
                 self.response = outcome
@@ -202,6 +248,26 @@ class _Page:
 
     def answer(self) -> HttpResponseBase:
         """Return the page, or raise what the view raised."""
+        if (
+            self._old is not None
+            and self._hides_errors
+            and self.response is not self._old
+            and _is_failure(self.outcome)
+        ):
+            self._answer_with_the_old()
         if self.error is not None:
             raise self.error
         return self.response  # type: ignore[return-value]
+
+    @property
+    def _hides_errors(self) -> bool:
+        return (self._on_error or self.cache._settings.on_error) == "stale"
+
+    def _answer_with_the_old(self) -> None:
+        self.response, self.error = self._old, None
+        self.request._cache_update_cache = False  # type: ignore[attr-defined]  # no middleware is to store it as a new one
+        self.cache._tally.count("stale_served")
+
+
+def _is_failure(outcome: Any) -> bool:
+    return isinstance(outcome, (Exception, HttpResponseBase))

@@ -11,9 +11,10 @@ from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ..exceptions import AcquireTimeout
+from . import token as tokens
 from .aioserver import acting_for, async_server_of
 from .base import BaseLock
 from .keys import AS_MADE, AsMade, Seconds
@@ -76,18 +77,26 @@ class AsyncLock(BaseLock):
 
     @_coroutine_function
     def acquire(
-        self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE
+        self,
+        blocking: bool | AsMade | None = AS_MADE,
+        timeout: Seconds | AsMade | None = AS_MADE,
+        *,
+        blocking_timeout: Seconds | None = None,
+        token: str | bytes | None = None,
     ) -> Coroutine[Any, Any, bool]:
         """Acquire the lock, and tell whether it was acquired.
 
         Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. What is not given is as the object
-        was made; without arguments it waits as ``with`` does.
+        was made; without arguments it waits as ``with`` does. `blocking_timeout` is redis-py's word for `timeout`. `token` is the id
+        of this acquisition in place of a random one; two acquisitions by one token keep each other out.
 
         Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this task holds the lock through this object, or through
         another one and would wait for itself for ever. If the lock that it holds is not renewed, or has `max_hold`, it waits
         for the end of that one.
         """
-        seconds = self._wait.seconds(blocking, timeout)
+        seconds = self._wait.seconds(blocking, timeout, blocking_timeout)
+        if token is not None:
+            return self._run(lambda listening: tokens.acquire(self, token, seconds, listening))
         return self._run(lambda listening: self._acquire(seconds, listening))
 
     @_coroutine_function
@@ -124,14 +133,19 @@ class AsyncLock(BaseLock):
         await self._run_for(entered, lambda _: self._exit(error))
 
     @_coroutine_function
-    def extend(self, expire: Seconds | None = None) -> Coroutine[Any, Any, None]:
-        """Give the held lock a new life of `expire` seconds from now (None: of its own).
+    def extend(self, expire: Seconds | None = None) -> Coroutine[Any, Any, Literal[True]]:
+        """Give the held lock a new life of `expire` seconds from now (None: of its own), and return True.
 
         Only the object that acquired the lock makes its life shorter: by a given id, a life that is longer stays.
 
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
         return self._run(lambda _: self._extend(expire))
+
+    @_coroutine_function
+    def reacquire(self) -> Coroutine[Any, Any, Literal[True]]:
+        """Give the held lock the life again that its object was made with, and return True. Raises as `extend` does."""
+        return self._run(lambda _: self._extend(self.expire))
 
     async def owner(self) -> LockInfo | None:
         """Return who holds the lock now, or None. Raises LockBackendError when Redis cannot answer."""

@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 from ..exceptions import AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
 from . import events, owner, process, protocol
@@ -19,6 +19,7 @@ from .loss import check_reason, find_cause, report_reset
 from .owner import LockInfo
 from .server import server_of
 from .steps import Steps
+from .token import Local, Token
 from .watchdog import owner_ended, watchdog
 
 DEFAULT_EXPIRE = 30.0
@@ -46,6 +47,8 @@ class BaseLock(ABC):
     """
 
     _lease_kind = Lease
+    _tokens: dict[Any, Token] = {}  # never changed in place
+    """By which tokens threads or tasks acquire now, if not by a new id."""
 
     def __init__(
         self,
@@ -160,6 +163,11 @@ class BaseLock(ABC):
             self._raise_if_ended()
         self._raise_loss(self._own() if lease is None or lease.foreign else lease)
 
+    @property
+    def local(self) -> Local:
+        """`local.token` is `id` in redis-py's words: bytes, and None instead of an error where there is none."""
+        return Local(self)
+
     # The steps of each operation; `Lock` and `AsyncLock` have them done
 
     def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
@@ -227,11 +235,18 @@ class BaseLock(ABC):
         return (yield from protocol.acquire(claim, listening))
 
     def _new_claim(self, timeout: float | None) -> protocol.Claim:
+        token = self._tokens.get(self._me()) if self._tokens else None
+        if token is not None:
+            return protocol.Claim(self._new_lease(token.id), token.marked(self._record()), timeout, given_id=True)
         lease = self._new_lease(self._given_id or owner.new_id())
         return protocol.Claim(lease, self._record(), timeout, given_id=self._given_id is not None)
 
     def _begins(self, lease: Lease) -> bool:
         """Tell whether this answer of the server begins an acquisition."""
+        token = self._tokens.get(lease.owner) if self._tokens else None
+        if token is not None:
+            token.refused = lease.shared and not token.mine
+            return not token.refused
         return True
 
     def _record(self) -> bytes:
@@ -270,7 +285,7 @@ class BaseLock(ABC):
             events.log.warning("Lock %r could not be released after its block failed: %s", self.name, failure)
             chain(error, failure)
 
-    def _extend(self, expire: Seconds | None) -> Steps[None]:
+    def _extend(self, expire: Seconds | None) -> Steps[Literal[True]]:
         seconds = None if expire is None else check_expire(expire)
         lease = self._own()
         if lease.loss is None:
@@ -279,19 +294,24 @@ class BaseLock(ABC):
                 watchdog.hurry(lease)
             yield from self._renew(lease)
         self._raise_loss(lease)
+        return True
 
     def _renew(self, lease: Lease) -> Steps[None]:
         if not (yield from protocol.renew(lease)):
             watchdog.remove(lease)
             lease.lose((yield from find_cause(lease)))
 
+    def _token(self) -> str | None:
+        """Return the id of the caller's acquisition, or the one given."""
+        lease = self._leases.get(self._me())
+        return lease.id if lease is not None and not lease.foreign else self._given_id
+
     def _owner(self) -> Steps[LockInfo | None]:
         (held,) = yield from protocol.read([self.name], [self._keys])
         return None if held is None else held.info
 
     def _owned(self) -> Steps[bool]:
-        lease = self._leases.get(self._me())
-        mine = lease.id if lease is not None and not lease.foreign else self._given_id
+        mine = self._token()
         holder = yield from self._owner()
         return holder is not None and holder.id == mine
 

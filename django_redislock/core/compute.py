@@ -12,10 +12,12 @@ from redis.exceptions import RedisError, ResponseError
 from ..exceptions import LockBackendError
 from . import events
 from .clock import monotonic
+from .keys import era_key, witness_key
 from .protocol import give_back
 from .scripts import Script
+from .slots import is_clustered
 from .steps import Call, Commands, Compute, Steps, attempt, together
-from .wanted import MISSING, Landing, ValueLease, Wanted, computing, is_interruption
+from .wanted import MISSING, Landing, ValueLease, Wanted, computing, is_interruption, level_of, note_told
 from .watchdog import watchdog
 
 SETTLE = Script("settle", "counts")
@@ -55,13 +57,22 @@ class Ticket(NamedTuple):
         Who does not wait any longer may settle for whoever computes still: a lease that stands proves that nothing was
         invalidated meanwhile. A reservation (fence 0) proves nothing.
         """
-        fence = self.told.partition(b" ")[0]
+        fence = self._parts[0]
         return b"" if fence == b"0" else fence
 
     @property
     def ends(self) -> bytes:
         """When the old value ends."""
-        return self.told.partition(b" ")[2]
+        return self._parts[1]
+
+    @property
+    def witness(self) -> bytes:
+        """What tells of invalidations since the lease was taken, b"" without a lease of one's own."""
+        return self._parts[2]
+
+    @property
+    def _parts(self) -> list[bytes]:
+        return [*self.told.split(b" ", 2), b"", b""]
 
 
 def compute(
@@ -139,6 +150,7 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
         tally.count("errors")
         if not want.forgiving:
             raise
+        note_told(want.server)
         stored = True
         if isinstance(failure.__cause__, ResponseError):  # it is there, but does not store: it is full, or a replica
             try:
@@ -163,20 +175,36 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
         data = b"%d %b" % (len(data), digest(data)) + (b" " + ready[0] if life == 0 else b"")
     call = _settlement(ticket, b"" if life is None else b"%d" % life, data, *ready)
     now = monotonic()
-    _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for)
-    late = reply == -1 and bool(lease.fence) and monotonic() >= lease.deadline
+    level = level_of(want.server, want.forgiving)
+    _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for, lease, level)
     if reply != 1:
-        want.tally.count("lease_lost" if late else "fenced")
-    if reply == 0:
-        events.log.info("What was computed for %r was not stored: a newer value is there.", lease.name)
-    elif late:
+        _tell(ticket, reply)
+    return bool(reply > 0)
+
+
+def _tell(ticket: Ticket, reply: int) -> None:
+    """Count and log why a value was not stored, or what its lease ended with."""
+    want, lease = ticket.want, ticket.lease
+    late = bool(lease.fence) and lease.loss is not None and lease.loss.code in ("expired", "no_answer")
+    if late and reply != 0:
+        want.tally.count("lease_lost")
         events.log.warning(
-            "What was computed for %r was not stored: it took longer than the right to compute lasts (expire, max_hold).",
+            "What was computed for %r took longer than the right to compute lasts (expire, max_hold), so that others may have "
+            "computed it, too. It was %s.",
+            lease.name,
+            "stored" if reply == 2 else "not stored, because it may have been invalidated meanwhile",
+        )
+    elif reply == 2:
+        want.tally.count("lease_evicted")
+        events.log.warning(
+            "The server evicted the right to compute %r, so that others may have computed it, too. It was stored. What ends soon is "
+            "evicted first: a maxmemory-policy of noeviction or allkeys-lru spares it.",
             lease.name,
         )
-    elif reply == -1:
-        events.log.info("What was computed for %r was not stored: it was invalidated meanwhile.", lease.name)
-    return bool(reply == 1)
+    else:
+        want.tally.count("fenced")
+        why = "a newer value is there" if reply == 0 else "it was invalidated meanwhile"
+        events.log.info("What was computed for %r was not stored: %s.", lease.name, why)
 
 
 def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]:
@@ -192,8 +220,18 @@ def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]
 
 def _settlement(ticket: Ticket, life: bytes, data: bytes, *ready: bytes) -> Call:
     want, lease = ticket.want, ticket.lease
-    keys = (*lease.keys[:2], lease.keys.queue, want.key.encode(), waits(want.prefix), failures(lease), *ready)
-    return Call(SETTLE, keys, (ticket.fence, lease.name.encode(), life, ticket.replaced, ticket.ends, data))
+    keys = (
+        *lease.keys[:2],
+        lease.keys.queue,
+        want.key.encode(),
+        waits(want, lease),
+        failures(lease),
+        *witness(lease),
+        *ready,
+    )
+    return Call(
+        SETTLE, keys, (ticket.fence, lease.name.encode(), life, ticket.replaced, ticket.ends, data, ticket.witness)
+    )
 
 
 def _pieces(key: bytes, data: bytes) -> Commands:
@@ -213,10 +251,10 @@ def _tell_failure(ticket: Ticket, error: BaseException) -> Steps[None]:
 def _abandon(ticket: Ticket) -> Steps[None]:
     """End the lease without a value: one of those who wait computes next."""
     want, lease = ticket.want, ticket.lease
-    waited_for = (b"HDEL", waits(want.prefix), lease.name.encode())
+    waited_for = (b"HDEL", waits(want, lease), lease.name.encode())
     with suppress(LockBackendError):
         yield from attempt(lease.name, give_back(lease), monotonic())
-        yield from attempt(lease.name, Commands((waited_for,)), monotonic())
+        yield from attempt(lease.name, Commands((waited_for, (b"UNLINK", witness(lease)[0]))), monotonic())
 
 
 def digest(data: bytes) -> bytes:
@@ -229,6 +267,13 @@ def failures(lease: ValueLease) -> bytes:
     return lease.keys.held[: -len(b"held")] + b"failed:" + lease.name.encode()
 
 
-def waits(prefix: str) -> bytes:
+def witness(lease: ValueLease) -> tuple[bytes, bytes]:
+    """Return the keys that tell whether the value was invalidated since the lease was taken."""
+    return witness_key(lease.keys, lease.name), era_key(lease.keys)
+
+
+def waits(want: Wanted, lease: ValueLease) -> bytes:
     """Return the key that tells which computation waits for which."""
-    return b"{%s}:waits" % prefix.encode()
+    if is_clustered(want.server):
+        return lease.keys.held[: -len(b"held")] + b"waits"
+    return b"{%s}:waits" % want.prefix.encode()

@@ -14,19 +14,32 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import ClusterCrossSlotError, NoPermissionError, RedisError
 
 from ..exceptions import LockBackendError
 from .clock import monotonic
-from .compute import ABSENT, Ticket, compute, digest, failures, waits
+from .compute import ABSENT, Ticket, compute, digest, failures, waits, witness
 from .keys import milliseconds
 from .owner import record
 from .protocol import give_back, sleep
 from .scripts import Script
 from .server import Server
+from .slots import is_crossing, lease_keys
 from .steps import Call, Commands, Join, Leave, Pause, Steps, attempt, together
 from .waiters import LOOK_EVERY
-from .wanted import MISSING, Landing, Owner, ValueLease, Wanted, is_forbidden, is_refusal, lease_name, outer
+from .wanted import (
+    MISSING,
+    Landing,
+    Owner,
+    ValueLease,
+    Wanted,
+    is_forbidden,
+    is_refusal,
+    lease_name,
+    level_of,
+    note_told,
+    outer,
+)
 
 LEASE = Script("lease", "index", "take", "handover")
 
@@ -88,11 +101,17 @@ def look(
                 return verdict, told, replaced, value
             replaced = digest(told)
     except LockBackendError as error:
+        keys = lease.keys
+        if is_crossing(error, want.server):
+            lease.keys = lease_keys(want.server, want.prefix, lease.name, want.key)
+            if lease.keys != keys:
+                return (yield from look(want, lease, until, listening, old))
         want.tally.count("errors")
         if is_refusal(error, want.server):
             return b"forbidden", b"", replaced, MISSING
         if not want.forgiving:
             raise
+        note_told(want.server)
         return b"unreachable", b"", replaced, MISSING
 
 
@@ -135,7 +154,7 @@ def _seek(
         asked = channel
         return Call(
             LEASE,
-            (*keys[:4], want.key.encode(), waits(want.prefix), failures(lease)),
+            (*keys[:4], want.key.encode(), waits(want, lease), failures(lease), *witness(lease)),
             (
                 *(
                     id,
@@ -158,22 +177,23 @@ def _seek(
         while True:
             last = monotonic() >= until
             patience = monotonic() if want.forgiving else until
+            level = level_of(want.server, want.forgiving)
             if reply is None or last:
                 call = ask(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
-                sent, reply = yield from attempt(name, call, patience, want.server)
+                sent, reply = yield from attempt(name, call, patience, want.server, level)
             if reply[0] == b"cycle":
                 return b"cycle", b""
             if reply[0] == b"paused":
                 return b"wait", b""
             if reply[0] == b"compute":
                 lease.begin(int(reply[1]), sent)
-                return b"compute", b"%b %b" % (reply[1], reply[2])
+                return b"compute", b" ".join(reply[1:4])
             elif reply[0] == b"large":
                 return b"large", b""
             elif reply[0] == b"wait" and not last:
                 if waiter is None and want.server not in _without_channels:
                     try:
-                        sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience, want.server)
+                        sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience, want.server, level)
                         reply = waiter.said
                         continue
                     except LockBackendError as error:
@@ -257,9 +277,15 @@ def fly_together(wants: list[Wanted], owner: Owner, default: Callable[[list[Any]
 
 def peek_many(keys: list[str]) -> Steps[list[bytes | None]]:
     """Read many values."""
-    command = (b"MGET", *[key.encode() for key in keys])
-    _, replies = yield from attempt(lease_name(keys[0]), Commands((command,)), monotonic())
-    return list(replies[0])
+    name, raw = lease_name(keys[0]), [key.encode() for key in keys]
+    try:
+        _, replies = yield from attempt(name, Commands(((b"MGET", *raw),)), monotonic())
+        return list(replies[0])
+    except LockBackendError as error:
+        if not isinstance(error.__cause__, ClusterCrossSlotError):
+            raise
+    _, replies = yield from attempt(name, Commands(tuple((b"GET", key) for key in raw)), monotonic())
+    return list(replies)
 
 
 def peek(key: str, with_life: bool) -> Steps[tuple[bytes | None, int]]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 
+from redis.exceptions import RedisError
+
+from ..exceptions import LockBackendError
 from .clock import monotonic
-from .keys import MAX_NAME, lock_keys
+from .keys import MAX_NAME, LockKeys, era_key, held_keys, lock_keys, witness_key
 from .protocol import names
 from .scripts import Script
-from .steps import Call, Steps, attempt
+from .server import Server
+from .slots import is_clustered, is_crossing, keys_in, lease_keys
+from .steps import Call, Calls, Commands, Steps, attempt
 from .wanted import KIND, lease_name
 
 INVALIDATE = Script("invalidate", "handover")
@@ -16,37 +21,91 @@ INVALIDATE = Script("invalidate", "handover")
 BATCH = 250
 """Leases ended in one call at most, so that the server is not kept busy for long."""
 
+NamedLease = tuple[str, LockKeys]
 
-def invalidate(prefix: str, keys: list[str], cut: bool = False) -> Steps[int]:
+
+def invalidate(server: Server, prefix: str, keys: list[str], level: int | None = None) -> Steps[int]:
     """End the leases of the values, so that what is being computed is not stored, and return how many there were.
 
-    `cut`: the keys are what names of leases have of them.
+    That the server does not answer is logged at the `level`.
     """
+    known = is_clustered(server)
+    leases = [(name, lease_keys(server, prefix, name, key)) for key in keys for name in [lease_name(key)]]
+    try:
+        # The first value itself goes along, so that a server in cluster mode is known by its refusal.
+        return (yield from _end(server, leases, level, *(key.encode() for key in keys[:1])))
+    except LockBackendError as error:
+        if known or not is_crossing(error, server):
+            raise
+    return (yield from invalidate(server, prefix, keys, level))
+
+
+def _end(server: Server, leases: list[NamedLease], level: int | None = None, *more: bytes) -> Steps[int]:
     ended = 0
-    for start in range(0, len(keys), BATCH):
-        some = [KIND + key if cut else lease_name(key) for key in keys[start : start + BATCH]]
-        locks = [lock_keys(prefix, name) for name in some]
-        call = Call(
-            INVALIDATE,
-            tuple(key for lock in locks for key in (lock.lock, lock.held, lock.queue)),
-            tuple(name.encode() for name in some),
-        )
-        _, reply = yield from attempt(some[0], call, monotonic())
-        ended += reply
+    if not is_clustered(server):
+        for start in range(0, len(leases), BATCH):
+            call = _call(leases[start : start + BATCH], *more)
+            _, reply = yield from attempt(leases[start][0], call, monotonic(), level=level)
+            ended += reply
+        return ended
+    for start in range(0, len(leases), BATCH):
+        calls = tuple(_call([lease]) for lease in leases[start : start + BATCH])
+        _, replies = yield from attempt(leases[start][0], Calls(calls), monotonic(), level=level)
+        for reply in replies:
+            if isinstance(reply, RedisError):
+                raise LockBackendError(leases[start][0], str(reply)) from reply
+            ended += reply
     return ended
 
 
-def leases_like(prefix: str, pattern: str) -> Steps[int]:
+def _call(leases: list[NamedLease], *more: bytes) -> Call:
+    keys = [key for name, each in leases for key in (each.lock, each.held, each.queue, witness_key(each, name))]
+    return Call(INVALIDATE, (*keys, *more), tuple(name.encode() for name, _ in leases))
+
+
+def leases_like(server: Server, prefix: str, pattern: str) -> Steps[int]:
     """End the leases of the values whose keys match a pattern of Redis, and return how many there were."""
+    known = is_clustered(server)
+    try:
+        if known:
+            leases = yield from _leases_in_slots(prefix)
+        else:
+            # Of leases that have ended nobody knows the names, so that all witnesses are voided.
+            eras = [held.removesuffix(b"held") + b"era" for held in held_keys(prefix)]
+            yield from attempt(prefix, Commands(((b"DEL", *eras),)), monotonic())
+            leases = [(name, lock_keys(prefix, name)) for name in (yield from names(prefix, monotonic()))]
+    except LockBackendError as error:
+        if known or not is_crossing(error, server):
+            raise
+        return (yield from leases_like(server, prefix, pattern))
     matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
-    held = yield from names(prefix, monotonic())
-    keys = [name.removeprefix(KIND) for name in held if name.startswith(KIND)]
     # Of a key too long for a name not all is known.
-    return (
-        yield from invalidate(
-            prefix, [key for key in keys if len(key) + len(KIND) == MAX_NAME or matches(key)], cut=True
-        )
-    )
+    wanted = [
+        (name, keys)
+        for name, keys in leases
+        if name.startswith(KIND) and (len(name) == MAX_NAME or matches(name.removeprefix(KIND)))
+    ]
+    return (yield from _end(server, wanted))
+
+
+def _leases_in_slots(prefix: str) -> Steps[list[NamedLease]]:
+    """Find the leases of a server in cluster mode, and void all witnesses there: no index has the names of all slots."""
+    found: list[NamedLease] = []
+    ours = b"{" + re.sub(rb"([*?[\\])", rb"\\\1", prefix.encode()) + b":*}:*"
+    cursor, tags = b"", set()
+    while cursor != b"0":
+        scan = (b"SCAN", cursor or b"0", b"MATCH", ours, b"COUNT", b"1000")
+        _, ((cursor, keys),) = yield from attempt(prefix, Commands((scan,)), monotonic())
+        for key in keys:
+            tag, _, rest = key.partition(b"}:")
+            tags.add(tag + b"}")
+            if rest.startswith(b"lock:" + KIND.encode()):
+                name = rest.removeprefix(b"lock:").decode()
+                found.append((name, keys_in(tag + b"}", name)))
+    if tags:
+        voided = tuple((b"DEL", era_key(keys_in(tag, ""))) for tag in tags)
+        yield from attempt(prefix, Commands(voided), monotonic())
+    return found
 
 
 def glob_to_regex(pattern: str) -> str:

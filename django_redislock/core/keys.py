@@ -60,6 +60,20 @@ def _buckets(prefix: str) -> list[LockKeys]:
     ]
 
 
+VALUE = "cache:"
+"""What the names of leases begin with: locks under which values are computed."""
+
+
+def witness_key(keys: LockKeys, name: str) -> bytes:
+    """Return the key that tells whether a value was invalidated since the lease of this name was taken."""
+    return keys.held[: -len(b"held")] + b"witness:" + name.encode()
+
+
+def era_key(keys: LockKeys) -> bytes:
+    """Return the key that is deleted when all witnesses of the bucket are to be void."""
+    return keys.held[: -len(b"held")] + b"era"
+
+
 def held_keys(prefix: str) -> list[bytes]:
     """Return the keys of all indexes of held locks."""
     return [bucket.held for bucket in _buckets(prefix)]
@@ -89,13 +103,18 @@ def check_prefix(prefix: object) -> str:
     return prefix
 
 
-def check_id(id: object) -> str:
+def check_id(id: object, argument: str = "id") -> str:
     """Return an owner id: 1 to 200 printable ASCII characters without spaces."""
     if not isinstance(id, str):
-        raise TypeError(f"id must be a str, not {type(id).__name__}")
+        raise TypeError(f"{argument} must be a str, not {type(id).__name__}")
     if not (1 <= len(id) <= 200 and id.isascii() and id.isprintable() and " " not in id):
-        raise ValueError(f"id must be 1 to 200 printable ASCII characters without spaces: {id!r}")
+        raise ValueError(f"{argument} must be 1 to 200 printable ASCII characters without spaces: {id!r}")
     return id
+
+
+def check_token(token: object) -> str:
+    """Return the owner id that a token of redis-py's stands for, as str or bytes."""
+    return check_id(token.decode("latin-1") if isinstance(token, bytes) else token, "token")
 
 
 def check_expire(expire: object, argument: str = "expire") -> float:
@@ -132,19 +151,37 @@ class Wait(NamedTuple):
     blocking: bool
     timeout: float | None
     """Seconds; None for ever. 0 without `blocking`."""
+    if_blocking: float | None = None
+    """Seconds for an ``acquire(blocking=True)`` of a lock that is not `blocking`."""
 
-    def seconds(self, blocking: object, timeout: object) -> float | None:
-        """Return how long to wait by these arguments of ``acquire()``, and by `self` for what is not given."""
+    def seconds(self, blocking: object, timeout: object, blocking_timeout: object = None) -> float | None:
+        """Return how long to wait by these arguments of ``acquire()``, and by `self` for what is not given.
+
+        `blocking_timeout` is redis-py's word for `timeout`: with it None is what is not given, and without `blocking` it says nothing.
+        """
+        if blocking is None:
+            blocking = AS_MADE
+        if blocking_timeout is not None:
+            if timeout is not AS_MADE:
+                raise TypeError("acquire() takes timeout or blocking_timeout, which mean the same, and not both")
+            seconds = check_timeout(blocking_timeout, "blocking_timeout")
+            return seconds if (self.blocking if blocking is AS_MADE else blocking) else 0.0
         if timeout is not AS_MADE:
             return check_wait(True if blocking is AS_MADE else blocking, timeout)
         if blocking is AS_MADE or (blocking and self.blocking):
             return self.timeout
-        return None if blocking else 0.0
+        return self.if_blocking if blocking else 0.0
 
 
 def wait_of(blocking: object, timeout: object) -> Wait:
     """Return how long a lock object is to wait; raises as `check_wait` does."""
     return Wait(bool(blocking), check_wait(blocking, timeout))
+
+
+def wait_as_redis(blocking: object, blocking_timeout: object) -> Wait:
+    """Return the same by redis-py's words: without `blocking` the other one is for ``acquire(blocking=True)``."""
+    seconds = check_timeout(blocking_timeout, "blocking_timeout")
+    return Wait(True, seconds) if blocking else Wait(False, 0.0, seconds)
 
 
 def check_share(value: object, argument: str = "value") -> float:

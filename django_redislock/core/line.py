@@ -22,11 +22,15 @@ GRACE = 0.02
 
 
 class Line(asyncio.Protocol):
-    """An open connection whose answers come in the order of the requests."""
+    """An open connection whose answers come in the order of the requests.
+
+    It is silent when nothing at all has come for `patience` seconds, as for the socket of a thread: a large answer takes its time.
+    """
 
     def __init__(self, connection: Any, patience: float, hear: Callable[[Any], None] | None = None) -> None:
         """Take over a connection of redis-py; `hear` is told whatever answers no request."""
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[None] = self._loop.create_future()
         """Done when the connection is closed, by whomever."""
         self._connection = connection
         self._transport = connection._writer.transport
@@ -35,6 +39,7 @@ class Line(asyncio.Protocol):
         self._asked: deque[asyncio.Future[Any] | None] = deque()
         self._unread = bytearray()
         self._given_up = False
+        self._heard_at = 0.0
         self._transport.set_protocol(self)
 
     @property
@@ -109,7 +114,12 @@ class Line(asyncio.Protocol):
 
     def _give_up(self, answer: asyncio.Future[Any]) -> None:
         """Let this one go with an error; the others may still get an answer, but nobody asks here any more."""
-        if not answer.done():
+        if answer.done():
+            return
+        left = self._heard_at + self._patience - self._loop.time()
+        if left > 0:  # a part of an answer has come meanwhile
+            self._loop.call_later(left, self._loop.call_later, GRACE, self._give_up, answer)
+        else:
             self._given_up = True
             answer.set_exception(TimeoutError(f"no answer within {self._patience:g} s"))
 
@@ -117,6 +127,7 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Hand out the answers that are complete."""
+        self._heard_at = self._loop.time()
         self._unread += data
         at = 0
         try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from ..exceptions import AcquireTimeout
+from . import token as tokens
 from .base import BaseLock
 from .keys import AS_MADE, AsMade, Seconds
 from .owner import LockInfo
@@ -18,17 +19,28 @@ class Lock(BaseLock):
 
     _me = staticmethod(threading.current_thread)
 
-    def acquire(self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE) -> bool:
+    def acquire(
+        self,
+        blocking: bool | AsMade | None = AS_MADE,
+        timeout: Seconds | AsMade | None = AS_MADE,
+        *,
+        blocking_timeout: Seconds | None = None,
+        token: str | bytes | None = None,
+    ) -> bool:
         """Acquire the lock, and tell whether it was acquired.
 
         Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. What is not given is as the object
-        was made; without arguments it waits as ``with`` does.
+        was made; without arguments it waits as ``with`` does. `blocking_timeout` is redis-py's word for `timeout`. `token` is the id
+        of this acquisition in place of a random one; two acquisitions by one token keep each other out.
 
         Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this thread holds the lock through this object, or through
         another one and would wait for itself for ever. If the lock that it holds is not renewed, or has `max_hold`, it waits
         for the end of that one.
         """
-        return self._server.run(self._acquire(self._wait.seconds(blocking, timeout), self._server.room.open))
+        seconds, listening = self._wait.seconds(blocking, timeout, blocking_timeout), self._server.room.open
+        if token is not None:
+            return self._server.run(tokens.acquire(self, token, seconds, listening))
+        return self._server.run(self._acquire(seconds, listening))
 
     def release(self) -> None:
         """Release the lock and wake the next waiter.
@@ -56,14 +68,18 @@ class Lock(BaseLock):
     ) -> None:
         self._server.run(self._exit(error))
 
-    def extend(self, expire: Seconds | None = None) -> None:
-        """Give the held lock a new life of `expire` seconds from now (None: of its own).
+    def extend(self, expire: Seconds | None = None) -> Literal[True]:
+        """Give the held lock a new life of `expire` seconds from now (None: of its own), and return True.
 
         Only the object that acquired the lock makes its life shorter: by a given id, a life that is longer stays.
 
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
-        self._server.run(self._extend(expire))
+        return self._server.run(self._extend(expire))
+
+    def reacquire(self) -> Literal[True]:
+        """Give the held lock the life again that its object was made with, and return True. Raises as `extend` does."""
+        return self._server.run(self._extend(self.expire))
 
     def owner(self) -> LockInfo | None:
         """Return who holds the lock now, or None. Raises LockBackendError when Redis cannot answer."""

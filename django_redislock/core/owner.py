@@ -90,6 +90,11 @@ class Held:
         self.waiting = waiting
 
     @property
+    def record(self) -> bytes:
+        """What its holder says of itself, as it was written."""
+        return self._record.encode()
+
+    @property
     def host(self) -> str:
         """The host alone: a list is narrowed by it."""
         found = _HOST_FIELD.match(self._record)

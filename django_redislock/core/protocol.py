@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from ..exceptions import LockBackendError
 from . import events, scripts
 from .clock import monotonic
-from .keys import LockKeys, held_keys, milliseconds
+from .keys import VALUE, LockKeys, held_keys, milliseconds, witness_key
 from .lease import Lease
 from .loss import note, notes_key
 from .owner import Held, new_id, parse
@@ -174,7 +174,9 @@ def reset(
 ) -> Steps[int]:
     """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
     args = (name.encode(), b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
-    call = Call(scripts.RESET, (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys, name)), args)
+    witness = (witness_key(keys, name),) if name.startswith(VALUE) else ()
+    of_lock = (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys, name))
+    call = Call(scripts.RESET, (*of_lock, *witness), args)
     _, reply = yield from attempt(name, call, until)
     return int(reply)
 

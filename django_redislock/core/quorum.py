@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from redis import Redis
 
@@ -167,8 +167,8 @@ class QuorumLock:
             raise LockLost(self.name, loss)
         events.emit("released", "Quorum lock %r released.", self.name, name=self.name, fence=0)
 
-    def extend(self, expire: Seconds | None = None) -> None:
-        """Give the held lock a new life of `expire` seconds from now (None: of its own).
+    def extend(self, expire: Seconds | None = None) -> Literal[True]:
+        """Give the held lock a new life of `expire` seconds from now (None: of its own), and return True.
 
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
@@ -176,6 +176,7 @@ class QuorumLock:
         holding.extend(expire)
         if holding.loss is not None:
             raise LockLost(self.name, holding.loss)
+        return True
 
     def owner(self) -> LockInfo | None:
         """Return who holds the lock on most servers now, or None. Raises LockBackendError when too many cannot answer."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from redis.exceptions import AuthenticationError, ConnectionError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, ClusterCrossSlotError, ConnectionError, RedisError, ResponseError
 
 from ..exceptions import LockBackendError
 from . import events, scripts
@@ -136,13 +136,18 @@ retry_for: float | None = None
 
 
 def attempt(
-    name: str, effect: Call | Commands | Join, until: float, patient: Patient | None = None
+    name: str,
+    effect: Call | Calls | Commands | Join,
+    until: float,
+    patient: Patient | None = None,
+    level: int | None = None,
 ) -> Steps[tuple[float, Any]]:
     """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
 
     Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that
     stays away for longer than `patient` says, or past `until`, raises LockBackendError. So does, without another try, one that
-    stays silent for as long as the client's own socket timeout, and any other error.
+    stays silent for as long as the client's own socket timeout, and any other error. That is logged at the `level` (None: as a
+    warning).
     """
     tries, give_up = 0, until
     while True:
@@ -156,7 +161,7 @@ def attempt(
             pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0  # noqa: S311
             broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
             if not broken or (tries and monotonic() + pause >= give_up):
-                raise _backend_error(name, error, effect) from error
+                raise _backend_error(name, error, effect, level) from error
         tries += 1
         yield Pause(pause)
 
@@ -208,11 +213,14 @@ def together(many: Sequence[Steps[T]], ended: dict[int, T]) -> Steps[None]:
         raise failure
 
 
-def _backend_error(name: str, error: RedisError, effect: Call | Commands | Join) -> LockBackendError:
+def _backend_error(
+    name: str, error: RedisError, effect: Call | Calls | Commands | Join, level: int | None
+) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
     if isinstance(effect, Call) and "WRONGTYPE" in cause:  # something else wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
     failure = LockBackendError(name, cause, refused=isinstance(error, ResponseError))
-    if not isinstance(effect, Commands):  # those are about values, not about locks
-        events.emit("backend_error", "%s", failure, name=name, cause=cause)
+    # Commands are about values, not about locks; and who is told of slots asks again in another way.
+    if not isinstance(effect, Commands) and not isinstance(error, ClusterCrossSlotError):
+        events.emit("backend_error", "%s", failure, name=name, cause=cause, level=level)
     return failure

@@ -6,7 +6,16 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 What = Literal[
-    "hits", "computed", "waited", "seconds_waited", "taken_over", "lease_lost", "fenced", "stale_served", "errors"
+    "hits",
+    "computed",
+    "waited",
+    "seconds_waited",
+    "taken_over",
+    "lease_lost",
+    "lease_evicted",
+    "fenced",
+    "stale_served",
+    "errors",
 ]
 
 
@@ -24,7 +33,9 @@ class Tally:
     taken_over: int = 0
     """Values computed here after waiting for one who failed, died or was overtaken by an invalidation."""
     lease_lost: int = 0
-    """Values not stored, because the right to compute them ended meanwhile."""
+    """Values that took longer to compute than the right to do so lasts; others may have computed them, too."""
+    lease_evicted: int = 0
+    """Rights to compute that the server evicted; others may have computed the same values, too."""
     fenced: int = 0
     """Values not stored, because they were set or invalidated meanwhile."""
     stale_served: int = 0

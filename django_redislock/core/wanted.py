@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from logging import DEBUG
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -17,21 +18,21 @@ from redis.exceptions import NoPermissionError
 from ..exceptions import LockBackendError
 from . import events
 from .clock import monotonic
-from .keys import MAX_NAME, lock_keys
+from .keys import MAX_NAME, VALUE
 from .lease import Lease
 from .owner import new_id
 from .server import Server
+from .slots import is_clustered, lease_keys
 from .tally import Counters
 
 MISSING: Any = object()
-KIND = "cache:"
-"""What the names of the leases begin with."""
+KIND = VALUE
 
 Owner = threading.Thread | asyncio.Task[Any]
 
 
 class ValueLease(Lease):
-    """The right to compute a value for all. To lose it is no error: then the value is not stored."""
+    """The right to compute a value for all. To lose it is no error: then others may compute the value, too."""
 
     ended = False
     waited = False
@@ -40,7 +41,7 @@ class ValueLease(Lease):
     def report_loss(self) -> None:
         """Log it: nobody else needs to know."""
         if self.noted_loss is not None:
-            events.log.info("What is being computed for %r will not be stored: %s.", self.name, self.noted_loss.reason)
+            events.log.info("The right to compute %r for all has ended: %s.", self.name, self.noted_loss.reason)
 
 
 computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=())
@@ -84,7 +85,7 @@ class Wanted:
     def lease(self, owner: Owner) -> ValueLease:
         """Return a lease to be acquired."""
         name = self.name
-        keys = lock_keys(self.prefix, name)
+        keys = lease_keys(self.server, self.prefix, name, self.key)
         return ValueLease(self.server, name, keys, self.id or new_id(), self.expire, owner, self.max_hold, lambda: None)
 
 
@@ -120,13 +121,18 @@ def outer(server: Server) -> list[str]:
     return [lease.name for lease in computing.get() if lease.server is server and not lease.ended]
 
 
-def is_below(server: Server) -> bool:
+def is_below(server: Server, name: str = "") -> bool:
     """Whether the caller computes under a lease of a server with a higher place: then it must not wait.
 
-    No server sees a circle of computations over several servers. If each waits only for those of higher ones, there is none.
+    No server sees a circle of computations over several servers. If each waits only for those of higher ones, there is none. In cluster
+    mode no script sees more than one slot: there a lease of a higher name counts as well.
     """
-    leases = computing.get()
-    return bool(leases) and any(_place(lease.server) > _place(server) for lease in leases if not lease.ended)
+    leases = [lease for lease in computing.get() if not lease.ended]
+    if not leases:
+        return False
+    if any(_place(lease.server) > _place(server) for lease in leases):
+        return True
+    return is_clustered(server) and any(lease.server is server and lease.name >= name for lease in leases)
 
 
 def _place(server: Server) -> list[str]:
@@ -136,6 +142,22 @@ def _place(server: Server) -> list[str]:
 _forbidden: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
 ASKED_AGAIN_AFTER = 60.0
 """Seconds after which a server that refused a lease for want of permissions is asked for one again."""
+
+
+_told: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
+TOLD_AGAIN_AFTER = 60.0
+"""Seconds for which an error of Redis that the cache ignores is not told as a warning again."""
+
+
+def level_of(server: Server, forgiving: bool) -> int | None:
+    """Return at which level to log that the server does not answer; None: as ever."""
+    return DEBUG if forgiving and monotonic() < _told.get(server, 0.0) else None
+
+
+def note_told(server: Server) -> None:
+    """Note that the log says so now."""
+    if level_of(server, True) is None:
+        _told[server] = monotonic() + TOLD_AGAIN_AFTER
 
 
 def is_forbidden(server: Server) -> bool:

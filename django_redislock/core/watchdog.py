@@ -16,6 +16,8 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from redis.exceptions import ClusterCrossSlotError
+
 from . import events, native
 from .clock import monotonic
 from .lease import Cause, Lease
@@ -211,7 +213,10 @@ class ServerWatchdog:
         sent = monotonic()
         try:
             try:
-                replies = server.renew(renewal(leases), _patience(leases[-1]))
+                try:
+                    replies = server.renew(renewal(leases), _patience(leases[-1]))
+                except ClusterCrossSlotError:  # a server in cluster mode takes a script for one slot only
+                    replies = [server.renew(renewal([lease]), _patience(lease))[0] for lease in leases]
             except Exception as error:  # of Redis, or of what gives the address or the password
                 self._unanswered(leases, error)
                 return

@@ -1,13 +1,19 @@
 -- Ask for a value: it is there, or the caller is to compute it, or somebody else computes it.
 -- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 the value, 6 which computation waits for which,
---       7 how often the old value could not be replaced
+--       7 how often the old value could not be replaced, 8 the witness of the value, 9 the era of its bucket
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter ('': none), 6 '1' to join the queue,
 --       7 SHA-1 of a value that is too old ('': none), 8 '1' if the caller can do with that one, 9... names of what the caller
 --       computes meanwhile
--- Returns {'value', value}, {'large'} when a value is there that is better fetched by a GET, {'compute', fence, when the too old value ends (ms, '': there is none)}, {'wait', fence of who computes, ms until another try makes sense (negative:
+-- Returns {'value', value}, {'large'} when a value is there that is better fetched by a GET, {'compute', fence, when the too old
+-- value ends (ms, '': there is none), the witness}, {'wait', fence of who computes, ms until another try makes sense (negative:
 -- unknown)}, {'cycle'} when who computes waits for the caller, or {'paused'} when a computation failed a
 -- moment ago and the caller can do with the old value.
+--
+-- The witness says that nothing ended the leases of the value since it was written: what does so deletes it, and the era of the
+-- bucket, which it names, when whole patterns of keys are meant. By it a value is stored whose lease ended early, because the
+-- server evicted it or because it took too long. A witness that was evicted itself says nothing.
 local LARGE = 524288  -- bytes; Lua would make one copy more
+local WITNESS_LIFE_MS = 86400000  -- as what ends first is evicted first, it ends long after most values
 local id, life_ms, name, channel = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5]
 local now = now_us()
 local lock = redis.call('GET', KEYS[1])
@@ -55,7 +61,17 @@ end
 if not lock or mine or overdue then
   leave()
   local fence = take(KEYS[1], KEYS[2], KEYS[3], lock, id, name, ARGV[4], now, life_ms)
-  return {'compute', fence, value and whole(ends_at(KEYS[5], now)) or ''}
+  local kept = redis.call('MGET', KEYS[8], KEYS[9])
+  local witness, era = kept[1], kept[2]
+  if not era then
+    era = id
+    redis.call('SET', KEYS[9], era, 'PX', WITNESS_LIFE_MS)
+  end
+  if not witness or string.match(witness, ' (.*)$') ~= era then
+    witness = id .. ' ' .. era
+    redis.call('SET', KEYS[8], witness, 'PX', WITNESS_LIFE_MS)
+  end
+  return {'compute', fence, value and whole(ends_at(KEYS[5], now)) or '', witness}
 end
 
 if #ARGV > 8 then

@@ -1,5 +1,6 @@
 -- Take the lock from whoever holds it and hand it to the first waiter.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 notes of forced releases, for the former holders
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 notes of forced releases, for the former holders, 6 of a lease: the
+--       witness of its value
 -- ARGV  1 name, 2 fence of the acquisition to end ('': any), 3 id of this call, 4 who \n why
 -- Returns 1 when freed, 0 when nobody held it, -1 when another acquisition holds it.
 -- A note is  fence \n when (ms) \n who \n why , by the fence; the newest 16 of a lock are kept, for as long as a former holder may
@@ -23,6 +24,9 @@ if ARGV[2] ~= '' and ARGV[2] ~= fence then
   return -1
 end
 redis.pcall('ZREM', KEYS[2], ARGV[1])
+if KEYS[6] then
+  redis.call('DEL', KEYS[6])
+end
 keep_receipt(KEYS[4], receipt, fence)
 local note = fence .. '\n' .. whole(math.floor(now_us() / 1000)) .. '\n' .. ARGV[4]
 local life_ms = math.max(redis.call('PTTL', KEYS[1]), 0) + NOTE_LIFE_MS

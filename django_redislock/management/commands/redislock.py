@@ -331,7 +331,6 @@ class Command(BaseCommand):
         self.stdout.write(text)
 
 
-
 def _of_every_command() -> CommandParser:
     """Return Django's own options, so that they may also follow the action; what is not given is not overwritten."""
     parser = CommandParser(add_help=False, argument_default=SUPPRESS)

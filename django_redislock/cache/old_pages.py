@@ -1,0 +1,64 @@
+"""Copies of pages that outlive them: what `cache_page` answers with while a view renders a new one, or fails to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.http import HttpRequest, HttpResponseBase
+from django.middleware.cache import CacheMiddleware
+from django.utils.cache import get_cache_key, get_max_age, learn_cache_key, patch_cache_control
+from django.utils.http import http_date
+
+LONGEST_PAUSE = 60
+"""Seconds at most between two tries of a view that fails; from a second on, it doubles with each failure."""
+
+
+class OldPages:
+    """The copies for the pages of one view. Each is kept by Django's own rules, under a prefix of its own."""
+
+    def __init__(self, rules: CacheMiddleware, cache: Any, stale: float) -> None:
+        self._rules = rules
+        self._cache = cache
+        self._prefix = f"redislock.stale.{rules.key_prefix}"
+        self.stale = stale
+        """Seconds for which a copy outlives its page."""
+
+    def find(self, request: HttpRequest) -> HttpResponseBase | None:
+        """Return the copy for this request, for the one moment that it is shown."""
+        for method in dict.fromkeys(("GET", str(request.method))):
+            key = get_cache_key(request, self._prefix, method, cache=self._cache)
+            page: HttpResponseBase | None = None if key is None else self._cache.get(key)
+            if page is not None:
+                patch_cache_control(page, max_age=0)
+                page["Expires"] = http_date()
+                return page
+        return None
+
+    def keep(self, request: HttpRequest, page: HttpResponseBase) -> None:
+        """Keep a copy of a page that was stored just now."""
+        timeout = self._rules.page_timeout  # type: ignore[attr-defined]
+        if timeout is None:
+            timeout = get_max_age(page)
+        if timeout is None:
+            timeout = self._rules.cache_timeout
+        life = timeout + self.stale
+        self._cache.set(learn_cache_key(request, page, life, self._prefix, cache=self._cache), page, life)
+        self._cache.delete(self._failures(request))
+
+    def forget(self, request: HttpRequest) -> None:
+        """Forget the copy: there is no such page any more."""
+        key = get_cache_key(request, self._prefix, str(request.method), cache=self._cache)
+        if key is not None:
+            self._cache.delete(key)
+
+    def pause(self, request: HttpRequest) -> float:
+        """Count a failure, and return for how many seconds the view is not to be tried again."""
+        key = self._failures(request)
+        failures = self._cache.get(key, 0)
+        pause = float(min(LONGEST_PAUSE, 2**failures))
+        self._cache.set(key, failures + 1, pause + LONGEST_PAUSE)
+        return pause
+
+    def _failures(self, request: HttpRequest) -> str:
+        key = get_cache_key(request, self._prefix, str(request.method), cache=self._cache)
+        return f"redislock.stale.failures.{key}"

@@ -1,0 +1,90 @@
+"""redis-py's words for an acquisition's id: the token that ``acquire(token=…)`` takes, and ``lock.local.token``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import protocol
+from .clock import monotonic
+from .keys import check_token
+from .owner import Held, new_id
+from .steps import Pause, Steps
+
+if TYPE_CHECKING:
+    from .base import BaseLock
+
+LOOK_EVERY = 0.1
+"""Seconds between two looks at a lock that somebody else holds by the same token: no queue knows these two apart."""
+
+
+@dataclass(slots=True)
+class Token:
+    """The token that a thread or task acquires by now.
+
+    Two who acquire by the same token keep each other out, as in redis-py. To the scripts they are one owner that repeats a
+    call, so the record that an acquisition leaves in Redis is its own, by a random part.
+    """
+
+    id: str
+    mark: bytes
+    mine: bool = False
+    """Whether what holds the lock by this id is known to be this acquisition, of which a reply was lost."""
+    refused: bool = False
+    """Whether the server answered that the id held the lock before."""
+
+    def marked(self, record: bytes) -> bytes:
+        """Return the record of this acquisition."""
+        return record[:-1] + self.mark + record[-1:]
+
+    def wrote(self, held: Held) -> bool:
+        """Whether this acquisition wrote what holds the lock."""
+        return self.mark in held.record
+
+
+def acquire(lock: BaseLock, token: object, timeout: float | None, listening: bool) -> Steps[bool]:
+    """Acquire the lock by this token."""
+    until = math.inf if timeout is None else monotonic() + timeout
+    me = lock._me()
+    mine = Token(check_token(token), b',"by":"%b"' % new_id().encode())
+    lock._tokens = {**lock._tokens, me: mine}
+    try:
+        while True:
+            (held,) = yield from protocol.read([lock.name], [lock._keys])
+            mine.mine = held is not None and mine.wrote(held)
+            left = None if timeout is None else max(0.0, until - monotonic())
+            if held is None or held.id != mine.id or mine.mine or me in lock._leases:
+                mine.refused = False
+                if (yield from lock._acquire(left, listening)):
+                    return True
+                if not mine.refused:
+                    return False
+            elif left == 0.0:
+                return False
+            else:
+                yield Pause(LOOK_EVERY if left is None else min(LOOK_EVERY, left))
+    finally:
+        lock._tokens = {other: token for other, token in lock._tokens.items() if other is not me}
+
+
+class Local:
+    """What redis-py calls ``lock.local``."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, lock: BaseLock) -> None:
+        self._lock = lock
+
+    @property
+    def token(self) -> bytes | None:
+        """The id of the caller's acquisition, None when there is none.
+
+        Set it to the token of an acquisition that was made elsewhere, to release or to extend that one.
+        """
+        id = self._lock._token()
+        return None if id is None else id.encode()
+
+    @token.setter
+    def token(self, token: str | bytes | None) -> None:
+        self._lock._given_id = None if token is None else check_token(token)
