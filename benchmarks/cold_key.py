@@ -67,7 +67,9 @@ NAMES = {
 
 def process(url: str, get, rounds: int, ready, go, ended) -> None:
     configure(url)
-    get("warm", lambda: "v")
+    from django.core.cache import caches
+
+    caches["django-redis"].get("warm")  # connected, as by the page's other keys, and none of them has waited before
     for number in range(rounds):
         computed = []
 
@@ -147,13 +149,26 @@ def main() -> None:
         rows = []
         for get in NAMES:
             client.flushdb()
-            counts, whole[get], _ = run(url, get, 100)
-            seconds = statistics.median(whole[get])
-            ratio = seconds / statistics.median(whole[unprotected])
+            counts, whole[get], _ = run(url, get, 100, ROUNDS + 1)
+            first, *later = [(seconds - WORK) * 1000 for seconds in whole[get]]
+            first_base, *later_base = [(seconds - WORK) * 1000 for seconds in whole[unprotected]]
+            beyond, beyond_base = statistics.median(later), statistics.median(later_base)
+            ratio = (beyond + WORK * 1000) / (beyond_base + WORK * 1000)
             rows.append(
-                [NAMES[get], max(counts), f"{(seconds - WORK) * 1000:.0f}", f"{seconds * 1000:.0f}", f"{ratio:.2f}"]
+                [
+                    *(NAMES[get], max(counts), f"{first:.0f}", f"{first / first_base:.2f}"),
+                    *(f"{beyond:.0f}", f"{beyond / beyond_base:.2f}", f"{ratio:.2f}"),
+                ]
             )
-        head = ["", "computations", "ms beyond the work", "ms to the last", "to unprotected"]
+        head = [
+            "",
+            "computations",
+            "first crowd: ms beyond the work",
+            "to unprotected",
+            "later",
+            "to unprotected",
+            "with the work",
+        ]
         table(f"100 processes, one cold key, {WORK:g} s of work", head, rows)
 
         after: dict = {}

@@ -14,7 +14,7 @@ from django.test import override_settings
 from django_redislock.cache import DjangoRedisCache
 from django_redislock.core import held_locks
 from tests.cache_programs import base_at, cache_at, commands
-from tests.support import monitoring, wait_until
+from tests.support import counting, monitoring, wait_until
 
 
 @pytest.fixture
@@ -46,6 +46,16 @@ def test_a_miss_takes_three_round_trips(cache, client):
     with monitoring(client) as sent:
         cache.get_or_set("k", lambda: "v")
     assert commands(sent) == ["GET", "EVALSHA", "EVALSHA"]
+
+
+def test_what_the_server_does_for_a_miss(cache, client):
+    cache.get_or_set("warm", lambda: 1)
+    with counting(client) as ran:
+        cache.get_or_set("k", lambda: "v")
+    assert ran["get"] == 3, "the value by the caller, and by each of two scripts the lease"
+    assert ran["set"] == 3, "the fence, the lease and the value"
+    now_and_then = ("zrangebyscore", "zrem", "pexpire")  # the index of held locks is swept, or new
+    assert sum(number for name, number in ran.items() if name not in now_and_then) == 15
 
 
 @pytest.mark.parametrize("value", [None, True, False, 0, 7, -(10**30), 1.5, "", "ü", b"\0\xff", [], {"a": [1, (2,)]}])

@@ -15,10 +15,11 @@ from django_redislock.cache import flights
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.aioserver import AsyncServer
 from django_redislock.core.server import Server
+from django_redislock.core.steps import Call, Calls
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
 from tests.cache_programs import cache_at, commands
-from tests.support import monitoring, wait_until
+from tests.support import monitoring, queued, wait_until
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -64,6 +65,22 @@ def test_hits_are_one_mget(cache, client, many):
     assert commands(sent) == ["MGET"]
 
 
+def test_keys_that_are_there_are_read_and_decoded_and_nothing_else_is_done_for_each(cache, many, monkeypatch):
+    keys = [f"k{number}" for number in range(100)]
+    cache.set_many(dict.fromkeys(keys, 1))
+    many(["warm"], upper)
+    made = []
+    for name in ("_asked", "_redis", "_server_of"):
+        method = getattr(type(cache), name)
+        monkeypatch.setattr(
+            type(cache), name, lambda *args, f=method, name=name, **options: made.append(name) or f(*args, **options)
+        )
+    assert many(keys, never) == dict.fromkeys(keys, 1)
+    assert len(made) <= 3
+    assert many([*keys, "missing"], upper)["missing"] == "MISSING"
+    assert made.count("_asked") == 1
+
+
 @pytest.mark.parametrize("count", [1, 100])
 def test_however_many_are_missing_they_take_three_round_trips(many, cache, client, monkeypatch, count):
     """One to read them, one to ask for the right to compute them, one to store them."""
@@ -84,7 +101,7 @@ def test_however_many_are_missing_they_take_three_round_trips(many, cache, clien
     note(AsyncServer)
     with monitoring(client) as sent:
         assert many(keys, lambda missing: client.echo("computing") and upper(missing)) == upper(keys)
-    assert asked == ["Commands", "Calls", "Compute", "Calls"]
+    assert [effect.removesuffix("s") for effect in asked if effect != "Commands"] == ["Call", "Compute", "Call"]
     assert commands(sent) == ["MGET", *["EVALSHA"] * count, "ECHO", *["EVALSHA"] * count]
 
 
@@ -276,6 +293,131 @@ def test_what_another_process_computes_is_waited_for_after_the_rest_is_computed(
         assert many(["b", "d"], compute, wait=0.1, on_wait_timeout={"mine": 1}) == {"b": {"mine": 1}, "d": "D"}
     assert many(["a", "b", "c"], compute) == {"a": "A", "b": "B", "c": "C"}
     assert calls == [["a", "c"], ["d"], ["b"]]
+
+
+@pytest.fixture
+def elsewhere(redis_url):
+    """The cache as another process has it: what is computed there is waited for through Redis."""
+    return cache_at(redis_url, "DjangoRedisCache", OPTIONS={"client_name": "elsewhere"})
+
+
+@pytest.mark.parametrize("count", [10, 100])
+def test_however_many_another_process_computes_they_are_asked_for_twice_and_waited_for_at_once(
+    cache, elsewhere, many, client, monkeypatch, count
+):
+    keys = [f"k{number}" for number in range(count)]
+    work, asked, seen = Held(), [], threading.local()
+    many(["warm"], upper)
+
+    def note(driver):
+        do = driver._do
+
+        def noting(self, effect, *args):
+            if hasattr(seen, "waits"):
+                asked.append(effect)
+            return do(self, effect, *args)
+
+        monkeypatch.setattr(driver, "_do", noting)
+
+    note(Server)
+    note(AsyncServer)
+
+    def wait():
+        seen.waits = True
+        return many(keys, never)
+
+    with ThreadPoolExecutor(2) as pool:
+        leader = pool.submit(elsewhere.get_or_set_many, keys, work.then(upper), 60)
+        assert work.running.wait(10)
+        waiter = pool.submit(wait)
+        wait_until(lambda: all(queued(client, f"cache::1:{key}") == 1 for key in keys))
+        work.end.set()
+        assert waiter.result(20) == leader.result(20) == upper(keys)
+    asks = [len(effect.calls) for effect in asked if isinstance(effect, Calls)]
+    assert not any(isinstance(effect, Call) for effect in asked)
+    assert len([number for number in asks if number > 1]) == 2, "whether it is to compute, and to be told"
+    assert sum(number for number in asks if number > 1) <= 2 * count, "but for one look twice a second"
+    assert not any(queued(client, f"cache::1:{key}") for key in keys)
+    assert not flights._flights
+
+
+def test_a_key_that_becomes_free_is_computed_while_another_one_is_waited_for(cache, client, many):
+    calls = []
+    with ThreadPoolExecutor(1) as pool, Lock(client, "cache::1:a"):
+        with Lock(client, "cache::1:b"):
+            waiter = pool.submit(many, ["a", "b"], lambda keys: calls.append(keys) or upper(keys))
+            wait_until(lambda: queued(client, "cache::1:a") == queued(client, "cache::1:b") == 1)
+        wait_until(lambda: cache.get("b") == "B")
+        assert calls == [["b"]]
+    assert waiter.result(20) == {"a": "A", "b": "B"}
+    assert calls == [["b"], ["a"]]
+
+
+def test_who_waits_for_one_key_is_told_of_its_failure_and_waits_for_no_other_one(elsewhere, client, many):
+    work = Held()
+
+    def fail(keys):
+        raise ValueError("mine")
+
+    with ThreadPoolExecutor(2) as pool, Lock(client, "cache::1:a"):
+        leader = pool.submit(elsewhere.get_or_set_many, ["b"], work.then(fail))
+        assert work.running.wait(10)
+        waiter = pool.submit(many, ["a", "b"], never)
+        wait_until(lambda: queued(client, "cache::1:a") == queued(client, "cache::1:b") == 1)
+        work.end.set()
+        with pytest.raises(ValueError, match="mine"):
+            waiter.result(20)
+        with pytest.raises(ValueError, match="mine"):
+            leader.result(20)
+        assert queued(client, "cache::1:a") == 0
+    assert not flights._flights
+
+
+def test_who_follows_in_the_same_process_has_a_value_while_another_one_is_waited_for(cache, client, many):
+    work = Held()
+    with ThreadPoolExecutor(2) as pool, Lock(client, "cache::1:b"):
+        both = pool.submit(cache.get_or_set_many, ["a", "b"], work.then(upper))
+        assert work.running.wait(10)
+        one = pool.submit(many, ["a"], never)
+        wait_until(lambda: cache_programs.followers() == 1)
+        work.end.set()
+        assert one.result(20) == {"a": "A"}
+        assert not both.done()
+    assert both.result(20) == {"a": "A", "b": "B"}
+
+
+def test_cancelled_while_it_waits_for_many_it_leaves_no_place_in_a_queue(cache, client):
+    keys = ["a", "b", "c"]
+
+    async def main():
+        task = asyncio.ensure_future(cache.aget_or_set_many(keys, never))
+        while not all(queued(client, f"cache::1:{key}") for key in keys):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with Lock(client, "cache::1:a"), Lock(client, "cache::1:b"), Lock(client, "cache::1:c"):
+        asyncio.run(main())
+        wait_until(lambda: not any(queued(client, f"cache::1:{key}") for key in keys))
+    assert not flights._flights
+
+
+class Held:
+    """Lets a computation run until the test ends it."""
+
+    def __init__(self):
+        self.running, self.end = threading.Event(), threading.Event()
+
+    def then(self, default):
+        """Return the default, which begins when the test says so."""
+
+        def compute(keys):
+            self.running.set()
+            assert self.end.wait(20)
+            return default(keys)
+
+        return compute
 
 
 def test_nested(cache):

@@ -25,7 +25,7 @@ from django_redislock.core.tally import Counters
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
 from tests.cache_programs import Work, cache_at, commands, followers
-from tests.support import in_a_fork, monitoring, wait_until
+from tests.support import counting, in_a_fork, monitoring, wait_until
 from tests.support.worker import Worker
 
 
@@ -709,3 +709,14 @@ def test_a_celery_worker_refreshes(server, client, tmp_path, asynchronous):
     assert made["pid"] != threading.get_native_id()
     assert client.pttl(":1:k") > 240_000
     assert not list(held_locks(client))
+
+
+def test_a_stale_hit_of_what_another_process_computes_makes_the_server_copy_and_hash_nothing(cache, client, get):
+    """Only the caller's own read takes the value; what is asked then looks at the lease alone."""
+    value = "x" * 1000
+    get("k", lambda: value, 1, stale=600)
+    client.pexpire(":1:k", 500_000)
+    with Lock(client, "cache::1:k"), counting(client) as ran:
+        assert get("k", lambda: 1 / 0, 1, stale=600) == value
+    reads = {name: ran[name] for name in ("evalsha", "get", "strlen")}
+    assert reads == {"evalsha": 1, "get": 2, "strlen": 0}, "the caller reads the value, and the script the lease"

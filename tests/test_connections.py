@@ -22,7 +22,7 @@ from django_redislock.core.aioserver import async_server_of
 from django_redislock.core.clock import monotonic
 from django_redislock.core.server import server_of
 from django_redislock.core.steps import Commands
-from tests.support import in_a_fork, lived, queued, wait_until
+from tests.support import counting, in_a_fork, lived, queued, wait_until
 
 PING = Commands(((b"PING",),))
 KEEPALIVE = {"socket_keepalive": True, "socket_keepalive_options": {4: 30}}
@@ -361,3 +361,13 @@ def test_connections_of_greenlets_close_too(own_server, patch):
         check=False,
     )
     assert (run.stdout, run.stderr) == ("True\n1\n" * 2, "")
+
+
+def test_a_connection_of_ours_tells_no_name_since_that_takes_two_round_trips(client):
+    connection = server_of(client).connection()
+    try:
+        with counting(client) as ran:
+            connection.connect()
+        assert ran["client|setinfo"] == 0
+    finally:
+        connection.disconnect()

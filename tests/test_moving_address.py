@@ -15,7 +15,7 @@ from django_redislock.core.aioserver import async_server_of
 from django_redislock.core.lease import Lease
 from django_redislock.core.server import server_of
 from django_redislock.core.steps import Call, Calls, Commands
-from django_redislock.core.wire import NotPrimary, parse
+from django_redislock.core.wire import NotPrimary, Replies
 from django_redislock.exceptions import LockBackendError
 from tests.support import Proxy, RedisServer, command_counts, counting, lived, queued, wait_until
 
@@ -224,14 +224,18 @@ def test_a_primary_without_enough_replicas_is_asked_for_anew(address, client):
     ],
 )
 def test_what_servers_say_that_are_no_primary_is_known(line):
-    reply, _ = parse(bytearray(b"-%b\r\n" % line.encode()), 0)
+    replies = Replies()
+    replies.add(b"-%b\r\n" % line.encode())
+    reply = replies.next()
     assert isinstance(reply, NotPrimary)
     assert str(reply) == line
 
 
 @pytest.mark.parametrize("line", ["ERR READONLY You can't", "WRONGTYPE Operation -READONLY ", "READONLYX a"])
 def test_other_errors_are_not_taken_for_that(line):
-    reply, _ = parse(bytearray(b"-%b\r\n" % line.encode()), 0)
+    replies = Replies()
+    replies.add(b"-%b\r\n" % line.encode())
+    reply = replies.next()
     assert isinstance(reply, redis.RedisError)
     assert not isinstance(reply, NotPrimary)
 

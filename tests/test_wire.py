@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 from redis.exceptions import InvalidResponse
 
+from django_redislock.core import wire
 from django_redislock.core.scripts import COUNT
 from django_redislock.core.steps import Call
-from django_redislock.core.wire import Wire, pack
+from django_redislock.core.wire import Incomplete, Replies, Wire, pack
 
 
 class Source:
@@ -34,11 +36,46 @@ def test_the_reads_of_a_large_reply_grow() -> None:
     assert source.reads <= 9  # 4 kB, then each time as much as there is
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_each_part_of_a_reply_is_read_once_in_however_many_pieces_it_arrives(monkeypatch, size) -> None:
+    """Errors are told from other parts, so they are counted here."""
+    read, error = [], wire._error
+    monkeypatch.setattr(wire, "_error", lambda line: read.append(line) or error(line))
+    words = [f"ERR {number}" for number in range(100)]
+    data = b"*102\r\n*0\r\n" + b"".join(b"-%b\r\n" % word.encode() for word in words) + b"*2\r\n$-1\r\n$2\r\n\r\n\r\n"
+    replies, got = Replies(), []
+    for at in range(0, 2 * len(data), size):
+        replies.add((data + data)[at : at + size])
+        with suppress(Incomplete):
+            while not replies.empty:
+                got.append(replies.next())
+    assert replies.empty
+    assert read == words * 2
+    for first, *errors, last in got:
+        assert first == []
+        assert [str(error) for error in errors] == [word.removeprefix("ERR ") for word in words]
+        assert last == [None, b"\r\n"]
+    assert len(got) == 2
+
+
+def test_what_was_read_of_a_large_reply_is_not_kept_twice() -> None:
+    replies, piece = Replies(), 10_000
+    data = b"*100\r\n" + b"$50000\r\n%b\r\n" % (b"x" * 50_000) * 100
+    kept = []
+    for at in range(0, len(data), piece):
+        replies.add(data[at : at + piece])
+        with suppress(Incomplete):
+            assert replies.next() == [b"x" * 50_000] * 100
+        kept.append(len(replies._data))
+    assert max(kept) < 50_000 + 2 * piece
+    assert kept[-1] == 0
+
+
 @pytest.mark.parametrize("piece", range(1, 12))
 def test_numbers_are_read_in_whatever_pieces_they_arrive(piece: int) -> None:
     numbers = [1_795_321_234_567_890, 1, -12, 0, 7]
-    wire = Wire(SimpleNamespace(_sock=Source(b"".join(b":%d\r\n" % number for number in numbers), piece)))
-    assert [wire.receive() for _ in numbers] == numbers
+    numbered = Wire(SimpleNamespace(_sock=Source(b"".join(b":%d\r\n" % number for number in numbers), piece)))
+    assert [numbered.receive() for _ in numbers] == numbers
 
 
 @pytest.mark.parametrize("reply", [b":1a\r\n", b":\r\n", b"1\r\n"])

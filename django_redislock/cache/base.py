@@ -37,6 +37,11 @@ class RedisBackend(Base):
         """Return the client of the primary that holds the key, or of what it is read from."""
         raise NotImplementedError
 
+    @property
+    def _has_one_server(self) -> bool:
+        """Whether all keys are on the same one, or its replicas."""
+        raise NotImplementedError
+
     def _every_redis(self) -> list[Redis]:
         """Return a client for each primary."""
         raise NotImplementedError

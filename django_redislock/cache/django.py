@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.core.cache.backends.redis import RedisCache
+from django.core.cache.backends.redis import RedisCache, RedisCacheClient
+from django.utils.functional import cached_property
 from redis import Redis
 
 from .base import as_bytes
@@ -15,7 +16,23 @@ class DjangoRedisCache(ComputeOnceMixin, RedisCache):
     """Django's own Redis backend, with a `get_or_set` that computes once."""
 
     def _redis(self, made: str, write: bool = True) -> Redis:
-        return self._cache.get_client(made, write=write)
+        if not self._has_one_server:
+            return self._cache.get_client(made, write=write)
+        pool = self._cache._get_connection_pool(write)  # type: ignore[attr-defined]
+        client = self._clients.get(pool)
+        if client is None:
+            client = self._clients[pool] = self._cache._client(connection_pool=pool)  # type: ignore[attr-defined]
+        return client
+
+    @cached_property
+    def _clients(self) -> dict[Any, Redis]:
+        """By their pools: making one takes longer than a command."""
+        return {}
+
+    @cached_property
+    def _has_one_server(self) -> bool:
+        # Another class may choose the server by the key.
+        return type(self._cache).get_client is RedisCacheClient.get_client
 
     def _every_redis(self) -> list[Redis]:
         return [self._redis("")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
+from django.utils.functional import cached_property
 from django_redis.cache import RedisCache as DjangoRedisBase  # type: ignore[import-untyped]
 from django_redis.client import DefaultClient  # type: ignore[import-untyped]
 from django_redis.client.sharded import ShardClient  # type: ignore[import-untyped]
@@ -22,6 +23,10 @@ class RedisCache(ComputeOnceMixin, ExpiringMixin, DjangoRedisBase):  # type: ign
     def _redis(self, made: str, write: bool = True) -> Any:
         client = self.client
         return client.get_server(made) if isinstance(client, ShardClient) else client.get_client(write=write)
+
+    @cached_property
+    def _has_one_server(self) -> bool:
+        return not isinstance(self.client, ShardClient)
 
     def _every_redis(self) -> list[Redis]:
         client = self.client
@@ -45,7 +50,14 @@ class RedisCache(ComputeOnceMixin, ExpiringMixin, DjangoRedisBase):  # type: ign
         return as_bytes(note.value), note.life
 
     def _unpack(self, made: str, data: bytes) -> Any:
+        if self._only_decodes:
+            return self.client.decode(data)
         return self._class.get(self.client, made, default=MISSING, client=_Note(data))
+
+    @cached_property
+    def _only_decodes(self) -> bool:
+        """Whether the client does nothing else with what it has read."""
+        return self._class.get is DefaultClient.get
 
     @property
     def _class(self) -> Any:

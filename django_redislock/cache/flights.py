@@ -18,7 +18,7 @@ from asgiref.sync import SyncToAsync
 
 from ..core.clock import monotonic
 from ..core.events import log
-from ..core.flight import ELSEWHERE, fly, fly_together
+from ..core.flight import fly, fly_together
 from ..core.steps import Follow, Steps
 from ..core.wanted import MISSING, Landing, Owner, Wanted, is_below, is_interruption, outer
 from ..exceptions import AcquireTimeout, LockBackendError
@@ -157,11 +157,13 @@ def values_of(
     nobody waits who keeps another one waiting. A key that `default` has nothing for is left out.
     """
     until = math.inf if wait is None else monotonic() + wait
-    landings: dict[str, Landing] = {}
-    first = yield from _share_many(wants, default, caller)
+    landings = yield from _share_many(wants, default, caller, until)
+    failed = [landing for landing in landings.values() if landing.error is not None]
+    if failed:
+        return {wants[0].key: failed[0]}
     for want in wants:
-        landing = _own_copy(first.get(want.key, Landing()), want)
-        if landing.value is MISSING and landing.error is None and not landing.absent:
+        landing = _own_copy(landings.pop(want.key, Landing()), want)
+        if landing.value is MISSING and not landing.absent:
             left = None if until == math.inf else max(0.0, until - monotonic())
             landing = yield from value_of(want, caller, left, on_timeout)
         if not landing.absent:
@@ -171,10 +173,22 @@ def values_of(
     return landings
 
 
-def _share_many(wants: list[Wanted], default: Callable[[list[Any]], Any], caller: Caller) -> Steps[dict[str, Landing]]:
-    """Lead the flights that nobody leads; return how those ended that did not meet another process's."""
+def _share_many(
+    wants: list[Wanted], default: Callable[[list[Any]], Any], caller: Caller, until: float
+) -> Steps[dict[str, Landing]]:
+    """Lead the flights that nobody leads; return how those ended that did so in time."""
     flights: dict[str, Flight] = {}
+    ended: dict[str, Landing] = {}
     nested = bool(outer(wants[0].server))
+
+    def land(want: Wanted, landing: Landing) -> None:
+        ended[want.key] = landing
+        flight = flights.pop(want.key, None)
+        if flight is not None:
+            if _shareable(landing):
+                flight.outcome = landing._replace(value=MISSING)
+            _close((want.server, want.key), flight)
+
     try:
         if not nested:
             for want in wants:
@@ -182,20 +196,15 @@ def _share_many(wants: list[Wanted], default: Callable[[list[Any]], Any], caller
                 if _flights.setdefault((want.server, want.key), flight) is flight:
                     flights[want.key] = flight
         mine = [want for want in wants if nested or want.key in flights]
-        if not mine:
-            return {}
+        # Who computes another value meanwhile waits for one after the other: Redis sees circles of those only.
         try:
-            landings = yield from fly_together(mine, caller.owner, default)
+            if mine:
+                yield from fly_together(mine, caller.owner, default, -math.inf if nested else until, land)
         except LockBackendError as error:
             cause = error.__cause__ or error
-            landings = [Landing(error=cause, trace=cause.__traceback__, shared=True)] * len(mine)
-        ended: dict[str, Landing] = {}
-        for want, landing in zip(mine, landings, strict=True):
-            if landing is ELSEWHERE:
-                continue
-            ended[want.key] = landing
-            if want.key in flights and _shareable(landing):
-                flights[want.key].outcome = landing._replace(value=MISSING)
+            for want in mine:
+                if want.key not in ended:
+                    land(want, Landing(error=cause, trace=cause.__traceback__, shared=True))
         return ended
     finally:
         for want in wants:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
+from redis.exceptions import RedisError
 
 from ..core.aioserver import async_server_of
 from ..core.compute import ABSENT
@@ -19,7 +20,7 @@ from ..exceptions import LockBackendError
 from .base import RedisBackend
 from .calling import called, current_task, read
 from .flights import Caller, brought, values_of
-from .options import Asked, Options, Timeout, checked, timeout_for
+from .options import PLAIN, Options, Timeout, checked, timeout_for
 
 Missing = Callable[[list[Any]], Any]
 
@@ -46,9 +47,10 @@ class ManyMixin(RedisBackend):
             return self._get_or_set_many_unlocked(call)
         for reader, some in call.by_reader():
             try:
-                call.note(some, server_of(reader).run(peek_many(some)))
-            except LockBackendError as error:
-                call.note(some, self._unread_many(error, some))
+                call.note(some, reader.mget(some))
+            except RedisError:
+                if not self._is_forgiving():
+                    raise
         for server, wants in call.missing(lambda key: default([key]).get(key, ABSENT)):
             caller = Caller(threading.current_thread(), server.room)
             call.take(server.run(values_of(wants, default, caller, call.wait, call.on_wait_timeout)))
@@ -70,7 +72,8 @@ class ManyMixin(RedisBackend):
             try:
                 call.note(some, await read(server_of(reader), peek_many(some)))
             except LockBackendError as error:
-                call.note(some, self._unread_many(error, some))
+                if not self._is_forgiving():
+                    raise (error.__cause__ or error) from None
 
         async def one(key: Any) -> Any:
             return (await called(default, [key])).get(key, ABSENT)
@@ -81,11 +84,6 @@ class ManyMixin(RedisBackend):
             steps = values_of(wants, partial(called, default), caller, call.wait, call.on_wait_timeout)
             call.take(await tasks.run(steps))
         return call.values()
-
-    def _unread_many(self, error: LockBackendError, keys: list[str]) -> list[bytes | None]:
-        if not self._is_forgiving():
-            raise (error.__cause__ or error) from None
-        return [None] * len(keys)
 
     def _get_or_set_many_unlocked(self, call: _Call) -> dict[Any, Any]:
         found = self.get_many(call.keys, version=call.version)
@@ -130,21 +128,11 @@ class _Call:
         self.default = default
         self.timeout = timeout
         self.version = version
-        self.given: Options = checked("get_or_set_many", **options)
-        self.made = {cache._made(key, version): key for key in self.keys}
+        self.given: Options = checked("get_or_set_many", **options) if options else PLAIN
+        self.made: dict[str, Any] = {cache._made(key, version): key for key in self.keys}
         self.found: dict[str, Any] = {}
-        self._asked: dict[str, Asked] = {}
-        for made, key in self.made.items() if self.given.lock else ():
-            asked = cache._asked(key, None, timeout, version, self.given)
-            if asked is None:
-                break
-            self._asked[made] = asked
-            self.wait, self.on_wait_timeout = asked.wait, asked.on_wait_timeout
-
-    @property
-    def locked(self) -> bool:
+        self.locked = self.given.lock and cache._protecting(next(iter(self.made), ""), timeout) is not None
         """Whether what is missing is computed under leases."""
-        return len(self._asked) == len(self.made)
 
     def by_timeout(self, values: dict[Any, Any]) -> list[tuple[float | None, dict[Any, Any]]]:
         """Return the values, each with those of the same life."""
@@ -156,27 +144,28 @@ class _Call:
     def by_reader(self) -> list[tuple[Any, list[str]]]:
         """Return the clients to read from, each with its keys in Redis."""
         readers: dict[int, tuple[Any, list[str]]] = {}
-        one_server = len({asked.want.server for asked in self._asked.values()}) == 1
-        reader = None
+        if self.cache._has_one_server:
+            return [(self.cache._redis(made, write=False), list(self.made)) for made in list(self.made)[:1]]
         for made in self.made:
-            reader = reader if one_server and reader is not None else self.cache._redis(made, write=False)
+            reader = self.cache._redis(made, write=False)
             readers.setdefault(id(reader), (reader, []))[1].append(made)
         return list(readers.values())
 
     def note(self, made: list[str], data: list[bytes | None]) -> None:
         """Take in what is stored."""
+        unpack, before = self.cache._unpack, len(self.found)
         for key, value in zip(made, data, strict=True):
-            unpacked = self.cache._unpacked(key, value)
-            if unpacked is not MISSING:
+            if value is not None and (unpacked := unpack(key, value)) is not MISSING:
                 self.found[key] = unpacked
-        self.cache._tally.count("hits", len(self.found.keys() & set(made)))
+        self.cache._tally.count("hits", len(self.found) - before)
 
     def missing(self, one: Callable[[Any], Any]) -> list[tuple[Server, list[Wanted]]]:
         """Return what is missing, by its servers; `one` computes it for one of the caller's keys."""
         by_server: dict[Server, list[Wanted]] = {}
-        for made, asked in self._asked.items():
+        for made, key in self.made.items():
             if made not in self.found:
-                key = self.made[made]
+                asked = self.cache._asked(key, None, self.timeout, self.version, self.given)
+                self.wait, self.on_wait_timeout = asked.wait, asked.on_wait_timeout
                 want = replace(asked.want, default=partial(one, key), asked_as=key)
                 by_server.setdefault(want.server, []).append(want)
         return list(by_server.items())

@@ -17,7 +17,7 @@ from .. import conf
 from ..core.aioserver import async_server_of
 from ..core.flight import peek
 from ..core.keys import Seconds
-from ..core.server import server_of
+from ..core.server import Server, server_of
 from ..core.tally import Counters, Tally
 from ..core.wanted import MISSING, Wanted
 from ..exceptions import LockBackendError
@@ -37,6 +37,9 @@ OPTION = "CACHES[…]['OPTIONS']['LOCK']"
 
 class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
     """Put it left of a Redis cache backend, and give it the methods of `RedisBackend`."""
+
+    _read: tuple[conf.CacheSettings, conf.CacheSettings] | None = None
+    """The settings of all aliases, and what this one makes of them."""
 
     def __init__(self, server: Any, params: dict[str, Any]) -> None:
         options = dict(params.get("OPTIONS") or {})  # the dict is shared by all instances of the alias
@@ -232,12 +235,17 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 self.set(key, value, timeout=timeout, version=version)
             return value
 
+    def _protecting(self, made: str, timeout: Timeout) -> Server | None:
+        """Return the server of the leases under which a value of this timeout is computed; None when that needs none."""
+        kept = callable(timeout) or self._is_kept(timeout)
+        return self._server_of(made) if kept and conf.get().enabled else None
+
     def _asked(self, key: Any, default: Any, timeout: Timeout, version: int | None, given: Options) -> Asked | None:
         """Return what is wanted; None when that is the base class's business."""
         settings = conf.get()
         made = self._made(key, version)
-        server = self._server_of(made)
-        if server is None or not settings.enabled or not (callable(timeout) or self._is_kept(timeout)):
+        server = self._protecting(made, timeout)
+        if server is None:
             return None
         if given.refresh_before and not callable(timeout):
             seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
@@ -276,12 +284,15 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
 
     @property
     def _settings(self) -> conf.CacheSettings:
-        try:
-            return conf.override(conf.get().cache, self._lock_options, OPTION)
-        except ImproperlyConfigured:
-            alias = alias_of(type(self), *self._made_with)
-            conf.override(conf.CacheSettings(), self._lock_options, OPTION.replace("…", repr(alias)))
-            raise
+        general = conf.get().cache
+        if self._read is None or self._read[0] is not general:
+            try:
+                self._read = general, conf.override(general, self._lock_options, OPTION)
+            except ImproperlyConfigured:
+                alias = alias_of(type(self), *self._made_with)
+                conf.override(conf.CacheSettings(), self._lock_options, OPTION.replace("…", repr(alias)))
+                raise
+        return self._read[1]
 
     @cached_property
     def _tally(self) -> Counters:

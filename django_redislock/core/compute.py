@@ -11,12 +11,13 @@ from redis.exceptions import RedisError, ResponseError
 
 from ..exceptions import LockBackendError
 from . import events
+from .abreast import together
 from .clock import monotonic
 from .keys import era_key, witness_key
 from .protocol import give_back
 from .scripts import Script
 from .slots import is_clustered
-from .steps import Call, Commands, Compute, Steps, attempt, together
+from .steps import Call, Commands, Compute, Steps, attempt
 from .wanted import MISSING, Landing, ValueLease, Wanted, computing, is_interruption, level_of, note_told
 from .watchdog import watchdog
 

@@ -17,6 +17,7 @@ from typing import Any
 from redis.exceptions import ClusterCrossSlotError, NoPermissionError, RedisError
 
 from ..exceptions import LockBackendError
+from .abreast import together
 from .clock import monotonic
 from .compute import ABSENT, Ticket, compute, digest, failures, waits, witness
 from .keys import milliseconds
@@ -25,7 +26,7 @@ from .protocol import give_back, sleep
 from .scripts import Script
 from .server import Server
 from .slots import is_crossing, lease_keys
-from .steps import Call, Commands, Join, Leave, Pause, Steps, attempt, together
+from .steps import Call, Commands, Join, Leave, Pause, Steps, attempt
 from .waiters import LOOK_EVERY
 from .wanted import (
     MISSING,
@@ -41,7 +42,7 @@ from .wanted import (
     outer,
 )
 
-LEASE = Script("lease", "index", "take", "handover")
+LEASE = Script("lease", "index", "take")
 
 PIECE = 262144
 """Bytes of a large value that are fetched at once."""
@@ -51,9 +52,6 @@ WORDS = {b"=": b"value", b"#": b"large", b"!": b"failed"}
 
 _without_channels: weakref.WeakSet[Server] = weakref.WeakSet()
 """Servers whose user may not subscribe: who waits there looks from time to time."""
-
-ELSEWHERE = Landing()
-"""Somebody else computes the value."""
 
 
 def fly(
@@ -144,6 +142,7 @@ def _seek(
     keys, id, name = lease.keys, lease.id.encode(), lease.name
     about = record("cache", "", want.expire, want.auto_renewal)
     inside = [other.encode() for other in outer(want.server)]
+    others = (waits(want, lease), failures(lease)) if inside or has_old else ()
     waiter: Any = None
     reply: Any = None
     asked = b""
@@ -154,7 +153,7 @@ def _seek(
         asked = channel
         return Call(
             LEASE,
-            (*keys[:4], want.key.encode(), waits(want, lease), failures(lease), *witness(lease)),
+            (*keys[:4], want.key.encode(), *witness(lease), *others),
             (
                 *(
                     id,
@@ -188,9 +187,11 @@ def _seek(
             if reply[0] == b"compute":
                 lease.begin(int(reply[1]), sent)
                 return b"compute", b" ".join(reply[1:4])
-            elif reply[0] == b"large":
+            if reply[0] in (b"value", b"large") and reply[2]:  # reserved, or the reply that told of the lease was lost
+                yield from attempt(name, give_back(lease), patience, lease, level)
+            if reply[0] == b"large":
                 return b"large", b""
-            elif reply[0] == b"wait" and not last:
+            if reply[0] == b"wait" and not last:
                 if waiter is None and want.server not in _without_channels:
                     try:
                         sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience, want.server, level)
@@ -239,40 +240,59 @@ def give_up(want: Wanted) -> Steps[None]:
         yield from attempt(want.name, give_back(want.lease(threading.current_thread())), monotonic())
 
 
-def fly_together(wants: list[Wanted], owner: Owner, default: Callable[[list[Any]], Any]) -> Steps[list[Landing]]:
-    """Get many values without waiting: those that nobody computes are computed here at once; the others are ELSEWHERE.
+def fly_together(
+    wants: list[Wanted],
+    owner: Owner,
+    default: Callable[[list[Any]], Any],
+    until: float,
+    landed: Callable[[Wanted, Landing], None],
+) -> Steps[None]:
+    """Get many values: those that nobody computes are computed here, together; only then the others are waited for, all at once.
 
-    `default` takes the keys as their caller knows them, and returns a dict with what it has. Raises LockBackendError.
+    `landed` is told of each as soon as there is one; of none that somebody else computes still at `until`, nor of those that
+    are left when one has failed. `default` takes the keys as their caller knows them, and returns a dict with what it has.
+    Raises LockBackendError.
     """
-    landings = [ELSEWHERE] * len(wants)
-    tickets: dict[int, Ticket] = {}
     leases = [want.lease(owner) for want in wants]
     found: dict[int, tuple[bytes, bytes, bytes, Any]] = {}
+
+    def take_in() -> Steps[bool]:
+        """Compute what is to be computed here; False when something failed."""
+        tickets: list[Ticket] = []
+        failed = False
+        for number in sorted(found):
+            verdict, told, replaced, value = found.pop(number)
+            want = wants[number]
+            if verdict == b"value":
+                landed(want, Landing(told, value, shared=True))
+            elif verdict == b"failed":
+                failed = True
+                landed(want, Landing(error=want.unpack_failure(told), shared=True))
+            elif verdict != b"wait":
+                tickets.append(Ticket(want, leases[number], verdict, told, replaced))
+        if tickets:
+            asked = [ticket.want for ticket in tickets]
+
+            def values_of(found: Any) -> list[Any]:
+                if not isinstance(found, Mapping):
+                    raise TypeError(f"the default of many keys must return a dict, not {type(found).__name__}")
+                return [found.get(want.asked_as, ABSENT) for want in asked]
+
+            made = yield from compute(tickets, lambda: default([want.asked_as for want in asked]), values_of)
+            for want, landing in zip(asked, made, strict=True):
+                failed = failed or landing.error is not None
+                landed(want, landing)
+        return not failed
+
     try:
-        looks = [look(want, lease, -math.inf, listening=False) for want, lease in zip(wants, leases, strict=True)]
-        yield from together(looks, found)
+        looks = [look(want, lease, until, listening=False) for want, lease in zip(wants, leases, strict=True)]
+        yield from together(looks, found, take_in)
+        yield from take_in()
     except BaseException:
         for number in found:
             with suppress(RedisError):
                 yield give_back(leases[number])
         raise
-    for number, (verdict, told, replaced, value) in sorted(found.items()):
-        if verdict == b"value":
-            landings[number] = Landing(told, value, shared=True)
-        elif verdict != b"wait":
-            tickets[number] = Ticket(wants[number], leases[number], verdict, told, replaced)
-    if tickets:
-        asked = [ticket.want for ticket in tickets.values()]
-
-        def values_of(found: Any) -> list[Any]:
-            if not isinstance(found, Mapping):
-                raise TypeError(f"the default of many keys must return a dict, not {type(found).__name__}")
-            return [found.get(want.asked_as, ABSENT) for want in asked]
-
-        made = yield from compute(list(tickets.values()), lambda: default([want.asked_as for want in asked]), values_of)
-        for number, landing in zip(tickets, made, strict=True):
-            landings[number] = landing
-    return landings
 
 
 def peek_many(keys: list[str]) -> Steps[list[bytes | None]]:

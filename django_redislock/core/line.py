@@ -15,7 +15,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
 
-from .wire import Incomplete, NotPrimary, parse
+from .wire import Incomplete, NotPrimary, Replies
 
 GRACE = 0.02
 """Seconds for a loop that was blocked to read what came meanwhile, before it calls the server silent."""
@@ -37,7 +37,7 @@ class Line(asyncio.Protocol):
         self._patience = patience
         self._hear = hear
         self._asked: deque[asyncio.Future[Any] | None] = deque()
-        self._unread = bytearray()
+        self._replies = Replies()
         self._given_up = False
         self._heard_at = 0.0
         self._transport.set_protocol(self)
@@ -128,11 +128,10 @@ class Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Hand out the answers that are complete."""
         self._heard_at = self._loop.time()
-        self._unread += data
-        at = 0
+        self._replies.add(data)
         try:
-            while at < len(self._unread):
-                reply, at = parse(self._unread, at)
+            while not self._replies.empty:
+                reply = self._replies.next()
                 if isinstance(reply, NotPrimary):  # the others still get their answers
                     self._given_up = True
                 if self._asked:
@@ -143,7 +142,6 @@ class Line(asyncio.Protocol):
             pass
         except (InvalidResponse, ValueError):
             self.abort()
-        del self._unread[:at]
         self._close_when_idle()
 
     def connection_lost(self, error: Exception | None) -> None:

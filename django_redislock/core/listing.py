@@ -10,12 +10,13 @@ from urllib.parse import unquote
 from redis import Redis
 
 from . import protocol, scripts
+from .abreast import together
 from .clock import monotonic
 from .keys import check_prefix, lock_keys
 from .lock import Lock
 from .owner import Held, LockInfo
 from .server import Server, server_of
-from .steps import Call, Steps, attempt, together
+from .steps import Call, Steps, attempt
 
 BATCH = 200
 """Locks read, or reset, in one call at most, so that the server is not kept busy for long."""

@@ -32,7 +32,7 @@ from .link import Link
 from .links import Links
 from .place import place_of
 from .steps import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
-from .twins import thread_twin
+from .twins import nameless, thread_twin
 from .waiting import WaitingRoom
 from .wire import NotPrimary, Wire
 
@@ -324,7 +324,7 @@ def close_unused() -> None:
 
 
 def _connection(kind: Any, settings: dict[str, Any]) -> Any:
-    return kind(**settings, retry=Retry(NoBackoff(), 0))
+    return kind(**settings, **nameless(kind), retry=Retry(NoBackoff(), 0))
 
 
 def _after_fork() -> None:

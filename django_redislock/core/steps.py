@@ -7,10 +7,9 @@ An algorithm is a generator: it yields what it wants done (`Call` a script, `Joi
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from redis.exceptions import AuthenticationError, ClusterCrossSlotError, ConnectionError, RedisError, ResponseError
@@ -164,53 +163,6 @@ def attempt(
                 raise _backend_error(name, error, effect, level) from error
         tries += 1
         yield Pause(pause)
-
-
-def together(many: Sequence[Steps[T]], ended: dict[int, T]) -> Steps[None]:
-    """Go through many steps side by side, so that their calls take one round trip; `ended` is given what each returned.
-
-    Raises the first error of one of them, when all have ended.
-    """
-    failure: BaseException | None = None
-    wanted: dict[int, Effect] = {}
-
-    def proceed(number: int, result: Any = None, error: BaseException | None = None) -> None:
-        nonlocal failure
-        steps = many[number]
-        wanted.pop(number, None)
-        try:
-            wanted[number] = steps.send(result) if error is None else steps.throw(error)
-        except StopIteration as stop:
-            ended[number] = stop.value
-        except BaseException as raised:
-            failure = failure or raised
-
-    for number in range(len(many)):
-        proceed(number)
-    while wanted:
-        calls = {number: effect for number, effect in wanted.items() if isinstance(effect, Call)}
-        pauses = {number: effect for number, effect in wanted.items() if isinstance(effect, Pause)}
-        others = [number for number in wanted if number not in calls and number not in pauses]
-        replies: list[Any] = []
-        error: BaseException | None = None
-        try:
-            if others:
-                some = others[:1]
-                replies = [(yield wanted[some[0]])]
-            elif pauses:
-                some = list(pauses)
-                yield Pause(max(pause.seconds for pause in pauses.values()))
-            else:
-                some = list(calls)
-                replies = yield Calls(tuple(calls.values()))
-        except BaseException as raised:
-            error = raised
-        interrupted = error is not None and not isinstance(error, RedisError)
-        for number, reply in zip_longest(list(wanted if interrupted else some), replies):
-            refused = reply if isinstance(reply, RedisError) else None
-            proceed(number, reply, error or refused)
-    if failure is not None:
-        raise failure
 
 
 def _backend_error(

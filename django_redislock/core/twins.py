@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from functools import lru_cache
 from typing import Any
 
 from redis import connection as for_threads, sentinel
@@ -49,9 +50,20 @@ def asyncio_twin(kind: type, settings: dict[str, Any]) -> Any:
     ours = {key: value for key, value in settings.items() if key not in _APART and (key in known or value)}
     if "connection_pool" in ours:
         ours["connection_pool"] = _Primary(ours["connection_pool"])
-    # Without a name, whose answers nobody needs, a connection that the server refuses still gets to read why.
-    ours |= {"driver_info": None} if "driver_info" in known else {"lib_name": None, "lib_version": None}
-    return twin(**ours, retry=Retry(NoBackoff(), 0))
+    # Without a name, a connection that the server refuses still gets to read why.
+    return twin(**ours, **nameless(twin), retry=Retry(NoBackoff(), 0))
+
+
+@lru_cache
+def nameless(kind: type) -> dict[str, None]:
+    """Return the settings with which a connection of redis-py's does not tell its library's name.
+
+    Nobody needs the answers, and they are two of the three round trips that connecting takes.
+    """
+    if not kind.__module__.startswith("redis."):
+        return {}
+    known = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
+    return {"driver_info": None} if "driver_info" in known else {"lib_name": None, "lib_version": None}
 
 
 class _Primary:

@@ -34,7 +34,7 @@ ANSWER_WITHIN = 1.0
 class Waiter:
     """One thread or task that waits for one lock."""
 
-    __slots__ = ("__weakref__", "channel", "id", "lock", "number", "said", "woken", "word")
+    __slots__ = ("__weakref__", "channel", "id", "lock", "number", "said", "sleeper", "told", "woken", "word")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         self.lock = lock
@@ -48,12 +48,19 @@ class Waiter:
         """What the message said beyond the id."""
         self.said: Any = None
         """The reply to what was sent along with the subscription; None when nothing was."""
+        self.sleeper: Waiter | None = None
+        """Who sleeps for it, and for others of the same thread or task."""
+        self.told: Any = ()
+        """Those it sleeps for who were woken."""
 
     def wake(self, word: bytes | None = None) -> None:
         """Let the waiter try for its lock, or take what was sent along."""
         if word is not None:
             self.word = word
         self.woken = True
+        if self.sleeper is not None:
+            self.sleeper.told.append(self)
+            self.sleeper.wake()
         self.stir()
 
     def stir(self) -> None:

@@ -19,6 +19,9 @@ BULK, INTEGER, ARRAY, STATUS, ERROR = b"$:*+-"
 # From a script, Redis 6.2 puts its own words before the error.
 _NOT_PRIMARY = re.compile("(?:ERR Error running script .*: -)?(?:READONLY|MASTERDOWN|NOREPLICAS|LOADING) ", re.DOTALL)
 
+LEAST, MOST = 4096, 1 << 20
+"""Bytes that are read at once: twice as many as the last time, as long as there are more."""
+
 
 # The first name that is resolved imports this codec. Where a signal handler came in and resolved one, too, Python remembered that
 # there is no such codec, and no connection was to be had any more.
@@ -55,35 +58,77 @@ def sized(parts: tuple[bytes, ...]) -> tuple[int | bytes, ...]:
     return tuple(both)
 
 
-def parse(data: bytearray, at: int) -> tuple[Any, int]:
-    """Return the reply that begins there, and where it ends; what the server calls an error is returned as one.
+class Replies:
+    """The replies in what arrives, in however many pieces: each byte is gone through once."""
 
-    Raises Incomplete, and InvalidResponse or ValueError for what is no reply.
-    """
-    end = data.find(b"\r\n", at)
-    if end < 0:
-        raise Incomplete(1)
-    kind, line, at = data[at], data[at + 1 : end], end + 2
-    if kind == BULK:
-        end = at + int(line)
-        if end < at:
-            return None, at
-        if len(data) < end + 2:
-            raise Incomplete(end + 2 - len(data))
-        return bytes(data[at:end]), end + 2
-    if kind == INTEGER:
-        return int(line), at
-    if kind == ARRAY:
-        items = []
-        for _ in range(int(line)):
-            item, at = parse(data, at)
-            items.append(item)
-        return items, at
-    if kind == STATUS:
-        return bytes(line), at
-    if kind == ERROR:
-        return _error(line.decode(errors="replace")), at
-    raise InvalidResponse(f"Protocol error: {bytes(data[:100])!r}")
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._at = 0
+        self._begun: list[tuple[list[Any], int]] = []
+        """The arrays that are not complete yet, from the outermost, and how long they will be."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is left that has arrived."""
+        return self._at == len(self._data)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the last reply was returned whole."""
+        return self.empty and not self._begun
+
+    def add(self, data: bytes) -> None:
+        """Take in what has arrived."""
+        if self._at:
+            del self._data[: self._at]
+            self._at = 0
+        self._data += data
+
+    def next(self) -> Any:
+        """Return the next reply; what the server calls an error is returned as one.
+
+        Raises Incomplete, and InvalidResponse or ValueError for what is no reply.
+        """
+        data = self._data
+        while True:
+            end = data.find(b"\r\n", self._at)
+            if end < 0:
+                raise Incomplete(1)
+            kind, line, at = data[self._at], data[self._at + 1 : end], end + 2
+            reply: Any = None
+            if kind == BULK:
+                end = at + int(line)
+                if end >= at:
+                    if len(data) < end + 2:
+                        raise Incomplete(end + 2 - len(data))
+                    reply = bytes(memoryview(data)[at:end])
+                    at = end + 2
+            elif kind == INTEGER:
+                reply = int(line)
+            elif kind == ARRAY:
+                reply, length = [], int(line)
+                if length > 0:
+                    self._begun.append((reply, length))
+                    self._at = at
+                    continue
+            elif kind == STATUS:
+                reply = bytes(line)
+            elif kind == ERROR:
+                reply = _error(line.decode(errors="replace"))
+            else:
+                raise InvalidResponse(f"Protocol error: {bytes(data[self._at : self._at + 100])!r}")
+            self._at = at
+            while self._begun:  # it belongs to an array, and may be its last
+                items, length = self._begun[-1]
+                items.append(reply)
+                if len(items) < length:
+                    break
+                reply, _ = self._begun.pop()
+            else:
+                if at == len(data):
+                    data.clear()
+                    self._at = 0
+                return reply
 
 
 def _error(line: str) -> RedisError:
@@ -106,11 +151,12 @@ class Wire:
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
-        self._unread = bytearray()
+        self._replies = Replies()
+        self._at_once = LEAST
 
     def connect(self) -> None:
         """Open the connection. Raises redis-py's errors."""
-        self._unread = bytearray()
+        self._replies = Replies()
         self.connection.connect()
 
     def send(self, request: bytes) -> None:
@@ -127,36 +173,37 @@ class Wire:
 
         Raises ConnectionError, and TimeoutError when the socket's time is over: then what has arrived is kept for the next call.
         """
-        if not self._unread:
-            data = self._read(4096)
+        if self._replies.empty:
+            data = self._read(1)
             if (
-                data[0] == INTEGER and data[1:-2].isdigit() and data[-2:] == b"\r\n"
+                data[0] == INTEGER and data[1:-2].isdigit() and data[-2:] == b"\r\n" and self._replies.whole
             ):  # the reply to most calls for a lock
                 return int(data[1:-2])
-            self._unread += data
+            self._replies.add(data)
         while True:
             try:
-                reply, end = parse(self._unread, 0)
+                reply = self._replies.next()
                 break
             except Incomplete as incomplete:
-                self._unread += self._read(min(max(incomplete.missing, 4096, len(self._unread)), 1 << 20))
+                self._replies.add(self._read(incomplete.missing))
             except ValueError as error:
                 raise InvalidResponse(f"Protocol error: {error}") from error
-        del self._unread[:end]
         if isinstance(reply, RedisError):
             raise reply
         return reply
 
-    def _read(self, most: int) -> bytes:
+    def _read(self, missing: int) -> bytes:
         sock = self.connection._sock
         if sock is None:
             raise ConnectionError("The connection is closed.")
+        size = min(max(missing, self._at_once), MOST)
         try:
-            data: bytes = sock.recv(most)
+            data: bytes = sock.recv(size)
         except OSError as error:
             raise _told(error) from error
         if not data:
             raise ConnectionError("Connection closed by server.")
+        self._at_once = min(2 * size, MOST) if len(data) == size else LEAST
         return data
 
     def limit(self, seconds: float, connecting: float) -> None:

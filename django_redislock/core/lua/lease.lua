@@ -1,11 +1,12 @@
 -- Ask for a value: it is there, or the caller is to compute it, or somebody else computes it.
--- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 the value, 6 which computation waits for which,
---       7 how often the old value could not be replaced, 8 the witness of the value, 9 the era of its bucket
+-- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 the value, 6 the witness of the value, 7 the era of its bucket;
+--       only where ARGV 8 is '1' or 9 is given, 8 which computation waits for which, 9 how often the old value could not be replaced
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter ('': none), 6 '1' to join the queue,
---       7 SHA-1 of a value that is too old ('': none), 8 '1' if the caller can do with that one, 9... names of what the caller
+--       7 SHA-1 of a value that is too old ('': none), 8 '1' if the caller can do with that one, else '0', 9... names of what the caller
 --       computes meanwhile
--- Returns {'value', value}, {'large'} when a value is there that is better fetched by a GET, {'compute', fence, when the too old
--- value ends (ms, '': there is none), the witness}, {'wait', fence of who computes, ms until another try makes sense (negative:
+-- Returns {'value', value, 1 if the caller has the lock, to give it back}, {'large', '', same} when a value is there that is better
+-- fetched by a GET, {'compute', fence, when the too old value ends (ms, '': there is none), the witness}, {'wait', fence of who
+-- computes, ms until another try makes sense (negative:
 -- unknown)}, {'cycle'} when who computes waits for the caller, or {'paused'} when a computation failed a
 -- moment ago and the caller can do with the old value.
 --
@@ -38,19 +39,22 @@ local function leave()
   end
 end
 
-local large = redis.call('STRLEN', KEYS[5]) > LARGE and ARGV[7] == ''
-local value = not large and redis.call('GET', KEYS[5])
+local held = lock and not mine and not overdue
+if held and ARGV[8] == '1' and ARGV[6] ~= '1' and #ARGV == 8 then  -- whatever the value is now: no copy, and no hash
+  leave()
+  return {'wait', fence_of(lock), left}
+end
+
+local length = redis.call('STRLEN', KEYS[5])
+local large = length > LARGE and ARGV[7] == ''
+local value = length > 0 and not large and redis.call('GET', KEYS[5])
 if large or value and (ARGV[7] == '' or redis.sha1hex(value) ~= ARGV[7]) then
   leave()
-  if mine then  -- a reservation, or a lease of which the reply was lost
-    redis.call('ZREM', KEYS[2], name)
-    hand_over(KEYS[1], KEYS[4], id)
-  end
-  return large and {'large'} or {'value', value}
+  return {large and 'large' or 'value', large and '' or value, mine and 1 or 0}
 end
 
 if ARGV[8] == '1' and value and not mine then
-  local again = string.match(redis.call('GET', KEYS[7]) or '', ' (%d+)$')
+  local again = string.match(redis.call('GET', KEYS[9]) or '', ' (%d+)$')
   if again and tonumber(again) > now / 1000 then
     leave()
     return {'paused'}
@@ -58,18 +62,18 @@ if ARGV[8] == '1' and value and not mine then
 end
 
 -- There is no turn to keep: whoever computes does it for all who wait.
-if not lock or mine or overdue then
+if not held then
   leave()
   local fence = take(KEYS[1], KEYS[2], KEYS[3], lock, id, name, ARGV[4], now, life_ms)
-  local kept = redis.call('MGET', KEYS[8], KEYS[9])
+  local kept = redis.call('MGET', KEYS[6], KEYS[7])
   local witness, era = kept[1], kept[2]
   if not era then
     era = id
-    redis.call('SET', KEYS[9], era, 'PX', WITNESS_LIFE_MS)
+    redis.call('SET', KEYS[7], era, 'PX', WITNESS_LIFE_MS)
   end
   if not witness or string.match(witness, ' (.*)$') ~= era then
     witness = id .. ' ' .. era
-    redis.call('SET', KEYS[8], witness, 'PX', WITNESS_LIFE_MS)
+    redis.call('SET', KEYS[6], witness, 'PX', WITNESS_LIFE_MS)
   end
   return {'compute', fence, value and whole(ends_at(KEYS[5], now)) or '', witness}
 end
@@ -81,16 +85,16 @@ if #ARGV > 8 then
   end
   local at, steps = name, 0
   while at and not computing[at] and steps < 100 do
-    at, steps = redis.call('HGET', KEYS[6], at), steps + 1
+    at, steps = redis.call('HGET', KEYS[8], at), steps + 1
   end
   if at and computing[at] then
     leave()
     return {'cycle'}
   end
   for i = 9, #ARGV do
-    redis.call('HSET', KEYS[6], ARGV[i], name)
+    redis.call('HSET', KEYS[8], ARGV[i], name)
   end
-  redis.call('PEXPIRE', KEYS[6], QUEUE_LIFE_MS)
+  redis.call('PEXPIRE', KEYS[8], QUEUE_LIFE_MS)
 end
 
 if ARGV[6] == '1' then

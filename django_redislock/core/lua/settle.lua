@@ -16,7 +16,6 @@ local SMALL = 32768  -- bytes; a larger value is fetched by those who want it in
 local failed = ARGV[3] == '!'
 local lock, ready = redis.call('GET', KEYS[1]), KEYS[9]
 local leased = lock and fence_of(lock) == ARGV[1]
-local current = redis.call('GET', KEYS[4])
 if not leased then
   local stands = false
   if ARGV[7] ~= '' and ARGV[3] ~= '0' and not failed then
@@ -27,14 +26,24 @@ if not leased then
     if ready then
       redis.call('UNLINK', ready)
     end
-    return current and ARGV[4] == '' and not failed and 0 or -1
+    return ARGV[4] == '' and not failed and redis.call('EXISTS', KEYS[4]) == 1 and 0 or -1
   end
 end
 
-local stored = not current
-if current and ARGV[4] ~= '' and redis.sha1hex(current) == ARGV[4] then
-  -- The same bytes with another end were set, or touched, meanwhile.
-  stored = ARGV[5] == '' or math.abs(ends_at(KEYS[4], now_us()) - ARGV[5]) <= CLOCK_MS
+local kept = not ready and ARGV[3] ~= '0' and not failed
+local life = ARGV[3] == '' and {} or {'PX', ARGV[3]}
+local stored
+if kept and ARGV[4] == '' then
+  stored = redis.call('SET', KEYS[4], ARGV[6], 'NX', unpack(life)) ~= false
+else
+  stored = redis.call('EXISTS', KEYS[4]) == 0
+  if not stored and ARGV[4] ~= '' and redis.sha1hex(redis.call('GET', KEYS[4])) == ARGV[4] then
+    -- The same bytes with another end were set, or touched, meanwhile.
+    stored = ARGV[5] == '' or math.abs(ends_at(KEYS[4], now_us()) - ARGV[5]) <= CLOCK_MS
+  end
+  if kept and stored then
+    redis.call('SET', KEYS[4], ARGV[6], unpack(life))
+  end
 end
 if ready and not (stored and redis.call('EXISTS', ready) == 1) then
   redis.call('UNLINK', ready)
@@ -48,10 +57,6 @@ elseif ready then
   else
     redis.call('PEXPIRE', KEYS[4], ARGV[3])
   end
-elseif stored and ARGV[3] == '' then
-  redis.call('SET', KEYS[4], ARGV[6])
-elseif stored and ARGV[3] ~= '0' and not failed then
-  redis.call('SET', KEYS[4], ARGV[6], 'PX', ARGV[3])
 end
 
 if ARGV[4] ~= '' and failed then
@@ -65,7 +70,7 @@ end
 
 local word = stored and #ARGV[6] <= SMALL and (failed and '\n!' or ready and '\n#' or '\n=') .. ARGV[6] or ''
 local entries = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
-local now, ms = now_us(), 0
+local now, ms = #entries > 0 and now_us(), 0
 for i = 1, #entries, 2 do
   local channel, id = string.match(entries[i], '^(.-)\n(.*)$')
   redis.pcall('PUBLISH', channel, id .. word)
