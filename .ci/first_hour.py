@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PIP = sys.executable, "-m", "pip"
+OWN = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.rst").read_text()
 BLOCKS = ["\n".join(line[4:] for line in block.splitlines()) for block in
@@ -109,7 +110,7 @@ def first_hour(interpreter: str, wheel: Path, folder: Path) -> str:
     site = folder / "shop"
     for_site = {
         "cwd": site,
-        "env": {**os.environ, "DJANGO_SETTINGS_MODULE": "shop.settings"},
+        "env": {**OWN, "DJANGO_SETTINGS_MODULE": "shop.settings"},
         "stdin": subprocess.DEVNULL,
     }
     with redis(folder) as url:
