@@ -63,14 +63,22 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
         why = f"{type(error).__name__}: {error}".rstrip(": ")
     if not why:
         return []
+    # Whoever has not named it may use no locks at all.
+    kind, id = (Error, "redislock.E004") if _is_named() else (Warning, "redislock.W005")
     return [
-        Error(
+        kind(
             f"The cache {alias!r} ({settings.CACHES[alias].get('BACKEND')}) cannot hold locks: {why}.",
             hint="Use the backend 'django_redislock.cache.RedisCache' for it, name another alias in "
             f"{conf.NAME}['CACHE_ALIAS'], give {conf.NAME}['URL'], or set {conf.NAME}['ENABLED'] to False where no Redis is.",
-            id="redislock.E004",
+            id=id,
         )
     ]
+
+
+def _is_named() -> bool:
+    """Whether the settings name the cache that is to hold the locks."""
+    raw = getattr(settings, conf.NAME, None)
+    return isinstance(raw, Mapping) and "CACHE_ALIAS" in raw
 
 
 def check_url_or_alias(**kwargs: object) -> list[CheckMessage]:

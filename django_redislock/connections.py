@@ -88,7 +88,8 @@ def _is_ours(backend: str) -> bool:
         bases = import_string(backend).__mro__
     except ImportError:  # misspelt, or its extra is not installed: to be told, not to be passed over
         return backend.startswith("django_redislock.")
-    return any(base.__module__.startswith("django_redislock.cache") for base in bases)
+    ours = {base.__module__ for base in bases if base.__module__.startswith("django_redislock.cache")}
+    return bool(ours) and "django_redislock.cache.local" not in ours  # which has no server
 
 
 URL = "url"

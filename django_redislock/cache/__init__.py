@@ -1,7 +1,7 @@
 """Cache backends whose `get_or_set` computes a missing value once: for all threads and processes that want it.
 
 One mixin serves django-redis's backend (`RedisCache`) and Django's own (`DjangoRedisCache`). Everything else works as in
-the base class, and stored bytes are the same.
+the base class, and stored bytes are the same. `LocMemCache` and `DummyCache` have the same methods without Redis, for tests.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from .decorators import cached
 from .django import DjangoRedisCache
+from .local import DummyCache, LocMemCache
 from .mixin import ComputeOnceMixin
 from .ordered import refreshable
 from .pages import cache_page
@@ -19,7 +20,16 @@ from .pages import cache_page
 if TYPE_CHECKING:
     from .django_redis import RedisCache
 
-__all__ = ["ComputeOnceMixin", "DjangoRedisCache", "RedisCache", "cache_page", "cached", "refreshable"]
+__all__ = [
+    "ComputeOnceMixin",
+    "DjangoRedisCache",
+    "DummyCache",
+    "LocMemCache",
+    "RedisCache",
+    "cache_page",
+    "cached",
+    "refreshable",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -150,7 +150,7 @@ class _Call:
         """Return the values, each with those of the same life."""
         groups: dict[Any, dict[Any, Any]] = {}
         for key, value in values.items():
-            groups.setdefault(timeout_for(self.timeout, value), {})[key] = value
+            groups.setdefault(timeout_for(self.given.life(self.timeout), value), {})[key] = value
         return list(groups.items())
 
     def by_reader(self) -> list[tuple[Any, list[str]]]:

@@ -112,9 +112,9 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 on_error=on_error,
             )
             if not given.lock:
-                return self._get_or_set_unlocked(key, default, timeout, version)
+                return self._get_or_set_unlocked(key, default, given.life(timeout), version)
         if not callable(default):
-            return self._get_or_set_unlocked(key, default, timeout, version)
+            return self._get_or_set_unlocked(key, default, given.life(timeout), version)
         if given.refresh == "celery":
             check_orderable(default)
         if not given.due:
@@ -124,7 +124,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 return value
         asked = self._asked(key, default, timeout, version, given)
         if asked is None:
-            return self._get_or_set_unlocked(key, default, timeout, version)
+            return self._get_or_set_unlocked(key, default, given.life(timeout), version)
         want = asked.want
         caller = Caller(threading.current_thread(), want.server.room)
         if given.due:
@@ -166,7 +166,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             check_orderable(default)
         asked = self._asked(key, lambda: called(default), timeout, version, given) if callable(default) else None
         if asked is None or not given.lock:
-            return await self._aget_or_set_unlocked(key, default, timeout, version)
+            return await self._aget_or_set_unlocked(key, default, given.life(timeout), version)
         want = asked.want
         try:
             reader = async_server_of(server_of(self._redis(want.key, write=False)))

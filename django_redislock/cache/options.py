@@ -38,6 +38,13 @@ class Options:
         """The seconds before its end in Redis at which a value is to be computed anew; 0: it is not."""
         return self.stale + self.refresh_before
 
+    def life(self, timeout: Timeout) -> Timeout:
+        """Return the timeout to store by without a lease: 0 for what is not to be stored."""
+        wanted = self.should_cache
+        if wanted is None:
+            return timeout
+        return lambda value: timeout_for(timeout, value) if wanted(value) else 0
+
 
 PLAIN = Options()
 
