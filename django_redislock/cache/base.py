@@ -18,7 +18,8 @@ else:
 
 
 @lru_cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Log the warning once in each process."""
     log.warning(message)
 
 
@@ -30,7 +31,7 @@ class RedisBackend(Base):
         try:
             return server_of(self._redis(made))
         except TypeError as error:
-            _warn_once(f"The cache works without locks: {error}.")
+            warn_once(f"The cache works without locks: {error}.")
             return None
 
     def _redis(self, made: str, write: bool = True) -> Redis:

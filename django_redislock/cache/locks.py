@@ -14,7 +14,12 @@ from ..core.granted import GrantedLock
 from ..core.keys import Seconds, wait_of
 from ..core.owner import new_id
 from ..core.server import UNLOCKED
-from .base import RedisBackend
+from .base import RedisBackend, warn_once
+
+OF_TIMEOUT = (
+    "cache.lock(timeout=...) is the lock's life, as in django-redis: it is not renewed, and the wait for it has no limit. Give "
+    "blocking_timeout=... to limit the wait. It is django_redislock.lock(timeout=...) that means the wait."
+)
 
 
 class LocksMixin(RedisBackend):
@@ -50,6 +55,8 @@ class LocksMixin(RedisBackend):
         if expire is not None and timeout is not None:
             raise TypeError("lock() takes expire or timeout, which both mean its life, and not both")
         life = timeout if expire is None else expire
+        if timeout is not None and blocking_timeout is None and blocking:
+            warn_once(OF_TIMEOUT)
         name = self._made(key, version)
         if id is None and not thread_local:
             id = new_id()
