@@ -9,8 +9,9 @@ import threading
 import pytest
 from django.core import checks
 from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
 
-from django_redislock.cache import ComputeOnceMixin, DjangoRedisCache, DummyCache, LocMemCache, cached
+from django_redislock.cache import ComputeOnceMixin, DjangoRedisCache, DummyCache, LocMemCache, cached, get_cache
 from django_redislock.connections import connection_names
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockLost, NotAcquired
 from django_redislock.testing import assert_locked, unlocked
@@ -228,3 +229,23 @@ def test_they_are_no_connections_of_the_pages_and_the_command(cache, settings):
 def test_the_check_is_an_error_only_where_the_alias_is_named(cache, settings, named, id):
     settings.DJANGO_REDISLOCK = named
     assert [message.id for message in checks.run_checks(tags=["redislock"])] == [id]
+
+
+# Types
+
+
+def test_the_types_of_the_options_name_those_that_are_checked():
+    from django_redislock.cache import options
+
+    assert options.GetOrSetOptions.__optional_keys__ == (options._checked.__kwdefaults__ or {}).keys()
+    signature = inspect.signature(ComputeOnceMixin.get_or_set)
+    assert {name for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY} == (
+        options.GetOrSetOptions.__optional_keys__
+    )
+
+
+def test_get_cache_returns_the_cache_and_refuses_one_of_another_package(cache, settings):
+    assert get_cache() is caches["default"]
+    settings.CACHES = {"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}
+    with pytest.raises(ImproperlyConfigured, match=r"'default' .*DummyCache.* has no methods of django-redislock"):
+        get_cache()

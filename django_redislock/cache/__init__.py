@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 
 from .decorators import cached
@@ -28,8 +29,23 @@ __all__ = [
     "RedisCache",
     "cache_page",
     "cached",
+    "get_cache",
     "refreshable",
 ]
+
+
+def get_cache(using: str = "default") -> ComputeOnceMixin:
+    """Return ``caches[using]``, as type checkers may know it: with the methods and the options of this package.
+
+    Raises ImproperlyConfigured when its backend is none of this package.
+    """
+    cache = caches[using]
+    if isinstance(cache, ComputeOnceMixin):
+        return cache
+    raise ImproperlyConfigured(
+        f"The cache {using!r} ({type(cache).__module__}.{type(cache).__qualname__}) has no methods of django-redislock. "
+        "Give it a BACKEND of django_redislock.cache; in tests that may be LocMemCache or DummyCache."
+    )
 
 
 def __getattr__(name: str) -> Any:

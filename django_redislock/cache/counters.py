@@ -19,7 +19,8 @@ def tally_of(alias: str) -> Counters:
 
 def alias_of(backend: type, location: Any, params: dict[str, Any]) -> str:
     """Return the alias of a backend made with these arguments, "" when no alias of the settings is so."""
-    for alias, cache in settings.CACHES.items():
+    aliases: dict[str, dict[str, Any]] = settings.CACHES
+    for alias, cache in aliases.items():
         others = {key: value for key, value in cache.items() if key not in ("BACKEND", "LOCATION")}
         module, _, name = cache["BACKEND"].rpartition(".")
         named = name == backend.__name__ and f"{backend.__module__}.".startswith(f"{module}.")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
@@ -19,7 +19,7 @@ from ..exceptions import LockBackendError
 from .base import RedisBackend
 from .calling import called, current_task
 from .flights import Caller, brought, values_of
-from .options import Asked, Options, Timeout, checked, timeout_for
+from .options import Asked, ManyOptions, Options, Timeout, checked, timeout_for
 
 Missing = Callable[[list[Any]], Any]
 
@@ -33,7 +33,7 @@ class ManyMixin(RedisBackend):
         default: Missing,
         timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
-        **options: Any,
+        **options: Unpack[ManyOptions],
     ) -> dict[Any, Any]:
         """Return the values of the keys; ``default(missing_keys)`` returns a dict with those that are missing.
 
@@ -60,7 +60,7 @@ class ManyMixin(RedisBackend):
         default: Missing,
         timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
-        **options: Any,
+        **options: Unpack[ManyOptions],
     ) -> dict[Any, Any]:
         """Do as `get_or_set_many`; `default` may be a coroutine function, too."""
         call = _Call(self, keys, default, timeout, version, options)
@@ -118,7 +118,7 @@ class _Call:
         default: Missing,
         timeout: Timeout,
         version: int | None,
-        options: dict[str, Any],
+        options: ManyOptions,
     ) -> None:
         wrong = options.keys() & {"stale", "refresh_before", "refresh", "on_error"}
         if wrong:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.utils.functional import cached_property
@@ -28,7 +28,7 @@ from .flights import Caller, brought, is_quiet, renewed, value_of
 from .invalidation import InvalidatingMixin
 from .locks import LocksMixin
 from .many import ManyMixin
-from .options import PLAIN, Asked, Options, Timeout, checked, lengthened, timeout_for
+from .options import PLAIN, Asked, GetOrSetOptions, Options, Timeout, checked, lengthened, timeout_for
 from .ordered import OrderedMixin, check_orderable
 
 OPTION = "CACHES[…]['OPTIONS']['LOCK']"
@@ -154,7 +154,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         default: Any,
         timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
-        **options: Any,
+        **options: Unpack[GetOrSetOptions],
     ) -> Any:
         """Do as `get_or_set`; `default` may be a coroutine function, too, or return something awaitable.
 
