@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from django.conf import settings
 
+from ..core.fork import after_in_child
 from ..core.tally import Counters
 
 _tallies: dict[str, Counters] = {}
@@ -34,4 +34,4 @@ def _after_fork() -> None:
         tally.reset()  # what the parent did was not done here
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_in_child(_after_fork)

@@ -6,13 +6,13 @@ another one computes, and no value is kept beyond its timeout.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.cache.backends.dummy import DummyCache as DjangosDummyCache
 from django.core.cache.backends.locmem import LocMemCache as DjangosLocMemCache
 
+from ..core.fork import after_in_child
 from ..core.local import LocalServer
 from ..core.server import Server
 from .invalidation import InvalidatingMixin
@@ -60,4 +60,4 @@ def _after_fork() -> None:
         server.forget()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_in_child(_after_fork)

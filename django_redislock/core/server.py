@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import threading
 import time
 import weakref
@@ -26,6 +25,7 @@ from redis.retry import Retry
 
 from . import idle, native, scripts, steps
 from .clock import monotonic
+from .fork import after_in_child
 from .identity import identity, theirs
 from .link import Link
 from .links import Links
@@ -363,4 +363,4 @@ def _after_fork() -> None:
 _inherited: list[Any] = []
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_in_child(_after_fork)

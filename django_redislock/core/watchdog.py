@@ -8,7 +8,6 @@ that nobody renews.
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections import deque
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from . import events, native
 from .clock import monotonic
+from .fork import after_in_child
 from .lease import GONE, Lease
 from .protocol import renewal
 
@@ -313,4 +313,4 @@ def _after_fork() -> None:
         each.__init__()  # type: ignore[misc]  # a child owns nothing of its parent's
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_in_child(_after_fork)
