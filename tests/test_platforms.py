@@ -32,11 +32,14 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
             "django-redislock needs Django 5.2 or newer, and 4.2.16 is installed: pip install -U 'Django>=5.2'.",
         ),
         (
-            "import celery; celery.VERSION = celery.VERSION._replace(major=5, minor=4); celery.__version__ = '5.4.0'\n"
-            "import django; django.setup()\n"
-            "import django_redislock.celery",
-            "django_redislock.celery needs Celery 5.6 or newer, and 5.4.0 is installed: "
-            "pip install -U 'django-redislock[celery]'.",
+            (
+                "import celery, django; celery.VERSION = celery.VERSION._replace(major=5, minor=4); celery.__version__ = '5.4.0'; "
+                "django.setup(); import django_redislock.celery"
+            ),
+            (
+                "django_redislock.celery needs Celery 5.6 or newer, and 5.4.0 is installed: "
+                "pip install -U 'django-redislock[celery]'."
+            ),
         ),
     ],
 )
