@@ -58,7 +58,11 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
     if alias is None or alias not in settings.CACHES:
         return []
     try:
-        why = "" if client_of_cache(caches[alias]) is not None else "it has no client of a single Redis"
+        client, why = client_of_cache(caches[alias]), ""
+        if client is None:
+            why = "it has no client of a single Redis"
+        else:
+            server_of(client)
     except Exception as error:  # whatever keeps the backend from being made is what the reader needs to know
         why = f"{type(error).__name__}: {error}".rstrip(": ")
     if not why:

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from .. import conf
 from ..core.invalidate import invalidate, leases_like
-from ..core.server import Server, server_of
+from ..core.server import Server
 from ..core.wanted import is_forbidden, is_refusal
 from ..exceptions import LockBackendError
 from .base import RedisBackend
@@ -159,7 +159,9 @@ class InvalidatingMixin(RedisBackend):
         settings = conf.get()
         if settings.enabled:
             for client in servers:
-                self._run(server_of(client), leases_like(settings.key_prefix, pattern))
+                server = self._server_at(client)
+                if server is not None:
+                    self._run(server, leases_like(settings.key_prefix, pattern))
 
     def _run(self, server: Server, steps: Any) -> None:
         if is_forbidden(server):

@@ -305,7 +305,7 @@ _by_settings: dict[Any, ref[Server]] = {}
 def server_of(client: Redis | AsyncRedis | Server) -> Server:
     """Return the server that the client talks to.
 
-    Raises TypeError for anything but a redis-py client with a connection pool.
+    Raises TypeError for anything but a redis-py client with a connection pool, and for fakeredis.
     """
     if isinstance(client, Server):
         return client
@@ -318,6 +318,12 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
         raise TypeError(
             f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a single "
             "server, or of a Sentinel's primary (a Redis Cluster is not supported)"
+        )
+    kind = pool.connection_class
+    if any(base.__module__.partition(".")[0] == "fakeredis" for base in kind.__mro__):
+        raise TypeError(
+            f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no socket and run no scripts of locks: "
+            "use a real server, or switch the locks off with DJANGO_REDISLOCK = {'ENABLED': False}"
         )
     server = _by_pool[pool] = _shared(Server(client))
     return server
