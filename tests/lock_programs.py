@@ -58,13 +58,24 @@ def freeze_on_the_way_in(url: str, name: str, step: str) -> None:
     wait_and_hold(url, name, {}, 60, {})
 
 
-def race(url: str) -> None:
-    """At each call on the channel `go`, try once to take the lock that it names, and report whether it was taken."""
+def race(url: str, count: int) -> None:
+    """Fork so many processes. At each call on the channel `go`, each of them tries once to take the lock that it names, and
+    reports whether it was taken."""
+    children = []
+    for _ in range(count):
+        pid = os.fork()
+        if not pid:
+            _race(url)
+            os._exit(0)
+        children.append(pid)
+    say(statuses=[os.waitpid(pid, 0)[1] for pid in children])
+
+
+def _race(url: str) -> None:
     client = redis.Redis.from_url(url)
     with client.pubsub(ignore_subscribe_messages=True) as pubsub:
         pubsub.subscribe("go")
         pubsub.parse_response()
-        say(event="ready")
         while True:
             message = pubsub.get_message(timeout=60)
             if message is None or message["data"] == b"stop":
@@ -72,7 +83,6 @@ def race(url: str) -> None:
             name = message["data"].decode()
             lock = Lock(client, name, expire=60, auto_renewal=False)
             client.rpush(f"result:{name}", f"{os.getpid()}:{int(lock.acquire(blocking=False))}")
-    say(event="done")
 
 
 def wait_in_forks(url: str, name: str, count: int) -> None:

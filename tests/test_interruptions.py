@@ -8,9 +8,10 @@ import threading
 
 import pytest
 
-from django_redislock.core import Lock
+from django_redislock.core import Lock, native
 from tests import interrupted_programs
 from tests.support import Proxy, queued, wait_until
+from tests.support.interruptions import TimeLimit
 
 pytestmark = pytest.mark.processes
 
@@ -120,3 +121,17 @@ def test_a_handler_that_wants_the_value_that_its_thread_computes_gets_it(redis_u
     said = process.finish()[-1]
     assert said["computed"] >= said["keys"]
     assert said["errors"] == 0
+
+
+def test_what_a_handler_raises_as_soon_as_a_thread_runs_is_raised(monkeypatch):
+    """The clean-up of `threading` fails then."""
+    started, ran = threading._start_new_thread, threading.Event()
+
+    def start(*args):
+        started(*args)
+        assert ran.wait(30)
+        raise TimeLimit
+
+    monkeypatch.setattr(threading, "_start_new_thread", start)
+    with pytest.raises(TimeLimit):
+        native.start_here(ran.set, "test")

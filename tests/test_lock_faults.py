@@ -441,8 +441,7 @@ def test_silence_longer_than_the_life_is_told_at_the_deadline(own_server, fault)
         proxy.heal()
 
 
-@pytest.mark.parametrize("socket_timeout", [None, 1])
-@pytest.mark.parametrize("retries", RETRIES)
+@pytest.mark.parametrize(("socket_timeout", "retries"), [(None, 0), (1, 0), (1, 10)])
 def test_every_call_comes_back_from_a_black_hole(own_server, socket_timeout, retries):
     timeout = socket_timeout or 5
     with (
@@ -667,9 +666,8 @@ def test_a_waiter_frozen_while_it_is_handed_the_lock_is_passed_over_and_keeps_it
 def test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins(client, redis_url, run_python):
     """The promise of the SETNX + timestamp + GETSET recipe, and that a late holder never deletes its successor's lock."""
     rounds, count = 200, 50
-    racers = [run_python(lock_programs.race, redis_url) for _ in range(count)]
-    for racer in racers:
-        racer.wait_for(timeout=60, event="ready")
+    racers = run_python(lock_programs.race, redis_url, count)
+    wait_until(lambda: client.pubsub_numsub("go")[0][1] == count)
     for number in range(rounds):
         name = f"dead:{number}"
         dead = Lock(client, name, expire=0.005, auto_renewal=False)
@@ -685,8 +683,7 @@ def test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins(client, redis
         assert owner is not None
         assert owner.pid == winner
     client.publish("go", "stop")
-    for racer in racers:
-        racer.wait_for(event="done")
+    assert racers.finish()[-1]["statuses"] == [0] * count
 
 
 # Forks and signals

@@ -77,21 +77,25 @@ def test_waiters_are_served_first_come_first_served(client):
 
 
 def test_neither_a_newcomer_nor_the_releaser_overtakes_a_waiter(client):
-    lock, order = Lock(client, "a"), []
+    lock, judged = Lock(client, "a"), 0
     for _ in range(20):
+        order: list[object] = []
         lock.acquire()
         threads = waiters(client, "a", 1, order)
+        started = time.monotonic()
         lock.release()
         newcomer = Lock(client, "a")
         if newcomer.acquire(blocking=False):
-            assert order == [0], "a newcomer overtook"
+            order.append("newcomer")
             newcomer.release()
         lock.acquire()  # the releaser, coming back
         order.append("releaser")
         lock.release()
         threads[0].join()
-        assert order == [0, "releaser"]
-        order.clear()
+        if time.monotonic() - started < 0.5:  # on a machine that stood still, the waiter was given up for frozen
+            judged += 1
+            assert order in ([0, "releaser"], [0, "newcomer", "releaser"])
+    assert judged
 
 
 def test_waiters_of_one_given_id_are_told_apart(client):
@@ -127,11 +131,11 @@ def test_waiting_threads_share_one_connection_and_never_starve_the_holder(redis_
     with redis.Redis.from_url(redis_url, max_connections=2) as client, redis.Redis.from_url(redis_url) as observer:
         before = len(observer.client_list())
         results: list[int] = []
-        holder = Lock(client, "a", expire=0.6)
+        holder = Lock(client, "a", expire=1.2)
         with holder:
             fence = holder.fence
             threads = waiters(observer, "a", 16, results)
-            lived(1)
+            lived(1.5)
             assert holder.owner().fence == fence, "renewed beyond its life"
             connections = len(observer.client_list()) - before
         for thread in threads:

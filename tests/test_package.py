@@ -65,7 +65,7 @@ def within(name: str, package: str) -> bool:
 def test_core_imports_the_standard_library_redis_and_the_exceptions_only():
     of_redis = set.union(*loaded_by(["redis", "redis.asyncio", "redis.sentinel"]).values())
     third_party = {name.partition(".")[0] for name in of_redis} | sys.stdlib_module_names | {"django_redislock"}
-    for module, loaded in loaded_by(CORE).items():
+    for module, loaded in loaded_by(CORE, "import redis, redis.asyncio, redis.sentinel").items():
         ours = {name for name in loaded if within(name, "django_redislock")}
         assert {name.partition(".")[0] for name in loaded} <= third_party, module
         assert ours <= {"django_redislock", "django_redislock.exceptions", *CORE}, module

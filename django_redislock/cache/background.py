@@ -11,6 +11,7 @@ from django.db import connections
 
 from ..core.aioserver import async_server_of
 from ..core.events import log
+from ..core.native import start_here
 from ..core.wanted import Landing, Wanted, computing
 from .calling import as_here, current_task
 from .flights import Caller, hush, is_flying, is_quiet, refresh
@@ -34,7 +35,7 @@ def in_thread(want: Wanted, old: bytes) -> None:
             connections.close_all()  # of this thread
 
     try:
-        threading.Thread(target=as_here(run), name="redislock-refresh", daemon=True).start()
+        start_here(as_here(run), "redislock-refresh")
     except RuntimeError:  # no more threads are to be had; the old value is there
         hush(want)
         log.exception("The value of %r could not be computed anew.", want.key)

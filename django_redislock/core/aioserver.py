@@ -166,8 +166,10 @@ class AsyncServer:
 
     def end_soon(self) -> None:
         """Close the connections when nobody needs them any more. It may be called from any thread, and by a destructor."""
-        with suppress(RuntimeError):  # the loop is closed
+        try:  # noqa: SIM105 (a destructor may run when the interpreter ends, and has taken `suppress` away)
             self._loop.call_soon_threadsafe(self._end)
+        except RuntimeError:  # the loop is closed
+            pass
 
     def _end(self) -> None:
         self._ends = True

@@ -7,12 +7,12 @@ operating system also where gevent's sockets belong to the greenlets of another 
 from __future__ import annotations
 
 import math
-import threading
 import time
+from functools import partial
 from typing import Protocol
 from weakref import ref
 
-from . import events
+from . import events, native
 from .clock import monotonic
 from .fork import after_in_child
 
@@ -57,7 +57,7 @@ class Housekeeper:
         mine = object()
         try:
             self._running = mine
-            threading.Thread(target=self._run, args=(mine,), name="redislock-idle", daemon=True).start()
+            native.start_here(partial(self._run, mine), "redislock-idle")
         except BaseException:  # a signal, perhaps after the thread started: then it ends at once
             self._running = None
             raise

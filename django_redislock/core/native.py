@@ -24,12 +24,22 @@ def _original() -> Any:
 
 
 def start(run: Callable[[], None], name: str) -> None:
-    """Start a daemon thread."""
+    """Start a daemon thread of the operating system."""
     original = _original()
     if original is None:
-        threading.Thread(target=run, name=name, daemon=True).start()
+        start_here(run, name)
     else:
         original["start_new_thread"](_run, (run,))
+
+
+def start_here(run: Callable[[], None], name: str) -> None:
+    """Start a daemon thread of Python's: a greenlet, where threads are greenlets."""
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except (
+        KeyError
+    ) as error:  # `threading` fails so when a signal raises as soon as the thread runs; what was raised counts
+        raise error.__context__ or error from None
 
 
 def _run(run: Callable[[], None]) -> None:

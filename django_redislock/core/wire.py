@@ -6,6 +6,7 @@ more than a lock needs, and costs a good part of a wake-up.
 
 from __future__ import annotations
 
+import codecs
 import re
 from builtins import TimeoutError as TimeoutError_
 from typing import Any
@@ -17,6 +18,11 @@ BULK, INTEGER, ARRAY, STATUS, ERROR = b"$:*+-"
 """What a reply begins with."""
 # From a script, Redis 6.2 puts its own words before the error.
 _NOT_PRIMARY = re.compile("(?:ERR Error running script .*: -)?(?:READONLY|MASTERDOWN|NOREPLICAS|LOADING) ", re.DOTALL)
+
+
+# The first name that is resolved imports this codec. Where a signal handler came in and resolved one, too, Python remembered that
+# there is no such codec, and no connection was to be had any more.
+codecs.lookup("idna")
 
 
 class NotPrimary(ConnectionError):
