@@ -23,7 +23,7 @@ def cache(request, settings):
     settings.CACHES = {
         "default": {
             "BACKEND": f"django_redislock.cache.{request.param}",
-            "LOCATION": request.node.name,
+            "LOCATION": "tests",  # one for all, because each has a watchdog
             "OPTIONS": {"LOCK": {"EXPIRE": 5}},
         }
     }
