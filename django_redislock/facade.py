@@ -162,10 +162,11 @@ def _made(
     kind: str,
 ) -> L:
     """Return the lock with the client of the settings, and with their defaults for what is None."""
+    default_wait = timeout is None and blocking is True
     if timeout is None and blocking:
         timeout = settings.timeout
     if expire is auto_renewal is max_hold is id is label is on_lost is None and kind == "lock":  # type: ignore[comparison-overlap]
-        return _plain(kind_of_lock, settings, using)._like(name, wait_of(blocking, timeout))
+        return _plain(kind_of_lock, settings, using)._like(name, None if default_wait else wait_of(blocking, timeout))
     return kind_of_lock(
         client_of(settings, using) if settings.enabled else UNLOCKED,
         name,
@@ -200,6 +201,7 @@ def _plain(kind_of_lock: type[L], settings: conf.Settings, using: str | None) ->
             expire=settings.expire,
             auto_renewal=settings.auto_renewal,
             max_hold=settings.max_hold,
+            timeout=settings.timeout,
             prefix=settings.key_prefix,
         )
         return plain

@@ -196,6 +196,19 @@ def test_by_a_given_id_a_life_is_made_longer_but_not_shorter(client, id):
     holder.release()
 
 
+def test_an_answer_that_comes_late_does_not_shorten_the_belief(client):
+    """A renewal was on its way while the lock was extended, and its answer came after that of the extension."""
+    lock = Lock(client, "a", expire=20, auto_renewal=False)
+    lock.acquire()
+    lease = lock._leases[threading.current_thread()]
+    sent = lease.acquired
+    lock.extend(60)
+    deadline = lease.deadline
+    lease.renewed(sent, 20)
+    assert lease.deadline == deadline > sent + 59
+    lock.release()
+
+
 def test_extend_sets_a_new_life(client):
     lock = Lock(client, "a", expire=5, auto_renewal=False)
     with pytest.raises(NotAcquired):
@@ -418,6 +431,28 @@ def test_a_lock_of_a_hundred_days_is_listed_for_a_hundred_days(client):
     with Lock(client, other, expire=30):
         pass
     assert client.pttl(held) > 99 * days
+
+
+def test_every_index_lives_for_two_weeks_from_the_first_lock_of_a_day(client):
+    keys, days = lock_keys("redislock", "a"), 86_400_000
+    for last in (None, (client.time()[0] - 86_400) * 1_000_000, (client.time()[0] + 86_400) * 1_000_000):
+        client.zadd(keys.held, {"another": 9e15})
+        client.pexpire(keys.held, days)
+        client.delete(keys.fence) if last is None else client.set(keys.fence, last)
+        with Lock(client, "a", auto_renewal=False):
+            assert client.pttl(keys.held) > 29 * days
+            client.pexpire(keys.held, 20 * days)
+        with Lock(client, "a", expire=timedelta(days=25), auto_renewal=False):
+            assert client.pttl(keys.held) > 24 * days
+
+
+def test_an_index_that_was_lost_today_has_a_life_again(client):
+    keys, days = lock_keys("redislock", "a"), 86_400_000
+    lock = Lock(client, "a", auto_renewal=False)
+    for _ in range(2):
+        with lock:
+            assert client.pttl(keys.held) > 29 * days
+        client.delete(keys.held)
 
 
 def test_many_that_ended_without_a_release_leave_the_index_a_few_at_a_time(client):

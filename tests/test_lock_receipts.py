@@ -73,6 +73,15 @@ def test_a_release_whose_reply_was_lost_says_released_while_the_next_one_holds(
         assert proxy.dropped == 1
 
 
+def test_a_release_that_is_answered_after_the_end_of_its_life_is_a_release(redis_url: str, client: redis.Redis) -> None:
+    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
+        lock = Lock(behind, "a", expire=1, auto_renewal=False)
+        lock.acquire()
+        proxy.delay_replies(1.2)
+        lock.release()
+        assert lock.lost is None
+
+
 def test_a_given_id_that_released_before_did_not_release_what_was_force_released(client: redis.Redis) -> None:
     for _ in range(2):
         with Lock(client, "a", id="given"):
@@ -118,4 +127,5 @@ def test_a_cycle_takes_few_commands(client: redis.Redis) -> None:
     with counting(client) as counts:
         cycle(client, "a", 160)
     assert counts["evalsha"] == 320
+    assert counts.total() < 160 * 14.5, "a lock for which nobody waits"
     assert counts.total() / 160 < 18, counts

@@ -66,7 +66,9 @@ class LocksMixin(RedisBackend):
             if of is not settings:
                 plain = self._plain_lock(settings)
             if plain is not None:
-                return plain._like(name, wait_of(blocking, blocking_timeout))
+                return plain._like(
+                    name, None if blocking is True and blocking_timeout is None else wait_of(blocking, blocking_timeout)
+                )
         server = client or self._redis(name) if settings.enabled else UNLOCKED
         return (Lock if settings.enabled else GrantedLock)(
             server,

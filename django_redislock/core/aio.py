@@ -9,9 +9,11 @@ import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from ..exceptions import AcquireTimeout
 from .aioserver import acting_for, async_server_of
 from .base import BaseLock
 from .keys import AS_MADE, AsMade, Seconds
@@ -98,7 +100,8 @@ class AsyncLock(BaseLock):
         return self._run(lambda _: self._release())
 
     async def __aenter__(self) -> Self:
-        await self._run(self._enter)
+        if not await self._run(partial(self._acquire, self._wait.timeout)):
+            raise AcquireTimeout(self.name, self._wait.timeout)
         self._entrants.append(self._me())
         return self
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, Self, Unpack
 
-from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
-from . import events, owner, protocol
+from ..exceptions import AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
+from . import events, owner, process, protocol
 from .acquirers import Acquirers, holders
 from .clock import monotonic
 from .keys import (
@@ -33,6 +32,7 @@ from .steps import Steps
 from .watchdog import owner_ended, watchdog
 
 DEFAULT_EXPIRE = 30.0
+TOLD = {"acquired": "Lock %r acquired (fence %d).", "released": "Lock %r released (fence %d)."}
 SELF_WAIT = (
     "Lock %r (fence %d) is held by the very thread or task that waits for it now, through another object: only the end of its "
     "life, or somebody else who frees it, can end this wait before the timeout. Release it first, or make both re-entrant: "
@@ -104,15 +104,15 @@ class BaseLock(ABC):
 
     def _copy(self, **changes: Any) -> Self:
         """Return a lock with the options of this one, but for these attributes, and with no acquisition; nothing is checked."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, _leases=Acquirers(), _coming={}, _entrants=[], **changes)
+        other, fields = object.__new__(type(self)), vars(self).copy()
+        fields.update(changes, _leases=Acquirers(), _coming={}, _entrants=[])
+        other.__dict__ = fields
         return other
 
-    def _like(self, name: str, wait: Wait) -> Self:
-        """Return a lock of another name, which waits as given."""
-        other = self._copy()
-        other.name, other._keys, other._wait = check_name(name), lock_keys(self._prefix, name), wait
-        return other
+    def _like(self, name: str, wait: Wait | None = None) -> Self:
+        """Return a lock of another name, which waits as given, or as this one."""
+        check_name(name)
+        return self._copy(name=name, _keys=lock_keys(self._prefix, name), _wait=wait or self._wait)
 
     def __copy__(self) -> Self:
         return self._copy()
@@ -177,19 +177,17 @@ class BaseLock(ABC):
 
     def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
         me, turn = self._me(), object()
-        if self._leases:
-            self._forget_the_gone()
         # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart; one would wait for itself.
-        key = (
-            os.getpid(),
-            me if self._given_id is None else None,
-        )  # in a forked child nobody ends what its parent's threads began
+        # In a forked child nobody ends what its parent's threads began.
+        key = process.pid, me if self._given_id is None else None
         try:
             if self._coming.setdefault(key, turn) is not turn:
                 raise AlreadyAcquired(self.name)
-            for other, before in list(self._leases.items()):
-                if (other is me or self._given_id is not None) and not before.foreign and before.loss is None:
-                    raise AlreadyAcquired(self.name)
+            if self._leases:
+                self._forget_the_gone()
+                for other, before in list(self._leases.items()):
+                    if (other is me or self._given_id is not None) and not before.foreign and before.loss is None:
+                        raise AlreadyAcquired(self.name)
             return (yield from self._acquire_now(me, timeout, listening))
         finally:
             if self._coming.get(key) is turn:
@@ -253,10 +251,6 @@ class BaseLock(ABC):
         """Return what is told to those who ask who holds the lock."""
         return owner.record(self.kind, self.label, self.expire, self.auto_renewal)
 
-    def _enter(self, listening: bool) -> Steps[None]:
-        if not (yield from self._acquire(self._wait.timeout, listening)):
-            raise AcquireTimeout(self.name, self._wait.timeout)
-
     def _release(self) -> Steps[None]:
         lease = self._own()
         self._stop(lease)
@@ -272,7 +266,8 @@ class BaseLock(ABC):
             if not released:
                 lease.lose(GONE)
         self._forget(lease)
-        self._raise_loss(lease)
+        if lease.noted_loss is not None:
+            self._raise_loss(lease)
         self._tell("released", lease)
 
     def _exit(self, error: BaseException | None) -> Steps[None]:
@@ -363,7 +358,7 @@ class BaseLock(ABC):
     def _forget(self, lease: Lease) -> None:
         lease.entries = 0
         if self._leases.get(lease.owner) is lease:
-            self._leases.end(lease.owner, lease._loss)  # as it was noted: what was released is not lost at its deadline
+            self._leases.end(lease.owner, lease.noted_loss)
 
     def _call_on_lost(self, lease: Lease) -> None:
         if self.on_lost is not None:
@@ -380,9 +375,8 @@ class BaseLock(ABC):
             raise LockLost(self.name, lease.loss)
 
     def _tell(self, event: str, lease: Lease) -> None:
-        events.emit(
-            event, "Lock %r " + event + " (fence %d).", self.name, lease.fence, name=self.name, fence=lease.fence
-        )
+        name, fence = self.name, lease.fence
+        events.emit(event, TOLD[event], name, fence, name=name, fence=fence)
 
 
 def _is_endless(lease: Lease) -> bool:

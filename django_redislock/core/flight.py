@@ -160,7 +160,7 @@ def _seek(
             patience = monotonic() if want.forgiving else until
             if reply is None or last:
                 call = ask(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
-                sent, reply = yield from attempt(name, call, patience, want.server.retry_for)
+                sent, reply = yield from attempt(name, call, patience, want.server)
             if reply[0] == b"cycle":
                 return b"cycle", b""
             if reply[0] == b"paused":
@@ -173,9 +173,7 @@ def _seek(
             elif reply[0] == b"wait" and not last:
                 if waiter is None and want.server not in _without_channels:
                     try:
-                        sent, waiter = yield from attempt(
-                            name, Join(keys.lock, id, ask), patience, want.server.retry_for
-                        )
+                        sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience, want.server)
                         reply = waiter.said
                         continue
                     except LockBackendError as error:

@@ -199,7 +199,7 @@ class ExecutionLock(Lock):
             ),
         )
         # Also when the lock was lost: that the message has been processed is no less true.
-        _, reply = yield from attempt(lease.name, call, lease.deadline, lease.retry_for)
+        _, reply = yield from attempt(lease.name, call, lease.deadline, lease)
         return bool(reply)
 
     def _record(self) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..exceptions import LockBackendError, LockError, LockLost, LossRecord
-from . import events
+from . import events, process
 from .clock import monotonic
 from .keys import Seconds
 from .lease import Lease
@@ -65,7 +64,7 @@ class Holding:
         self._options = options
         self._lock = lock
         self._needed = majority(servers)
-        self._pid = os.getpid()
+        self._pid = process.pid
         self._parts: list[_Part] = []
         """Those that were acquired, and not released yet."""
         self._released = 0
@@ -75,7 +74,7 @@ class Holding:
     @property
     def foreign(self) -> bool:
         """Whether the acquisition belongs to the process that this one was forked from."""
-        return self._pid != os.getpid()
+        return self._pid != process.pid
 
     def collect(self, until: float) -> bool:
         """Take one server after another; False when one was not free in time, or too much was lost while waiting.

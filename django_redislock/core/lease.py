@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ from threading import _DummyThread
 from typing import TYPE_CHECKING, Any
 
 from ..exceptions import LossRecord
-from . import events
+from . import events, process
 from .clock import monotonic
 from .keys import LockKeys
 
@@ -94,7 +93,7 @@ class Lease:
         self.max_hold = max_hold
         self.owner = owner
         self.holder = holder
-        self.pid = os.getpid()
+        self.pid = process.pid
         self.fence = 0
         self.entries = 1
         """How often its owner is inside; more than once through an RLock only."""
@@ -130,10 +129,12 @@ class Lease:
         """Note that the lock got a new life by a command sent at `sent`."""
         life = min(life, self.expire)  # which may have been shortened meanwhile
         self.failures = 0
-        self.deadline = sent + life
-        self.next_renewal = sent + life / 3
+        if sent + life > self.deadline:  # else a later command has been answered before
+            self.deadline = sent + life
+            self.next_renewal = sent + life / 3
         if self.expire < life:  # shortened in another thread just now
-            self.renewed(sent, self.expire)
+            self.deadline = sent + self.expire
+            self.next_renewal = sent + self.expire / 3
 
     def change(self, expire: float) -> None:
         """Note that a command with another life is about to be sent: without an answer, count on the shorter of the two."""
@@ -155,7 +156,7 @@ class Lease:
     @property
     def foreign(self) -> bool:
         """Whether the acquisition belongs to the process that this one was forked from."""
-        return self.pid != os.getpid()
+        return self.pid != process.pid
 
     @property
     def owner_ended(self) -> bool:
@@ -178,7 +179,8 @@ class Lease:
         return self.next_renewal if self.renewing and not self.asked else self.deadline
 
     @property
-    def _loss(self) -> LossRecord | None:
+    def noted_loss(self) -> LossRecord | None:
+        """Why and when the lock was found to be lost: what was released is not lost at its deadline."""
         return self._losses[0] if self._losses else None
 
     @property
@@ -186,7 +188,7 @@ class Lease:
         """Why and when the lock was lost, or None while it is held; local and free."""
         if not self._losses and monotonic() >= self.deadline and not self.foreign:
             self.lose(self.ending)
-        return self._loss
+        return self.noted_loss
 
     @property
     def ending(self) -> str:
@@ -210,7 +212,7 @@ class Lease:
 
     def report_loss(self) -> None:
         """Tell everybody of the loss, which may take them any time."""
-        loss = self._loss
+        loss = self.noted_loss
         if loss is None:
             return
         message = "Lock %r (fence %d) was lost: %s."

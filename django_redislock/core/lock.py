@@ -6,6 +6,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
+from ..exceptions import AcquireTimeout
 from .base import BaseLock
 from .keys import AS_MADE, AsMade, Seconds
 from .owner import LockInfo
@@ -15,8 +16,7 @@ from .reentrant import Reentrant
 class Lock(BaseLock):
     __doc__ = BaseLock.__doc__
 
-    def _me(self) -> threading.Thread:
-        return threading.current_thread()
+    _me = staticmethod(threading.current_thread)
 
     def acquire(self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE) -> bool:
         """Acquire the lock, and tell whether it was acquired.
@@ -39,7 +39,8 @@ class Lock(BaseLock):
         self._server.run(self._release())
 
     def __enter__(self) -> Self:
-        self._server.run(self._enter(self._server.room.open))
+        if not self._server.run(self._acquire(self._wait.timeout, self._server.room.open)):
+            raise AcquireTimeout(self.name, self._wait.timeout)
         return self
 
     def __exit__(

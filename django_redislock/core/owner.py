@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 
 from ..exceptions import LockBackendError
+from . import process
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ HOST = socket.gethostname()
 
 def record(kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
     """Return what this thread writes of itself into a lock that it takes."""
-    return _static(os.getpid(), threading.current_thread().name, kind, label, expire, auto_renewal)
+    return _static(process.pid, threading.current_thread().name, kind, label, expire, auto_renewal)
 
 
 class Held:

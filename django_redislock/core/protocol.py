@@ -62,20 +62,19 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
     call only tries, and an uncontended lock needs no waiting room.
     """
     lease = claim.lease
-    id = lease.id.encode()
     until = math.inf if claim.timeout is None else monotonic() + claim.timeout
     waiter: Any = None
     ticket = b""
     began = 0.0
     try:
         if waiting and claim.timeout != 0:
-            waiter = yield Join(lease.keys.lock, id)
+            waiter = yield Join(lease.keys.lock, lease.id.encode())
         call = claim.call(waiter.channel if waiter is not None else b"", waiter is not None, ticket)
         while True:
-            last = monotonic() >= until
+            last = until < math.inf and monotonic() >= until
             if last and waiter is not None:
                 call = claim.call(waiter.channel, False, ticket)
-            sent, reply = yield from attempt(lease.name, call, until, lease.retry_for)
+            sent, reply = yield from attempt(lease.name, call, until, lease)
             if isinstance(reply, int):
                 before = reply < 0 and claim.script is scripts.ACQUIRE  # START says something else by it
                 lease.begin(-reply if before else reply, sent)
@@ -86,7 +85,7 @@ def acquire(claim: Claim, waiting: bool) -> Steps[bool]:
                 _tell_wait(lease, began, acquired=False)
                 return False
             if waiter is None:
-                _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, id), until, lease.retry_for)
+                _, waiter = yield from attempt(lease.name, Join(lease.keys.lock, lease.id.encode()), until, lease)
                 call = claim.call(waiter.channel, True, ticket)
                 continue
             left_ms, ticket, *first = reply
@@ -144,7 +143,7 @@ def release(lease: Lease) -> Steps[bool]:
     """Release the lock; False when it was not the lease's any more."""
     # After the deadline the lock has ended by itself, so there is no sense in trying for longer.
     until = max(lease.deadline, monotonic())
-    _, reply = yield from attempt(lease.name, lease.farewell or give_back(lease), until, lease.retry_for)
+    _, reply = yield from attempt(lease.name, lease.farewell or give_back(lease), until, lease)
     return bool(reply)
 
 
@@ -153,7 +152,7 @@ def renew(lease: Lease) -> Steps[bool]:
     life = lease.expire
     until = max(lease.deadline, monotonic())
     sent, reply = yield from attempt(
-        lease.name, renewal([lease], shorten=bool(lease.fence) and not lease.shared), until, lease.retry_for
+        lease.name, renewal([lease], shorten=bool(lease.fence) and not lease.shared), until, lease
     )
     if reply[0]:
         lease.renewed(sent, life)

@@ -19,7 +19,7 @@ class Script:
         return f"<Script {self.name}>"
 
 
-ACQUIRE = Script("acquire", "index", "take", "handover", "counts", "turns")
+ACQUIRE = Script("acquire", "index", "take", "quick", "handover", "counts", "turns")
 RELEASE = Script("release", "receipts", "handover")
 RENEW = Script("renew", "index")
 RESET = Script("reset", "receipts", "handover")

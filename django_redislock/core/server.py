@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
@@ -104,7 +105,7 @@ class Server:
 
         `posted`: where the script has been sent already.
         """
-        links, me = self.links, threading.get_ident()
+        links, me = self.links, get_ident()
         nested = me in links.users  # a signal handler, or a destructor, in the middle of a call
         link = posted
         try:
@@ -205,36 +206,35 @@ class Server:
 
     def run(self, steps: Steps[T]) -> T:
         """Do what the steps ask for, and return their result."""
-        return self._run(steps, lambda: steps.send(None))
+        return self._run(steps, steps.send)
 
     def begin(self, steps: Steps[T]) -> Callable[[], T]:
         """Send the script that the steps ask for first; the function returned does the rest, and is to be called."""
         call: Any = next(steps)
         try:
             link = self._post(call)
-            return lambda: self._run(steps, lambda: steps.send(self.call(call, link)))
+            return lambda: self._run(steps, lambda _: steps.send(self.call(call, link)))
         except BaseException as error:  # a signal; the server may have got it
-            self._run(steps, partial(steps.throw, error))
+            self._run(steps, steps.throw, error)
             raise
 
-    def _run(self, steps: Steps[T], proceed: Callable[[], Effect]) -> T:
+    def _run(self, steps: Steps[T], proceed: Callable[[Any], Effect], result: Any = None) -> T:
         try:
             while True:
                 try:
                     while True:  # within the try, for a signal handler may raise at any jump
-                        effect = proceed()
-                        result = self._do(effect)
-                        proceed = partial(steps.send, result)
+                        result = self._do(proceed(result))
+                        proceed = steps.send
                 except StopIteration as stop:
                     return stop.value  # type: ignore[no-any-return]
                 except BaseException as error:
                     if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # the steps themselves ended with it
                         raise
-                    proceed = partial(steps.throw, error)
+                    proceed, result = steps.throw, error
         finally:
             # An error leads to this frame. If that led back, it would keep its locks alive, and renewed, until they are found
             # to be garbage.
-            del proceed
+            del proceed, result
 
     def _do(self, effect: Effect) -> Any:
         match effect:

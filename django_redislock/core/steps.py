@@ -9,15 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from redis.exceptions import AuthenticationError, ConnectionError, RedisError
 
 from ..exceptions import LockBackendError
 from . import events, scripts
 from .clock import monotonic
-from .wire import pack
+from .wire import PART, pack, sized
 
 
 class Call:
@@ -40,13 +41,27 @@ class Call:
         self.keys = keys
         self.args = args
         self.undo = undo
-        self.request = pack(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, *args)
+        self.request = _format(script.sha, len(keys), len(args)) % sized((*keys, *args))
         """The command that runs the script; packed here, so that who is woken sends what was packed before the sleep."""
 
     @property
     def whole(self) -> bytes:
         """The command for a server that does not know the script."""
         return pack(b"EVAL", self.script.text, b"%d" % len(self.keys), *self.keys, *self.args)
+
+
+@lru_cache(maxsize=64)
+def _format(sha: bytes, keys: int, args: int) -> bytes:
+    """Return the format of a call of a script, to be given the size of each key and argument, and itself."""
+    head = pack(b"EVALSHA", sha, b"%d" % keys).partition(b"\r\n")[2]
+    return b"*%d\r\n" % (3 + keys + args) + head + PART * (keys + args)
+
+
+class Patient(Protocol):
+    """What knows how long its server is tried again."""
+
+    @property
+    def retry_for(self) -> float: ...
 
 
 class Commands(NamedTuple):
@@ -121,23 +136,23 @@ retry_for: float | None = None
 
 
 def attempt(
-    name: str, effect: Call | Commands | Join, until: float, patience: float | None = None
+    name: str, effect: Call | Commands | Join, until: float, patient: Patient | None = None
 ) -> Steps[tuple[float, Any]]:
     """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
 
     Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that
-    stays away for longer than `patience`, or past `until`, raises LockBackendError. So does, without another try, one that
+    stays away for longer than `patient` says, or past `until`, raises LockBackendError. So does, without another try, one that
     stays silent for as long as the client's own socket timeout, and any other error.
     """
-    if patience is None:
-        patience = RETRY_FOR if retry_for is None else retry_for
-    give_up = min(until, monotonic() + patience)
-    tries = 0
+    tries, give_up = 0, until
     while True:
         sent = monotonic()
         try:
             return sent, (yield effect)
         except RedisError as error:
+            if not tries:
+                patience = (RETRY_FOR if retry_for is None else retry_for) if patient is None else patient.retry_for
+                give_up = min(until, sent + patience)
             pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0  # noqa: S311
             broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
             if not broken or (tries and monotonic() + pause >= give_up):

@@ -39,8 +39,8 @@ class ValueLease(Lease):
 
     def report_loss(self) -> None:
         """Log it: nobody else needs to know."""
-        if self._loss is not None:
-            events.log.info("What is being computed for %r will not be stored: %s.", self.name, self._loss.reason)
+        if self.noted_loss is not None:
+            events.log.info("What is being computed for %r will not be stored: %s.", self.name, self.noted_loss.reason)
 
 
 computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=())

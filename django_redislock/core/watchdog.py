@@ -240,25 +240,27 @@ class Watchdog:
     def __init__(self) -> None:
         self.of_servers: weakref.WeakSet[ServerWatchdog] = weakref.WeakSet()
 
-    def _of(self, server: Server) -> ServerWatchdog:
-        try:
-            return server.watchdog
-        except AttributeError:
-            kept: ServerWatchdog = vars(server).setdefault("watchdog", ServerWatchdog())
-            self.of_servers.add(kept)
-            return kept
-
     def add(self, lease: Lease, renew: bool = True) -> None:
         """Watch the lease from now on, and renew it if asked to; called by the thread or task that acquired it."""
-        self._of(lease.server).add(lease, renew)
+        try:
+            of_server = lease.server.watchdog
+        except AttributeError:
+            of_server = vars(lease.server).setdefault("watchdog", ServerWatchdog())
+            self.of_servers.add(of_server)
+        of_server.add(lease, renew)
 
     def hurry(self, lease: Lease) -> None:
         """Look in time for the lease, if it is watched at all; what is next to do for it was brought forward."""
-        self._of(lease.server).hurry(lease)
+        if hasattr(lease.server, "watchdog"):
+            lease.server.watchdog.hurry(lease)
 
     def remove(self, lease: Lease) -> bool:
         """Do not watch the lease any more; whether it was watched until now."""
-        return self._of(lease.server).remove(lease)
+        try:
+            of_server = lease.server.watchdog
+        except AttributeError:
+            return False
+        return of_server.remove(lease)
 
 
 def _patience(lease: Lease) -> float:

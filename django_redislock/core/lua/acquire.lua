@@ -5,7 +5,6 @@
 -- unknown), ticket}, and 1 as third when the caller is to try then even if others of its process wait for the same lock.
 
 local id, life_ms = ARGV[1], tonumber(ARGV[2])
-local now = now_us()
 local value = redis.call('GET', KEYS[1])
 local wrong = not_ours(KEYS[1], value)
 if wrong then

@@ -1,5 +1,5 @@
 -- What all scripts share; put in front of each of them when they are loaded. What only some of them need has files of its own
--- (index, take, receipts, handover, counts, turns, waiters), because each call makes all functions of its script anew.
+-- (index, take, quick, receipts, handover, counts, turns, waiters), because each call makes all functions of its script anew.
 --
 -- The value of a lock key is  id \n fence \n acquired (ms) \n record  and its expiry is the lock's life.
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
@@ -16,8 +16,9 @@ local REMEMBERED_MS = 5000    -- then it is known for so long that its process d
 local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
 local RECEIPT_LIFE_MS = 120000 -- outlives every retry of one release
 local RECEIPTS = 1024
-local FENCE_LIFE_MS = 86400000 -- the clock may step back by less than this and fences still grow
-local INDEX_LIFE_MS = 30 * 86400000
+local DAY_MS, DAY_US = 86400000, 86400000000
+local FENCE_LIFE_MS = DAY_MS  -- the clock may step back by less than this and fences still grow
+local INDEX_LIFE_MS = 30 * DAY_MS
 local WAITS_WINDOW_US = 600 * 1000000  -- waits are counted by ten minutes
 local WAITS_LIFE_MS = 80 * 60000       -- and kept for the last hour
 local WAITS_NAMES = 16                 -- for so many names of a bucket

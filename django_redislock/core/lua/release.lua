@@ -8,8 +8,8 @@ if ARGV[3] ~= '' then
   redis.call('ZREM', KEYS[3], ARGV[3] .. '\n' .. id)
 end
 local value = redis.call('GET', KEYS[1])
-local held = value and is_of(value, id) and fence_of(value)
-if held and (fence == '' or fence == held) then
+local held = value and (fence == '' and is_of(value, id) and fence_of(value) or is_of(value, id .. '\n' .. fence) and fence)
+if held then
   if held ~= '0' then
     redis.pcall('ZREM', KEYS[2], ARGV[2])
     keep_receipt(KEYS[4], held, held)

@@ -1,5 +1,6 @@
 -- How a lock is taken; put in front of the scripts that do, after index.lua.
--- Draw a fence larger than every earlier one, even when the server lost its data: then its clock has moved on.
+-- Draw a fence larger than every earlier one, even when the server lost its data: then its clock has moved on. Return that
+-- one, too; it is about the time (us) when a lock of the bucket was taken last.
 local function next_fence(counter, now)
   local fence = whole(now)
   local last = redis.call('SET', counter, fence, 'PX', FENCE_LIFE_MS, 'GET')
@@ -7,7 +8,11 @@ local function next_fence(counter, now)
     fence = whole(last + 1)
     redis.call('SET', counter, fence, 'PX', FENCE_LIFE_MS)
   end
-  return fence
+  return fence, last
+end
+
+local function write(lock, id, fence, record, now, life_ms)
+  redis.call('SET', lock, id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. record, 'PX', life_ms)
 end
 
 -- Write the caller into a lock that is free or reserved for it (`value` is what the key holds), and return its fence and
@@ -20,6 +25,6 @@ local function take(lock, held, counter, value, id, name, record, now, life_ms)
     return fence, true
   end
   fence = next_fence(counter, now)
-  redis.call('SET', lock, id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. record, 'PX', life_ms)
+  write(lock, id, fence, record, now, life_ms)
   return fence, false
 end
