@@ -59,24 +59,30 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
     if alias is None or alias not in settings.CACHES:
         return []
     try:
-        why = "" if client_of_cache(caches[alias]) is not None else "it has no client of a single Redis"
+        client, why = client_of_cache(caches[alias]), ""
+        if client is None:
+            why = "it has no client of a single Redis"
+        else:
+            server_of(client)
     except Exception as error:  # whatever keeps the backend from being made is what the reader needs to know
         why = f"{type(error).__name__}: {error}".rstrip(": ")
     if not why:
         return []
+    # Whoever has not named it may use no locks at all.
+    kind, id = (Error, "redislock.E004") if _is_named() else (Warning, "redislock.W005")
     return [
-        Error(
+        kind(
             f"The cache {alias!r} ({settings.CACHES[alias].get('BACKEND')}) cannot hold locks: {why}.",
             hint="Use the backend 'django_redislock.cache.RedisCache' for it, name another alias in "
             f"{conf.NAME}['CACHE_ALIAS'], give {conf.NAME}['URL'], or set {conf.NAME}['ENABLED'] to False where no Redis is.",
-            id="redislock.E004",
+            id=id,
         )
     ]
 
 
 def check_backends(**kwargs: object) -> list[CheckMessage]:
     """Report misspelt backends of this package. Django's own check of caches raises for them, where it runs, too."""
-    names = ("RedisCache", "DjangoRedisCache")
+    names = ("RedisCache", "DjangoRedisCache", "LocMemCache", "DummyCache")
     return [
         Error(
             f"CACHES[{alias!r}]['BACKEND'] is {backend!r}, and there is no such backend.",
@@ -100,6 +106,12 @@ def _exists(path: str) -> bool:
     except ImproperlyConfigured:  # it exists; what is not installed is reported by whoever uses it
         return True
     return True
+
+
+def _is_named() -> bool:
+    """Whether the settings name the cache that is to hold the locks."""
+    raw = getattr(settings, conf.NAME, None)
+    return isinstance(raw, Mapping) and "CACHE_ALIAS" in raw
 
 
 def check_url_or_alias(**kwargs: object) -> list[CheckMessage]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
+import django
 from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
@@ -20,6 +21,11 @@ from redis.connection import parse_url
 
 from .core import keys, steps
 from .name_template import check_key, check_tenant
+
+if django.VERSION < (5, 2):
+    raise ImportError(
+        f"django-redislock needs Django 5.2 or newer, and {django.get_version()} is installed: pip install -U 'Django>=5.2'."
+    )
 
 NAME = "DJANGO_REDISLOCK"
 

@@ -16,7 +16,7 @@ from django.utils.module_loading import import_string
 from redis import Redis
 
 from . import conf
-from .core.server import close_unused
+from .core.server import close_unused, server_of
 
 _found: tuple[conf.Settings | None, dict[str | None, Redis]] = (None, {})
 """The clients that were looked up under the settings in force; their names are None where the settings choose."""
@@ -60,6 +60,10 @@ def _look_up(settings: conf.Settings, using: str | None) -> Redis:
             f"django-redislock: the cache {alias!r} ({type(cache).__module__}.{type(cache).__qualname__}) is not a Redis cache. "
             f"Name one in {conf.NAME}['CACHE_ALIAS'], or give {conf.NAME}['URL']."
         )
+    try:
+        server_of(client)
+    except TypeError as error:
+        raise ImproperlyConfigured(f"django-redislock: the cache {alias!r} cannot hold locks: {error}.") from error
     return client
 
 
@@ -88,7 +92,8 @@ def _is_ours(backend: str) -> bool:
         bases = import_string(backend).__mro__
     except ImportError:  # misspelt, or its extra is not installed: to be told, not to be passed over
         return backend.startswith("django_redislock.")
-    return any(base.__module__.startswith("django_redislock.cache") for base in bases)
+    ours = {base.__module__ for base in bases if base.__module__.startswith("django_redislock.cache")}
+    return bool(ours) and "django_redislock.cache.local" not in ours  # which has no server
 
 
 URL = "url"

@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 from asgiref.sync import iscoroutinefunction
 
 from .core.granted import GrantedLock
-from .core.keys import check_name
+from .core.keys import check_name, unexpected
 from .core.server import UNLOCKED
 from .exceptions import AcquireTimeout
 from .facade import LockOptions, alock, check_flags, lock
@@ -192,7 +192,7 @@ def _check_options(options: dict[str, Any], on_conflict: str) -> None:
     """Raise TypeError or ValueError for bad options, and complete those of a call that does not wait."""
     wrong = options.keys() - LockedOptions.__optional_keys__
     if wrong:
-        raise TypeError(f"locked() got an unexpected argument {sorted(wrong)[0]!r}")
+        raise unexpected("locked", wrong, LockedOptions.__optional_keys__)
     if on_conflict != "wait":
         if options.get("timeout") is not None:
             raise ValueError("timeout needs on_conflict='wait'")

@@ -14,7 +14,7 @@ from .core import listing
 from .core.aio import AsyncLock, AsyncRLock
 from .core.base import BaseLock
 from .core.granted import GrantedAsyncLock, GrantedAsyncRLock, GrantedLock, GrantedRLock
-from .core.keys import Seconds, wait_of
+from .core.keys import Nothing, Seconds, unexpected, wait_of
 from .core.lock import Lock, RLock
 from .core.owner import LockInfo
 from .core.server import UNLOCKED
@@ -37,6 +37,13 @@ class LockOptions(TypedDict, total=False):
     kind: str
 
 
+class AtomicOptions(LockOptions, total=False):
+    """What `locked_atomic` takes by name."""
+
+    blocking: bool
+    reentrant: bool
+
+
 def lock(
     name: str,
     *,
@@ -52,6 +59,7 @@ def lock(
     kind: str = "lock",
     until_commit: bool | None = None,
     reentrant: bool = False,
+    **wrong: Unpack[Nothing],
 ) -> Lock:
     """Return the lock `name` on the Redis that the settings name, or on that of the cache alias `using`.
 
@@ -70,6 +78,8 @@ def lock(
     `reentrant`: the thread that holds it may acquire it again, through any re-entrant lock of that name; see `RLock`. With
     ``until_commit=True`` it may in any case.
     """
+    if wrong:
+        raise unexpected("lock", wrong, lock.__kwdefaults__ or ())
     settings = conf.get()
     kind_of_lock: type[Lock]
     if until_commit is not None or reentrant is not False:
@@ -108,11 +118,14 @@ def alock(
     using: str | None = None,
     kind: str = "lock",
     reentrant: bool = False,
+    **wrong: Unpack[Nothing],
 ) -> AsyncLock:
     """Return the lock `name` as `lock` does, for asyncio: ``async with alock("invoice:42", timeout=10): ...``.
 
     Tasks, threads and processes share its name and its queue. See `AsyncLock` for what differs for tasks.
     """
+    if wrong:
+        raise unexpected("alock", wrong, alock.__kwdefaults__ or ())
     settings = conf.get()
     check_flags(None, reentrant)
     kind_of_lock: type[AsyncLock]
@@ -216,7 +229,7 @@ def reset_all(using: str | None = None) -> int:
 
 
 @contextmanager
-def locked_atomic(name: str, *, database: str | None = None, **options: Any) -> Iterator[Lock]:
+def locked_atomic(name: str, *, database: str | None = None, **options: Unpack[AtomicOptions]) -> Iterator[Lock]:
     """Hold a lock around a transaction on `database`: taken before its begin, released after its commit or rollback.
 
     `options` are those of `lock`. Raises RuntimeError inside another atomic block of that database, whose commit would come

@@ -5,23 +5,57 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from django.conf import settings
-from django.test import override_settings
+from django.test import SimpleTestCase, override_settings
 
 from . import conf
 from .core import events
 
+C = TypeVar("C", bound=type)
 
-@contextmanager
-def unlocked() -> Iterator[None]:
-    """Grant every lock at once, without Redis, in the block or in the function that it decorates.
 
-    The other settings stay as they are; locks still tell that they were acquired, so `assert_locked` works in it.
+class unlocked(override_settings):
+    """Grant every lock at once, without Redis, in the block, the function or the Django TestCase class that it decorates.
+
+    The other settings stay as they are; locks still tell that they were acquired, so `assert_locked` works in it. For a class it
+    begins before ``setUpClass``, as `override_settings` does. Of other classes it raises ValueError.
     """
-    with override_settings(**{conf.NAME: {**(getattr(settings, conf.NAME, None) or {}), "ENABLED": False}}):
-        yield
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def enable(self) -> None:
+        """Begin."""
+        self.options = {conf.NAME: _off(getattr(settings, conf.NAME, None))}
+        super().enable()
+
+    def decorate_class(self, cls: C) -> C:
+        """Have it begin with the class."""
+        if not issubclass(cls, SimpleTestCase):
+            raise ValueError(
+                f"unlocked() decorates functions and subclasses of Django's SimpleTestCase, not {cls.__qualname__}; for a class of "
+                'pytest use the fixture: @pytest.mark.usefixtures("redislock_unlocked")'
+            )
+        before: dict[str, Any] = cls._overridden_settings or {}  # type: ignore[attr-defined]
+        ours = _off(before.get(conf.NAME, getattr(settings, conf.NAME, None)))
+        cls._overridden_settings = {**before, conf.NAME: ours}  # type: ignore[attr-defined]
+        return cls
+
+
+class UnlockedMixin:
+    """Put it left of a Django TestCase: its tests, and those of its subclasses, are `unlocked`."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        unlocked().decorate_class(cls)
+        super().setUpClass()  # type: ignore[misc]
+
+
+def _off(given: Any) -> dict[str, Any]:
+    """Return the settings with the locks switched off."""
+    return {**(given or {}), "ENABLED": False}
 
 
 @contextmanager

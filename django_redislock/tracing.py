@@ -1,7 +1,8 @@
-"""OpenTelemetry spans of the waits for locks and of the time they are held; the extra `opentelemetry`.
+"""OpenTelemetry spans of waits, holds, commands and cached values; the extra `opentelemetry`.
 
-``tracing.install()``, once per process, begins with them. A span is made when what it tells of is over, with the times at which
-that began and ended, as a child of the span that is current then.
+``tracing.install()``, once per process, begins with them. The span of a wait or a hold is made when that is over, with the times at
+which it began and ended, as a child of the span that is current then. The methods of the cache that compute, what they compute, and
+the commands of locks are wrapped by spans, which cost nothing before.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
-from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, get_tracer
+from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, get_current_span, get_tracer
 
 from .core import events
+from .core.aioserver import AsyncServer
+from .core.server import Server
+from .core.steps import Call, Calls, Commands
 
 REMEMBERED = 10_000
 """Held locks of which the begin is remembered; of more than these, the oldest have no span."""
@@ -49,6 +55,49 @@ class Spans:
                 lost = data["record"].reason if event == "lost" else None
                 self._span("redislock hold", data, since, now, {"redislock.fence": key[1]}, lost)
 
+    def command(self, place: Any, call: Call | Calls | Commands) -> AbstractContextManager[object]:
+        """Return the span of a command, by the conventions for databases; none outside of another span."""
+        if not get_current_span().get_span_context().is_valid:
+            return nullcontext()
+        about: dict[str, Any] = {"db.system.name": "redis", "db.operation.name": "EVALSHA"}
+        match call:
+            case Call():
+                name = about["db.stored_procedure.name"] = f"redislock.{call.script.name}"
+            case Calls():
+                name = "redislock batch"
+            case Commands():
+                name = about["db.operation.name"] = call.commands[0][0].decode()
+        if isinstance(place, tuple) and len(place) == 3 and place[1].isdecimal():
+            about |= {"server.address": place[0], "server.port": int(place[1]), "db.namespace": place[2]}
+        return self._tracer.start_as_current_span(name, kind=SpanKind.CLIENT, attributes=about)
+
+    def wanted(self, operation: str, key: object) -> AbstractContextManager[Any]:
+        """Return the span of a call that wants cached values."""
+        about = {"db.system.name": "redis", "db.operation.name": operation, "redislock.outcome": "returned"}
+        if isinstance(key, (str, int)):
+            about["redislock.key"] = str(key)
+        return self._tracer.start_as_current_span(f"redislock {operation}", kind=SpanKind.CLIENT, attributes=about)
+
+    def computed(self, default: Any, asked: Any, is_async: bool) -> Any:
+        """Return the function that computes, with a span of its own, which says so to the span of the call."""
+        if not is_async:
+
+            @wraps(default, updated=())
+            def compute(*args: Any) -> Any:
+                with self._tracer.start_as_current_span("redislock compute"):
+                    asked.set_attribute("redislock.outcome", "computed")
+                    return default(*args)
+
+            return compute
+
+        @wraps(default, updated=())
+        async def compute_soon(*args: Any) -> Any:
+            with self._tracer.start_as_current_span("redislock compute"):
+                asked.set_attribute("redislock.outcome", "computed")
+                return await default(*args)
+
+        return compute_soon
+
     def _span(
         self, title: str, data: dict[str, Any], begin: int, end: int, more: dict[str, Any], error: str | None = None
     ) -> None:
@@ -61,6 +110,66 @@ class Spans:
 
 def install(provider: TracerProvider | None = None) -> Callable[[], None]:
     """Make spans from now on, with the global tracer provider or this one; return a function that ends it."""
-    listen = Spans(provider).listen
+    spans = Spans(provider)
+    listen = spans.listen
     events.listeners.append(listen)
-    return lambda: events.listeners.remove(listen)
+    undo = [_wrap(Server, "call", spans), _wrap(AsyncServer, "call", spans), *_wrap_cache(spans)]
+
+    def end() -> None:
+        events.listeners.remove(listen)
+        for each in undo:
+            each()
+
+    return end
+
+
+def _wrap(kind: Any, method: str, spans: Spans) -> Callable[[], None]:
+    """Put a span around the commands of a driver; return a function that undoes it."""
+    original = vars(kind)[method]
+    if kind is AsyncServer:
+
+        @wraps(original)
+        async def call_soon(server: Any, call: Any) -> Any:
+            with spans.command(None, call):
+                return await original(server, call)
+
+        setattr(kind, method, call_soon)
+    else:
+
+        @wraps(original)
+        def call_now(server: Any, call: Any, *args: Any) -> Any:
+            with spans.command(server.place, call):
+                return original(server, call, *args)
+
+        setattr(kind, method, call_now)
+    return lambda: setattr(kind, method, original)
+
+
+def _wrap_cache(spans: Spans) -> list[Callable[[], None]]:
+    """Put a span around the methods that compute; return functions that undo it."""
+    from .cache.calling import is_asynchronous
+    from .cache.mixin import ComputeOnceMixin
+
+    def wrap(method: str) -> Callable[[], None]:
+        kind: Any = next(base for base in ComputeOnceMixin.__mro__ if method in vars(base))
+        original = vars(kind)[method]
+
+        def traced(default: Any, span: Any, options: dict[str, Any]) -> Any:
+            if not callable(default) or options.get("refresh") == "celery":  # which needs the function itself
+                return default
+            return spans.computed(default, span, is_asynchronous(default))
+
+        @wraps(original)
+        def get(cache: Any, key: Any, default: Any, *args: Any, **options: Any) -> Any:
+            with spans.wanted(method, key) as span:
+                return original(cache, key, traced(default, span, options), *args, **options)
+
+        @wraps(original)
+        async def aget(cache: Any, key: Any, default: Any, *args: Any, **options: Any) -> Any:
+            with spans.wanted(method, key) as span:
+                return await original(cache, key, traced(default, span, options), *args, **options)
+
+        setattr(kind, method, aget if method.startswith("a") else get)
+        return lambda: setattr(kind, method, original)
+
+    return [wrap(method) for method in ("get_or_set", "aget_or_set", "get_or_set_many", "aget_or_set_many")]

@@ -25,7 +25,9 @@ CORE = [name for name in MODULES if name.startswith("django_redislock.core")]
 # Django, Celery or the user imports these by name; nothing of the package does.
 LEAVES = [
     f"django_redislock.{name}"
-    for name in ("admin", "cache", "celery", "management", "metrics", "tasks", "testing", "tracing", "watch")
+    for name in (
+        *("admin", "cache", "celery", "management", "metrics", "pytest_plugin", "tasks", "testing", "tracing", "watch"),
+    )
 ]
 
 # Imports each module named in a process of its own, forked after the setup, and prints what is loaded then.
@@ -173,3 +175,8 @@ def test_base_install_needs_django_and_redis_only(metadata):
 def test_extras(metadata):
     extras = {"bench", "cache", "celery", "demo", "hiredis", "metrics", "opentelemetry", "test", "watch"}
     assert set(metadata.get_all("Provides-Extra")) == extras
+
+
+def test_pytest_finds_the_fixture_by_itself(wheel):
+    name = next(name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    assert "[pytest11]\ndjango_redislock = django_redislock.pytest_plugin" in wheel.read(name).decode()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
+import unittest
+
 import pytest
 from celery import Celery
 from django.core.cache import caches
+from django.test import SimpleTestCase, override_settings
 
 from django_redislock import AcquireTimeout, conf, lock
 from django_redislock.celery import single_instance
 from django_redislock.core import Lock, held_locks
-from django_redislock.testing import assert_locked, unlocked
+from django_redislock.testing import UnlockedMixin, assert_locked, unlocked
 
 
 @pytest.fixture
@@ -44,6 +50,89 @@ def test_unlocked_is_a_decorator_too(client):
         return conf.get().enabled
 
     assert (sees(), sees(), conf.get().enabled) == (False, False, True)
+
+
+def test_unlocked_around_a_coroutine_function_lasts_until_it_has_run(client):
+    @unlocked()
+    async def sees():
+        await asyncio.sleep(0)
+        return conf.get().enabled
+
+    assert (asyncio.run(sees()), conf.get().enabled) == (False, True)
+
+
+def run_class(case: type[unittest.TestCase]) -> None:
+    """Run the tests of a class, which says itself how many there are."""
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+    assert (result.testsRun, result.errors, result.failures) == (case.tests, [], [])
+    assert conf.get().enabled
+
+
+def test_unlocked_on_a_test_class_runs_its_tests_unlocked_from_setupclass_on(client):
+    @unlocked()
+    @override_settings(DJANGO_REDISLOCK={"EXPIRE": 7})
+    class Case(SimpleTestCase):
+        tests = 2
+
+        @classmethod
+        def setUpClass(cls):
+            super().setUpClass()
+            cls.seen = conf.get()
+
+        def test_settings(self):
+            assert (self.seen.enabled, self.seen.expire) == (False, 7)
+            assert not conf.get().enabled
+
+        async def test_in_a_coroutine(self):
+            assert not conf.get().enabled
+
+    class Under(Case):
+        tests = 3
+
+        def test_more(self):
+            with lock("name"), lock("name"):
+                pass
+
+    run_class(Case)
+    run_class(Under)
+
+
+def test_unlocked_on_a_class_that_is_no_django_testcase_is_an_error_that_names_the_fixture():
+    class TestPlainly:
+        pass
+
+    with pytest.raises(ValueError, match=r"not .*TestPlainly; .*redislock_unlocked"):
+        unlocked()(TestPlainly)
+
+
+def test_the_mixin_runs_the_tests_of_a_class_and_of_its_subclasses_unlocked(client):
+    @override_settings(DJANGO_REDISLOCK={"EXPIRE": 7})
+    class Case(UnlockedMixin, SimpleTestCase):
+        tests = 1
+
+        def test_settings(self):
+            assert (conf.get().enabled, conf.get().expire) == (False, 7)
+
+    @override_settings(DJANGO_REDISLOCK={"EXPIRE": 8})
+    class Under(Case):
+        def test_settings(self):
+            assert (conf.get().enabled, conf.get().expire) == (False, 8)
+
+    run_class(Case)
+    run_class(Under)
+    run_class(Case)
+
+
+@pytest.mark.usefixtures("redislock_unlocked")
+def test_the_fixture_is_there_and_unlocks():
+    assert not conf.get().enabled
+
+
+def test_the_plugin_of_pytest_loads_nothing_of_django():
+    code = "import sys; before = set(sys.modules); import pytest, _pytest.fixtures; import django_redislock.pytest_plugin; "
+    code += "assert not [name for name in sys.modules if name.partition('.')[0] in ('django', 'redis', 'celery')]"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_unlocked_leaves_the_cache_working(redis_url):

@@ -1,17 +1,19 @@
 """Cache backends whose `get_or_set` computes a missing value once: for all threads and processes that want it.
 
 One mixin serves django-redis's backend (`RedisCache`) and Django's own (`DjangoRedisCache`). Everything else works as in
-the base class, and stored bytes are the same.
+the base class, and stored bytes are the same. `LocMemCache` and `DummyCache` have the same methods without Redis, for tests.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 
 from .decorators import cached
 from .django import DjangoRedisCache
+from .local import DummyCache, LocMemCache
 from .mixin import ComputeOnceMixin
 from .ordered import refreshable
 from .pages import cache_page
@@ -19,7 +21,31 @@ from .pages import cache_page
 if TYPE_CHECKING:
     from .django_redis import RedisCache
 
-__all__ = ["ComputeOnceMixin", "DjangoRedisCache", "RedisCache", "cache_page", "cached", "refreshable"]
+__all__ = [
+    "ComputeOnceMixin",
+    "DjangoRedisCache",
+    "DummyCache",
+    "LocMemCache",
+    "RedisCache",
+    "cache_page",
+    "cached",
+    "get_cache",
+    "refreshable",
+]
+
+
+def get_cache(using: str = "default") -> ComputeOnceMixin:
+    """Return ``caches[using]``, as type checkers may know it: with the methods and the options of this package.
+
+    Raises ImproperlyConfigured when its backend is none of this package.
+    """
+    cache = caches[using]
+    if isinstance(cache, ComputeOnceMixin):
+        return cache
+    raise ImproperlyConfigured(
+        f"The cache {using!r} ({type(cache).__module__}.{type(cache).__qualname__}) has no methods of django-redislock. "
+        "Give it a BACKEND of django_redislock.cache; in tests that may be LocMemCache or DummyCache."
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,8 @@ else:
 
 
 @lru_cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Log the warning once in each process."""
     log.warning(message)
 
 
@@ -27,10 +28,13 @@ class RedisBackend(Base):
 
     def _server_of(self, made: str) -> Server | None:
         """Return the server of the key, or None when its client is of a kind that has no locks."""
+        return self._server_at(self._redis(made))
+
+    def _server_at(self, client: Redis) -> Server | None:
         try:
-            return server_of(self._redis(made))
+            return server_of(client)
         except TypeError as error:
-            _warn_once(f"The cache works without locks: {error}.")
+            warn_once(f"The cache works without locks: {error}.")
             return None
 
     def _redis(self, made: str, write: bool = True) -> Redis:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from django.conf import settings
 
+from ..core.fork import after_in_child
 from ..core.tally import Counters
 
 _tallies: dict[str, Counters] = {}
@@ -19,7 +19,8 @@ def tally_of(alias: str) -> Counters:
 
 def alias_of(backend: type, location: Any, params: dict[str, Any]) -> str:
     """Return the alias of a backend made with these arguments, "" when no alias of the settings is so."""
-    for alias, cache in settings.CACHES.items():
+    aliases: dict[str, dict[str, Any]] = settings.CACHES
+    for alias, cache in aliases.items():
         others = {key: value for key, value in cache.items() if key not in ("BACKEND", "LOCATION")}
         module, _, name = cache["BACKEND"].rpartition(".")
         named = name == backend.__name__ and f"{backend.__module__}.".startswith(f"{module}.")
@@ -33,4 +34,4 @@ def _after_fork() -> None:
         tally.reset()  # what the parent did was not done here
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_in_child(_after_fork)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache import caches
@@ -15,10 +15,11 @@ from django.db import transaction
 
 from ..core.wanted import MISSING
 from .mixin import ComputeOnceMixin
-from .options import Timeout, checked, timeout_for
+from .options import GetOrSetOptions, Timeout, checked, timeout_for
 from .ordered import refreshable
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
@@ -28,7 +29,7 @@ def cached(
     key: str | Callable[..., str] | None = None,
     using: str = "default",
     version: int | None = None,
-    **options: Any,
+    **options: Unpack[GetOrSetOptions],
 ) -> Callable[[Callable[P, R]], Cached[P, R]]:
     """Keep what the decorated function returns in the cache `using`, for `timeout` seconds; one of all callers computes it.
 
@@ -65,7 +66,7 @@ class Cached(Generic[P, R]):
         key: str | Callable[..., str] | None,
         using: str,
         version: int | None,
-        options: dict[str, Any],
+        options: GetOrSetOptions,
         instance: Any = None,
     ) -> None:
         signature = inspect.signature(function)
@@ -100,7 +101,11 @@ class Cached(Generic[P, R]):
         get = cache.aget_or_set if self._is_async else cache.get_or_set
         return get(key, default, self._timeout, self._version, **self._options)  # type: ignore[return-value]
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Cached[P, R]:
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Cached[P, R]: ...
+    @overload
+    def __get__(self: Cached[Concatenate[Any, Q], R], instance: object, owner: type | None = None) -> Cached[Q, R]: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Cached[Any, R]:
         """Return the method of the instance."""
         if instance is None:
             return self

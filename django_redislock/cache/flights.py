@@ -19,6 +19,7 @@ from asgiref.sync import SyncToAsync
 from ..core.clock import monotonic
 from ..core.events import log
 from ..core.flight import fly, fly_together
+from ..core.fork import after_in_child
 from ..core.steps import Follow, Steps
 from ..core.wanted import MISSING, Landing, Owner, Wanted, is_below, is_interruption, outer
 from ..exceptions import AcquireTimeout, LockBackendError
@@ -302,4 +303,4 @@ def _after_fork() -> None:
     _flights.clear()  # led by threads of the parent
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_in_child(_after_fork)

@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from .. import conf
 from ..core.invalidate import invalidate, leases_like
-from ..core.server import Server, server_of
+from ..core.server import Server
 from ..core.wanted import is_forbidden, is_refusal, level_of, note_told
 from ..exceptions import LockBackendError
 from .base import RedisBackend
@@ -170,11 +170,9 @@ class InvalidatingMixin(RedisBackend):
         settings = conf.get()
         if not settings.enabled:
             return True
-        reached = []
-        for client in servers:
-            server = server_of(client)
-            reached.append(self._run(server, leases_like(server, settings.key_prefix, pattern)))
-        return any(reached)
+        found = [server for client in servers if (server := self._server_at(client)) is not None]
+        reached = [self._run(server, leases_like(server, settings.key_prefix, pattern)) for server in found]
+        return not found or any(reached)
 
     def _run(self, server: Server, steps: Any) -> bool:
         if is_forbidden(server):

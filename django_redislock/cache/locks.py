@@ -17,7 +17,12 @@ from ..core.lease import Lease
 from ..core.server import UNLOCKED
 from ..core.steps import Steps
 from ..exceptions import AlreadyAcquired
-from .base import RedisBackend
+from .base import RedisBackend, warn_once
+
+OF_TIMEOUT = (
+    "cache.lock(timeout=...) is the lock's life, as in django-redis: it is not renewed, and the wait for it has no limit. Give "
+    "blocking_timeout=... to limit the wait. It is django_redislock.lock(timeout=...) that means the wait."
+)
 
 
 class CacheLock(Lock):
@@ -129,6 +134,8 @@ class LocksMixin(RedisBackend):
         if expire is not None and timeout is not None:
             raise TypeError("lock() takes expire or timeout, which both mean its life, and not both")
         life = timeout if expire is None else expire
+        if timeout is not None and blocking_timeout is None and blocking:
+            warn_once(OF_TIMEOUT)
         name = self._made(key, version)
         settings = conf.get()
         if client is life is auto_renewal is max_hold is id is label is on_lost is None and thread_local:  # type: ignore[comparison-overlap]

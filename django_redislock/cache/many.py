@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from redis.exceptions import RedisError
@@ -20,7 +20,7 @@ from ..exceptions import LockBackendError
 from .base import RedisBackend
 from .calling import called, current_task, read
 from .flights import Caller, brought, values_of
-from .options import PLAIN, Options, Timeout, checked, timeout_for
+from .options import PLAIN, ManyOptions, Options, Timeout, checked, timeout_for
 
 Missing = Callable[[list[Any]], Any]
 
@@ -34,7 +34,7 @@ class ManyMixin(RedisBackend):
         default: Missing,
         timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
-        **options: Any,
+        **options: Unpack[ManyOptions],
     ) -> dict[Any, Any]:
         """Return the values of the keys; ``default(missing_keys)`` returns a dict with those that are missing.
 
@@ -62,7 +62,7 @@ class ManyMixin(RedisBackend):
         default: Missing,
         timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
-        **options: Any,
+        **options: Unpack[ManyOptions],
     ) -> dict[Any, Any]:
         """Do as `get_or_set_many`; `default` may be a coroutine function, too."""
         call = _Call(self, keys, default, timeout, version, options)
@@ -116,7 +116,7 @@ class _Call:
         default: Missing,
         timeout: Timeout,
         version: int | None,
-        options: dict[str, Any],
+        options: ManyOptions,
     ) -> None:
         wrong = options.keys() & {"stale", "refresh_before", "refresh", "on_error"}
         if wrong:
@@ -138,7 +138,7 @@ class _Call:
         """Return the values, each with those of the same life."""
         groups: dict[Any, dict[Any, Any]] = {}
         for key, value in values.items():
-            groups.setdefault(timeout_for(self.timeout, value), {})[key] = value
+            groups.setdefault(timeout_for(self.given.life(self.timeout), value), {})[key] = value
         return list(groups.items())
 
     def by_reader(self) -> list[tuple[Any, list[str]]]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
@@ -29,7 +29,7 @@ from .flights import Caller, brought, is_quiet, renewed, value_of
 from .invalidation import InvalidatingMixin
 from .locks import LocksMixin
 from .many import ManyMixin
-from .options import PLAIN, Asked, Options, Timeout, checked, lengthened, timeout_for
+from .options import PLAIN, Asked, GetOrSetOptions, Options, Timeout, checked, lengthened, timeout_for
 from .ordered import OrderedMixin, check_orderable
 
 OPTION = "CACHES[…]['OPTIONS']['LOCK']"
@@ -117,9 +117,9 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 on_error=on_error,
             )
             if not given.lock:
-                return self._get_or_set_unlocked(key, default, timeout, version)
+                return self._get_or_set_unlocked(key, default, given.life(timeout), version)
         if not callable(default):
-            return self._get_or_set_unlocked(key, default, timeout, version)
+            return self._get_or_set_unlocked(key, default, given.life(timeout), version)
         if given.refresh == "celery":
             check_orderable(default)
         if not given.due:
@@ -129,7 +129,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
                 return value
         asked = self._asked(key, default, timeout, version, given)
         if asked is None:
-            return self._get_or_set_unlocked(key, default, timeout, version)
+            return self._get_or_set_unlocked(key, default, given.life(timeout), version)
         want = asked.want
         caller = Caller(threading.current_thread(), want.server.room)
         if given.due:
@@ -159,7 +159,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         default: Any,
         timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
-        **options: Any,
+        **options: Unpack[GetOrSetOptions],
     ) -> Any:
         """Do as `get_or_set`; `default` may be a coroutine function, too, or return something awaitable.
 
@@ -171,7 +171,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             check_orderable(default)
         asked = self._asked(key, lambda: called(default), timeout, version, given) if callable(default) else None
         if asked is None or not given.lock:
-            return await self._aget_or_set_unlocked(key, default, timeout, version)
+            return await self._aget_or_set_unlocked(key, default, given.life(timeout), version)
         want = asked.want
         try:
             reader = server_of(self._redis(want.key, write=False))

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from ..core.keys import Seconds, check_expire, check_share, check_timeout
 from ..core.wanted import Wanted
@@ -15,6 +15,40 @@ from .calling import is_asynchronous
 
 Timeout = float | Callable[[Any], float | None] | None
 """A value's life in seconds (None: for ever), or a function of the value that returns it."""
+
+
+class ManyOptions(TypedDict, total=False):
+    """The options of `get_or_set_many`, by name."""
+
+    lock: bool
+    wait: Seconds | None
+    on_wait_timeout: Any
+    expire: Seconds | None
+    auto_renewal: bool | None
+    max_hold: Seconds | None
+    should_cache: Callable[[Any], object] | None
+    jitter: float | None
+
+
+class GetOrSetOptions(ManyOptions, total=False):
+    """The options of `get_or_set`, by name."""
+
+    stale: Seconds | None
+    refresh_before: Seconds | None
+    refresh: Literal["inline", "thread", "celery"]
+    on_error: Literal["raise", "stale"] | None
+
+
+class PageOptions(TypedDict, total=False):
+    """The options of `cache_page`, by name."""
+
+    wait: Seconds | None
+    expire: Seconds | None
+    auto_renewal: bool | None
+    max_hold: Seconds | None
+    stale: Seconds | None
+    on_error: Literal["raise", "stale"] | None
+
 
 WORDS = ("compute", "raise", "stale")
 HOW = ("inline", "thread", "celery")
@@ -37,6 +71,13 @@ class Options:
     def due(self) -> float:
         """The seconds before its end in Redis at which a value is to be computed anew; 0: it is not."""
         return self.stale + self.refresh_before
+
+    def life(self, timeout: Timeout) -> Timeout:
+        """Return the timeout to store by without a lease: 0 for what is not to be stored."""
+        wanted = self.should_cache
+        if wanted is None:
+            return timeout
+        return lambda value: timeout_for(timeout, value) if wanted(value) else 0
 
 
 PLAIN = Options()

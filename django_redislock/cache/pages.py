@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache import caches
@@ -18,9 +18,9 @@ from ..core.wanted import is_interruption
 from .failures import PERSONAL, portable, portable_answer
 from .mixin import ComputeOnceMixin
 from .old_pages import OldPages
-from .options import checked
+from .options import PageOptions, checked
 
-View = Callable[..., Any]
+View = TypeVar("View", bound=Callable[..., Any])
 
 UNCACHEABLE_FOR = 60
 """Seconds for which nobody waits for a page that may not be stored: each request renders its own, as Varnish's hit-for-pass."""
@@ -33,7 +33,7 @@ ROUNDS = 2
 
 
 def cache_page(
-    timeout: float, *, cache: str | None = None, key_prefix: str | None = None, **options: Any
+    timeout: float, *, cache: str | None = None, key_prefix: str | None = None, **options: Unpack[PageOptions]
 ) -> Callable[[View], View]:
     """Cache a view's pages as Django's decorator of this name does, and render each once for all who want it.
 
@@ -48,7 +48,7 @@ def cache_page(
     try waits for a pause that grows from a second to a minute. The other `options` are those of `get_or_set` that say how to
     wait: `wait`, `expire`, `auto_renewal` and `max_hold`.
     """
-    wrong = options.keys() - {"wait", "expire", "auto_renewal", "max_hold", "stale", "on_error"}
+    wrong = options.keys() - PageOptions.__optional_keys__
     if wrong:
         raise TypeError(f"cache_page() got an unexpected argument {min(wrong)!r}")
     stale, on_error = checked("cache_page", **options).stale, options.pop("on_error", None)
@@ -85,7 +85,7 @@ def cache_page(
                     await store(await view(request, *args, **kwargs))
                 return page.answer()
 
-            return async_view
+            return async_view  # type: ignore[return-value]
 
         @functools.wraps(view)
         def sync_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
@@ -111,7 +111,7 @@ def cache_page(
                 page.store(view(request, *args, **kwargs))
             return page.answer()
 
-        return sync_view
+        return sync_view  # type: ignore[return-value]
 
     return decorate
 

@@ -6,6 +6,14 @@ around the whole execution and released before callbacks run and before the resu
 
 from __future__ import annotations
 
+import celery
+
+if celery.VERSION < (5, 6):
+    raise ImportError(
+        f"django_redislock.celery needs Celery 5.6 or newer, and {celery.__version__} is installed: "
+        "pip install -U 'django-redislock[celery]'."
+    )
+
 from . import receivers  # noqa: F401 - it connects them
 from .execution import Execution
 from .mark import single_instance

@@ -6,7 +6,6 @@ would let its late write pass.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 from ..exceptions import LossRecord
+from .fork import after_in_child
 from .keys import LockKeys
 from .lease import Lease
 from .server import Server
@@ -140,4 +140,4 @@ def _living(refs: tuple[weakref.ref[Lease], ...]) -> tuple[weakref.ref[Lease], .
 
 
 holders = Holders()
-os.register_at_fork(after_in_child=holders.clear)
+after_in_child(holders.clear)

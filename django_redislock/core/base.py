@@ -7,13 +7,24 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, Unpack
 
 from ..exceptions import AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
 from . import events, owner, process, protocol
 from .acquirers import Acquirers, holders
 from .clock import monotonic
-from .keys import Seconds, Wait, check_expire, check_id, check_name, check_prefix, lock_keys, wait_of
+from .keys import (
+    Nothing,
+    Seconds,
+    Wait,
+    check_expire,
+    check_id,
+    check_name,
+    check_prefix,
+    lock_keys,
+    unexpected,
+    wait_of,
+)
 from .lease import Lease
 from .loss import check_reason, find_cause, report_reset
 from .owner import LockInfo
@@ -65,7 +76,10 @@ class BaseLock(ABC):
         on_lost: Callable[[Any], object] | None = None,
         kind: str = "lock",
         prefix: str = "redislock",
+        **wrong: Unpack[Nothing],
     ) -> None:
+        if wrong:
+            raise unexpected(type(self).__name__, wrong, BaseLock.__init__.__kwdefaults__ or ())
         self._server = server_of(client)
         self.name = check_name(name)
         self._prefix = check_prefix(prefix)

@@ -7,7 +7,6 @@ operating system also where gevent's sockets belong to the greenlets of another 
 from __future__ import annotations
 
 import math
-import os
 import time
 from functools import partial
 from typing import Protocol
@@ -15,6 +14,7 @@ from weakref import ref
 
 from . import events, native
 from .clock import monotonic
+from .fork import after_in_child
 
 IDLE = 60.0
 """Seconds after which an unused connection is closed."""
@@ -101,4 +101,4 @@ def _after_fork() -> None:
     housekeeper.__init__()  # type: ignore[misc]  # its thread stayed with the parent
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_in_child(_after_fork)

@@ -6,12 +6,14 @@ the bucket's index of held locks and its fence counter. The bucket is a hash of 
 
 from __future__ import annotations
 
+import difflib
 import math
 import zlib
+from collections.abc import Iterable
 from datetime import timedelta
 from enum import Enum
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict
 
 BUCKETS = 64
 MAX_NAME = 1000
@@ -182,6 +184,36 @@ def wait_as_redis(blocking: object, blocking_timeout: object) -> Wait:
     """Return the same by redis-py's words: without `blocking` the other one is for ``acquire(blocking=True)``."""
     seconds = check_timeout(blocking_timeout, "blocking_timeout")
     return Wait(True, seconds) if blocking else Wait(False, 0.0, seconds)
+
+
+class Nothing(TypedDict):
+    """The type of the arguments by name that a function answers, but does not take."""
+
+
+THEIR_WORDS = {
+    "wait": "timeout",
+    "wait_timeout": "timeout",
+    "blocking_timeout": "timeout",
+    "acquire_timeout": "timeout",
+    "ttl": "expire",
+    "lock_timeout": "expire",
+    "lease_time": "expire",
+    "px": "expire",
+    "ex": "expire",
+}
+"""What other packages call `timeout` and `expire`."""
+MEANINGS = {"timeout": "how long to wait for the lock", "expire": "how long it lives without renewal"}
+
+
+def unexpected(function: str, given: Iterable[str], known: Iterable[str]) -> TypeError:
+    """Return the error for arguments that the function does not have, with the word that it has instead."""
+    word = min(given)
+    text = f"{function}() got an unexpected keyword argument {word!r}"
+    meant = THEIR_WORDS.get(word, "")
+    if meant:
+        return TypeError(f"{text}: {MEANINGS[meant]} is {meant}=, in seconds")
+    near = difflib.get_close_matches(word, known, n=1)
+    return TypeError(f"{text}: did you mean {near[0]!r}?" if near else text)
 
 
 def check_share(value: object, argument: str = "value") -> float:

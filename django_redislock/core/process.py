@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from .fork import after_in_child
+
 pid = os.getpid()
 
 
@@ -12,4 +14,4 @@ def _after_fork() -> None:
     pid = os.getpid()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_in_child(_after_fork)

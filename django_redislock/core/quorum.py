@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
 
 from redis import Redis
 
@@ -23,7 +23,7 @@ from .acquirers import Acquirers
 from .base import chain
 from .clock import monotonic
 from .holding import Holding, majority
-from .keys import AS_MADE, AsMade, Seconds, wait_of
+from .keys import AS_MADE, AsMade, Nothing, Seconds, unexpected, wait_of
 from .lock import Lock
 from .loss import check_reason, report_reset
 from .owner import LockInfo
@@ -61,7 +61,10 @@ class QuorumLock:
         on_lost: Callable[[Any], object] | None = None,
         kind: str = "lock",
         prefix: str = "redislock",
+        **wrong: Unpack[Nothing],
     ) -> None:
+        if wrong:
+            raise unexpected(type(self).__name__, wrong, QuorumLock.__init__.__kwdefaults__ or ())
         self._servers = [server_of(client) for client in clients]
         if len(self._servers) < 3 or len({server.place for server in self._servers}) < len(self._servers):
             raise ValueError(

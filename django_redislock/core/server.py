@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from redis.retry import Retry
 
 from . import idle, native, scripts, steps
 from .clock import monotonic
+from .fork import after_in_child
 from .identity import identity, theirs
 from .link import Link
 from .links import Links
@@ -280,7 +280,7 @@ _by_settings: dict[Any, ref[Server]] = {}
 def server_of(client: Redis | AsyncRedis | Server) -> Server:
     """Return the server that the client talks to.
 
-    Raises TypeError for anything but a redis-py client with a connection pool.
+    Raises TypeError for anything but a redis-py client with a connection pool, and for fakeredis.
     """
     if isinstance(client, Server):
         return client
@@ -293,6 +293,12 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
         raise TypeError(
             f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a single "
             "server, or of a Sentinel's primary (a Redis Cluster is not supported)"
+        )
+    kind = pool.connection_class
+    if any(base.__module__.partition(".")[0] == "fakeredis" for base in kind.__mro__):
+        raise TypeError(
+            f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no socket and run no scripts of locks: "
+            "use a real server, or switch the locks off with DJANGO_REDISLOCK = {'ENABLED': False}"
         )
     server = _by_pool[pool] = _shared(Server(client))
     return server
@@ -338,4 +344,4 @@ def _after_fork() -> None:
 _inherited: list[Any] = []
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_in_child(_after_fork)

@@ -8,7 +8,6 @@ that nobody renews.
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections import deque
 from contextlib import suppress
@@ -20,6 +19,7 @@ from redis.exceptions import ClusterCrossSlotError
 
 from . import events, native
 from .clock import monotonic
+from .fork import after_in_child
 from .lease import Cause, Lease
 from .loss import cause_call, causes_of
 from .protocol import renewal
@@ -334,4 +334,4 @@ def _after_fork() -> None:
         each.__init__()  # type: ignore[misc]  # a child owns nothing of its parent's
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_in_child(_after_fork)

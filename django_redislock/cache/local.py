@@ -1,0 +1,63 @@
+"""The backends of one process, for tests and development without Redis; import them from `django_redislock.cache`.
+
+They have every method and every argument check of the Redis backends, and Django's own storage. Nobody waits for a value that
+another one computes, and no value is kept beyond its timeout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
+from django.core.cache.backends.dummy import DummyCache as DjangosDummyCache
+from django.core.cache.backends.locmem import LocMemCache as DjangosLocMemCache
+
+from ..core.fork import after_in_child
+from ..core.local import LocalServer
+from ..core.server import Server
+from .invalidation import InvalidatingMixin
+from .mixin import ComputeOnceMixin
+
+
+class LocalBackend(ComputeOnceMixin):
+    """What the mixin needs to know of a backend without a server: values have none, and locks have one of this process."""
+
+    def _server_of(self, made: str) -> Server | None:
+        return None
+
+    def _redis(self, made: str, write: bool = True) -> Any:
+        return _servers.setdefault((type(self).__name__, self._made_with[0]), LocalServer())
+
+    def _every_redis(self) -> list[Any]:
+        return [self._redis("")]
+
+    def _made(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
+        return self.make_key(key, version)
+
+    def _is_kept(self, timeout: float | None) -> bool:
+        seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
+        return seconds is None or seconds > 0
+
+    def clear(self) -> Any:
+        """Delete all values."""
+        return super(InvalidatingMixin, self).clear()
+
+
+class LocMemCache(LocalBackend, DjangosLocMemCache):
+    """Django's cache of one process, with the methods of the Redis backends and locks between its threads."""
+
+
+class DummyCache(LocalBackend, DjangosDummyCache):
+    """Django's cache that keeps nothing, with the methods of the Redis backends and locks between the process's threads."""
+
+
+_servers: dict[tuple[str, str], LocalServer] = {}
+"""By the kind and the LOCATION of the cache, because Django makes a backend for every thread and task."""
+
+
+def _after_fork() -> None:
+    for server in _servers.values():
+        server.forget()
+
+
+after_in_child(_after_fork)

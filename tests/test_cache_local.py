@@ -1,0 +1,251 @@
+"""The backends without Redis: the whole interface, and locks between threads."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+
+import pytest
+from django.core import checks
+from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
+
+from django_redislock.cache import ComputeOnceMixin, DjangoRedisCache, DummyCache, LocMemCache, cached, get_cache
+from django_redislock.connections import connection_names
+from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockLost, NotAcquired
+from django_redislock.testing import assert_locked, unlocked
+from tests.support import wait_until
+
+
+@pytest.fixture(params=["LocMemCache", "DummyCache"])
+def cache(request, settings):
+    settings.CACHES = {
+        "default": {
+            "BACKEND": f"django_redislock.cache.{request.param}",
+            "LOCATION": "tests",  # one for all, because each has a watchdog
+            "OPTIONS": {"LOCK": {"EXPIRE": 5}},
+        }
+    }
+    cache = caches["default"]
+    yield cache
+    cache.clear()
+    cache.reset_all()
+
+
+@pytest.fixture
+def keeps(cache):
+    """Whether the cache keeps what is stored."""
+    return isinstance(cache, LocMemCache)
+
+
+def test_every_public_method_of_the_redis_backend_is_there():
+    public = {name for name, _ in inspect.getmembers(DjangoRedisCache, callable) if not name.startswith("_")}
+    for backend in (LocMemCache, DummyCache):
+        assert public <= set(dir(backend))
+        assert issubclass(backend, ComputeOnceMixin)
+
+
+def test_get_or_set_takes_every_option(cache, keeps):
+    options = {"stale": 60, "refresh_before": 1, "wait": 1, "on_wait_timeout": "raise", "expire": 3, "jitter": 0.1}
+    options |= {"auto_renewal": True, "max_hold": 9, "on_error": "stale", "refresh": "thread", "lock": True}
+    calls = []
+    for _ in range(2):
+        assert cache.get_or_set("k", lambda: calls.append(1) or [1], 300, **options) == [1]
+    assert len(calls) == (1 if keeps else 2)
+    assert cache.locked_get_or_set("other", lambda: 5, expire=3) == 5
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tale'"):
+        cache.get_or_set("k", lambda: 1, 300, tale=60)
+    with pytest.raises(ValueError, match="refresh must be"):
+        cache.get_or_set("k", lambda: 1, 300, refresh="later")
+
+
+def test_get_or_set_of_many_and_of_tasks(cache, keeps):
+    async def load():
+        return 7
+
+    async def load_many(keys):
+        return {key: key * 2 for key in keys}
+
+    assert cache.get_or_set_many(["a", "b"], lambda keys: dict.fromkeys(keys, 1), 60) == {"a": 1, "b": 1}
+    assert asyncio.run(cache.aget_or_set("k", load, 60, stale=60)) == 7
+    assert asyncio.run(cache.aget_or_set_many(["a", "c"], load_many, 60)) == {"a": 1 if keeps else "aa", "c": "cc"}
+
+
+@pytest.mark.parametrize("way", ["get_or_set", "aget_or_set", "get_or_set_many"])
+def test_what_should_not_be_cached_is_not(cache, way):
+    options = {"should_cache": lambda value: value is not None}
+    if way == "get_or_set":
+        assert cache.get_or_set("k", lambda: None, 60, **options) is None
+    elif way == "aget_or_set":
+        assert asyncio.run(cache.aget_or_set("k", lambda: None, 60, **options)) is None
+    else:
+        assert cache.get_or_set_many(["k"], lambda keys: {"k": None}, 60, **options) == {"k": None}
+    assert cache.get("k", "nothing") == "nothing"
+
+
+@pytest.mark.parametrize("off", ["lock=False", "unlocked"])
+def test_what_should_not_be_cached_is_not_without_locks_either(redis_url, off):
+    redis = caches["default"]
+    assert isinstance(redis, ComputeOnceMixin)
+    if off == "unlocked":
+        with unlocked():
+            redis.get_or_set("k", lambda: None, 60, should_cache=bool)
+    else:
+        redis.get_or_set("k", lambda: None, 60, should_cache=bool, lock=False)
+    assert redis.get("k", "nothing") == "nothing"
+
+
+def test_cached_functions_take_their_options(cache, keeps):
+    calls = []
+
+    @cached(60, key="user:{user_id}", stale=60, refresh="thread", should_cache=lambda value: value > 0)
+    def load(user_id):
+        calls.append(user_id)
+        return user_id
+
+    assert [load(1), load(1), load(0), load(0)] == [1, 1, 0, 0]
+    assert calls == ([1, 0, 0] if keeps else [1, 1, 0, 0])
+    load.invalidate(1)
+    assert load(1) == 1
+    assert len(calls) == (4 if keeps else 5)
+
+
+def test_clear_forgets_the_values(cache):
+    cache.set("k", 1)
+    cache.clear()
+    assert cache.get("k") is None
+
+
+# Locks
+
+
+def test_one_thread_at_a_time_holds_a_lock_of_the_cache(cache):
+    inside, most, done = [], [], []
+
+    def work():
+        for _ in range(20):
+            with caches["default"].lock("maintenance", expire=30):
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
+        done.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (len(done), max(most)) == (4, 1)
+    assert not cache.lock("maintenance").locked()
+
+
+def test_who_waits_gets_the_lock_when_it_is_released(cache):
+    held = cache.lock("a")
+    held.acquire()
+    got = []
+    thread = threading.Thread(target=lambda: got.append(caches["default"].lock("a").acquire()))
+    thread.start()
+    assert cache.lock("b").acquire(blocking=False)
+    assert not got
+    held.release()
+    thread.join(60)
+    assert got == [True]
+
+
+def test_a_lock_that_is_taken_says_so_at_once_or_after_the_wait(cache):
+    held = cache.lock("a", expire=60)
+    with held:
+        assert held.fence > 0
+        assert held.owned()
+        assert held.owner().id == held.id
+        assert 50 < held.ttl() <= 60
+        other = cache.lock("a", blocking_timeout=0.05)
+        assert other.locked()
+        assert not other.owned()
+        with pytest.raises(AcquireTimeout), other:
+            raise AssertionError("two holders")
+        with pytest.raises(AcquireTimeout), cache.lock("a", blocking=False):
+            raise AssertionError("two holders")
+        with pytest.raises(NotAcquired):
+            other.release()
+        held.extend(90)
+        assert held.ttl() > 60
+    with pytest.raises(AlreadyAcquired), cache.lock("c"), cache.lock("c"):
+        raise AssertionError("it would wait for itself for ever")
+
+
+def test_a_lock_that_is_not_renewed_ends_and_the_next_one_has_a_larger_fence(cache):
+    first = cache.lock("a", expire=0.05)
+    first.acquire()
+    fence = first.fence
+    with cache.lock("a") as second:
+        assert second.fence > fence
+    with pytest.raises(LockLost):
+        first.release()
+
+
+def test_a_lock_that_is_renewed_lasts(cache):
+    with cache.lock("a", expire=0.3, auto_renewal=True) as held:
+        ends = held._leases[threading.current_thread()].deadline
+        wait_until(lambda: held._leases[threading.current_thread()].deadline > ends + 0.5)
+        held.raise_if_lost()
+        assert held.owned()
+
+
+def test_reset_all_and_reset_take_the_locks(cache):
+    with pytest.raises(LockLost), cache.lock("a") as held:
+        assert cache.lock("a").reset(held.fence + 1) is False
+        assert cache.lock("a").reset(held.fence) is True
+        assert cache.lock("a").reset() is False
+    with pytest.raises(LockLost), cache.lock("a"):
+        assert cache.reset_all() == 1
+
+
+def test_any_thread_may_release_a_lock_by_its_id(cache):
+    lock = cache.lock("a", thread_local=False)
+    assert lock.acquire()
+    thread = threading.Thread(target=lock.release)
+    thread.start()
+    thread.join(60)
+    assert not cache.lock("a").locked()
+
+
+def test_what_testing_offers_works_with_them(cache):
+    with assert_locked(":1:a"), cache.lock("a"):
+        pass
+    with unlocked(), cache.lock("a"), cache.lock("a"):
+        assert cache.get_or_set("k", lambda: 5, stale=5) == 5
+
+
+def test_they_are_no_connections_of_the_pages_and_the_command(cache, settings):
+    settings.CACHES = settings.CACHES | {"other": settings.CACHES["default"]}
+    assert connection_names() == ["default"]
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
+    assert connection_names() == ["url"]
+
+
+@pytest.mark.parametrize(("named", "id"), [({}, "redislock.W005"), ({"CACHE_ALIAS": "default"}, "redislock.E004")])
+def test_the_check_is_an_error_only_where_the_alias_is_named(cache, settings, named, id):
+    settings.DJANGO_REDISLOCK = named
+    assert [message.id for message in checks.run_checks(tags=["redislock"])] == [id]
+
+
+# Types
+
+
+def test_the_types_of_the_options_name_those_that_are_checked():
+    from django_redislock.cache import options
+
+    assert options.GetOrSetOptions.__optional_keys__ == (options._checked.__kwdefaults__ or {}).keys()
+    signature = inspect.signature(ComputeOnceMixin.get_or_set)
+    assert {name for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY} == (
+        options.GetOrSetOptions.__optional_keys__
+    )
+
+
+def test_get_cache_returns_the_cache_and_refuses_one_of_another_package(cache, settings):
+    assert get_cache() is caches["default"]
+    settings.CACHES = {"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}
+    with pytest.raises(ImproperlyConfigured, match=r"'default' .*DummyCache.* has no methods of django-redislock"):
+        get_cache()

@@ -1,0 +1,117 @@
+"""Spans of commands, of cached values, and of what computes them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from django_redislock import tracing
+from django_redislock.cache import ComputeOnceMixin, cached
+from django_redislock.core import AsyncLock, Lock
+from django_redislock.core.server import Server
+from tests.cache_programs import cache_at
+
+
+@pytest.fixture
+def cache(redis_url, backend):
+    return cache_at(redis_url, backend)
+
+
+@pytest.fixture
+def tracer():
+    provider = TracerProvider()
+    provider.exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(provider.exporter))
+    end = tracing.install(provider)
+    yield provider
+    end()
+    provider.shutdown()
+
+
+def spans_of(tracer, name):
+    return [span for span in tracer.exporter.get_finished_spans() if span.name == name]
+
+
+def test_the_commands_of_a_lock_are_spans_of_a_database_within_another_span(client, tracer):
+    with tracer.get_tracer("view").start_as_current_span("view") as view, Lock(client, "a"):
+        pass
+    for name in ("redislock.acquire", "redislock.release"):
+        (span,) = spans_of(tracer, name)
+        assert span.parent.span_id == view.get_span_context().span_id
+        assert span.attributes["db.system.name"] == "redis"
+        assert span.attributes["db.operation.name"] == "EVALSHA"
+        assert span.attributes["db.stored_procedure.name"] == name
+        assert span.attributes["server.port"] == client.connection_pool.connection_kwargs["port"]
+    with Lock(client, "b"):
+        pass
+    assert len(spans_of(tracer, "redislock.acquire")) == 1  # none where nobody traces
+
+
+def test_the_commands_of_a_lock_of_a_task_are_spans(client, tracer):
+    async def hold():
+        with tracer.get_tracer("view").start_as_current_span("view"):
+            async with AsyncLock(client, "a"):
+                pass
+
+    asyncio.run(hold())
+    assert spans_of(tracer, "redislock.acquire")
+    assert spans_of(tracer, "redislock.release")
+
+
+def test_a_miss_is_a_span_with_that_of_the_computation_in_it(cache, tracer):
+    assert cache.get_or_set("k", lambda: 5, 60) == 5
+    assert cache.get_or_set("k", lambda: 6, 60) == 5
+    miss, hit = spans_of(tracer, "redislock get_or_set")
+    (compute,) = spans_of(tracer, "redislock compute")
+    assert compute.parent.span_id == miss.context.span_id
+    assert miss.attributes["redislock.key"] == "k"
+    assert (miss.attributes["redislock.outcome"], hit.attributes["redislock.outcome"]) == ("computed", "returned")
+
+
+def test_those_of_tasks_and_of_many_keys_are_seen_too(cache, tracer):
+    async def load():
+        return 5
+
+    async def load_many(keys):
+        return dict.fromkeys(keys, 7)
+
+    async def use():
+        assert await cache.aget_or_set("k", load, 60) == 5
+        assert await cache.aget_or_set_many(["k", "l"], load_many, 60) == {"k": 5, "l": 7}
+
+    asyncio.run(use())
+    assert cache.get_or_set_many(["k", "m"], lambda keys: dict.fromkeys(keys, 8), 60) == {"k": 5, "m": 8}
+    for name in ("aget_or_set", "aget_or_set_many", "get_or_set_many"):
+        (span,) = spans_of(tracer, f"redislock {name}")
+        assert span.attributes["redislock.outcome"] == "computed"
+    assert len(spans_of(tracer, "redislock compute")) == 3
+
+
+def test_a_computation_that_fails_is_an_error_of_its_span(cache, tracer):
+    with pytest.raises(ZeroDivisionError):
+        cache.get_or_set("k", lambda: 1 / 0, 60)
+    (compute,) = spans_of(tracer, "redislock compute")
+    assert compute.status.status_code is StatusCode.ERROR
+
+
+def test_cached_functions_are_seen_by_their_keys(redis_url, tracer):
+    @cached(60, key="user:{number}")
+    def load(number):
+        return number
+
+    assert [load(1), load(1)] == [1, 1]
+    assert [span.attributes["redislock.key"] for span in spans_of(tracer, "redislock get_or_set")] == ["user:1"] * 2
+    assert len(spans_of(tracer, "redislock compute")) == 1
+
+
+def test_the_end_of_it_leaves_everything_as_it_was():
+    before = Server.call, ComputeOnceMixin.get_or_set, ComputeOnceMixin.aget_or_set_many
+    end = tracing.install(TracerProvider())
+    assert Server.call is not before[0]
+    end()
+    assert (Server.call, ComputeOnceMixin.get_or_set, ComputeOnceMixin.aget_or_set_many) == before
