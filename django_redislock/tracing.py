@@ -73,10 +73,11 @@ class Spans:
 
     def wanted(self, operation: str, key: object) -> AbstractContextManager[Any]:
         """Return the span of a call that wants cached values."""
-        about = {"db.system.name": "redis", "db.operation.name": operation, "redislock.outcome": "returned"}
+        about = {"redislock.outcome": "returned"}
         if isinstance(key, (str, int)):
             about["redislock.key"] = str(key)
-        return self._tracer.start_as_current_span(f"redislock {operation}", kind=SpanKind.CLIENT, attributes=about)
+        # No span of a database: New Relic, for one, shows nothing of what happens within one, and here values are computed.
+        return self._tracer.start_as_current_span(f"redislock {operation}", attributes=about)
 
     def computed(self, default: Any, asked: Any, is_async: bool) -> Any:
         """Return the function that computes, with a span of its own, which says so to the span of the call."""
@@ -101,8 +102,10 @@ class Spans:
     def _span(
         self, title: str, data: dict[str, Any], begin: int, end: int, more: dict[str, Any], error: str | None = None
     ) -> None:
-        about = {"redislock.name": data["name"], "db.system.name": "redis"} | more
-        span = self._tracer.start_span(title, kind=SpanKind.CLIENT, attributes=about, start_time=begin)
+        about = {
+            "redislock.name": data["name"]
+        } | more  # no span of a database: what is done under a lock is not its time
+        span = self._tracer.start_span(title, attributes=about, start_time=begin)
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(end_time=end)
@@ -113,7 +116,7 @@ def install(provider: TracerProvider | None = None) -> Callable[[], None]:
     spans = Spans(provider)
     listen = spans.listen
     events.listeners.append(listen)
-    undo = [_wrap(Server, "call", spans), _wrap(AsyncServer, "call", spans), *_wrap_cache(spans)]
+    undo = [_wrap(Server, "call", spans), _wrap(AsyncServer, "call", spans), *_wrap_cache(spans), *_wrap_orders(spans)]
 
     def end() -> None:
         events.listeners.remove(listen)
@@ -173,3 +176,25 @@ def _wrap_cache(spans: Spans) -> list[Callable[[], None]]:
         return lambda: setattr(kind, method, original)
 
     return [wrap(method) for method in ("get_or_set", "aget_or_set", "get_or_set_many", "aget_or_set_many")]
+
+
+def _wrap_orders(spans: Spans) -> list[Callable[[], None]]:
+    """Put spans around what a Celery worker computes for ``refresh="celery"``; return functions that undo it."""
+    from .cache import ordered
+
+    kind: Any = ordered.OrderedMixin
+    refresh_ordered, default_of = kind.refresh_ordered, ordered._default_of
+
+    @wraps(refresh_ordered)
+    def refresh(cache: Any, order: dict[str, Any]) -> None:
+        with spans.wanted("refresh", order["key"]):
+            refresh_ordered(cache, order)
+
+    def traced(order: dict[str, Any]) -> Any:
+        return spans.computed(default_of(order), get_current_span(), False)
+
+    kind.refresh_ordered, ordered._default_of = refresh, traced
+    return [
+        lambda: setattr(kind, "refresh_ordered", refresh_ordered),
+        lambda: setattr(ordered, "_default_of", default_of),
+    ]

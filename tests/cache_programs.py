@@ -17,6 +17,7 @@ from django.utils.module_loading import import_string
 
 from django_redislock.cache import flights, refreshable
 from django_redislock.core import aiowaiting, waiting
+from django_redislock.core.compute import digest
 from tests.support import say
 
 
@@ -40,6 +41,25 @@ def commands(sent: Iterable[str]) -> list[str]:
 def followers() -> int:
     """Return how many threads of this process wait for another one's flight."""
     return sum(flight.followers for flight in list(flights._flights.values()))
+
+
+def order(client: redis.Redis, **changes: Any) -> dict[str, Any]:
+    """Return what a worker is sent to compute "k" anew."""
+    usual: dict[str, Any] = {
+        "key": "k",
+        "version": None,
+        "timeout": 60,
+        "args": ["worker"],
+        "kwargs": {"year": 2026},
+        "options": {},
+        "stale": 30.0,
+        "timeout_for": None,
+        "should_cache": None,
+        "old": digest(client.get(":1:k")).decode(),
+        "id": "an-id",
+        "default": "tests.cache_programs.celebrate",
+    }
+    return usual | changes
 
 
 class Work:

@@ -20,11 +20,10 @@ from django_redislock import tasks
 from django_redislock.cache import cached, flights, refreshable
 from django_redislock.cache.counters import tally_of
 from django_redislock.core import Lock, held_locks, wanted
-from django_redislock.core.compute import digest
 from django_redislock.core.tally import Counters
 from django_redislock.exceptions import AcquireTimeout
 from tests import cache_programs
-from tests.cache_programs import Work, cache_at, commands, followers
+from tests.cache_programs import Work, cache_at, commands, followers, order
 from tests.support import counting, in_a_fork, monitoring, wait_until
 from tests.support.worker import Worker
 
@@ -602,25 +601,6 @@ def test_only_a_registered_function_can_be_refreshed_by_celery(get):
         refreshable(lambda: 1)
     with pytest.raises(TypeError, match="function of a module"):
         cached(60, key="k", stale=30, refresh="celery")(lambda: 1)
-
-
-def order(client, **changes):
-    """Return what a worker is sent to compute "k" anew."""
-    usual = {
-        "key": "k",
-        "version": None,
-        "timeout": 60,
-        "args": ["worker"],
-        "kwargs": {"year": 2026},
-        "options": {},
-        "stale": 30.0,
-        "timeout_for": None,
-        "should_cache": None,
-        "old": digest(client.get(":1:k")).decode(),
-        "id": "an-id",
-        "default": "tests.cache_programs.celebrate",
-    }
-    return usual | changes
 
 
 @pytest.mark.parametrize("argument", ["default", "should_cache", "timeout_for"])

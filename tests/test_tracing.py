@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from django.core.cache import caches
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import SpanKind, StatusCode
 
-from django_redislock import tracing
-from django_redislock.cache import ComputeOnceMixin, cached
+from django_redislock import tasks, tracing
+from django_redislock.cache import ComputeOnceMixin, cached, ordered
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.server import Server
-from tests.cache_programs import cache_at
+from tests.cache_programs import cache_at, order
 
 
 @pytest.fixture
@@ -99,6 +100,27 @@ def test_a_computation_that_fails_is_an_error_of_its_span(cache, tracer):
     assert compute.status.status_code is StatusCode.ERROR
 
 
+def test_only_commands_are_spans_of_a_database(cache, client, tracer):
+    """New Relic shows nothing that happens within such a span, and counts it as time of the database."""
+    with tracer.get_tracer("view").start_as_current_span("view"), Lock(client, "a"):
+        cache.get_or_set("k", lambda: 5, 60)
+    kinds = {span.name: span.kind for span in tracer.exporter.get_finished_spans()}
+    assert kinds["redislock.acquire"] is kinds["redislock.lease"] is SpanKind.CLIENT
+    assert kinds["redislock get_or_set"] is kinds["redislock hold"] is SpanKind.INTERNAL
+
+
+@pytest.mark.parametrize("due", [True, False], ids=["due", "replaced meanwhile"])
+def test_what_a_celery_worker_computes_is_seen(client, settings, server, backend, tracer, due):
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    caches["default"].set("k", "old", 25)
+    tasks.refresh("default", order(client) if due else order(client, old="another"))
+    (refresh,) = spans_of(tracer, "redislock refresh")
+    assert refresh.attributes["redislock.key"] == "k"
+    assert refresh.attributes["redislock.outcome"] == ("computed" if due else "returned")
+    computed = spans_of(tracer, "redislock compute")
+    assert [span.parent.span_id for span in computed] == [refresh.context.span_id] * due
+
+
 def test_cached_functions_are_seen_by_their_keys(redis_url, tracer):
     @cached(60, key="user:{number}")
     def load(number):
@@ -110,8 +132,12 @@ def test_cached_functions_are_seen_by_their_keys(redis_url, tracer):
 
 
 def test_the_end_of_it_leaves_everything_as_it_was():
-    before = Server.call, ComputeOnceMixin.get_or_set, ComputeOnceMixin.aget_or_set_many
+    def wrapped():
+        kind = ComputeOnceMixin
+        return Server.call, kind.get_or_set, kind.aget_or_set_many, kind.refresh_ordered, ordered._default_of
+
+    before = wrapped()
     end = tracing.install(TracerProvider())
-    assert Server.call is not before[0]
+    assert not set(wrapped()) & set(before)
     end()
-    assert (Server.call, ComputeOnceMixin.get_or_set, ComputeOnceMixin.aget_or_set_many) == before
+    assert wrapped() == before
