@@ -51,6 +51,7 @@ class ManyMixin(RedisBackend):
             except RedisError:
                 if not self._is_forgiving():
                     raise
+        call.show()
         for server, wants in call.missing(lambda key: default([key]).get(key, ABSENT)):
             caller = Caller(threading.current_thread(), server.room)
             call.take(server.run(values_of(wants, default, caller, call.wait, call.on_wait_timeout)))
@@ -78,6 +79,7 @@ class ManyMixin(RedisBackend):
         async def one(key: Any) -> Any:
             return (await called(default, [key])).get(key, ABSENT)
 
+        call.show()
         for server, wants in call.missing(one):
             tasks = async_server_of(server)
             caller = Caller(current_task(), tasks.room)
@@ -158,6 +160,11 @@ class _Call:
             if value is not None and (unpacked := unpack(key, value)) is not MISSING:
                 self.found[key] = unpacked
         self.cache._tally.count("hits", len(self.found) - before)
+
+    def show(self) -> None:
+        """Let the tools that watch the cache see what was found."""
+        if self.cache._is_watched("get_many"):
+            self.cache._show("get_many", self.values(), self.keys, version=self.version)
 
     def missing(self, one: Callable[[Any], Any]) -> list[tuple[Server, list[Wanted]]]:
         """Return what is missing, by its servers; `one` computes it for one of the caller's keys."""

@@ -31,11 +31,12 @@ from .locks import LocksMixin
 from .many import ManyMixin
 from .options import PLAIN, Asked, GetOrSetOptions, Options, Timeout, checked, lengthened, timeout_for
 from .ordered import OrderedMixin, check_orderable
+from .shown import ShownMixin
 
 OPTION = "CACHES[…]['OPTIONS']['LOCK']"
 
 
-class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
+class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin, ShownMixin):
     """Put it left of a Redis cache backend, and give it the methods of `RedisBackend`."""
 
     _read: tuple[conf.CacheSettings, conf.CacheSettings] | None = None
@@ -139,6 +140,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
             except LockBackendError as error:
                 data, left = self._unread(error)
             value = self._unpacked(want.key, data)
+            self._show("get", value, key, MISSING, version=version)
             if value is not MISSING and data is not None:
                 if left == -1 or left > given.due * 1000:
                     want.tally.count("hits")
@@ -179,6 +181,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin):
         except LockBackendError as error:
             data, left = self._unread(error)
         value = self._unpacked(want.key, data)
+        self._show("get", value, key, MISSING, version=version)
         server = async_server_of(want.server)
         caller = Caller(current_task(), server.room)
         if value is not MISSING and data is not None:
