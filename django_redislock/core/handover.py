@@ -210,7 +210,7 @@ class ExecutionLock(Lock):
                 milliseconds(ending.marked) if ending.marked and delivery.message else b"",
                 ending.keep_id.encode(),
                 milliseconds(ending.keep),
-                self._record(),
+                self._record() if ending.keep_id else b"",
                 b"done" if ending.confirmed else b"ending",
             ),
         )
