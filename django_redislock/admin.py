@@ -82,11 +82,11 @@ class HeldLockAdmin(ModelAdmin):
             if connection not in connection_names():
                 return None
             row = find(connection, [name]).get(name)
-        except ValueError:
-            return None
-        except (ImproperlyConfigured, LockBackendError) as error:
+        except (ImproperlyConfigured, LockBackendError) as error:  # first: as all of redis-py's LockErrors, it is a ValueError
             self.message_user(request, f"{connection}: {reason(error)}", messages.ERROR)
             return HeldLock.free(connection, name)
+        except ValueError:
+            return None
         if row is None:
             self.message_user(request, _("Nobody holds this lock now."), messages.INFO)
             return HeldLock.free(connection, name)

@@ -200,7 +200,7 @@ def test_an_answer_that_comes_late_does_not_shorten_the_belief(client):
     """A renewal was on its way while the lock was extended, and its answer came after that of the extension."""
     lock = Lock(client, "a", expire=20, auto_renewal=False)
     lock.acquire()
-    lease = lock._leases[threading.current_thread()]
+    (lease,) = lock._leases.values()
     sent = lease.acquired
     lock.extend(60)
     deadline = lease.deadline

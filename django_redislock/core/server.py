@@ -21,7 +21,7 @@ from weakref import ref
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from redis.retry import Retry
 
 from . import idle, native, scripts, steps
@@ -104,7 +104,7 @@ class Server:
         """Run a script, or several, or commands, on a connection of its own for the moment."""
         links, me = self.links, get_ident()
         nested = me in links.users  # a signal handler, or a destructor, in the middle of a call
-        link = None
+        link, new = None, False
         try:
             links.users.add(me)  # first, so that whoever comes in knows
             try:
@@ -112,6 +112,7 @@ class Server:
             except IndexError:
                 link = links.wait(nested)
             if not link.open:
+                new = True
                 self._open(link)
             match call:
                 case Call():
@@ -122,6 +123,10 @@ class Server:
                     return link.ask(call)
         except ConnectionError as error:
             self._failed(error)
+            raise
+        except TimeoutError as error:
+            if new:  # who waits for a connection would get one that is as silent
+                links.tell(error)
             raise
         finally:
             if link is not None:

@@ -180,7 +180,8 @@ async def home_soon(request: HttpRequest) -> HttpResponse:
 
 assert_type(home(HttpRequest(), 1), JsonResponse)
 home(HttpRequest(), "1")  # type: ignore
-cache_page(60, stale=3)  # type: ignore
+cache_page(60, stale=3)
+cache_page(60, stail=3)  # type: ignore
 
 
 # Celery
