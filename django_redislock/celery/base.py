@@ -85,8 +85,9 @@ class LockedTask(_Task):
         Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says.
         """
         # By name, and only what is given: a class between may have fewer arguments.
-        given = {"link": link, "link_error": link_error, "shadow": shadow}
-        options |= {name: value for name, value in given.items() if value is not None}
+        for name, value in ("link", link), ("link_error", link_error), ("shadow", shadow):
+            if value is not None:
+                options[name] = value
         try:
             bound = self._signature.bind(*(args or ()), **(kwargs or {}))
         except TypeError:
@@ -116,7 +117,7 @@ class LockedTask(_Task):
         """Take the lock for a message, or return the result of who holds it; None when the message is to be published."""
         skipped = known and options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message)
         try:
-            if lock.acquire(blocking=False) or (known and not skipped):
+            if lock.take(fresh=not known) or (known and not skipped):
                 return None
             holder = self._holder(lock)
             if holder is None:
@@ -140,7 +141,7 @@ class LockedTask(_Task):
             holder = lock.owner()
         if holder is not None and self._waits_in_vain(holder):
             leave_queue(lock.named(lock.name, id=holder.id))
-            holder = None if lock.acquire(blocking=False) else lock.owner()
+            holder = None if lock.take() else lock.owner()
         return holder
 
     def _duplicate(self, lock: ExecutionLock, holder: LockInfo, options: Options) -> DuplicateResult:

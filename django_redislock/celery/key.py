@@ -42,7 +42,8 @@ def make(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) ->
     string and a callable see what the body does: what came with the message, and a model where `models` has one.
     Raises TypeError when an argument that counts has no stable form.
     """
-    bound.apply_defaults()
+    if len(bound.arguments) < len(bound.signature.parameters):
+        bound.apply_defaults()
     if callable(key):
         seen = _seen_by_the_body(bound, models)
         return _text(key(*seen.args, **seen.kwargs))

@@ -6,7 +6,7 @@ copy in its memory, and start it at any time.
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,16 +33,18 @@ SINCE_HEADER = "single_instance_since"
 """Carries the time of the first of these conflicts, in seconds since 1970."""
 REFUSED_HEADER = "single_instance_refused"
 """Names who held the lock when a message with an id of its publisher's own was published, which is to be skipped for that reason."""
+_FORMER = {VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER, RESCHEDULED_HEADER, SINCE_HEADER, REFUSED_HEADER}
+"""What a retry does not take over from the message before."""
 MARK_LIFE = 3600.0
 """Seconds for which it is known that a message was processed, at least: as long as Redis as broker waits for a worker."""
 
 
 def new_message(headers: Mapping[str, Any] | None, key: str, scope: str) -> dict[str, Any]:
     """Return the headers of a new message, which may be a retry with the headers of the one before."""
-    former = (VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER, RESCHEDULED_HEADER, SINCE_HEADER, REFUSED_HEADER)
-    headers = {name: value for name, value in (headers or {}).items() if name not in former}
-    held = {} if scope == "run" else {SCOPE_HEADER: scope}
-    return with_ours(headers, {KEY_HEADER: key, MESSAGE_HEADER: secrets.token_hex(4), **held})
+    ours = {KEY_HEADER: key, MESSAGE_HEADER: os.urandom(4).hex()}
+    if scope != "run":
+        ours[SCOPE_HEADER] = scope
+    return with_ours({name: headers[name] for name in headers if name not in _FORMER}, ours) if headers else ours
 
 
 def with_ours(headers: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
