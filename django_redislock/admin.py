@@ -82,7 +82,10 @@ class HeldLockAdmin(ModelAdmin):
             if connection not in connection_names():
                 return None
             row = find(connection, [name]).get(name)
-        except (ImproperlyConfigured, LockBackendError) as error:  # first: as all of redis-py's LockErrors, it is a ValueError
+        except (
+            ImproperlyConfigured,
+            LockBackendError,
+        ) as error:  # first: as all of redis-py's LockErrors, it is a ValueError
             self.message_user(request, f"{connection}: {reason(error)}", messages.ERROR)
             return HeldLock.free(connection, name)
         except ValueError:
