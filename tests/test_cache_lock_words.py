@@ -347,7 +347,7 @@ def test_tasks_know_the_words_too(client):
 
 
 def test_every_error_is_one_of_redis_pys_and_survives_pickle():
-    record = exceptions.LossRecord("a", "id", 5, "it ended", 1.0)
+    record = exceptions.LossRecord("a", "id", 5, "it ended", 1.0, "expired")
     errors = [
         exceptions.LockError("a"),
         exceptions.NotAcquired("a"),
@@ -369,4 +369,4 @@ def test_every_error_is_one_of_redis_pys_and_survives_pickle():
 
 
 def test_an_error_is_shown_with_its_data():
-    assert repr(exceptions.LockBackendError("a", "why")) == "LockBackendError('a', 'why')"
+    assert repr(exceptions.LockBackendError("a", "why")) == "LockBackendError('a', 'why', False)"

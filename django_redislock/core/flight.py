@@ -141,7 +141,10 @@ def _seek(
     b"large" and by what to know the value, if that was told, or b"failed" and how who computed it for all failed."""
     keys, id, name = lease.keys, lease.id.encode(), lease.name
     about = record("cache", "", want.expire, want.auto_renewal)
-    inside = [other.encode() for other in outer(want.server)]
+    above = outer(want.server)
+    inside = [other.name.encode() for other in above]
+    for other in above:
+        other.has_waited = True
     others = (waits(want, lease), failures(lease)) if inside or has_old else ()
     waiter: Any = None
     reply: Any = None
@@ -186,7 +189,7 @@ def _seek(
                 return b"wait", b""
             if reply[0] == b"compute":
                 lease.begin(int(reply[1]), sent)
-                return b"compute", b" ".join(reply[1:4])
+                return b"compute", b" ".join(reply[1:3])
             if reply[0] in (b"value", b"large") and reply[2]:  # reserved, or the reply that told of the lease was lost
                 yield from attempt(name, give_back(lease), patience, lease, level)
             if reply[0] == b"large":
