@@ -249,11 +249,12 @@ def fly_together(
     default: Callable[[list[Any]], Any],
     until: float,
     landed: Callable[[Wanted, Landing], None],
+    last: bool = False,
 ) -> Steps[None]:
     """Get many values: those that nobody computes are computed here, together; only then the others are waited for, all at once.
 
     `landed` is told of each as soon as there is one; of none that somebody else computes still at `until`, nor of those that
-    are left when one has failed. `default` takes the keys as their caller knows them, and returns a dict with what it has.
+    are left when one has failed. `last`: those, too, are computed here, and nobody is waited for. `default` takes the keys as their caller knows them, and returns a dict with what it has.
     Raises LockBackendError.
     """
     leases = [want.lease(owner) for want in wants]
@@ -271,7 +272,7 @@ def fly_together(
             elif verdict == b"failed":
                 failed = True
                 landed(want, Landing(error=want.unpack_failure(told), shared=True))
-            elif verdict != b"wait":
+            elif verdict != b"wait" or last:
                 tickets.append(Ticket(want, leases[number], verdict, told, replaced))
         if tickets:
             asked = [ticket.want for ticket in tickets]
