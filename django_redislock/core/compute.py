@@ -216,7 +216,7 @@ def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]
 
 def _settlement(ticket: Ticket, life: bytes, data: bytes, *ready: bytes) -> Call:
     want, lease = ticket.want, ticket.lease
-    keys = (*lease.keys[:2], lease.keys.queue, want.key.encode(), *witness(lease))
+    keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, want.key.encode(), *witness(lease))
     if lease.has_waited or ticket.replaced or ready:
         keys += (waits(want, lease), failures(lease), *ready)
     name, own = lease.name.encode(), b"%d" % ticket.mine
