@@ -64,12 +64,16 @@ NAMES = {
     dogpile: "dogpile.cache",
 }
 
+ALIASES = {ours: "django-redislock on django-redis", python_redis_lock: "python-redis-lock"}
+
 
 def process(url: str, get, rounds: int, ready, go, ended) -> None:
     configure(url)
     from django.core.cache import caches
 
-    caches["django-redis"].get("warm")  # connected, as by the page's other keys, and none of them has waited before
+    caches[ALIASES.get(get, "django-redis")].get(
+        "warm"
+    )  # imported, connected, as by the page's other keys, and none of them has waited before
     for number in range(rounds):
         computed = []
 

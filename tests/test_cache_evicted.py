@@ -165,6 +165,21 @@ def test_what_took_too_long_is_stored_while_another_one_computes_and_given_to_th
     assert not list(held_locks(client))
 
 
+def test_a_later_computation_whose_lease_was_evicted_is_stored_while_an_earlier_one_goes_on(cache, client):
+    first = Work("first")
+    other = cache_of_another_process(cache)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            one = pool.submit(cache.get_or_set, "k", first, 60, expire=0.3, max_hold=0.3)
+            assert first.running.wait(10)
+            assert other.get_or_set("k", lambda: evict_lease(client) or "second", 60) == "second"
+            assert cache.get("k") == "second"
+        finally:
+            first.end.set()
+        assert one.result(20) == "first"
+    assert cache.get("k") == "second"
+
+
 @pytest.mark.parametrize("how", ["delete", "reset"])
 def test_what_took_too_long_and_was_invalidated_is_not_stored_whoever_computes_then(cache, client, how):
     first, second, third = Work("first"), Work("second"), Work("third")

@@ -210,6 +210,17 @@ def test_what_django_redis_deletes_by(redis_url, client, event):
     assert not list(held_locks(client))
 
 
+@pytest.mark.parametrize("event", ["expire", "pexpire", "expire_at", "pexpire_at"])
+def test_what_deletes_tries_a_server_that_is_down_once_when_errors_are_ignored(own_server, event, monkeypatch):
+    cache = cache_at(own_server.url, OPTIONS={"IGNORE_EXCEPTIONS": True})
+    cache.set("k", 1)
+    own_server.kill()
+    asked = []
+    monkeypatch.setattr(cache.client, event, lambda *args, **kwargs: asked.append(args))
+    assert ONLY_DJANGO_REDIS[event](cache) is None
+    assert not asked
+
+
 @pytest.mark.parametrize("pattern", ["x*", "k?", "K", r"\*", r"\?", "[a-k]k"])
 def test_a_pattern_that_does_not_match_ends_nothing(redis_url, pattern):
     cache = cache_at(redis_url)

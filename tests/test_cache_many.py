@@ -449,3 +449,12 @@ def test_sharded(server, many):
     assert cache.get_or_set_many(keys, never) == upper(keys)
     assert all(client.dbsize() for client in cache._every_redis())
     cache.clear()
+
+
+def test_many_that_were_waited_for_in_vain_are_computed_in_one_call(cache, client, many):
+    calls = []
+    for key in "abc":  # whose leases end when the values are stored
+        Lock(client, f"cache::1:{key}", auto_renewal=False).acquire()
+    assert many(["a", "b", "c"], lambda keys: calls.append(keys) or upper(keys), wait=0.1) == upper("abc")
+    assert calls == [["a", "b", "c"]]
+    assert not flights._flights

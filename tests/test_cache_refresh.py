@@ -165,7 +165,9 @@ def test_a_background_refresh_within_a_computation_is_no_part_of_it(cache, clien
     outer = cache._server_of(":1:inner")
 
     def compute():
-        value = cache.get_or_set("inner", lambda: seen.append(wanted.outer(outer)), 60, stale=30, refresh="thread")
+        value = cache.get_or_set(
+            "inner", lambda: seen.append([lease.name for lease in wanted.outer(outer)]), 60, stale=30, refresh="thread"
+        )
         wait_until(lambda: seen)
         return value
 

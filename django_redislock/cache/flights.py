@@ -155,14 +155,19 @@ def values_of(
     """Return many values, by their keys in Redis: each computed once over all who want it now.
 
     Those that nobody is after are computed together by one call of `default`; only then the others are waited for, so that
-    nobody waits who keeps another one waiting. A key that `default` has nothing for is left out.
+    nobody waits who keeps another one waiting; those that are left when the time is over are computed together, too. A key that
+    `default` has nothing for is left out.
     """
+    compute = on_timeout in ("compute", "stale")
     until = math.inf if wait is None else monotonic() + wait
     landings = yield from _share_many(wants, default, caller, until)
     failed = [landing for landing in landings.values() if landing.error is not None]
     if failed:
         return {wants[0].key: failed[0]}
-    for want in wants:
+    for number, want in enumerate(wants):
+        if compute and want.key not in landings and monotonic() >= until:
+            late = [other for other in wants[number:] if other.key not in landings]
+            landings.update((yield from _share_many(late, default, caller, -math.inf, last=True)))
         landing = _own_copy(landings.pop(want.key, Landing()), want)
         if landing.value is MISSING and not landing.absent:
             left = None if until == math.inf else max(0.0, until - monotonic())
@@ -175,9 +180,10 @@ def values_of(
 
 
 def _share_many(
-    wants: list[Wanted], default: Callable[[list[Any]], Any], caller: Caller, until: float
+    wants: list[Wanted], default: Callable[[list[Any]], Any], caller: Caller, until: float, last: bool = False
 ) -> Steps[dict[str, Landing]]:
-    """Lead the flights that nobody leads; return how those ended that did so in time."""
+    """Lead the flights that nobody leads; return how those ended that did so in time. `last`: those of who does not wait any more."""
+    alone = ("alone",) if last else ()
     flights: dict[str, Flight] = {}
     ended: dict[str, Landing] = {}
     nested = bool(outer(wants[0].server))
@@ -188,19 +194,19 @@ def _share_many(
         if flight is not None:
             if _shareable(landing):
                 flight.outcome = landing._replace(value=MISSING)
-            _close((want.server, want.key), flight)
+            _close((want.server, want.key, *alone), flight)
 
     try:
         if not nested:
             for want in wants:
                 flight = Flight(caller)
-                if _flights.setdefault((want.server, want.key), flight) is flight:
+                if _flights.setdefault((want.server, want.key, *alone), flight) is flight:
                     flights[want.key] = flight
         mine = [want for want in wants if nested or want.key in flights]
         # Who computes another value meanwhile waits for one after the other: Redis sees circles of those only.
         try:
             if mine:
-                yield from fly_together(mine, caller.owner, default, -math.inf if nested else until, land)
+                yield from fly_together(mine, caller.owner, default, -math.inf if nested else until, land, last)
         except LockBackendError as error:
             cause = error.__cause__ or error
             for want in mine:
@@ -210,7 +216,7 @@ def _share_many(
     finally:
         for want in wants:
             if want.key in flights:
-                _close((want.server, want.key), flights[want.key])
+                _close((want.server, want.key, *alone), flights[want.key])
 
 
 def is_flying(want: Wanted) -> bool:

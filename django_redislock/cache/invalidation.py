@@ -210,30 +210,34 @@ class ExpiringMixin(InvalidatingMixin):
 
     def expire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Give the value a new life in seconds; 0 deletes it."""
-        self._expiring(key, version, timeout)
+        if not self._expiring(key, version, timeout):
+            return IGNORED
         return super().expire(key, timeout, version, *args, **kwargs)  # type: ignore[misc]
 
     def pexpire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Give the value a new life in milliseconds; 0 deletes it."""
-        self._expiring(key, version, timeout)
+        if not self._expiring(key, version, timeout):
+            return IGNORED
         return super().pexpire(key, timeout, version, *args, **kwargs)  # type: ignore[misc]
 
     def expire_at(self, key: Any, when: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Let the value end at a time; one in the past deletes it."""
-        self._ending(key, version, when, 1)
+        if not self._ending(key, version, when, 1):
+            return IGNORED
         return super().expire_at(key, when, version, *args, **kwargs)  # type: ignore[misc]
 
     def pexpire_at(self, key: Any, when: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Let the value end at a time; one in the past deletes it."""
-        self._ending(key, version, when, 1000)
+        if not self._ending(key, version, when, 1000):
+            return IGNORED
         return super().pexpire_at(key, when, version, *args, **kwargs)  # type: ignore[misc]
 
-    def _expiring(self, key: Any, version: int | None, timeout: Any) -> None:
+    def _expiring(self, key: Any, version: int | None, timeout: Any) -> bool:
         left = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if left is not DEFAULT_TIMEOUT and left is not None and left <= 0:
-            self._invalidate([self._made(key, version)])
+        deletes = left is not DEFAULT_TIMEOUT and left is not None and left <= 0
+        return not deletes or self._invalidate([self._made(key, version)])
 
-    def _ending(self, key: Any, version: int | None, when: Any, units: int) -> None:
+    def _ending(self, key: Any, version: int | None, when: Any, units: int) -> bool:
         ends = when.timestamp() if isinstance(when, datetime) else when / units
-        if ends <= time.time() + 1:  # the server's clock may be ahead
-            self._invalidate([self._made(key, version)])
+        deletes = ends <= time.time() + 1  # the server's clock may be ahead
+        return not deletes or self._invalidate([self._made(key, version)])

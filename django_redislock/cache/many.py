@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
-from redis.exceptions import RedisError
+from redis.exceptions import ClusterCrossSlotError, RedisError
 
 from ..core.aioserver import async_server_of
 from ..core.compute import ABSENT
@@ -47,7 +47,14 @@ class ManyMixin(RedisBackend):
             return self._get_or_set_many_unlocked(call)
         for reader, some in call.by_reader():
             try:
-                call.note(some, reader.mget(some))
+                try:
+                    data = reader.mget(some)
+                except ClusterCrossSlotError:
+                    data = server_of(reader).run(peek_many(some))
+                call.note(some, data)
+            except LockBackendError as error:
+                if not self._is_forgiving():
+                    raise (error.__cause__ or error) from None
             except RedisError:
                 if not self._is_forgiving():
                     raise

@@ -67,13 +67,8 @@ class Ticket(NamedTuple):
         return self._parts[1]
 
     @property
-    def witness(self) -> bytes:
-        """What tells of invalidations since the lease was taken, b"" without a lease of one's own."""
-        return self._parts[2]
-
-    @property
     def _parts(self) -> list[bytes]:
-        return [*self.told.split(b" ", 2), b"", b""]
+        return [*self.told.split(b" ", 1), b""]
 
 
 def compute(
@@ -221,18 +216,11 @@ def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]
 
 def _settlement(ticket: Ticket, life: bytes, data: bytes, *ready: bytes) -> Call:
     want, lease = ticket.want, ticket.lease
-    keys = (
-        *lease.keys[:2],
-        lease.keys.queue,
-        want.key.encode(),
-        waits(want, lease),
-        failures(lease),
-        *witness(lease),
-        *ready,
-    )
-    return Call(
-        SETTLE, keys, (ticket.fence, lease.name.encode(), life, ticket.replaced, ticket.ends, data, ticket.witness)
-    )
+    keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, want.key.encode(), *witness(lease))
+    if lease.has_waited or ticket.replaced or ready:
+        keys += (waits(want, lease), failures(lease), *ready)
+    name, own = lease.name.encode(), b"%d" % ticket.mine
+    return Call(SETTLE, keys, (ticket.fence, name, life, ticket.replaced, ticket.ends, data, own))
 
 
 def _pieces(key: bytes, data: bytes) -> Commands:

@@ -141,7 +141,10 @@ def _seek(
     b"large" and by what to know the value, if that was told, or b"failed" and how who computed it for all failed."""
     keys, id, name = lease.keys, lease.id.encode(), lease.name
     about = record("cache", "", want.expire, want.auto_renewal)
-    inside = [other.encode() for other in outer(want.server)]
+    above = outer(want.server)
+    inside = [other.name.encode() for other in above]
+    for other in above:
+        other.has_waited = True
     others = (waits(want, lease), failures(lease)) if inside or has_old else ()
     waiter: Any = None
     reply: Any = None
@@ -186,7 +189,7 @@ def _seek(
                 return b"wait", b""
             if reply[0] == b"compute":
                 lease.begin(int(reply[1]), sent)
-                return b"compute", b" ".join(reply[1:4])
+                return b"compute", b" ".join(reply[1:3])
             if reply[0] in (b"value", b"large") and reply[2]:  # reserved, or the reply that told of the lease was lost
                 yield from attempt(name, give_back(lease), patience, lease, level)
             if reply[0] == b"large":
@@ -246,11 +249,12 @@ def fly_together(
     default: Callable[[list[Any]], Any],
     until: float,
     landed: Callable[[Wanted, Landing], None],
+    last: bool = False,
 ) -> Steps[None]:
     """Get many values: those that nobody computes are computed here, together; only then the others are waited for, all at once.
 
     `landed` is told of each as soon as there is one; of none that somebody else computes still at `until`, nor of those that
-    are left when one has failed. `default` takes the keys as their caller knows them, and returns a dict with what it has.
+    are left when one has failed. `last`: those, too, are computed here, and nobody is waited for. `default` takes the keys as their caller knows them, and returns a dict with what it has.
     Raises LockBackendError.
     """
     leases = [want.lease(owner) for want in wants]
@@ -268,7 +272,7 @@ def fly_together(
             elif verdict == b"failed":
                 failed = True
                 landed(want, Landing(error=want.unpack_failure(told), shared=True))
-            elif verdict != b"wait":
+            elif verdict != b"wait" or last:
                 tickets.append(Ticket(want, leases[number], verdict, told, replaced))
         if tickets:
             asked = [ticket.want for ticket in tickets]

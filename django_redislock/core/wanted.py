@@ -37,6 +37,8 @@ class ValueLease(Lease):
     ended = False
     waited = False
     """Whether it came after waiting for somebody else's."""
+    has_waited = False
+    """Whether what is computed under it wanted other values meanwhile: then Redis may know what it waits for."""
 
     def report_loss(self) -> None:
         """Log it: nobody else needs to know."""
@@ -116,9 +118,9 @@ def is_interruption(error: BaseException) -> bool:
     )
 
 
-def outer(server: Server) -> list[str]:
-    """Return the names of the leases under which the caller computes now."""
-    return [lease.name for lease in computing.get() if lease.server is server and not lease.ended]
+def outer(server: Server) -> list[ValueLease]:
+    """Return the leases under which the caller computes now."""
+    return [lease for lease in computing.get() if lease.server is server and not lease.ended]
 
 
 def is_below(server: Server, name: str = "") -> bool:

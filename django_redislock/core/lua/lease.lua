@@ -5,14 +5,14 @@
 --       7 SHA-1 of a value that is too old ('': none), 8 '1' if the caller can do with that one, else '0', 9... names of what the caller
 --       computes meanwhile
 -- Returns {'value', value, 1 if the caller has the lock, to give it back}, {'large', '', same} when a value is there that is better
--- fetched by a GET, {'compute', fence, when the too old value ends (ms, '': there is none), the witness}, {'wait', fence of who
--- computes, ms until another try makes sense (negative:
--- unknown)}, {'cycle'} when who computes waits for the caller, or {'paused'} when a computation failed a
--- moment ago and the caller can do with the old value.
+-- fetched by a GET, {'compute', fence, when the too old value ends (ms, '': there is none)}, {'wait', fence of who computes, ms until
+-- another try makes sense (negative: unknown)}, {'cycle'} when who computes waits for the caller, or {'paused'} when a computation
+-- failed a moment ago and the caller can do with the old value.
 --
--- The witness says that nothing ended the leases of the value since it was written: what does so deletes it, and the era of the
--- bucket, which it names, when whole patterns of keys are meant. By it a value is stored whose lease ended early, because the
--- server evicted it or because it took too long. A witness that was evicted itself says nothing.
+-- The witness says that nothing ended the leases of the value since one of them was taken, whose fence it is: what does so deletes
+-- it, or the era of the bucket, a fence as well, when whole patterns of keys are meant. By both a value is stored whose lease ended
+-- early, because the server evicted it or because it took too long: its own fence is not smaller. A witness that was evicted itself
+-- says nothing.
 local LARGE = 524288  -- bytes; Lua would make one copy more
 local WITNESS_LIFE_MS = 86400000  -- as what ends first is evicted first, it ends long after most values
 local id, life_ms, name, channel = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5]
@@ -45,7 +45,8 @@ if held and ARGV[8] == '1' and ARGV[6] ~= '1' and #ARGV == 8 then  -- whatever t
   return {'wait', fence_of(lock), left}
 end
 
-local length = redis.call('STRLEN', KEYS[5])
+local there = redis.call('EXISTS', KEYS[7], KEYS[5], KEYS[5])  -- 1: the era, 2: the value, 3: both
+local length = there > 1 and redis.call('STRLEN', KEYS[5]) or 0
 local large = length > LARGE and ARGV[7] == ''
 local value = length > 0 and not large and redis.call('GET', KEYS[5])
 if large or value and (ARGV[7] == '' or redis.sha1hex(value) ~= ARGV[7]) then
@@ -65,17 +66,11 @@ end
 if not held then
   leave()
   local fence = take(KEYS[1], KEYS[2], KEYS[3], lock, id, name, ARGV[4], now, life_ms)
-  local kept = redis.call('MGET', KEYS[6], KEYS[7])
-  local witness, era = kept[1], kept[2]
-  if not era then
-    era = id
-    redis.call('SET', KEYS[7], era, 'PX', WITNESS_LIFE_MS)
+  if there % 2 == 0 then
+    redis.call('SET', KEYS[7], fence, 'PX', WITNESS_LIFE_MS)
   end
-  if not witness or string.match(witness, ' (.*)$') ~= era then
-    witness = id .. ' ' .. era
-    redis.call('SET', KEYS[6], witness, 'PX', WITNESS_LIFE_MS)
-  end
-  return {'compute', fence, value and whole(ends_at(KEYS[5], now)) or '', witness}
+  redis.call('SET', KEYS[6], fence, 'NX', 'PX', WITNESS_LIFE_MS)
+  return {'compute', fence, value and whole(ends_at(KEYS[5], now)) or ''}
 end
 
 if #ARGV > 8 then

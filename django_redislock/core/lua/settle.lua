@@ -1,11 +1,12 @@
 -- Store what was computed, unless something newer is there; end the lease, and wake everybody who waits for the value.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 the value, 5 which computation waits for which,
---       6 how often the old value could not be replaced, 7 the witness of the value, 8 the era of its bucket (see lease.lua),
---       9 where the value is put ready, when it is too large to be copied by Lua
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 the value, 5 the witness of the value, 6 the era of its bucket (see lease.lua);
+--       only when the computation has waited for another one, replaces an old value, or has put the value ready: 7 which computation
+--       waits for which, 8 how often the old value could not be replaced, and 9 where the value is put ready, when it is too large
+--       to be copied by Lua
 -- ARGV  1 fence of the lease, 2 name, 3 life of the value (ms, '': for ever, '0': it is only told to those who wait,
 --       '!': as well, and it is not a value but how its computation failed),
 --       4 SHA-1 of the value that it replaces ('': none), 5 when that one ends (ms, '': not known), 6 the value; when it is put
---       ready: its length, its SHA-1, and, if it is only told, KEYS[9] again; 7 the witness that came with the lease ('': none)
+--       ready: its length, its SHA-1, and, if it is only told, KEYS[9] again; 7 '1' if the lease is the caller's own, else '0'
 -- Those who wait are sent  id \n = value ,  id \n ! failure , or  id \n # length SHA-1 [key]  to fetch it in pieces, or the id alone to ask again.
 -- Returns 1 when stored or told, 2 when stored though the lease had ended, because the witness still stands, 0 when there is a
 -- newer value, -1 when it was invalidated, or nobody knows: then nothing is done.
@@ -18,9 +19,9 @@ local lock, ready = redis.call('GET', KEYS[1]), KEYS[9]
 local leased = lock and fence_of(lock) == ARGV[1]
 if not leased then
   local stands = false
-  if ARGV[7] ~= '' and ARGV[3] ~= '0' and not failed then
-    local kept = redis.call('MGET', KEYS[7], KEYS[8])
-    stands = kept[1] == ARGV[7] and kept[2] == string.match(ARGV[7], ' (.*)$')
+  if ARGV[7] == '1' and ARGV[3] ~= '0' and not failed then
+    local kept, fence = redis.call('MGET', KEYS[5], KEYS[6]), tonumber(ARGV[1])
+    stands = kept[1] and kept[2] and tonumber(kept[1]) <= fence and tonumber(kept[2]) <= fence
   end
   if not stands then
     if ready then
@@ -60,29 +61,34 @@ elseif ready then
 end
 
 if ARGV[4] ~= '' and failed then
-  local failures = tonumber(string.match(redis.call('GET', KEYS[6]) or '', '^%d+') or 0) + 1
+  local failures = tonumber(string.match(redis.call('GET', KEYS[8]) or '', '^%d+') or 0) + 1
   local pause = math.min(LONGEST_PAUSE_MS, PAUSE_MS * 2 ^ (failures - 1))
   local again = whole(math.floor(now_us() / 1000) + pause)
-  redis.call('SET', KEYS[6], failures .. ' ' .. again, 'PX', pause + LONGEST_PAUSE_MS)
+  redis.call('SET', KEYS[8], failures .. ' ' .. again, 'PX', pause + LONGEST_PAUSE_MS)
 elseif ARGV[4] ~= '' and stored then
-  redis.call('DEL', KEYS[6])
+  redis.call('DEL', KEYS[8])
 end
 
-local word = stored and #ARGV[6] <= SMALL and (failed and '\n!' or ready and '\n#' or '\n=') .. ARGV[6] or ''
 local entries = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
-local now, ms = #entries > 0 and now_us(), 0
-for i = 1, #entries, 2 do
-  local channel, id = string.match(entries[i], '^(.-)\n(.*)$')
-  redis.pcall('PUBLISH', channel, id .. word)
-  ms = ms + waited_ms(entries[i + 1], now)
-end
-if #entries > 0 and stored then
-  count_waits(KEYS[2], now, ARGV[2], ms, #entries / 2, failed and #entries / 2 or 0)
-  if not failed then
-    count_saved(KEYS[2], now, ARGV[2], 'a', #entries / 2)
+if #entries > 0 then
+  local word = stored and #ARGV[6] <= SMALL and (failed and '\n!' or ready and '\n#' or '\n=') .. ARGV[6] or ''
+  local now, ms = now_us(), 0
+  for i = 1, #entries, 2 do
+    local channel, id = string.match(entries[i], '^(.-)\n(.*)$')
+    redis.pcall('PUBLISH', channel, id .. word)
+    ms = ms + waited_ms(entries[i + 1], now)
   end
+  if stored then
+    count_waits(KEYS[2], now, ARGV[2], ms, #entries / 2, failed and #entries / 2 or 0)
+    if not failed then
+      count_saved(KEYS[2], now, ARGV[2], 'a', #entries / 2)
+    end
+  end
+  redis.call('DEL', KEYS[3])
 end
-redis.call('DEL', KEYS[1], KEYS[3], KEYS[7])
+redis.call('DEL', KEYS[1], KEYS[5])
 redis.call('ZREM', KEYS[2], ARGV[2])
-redis.call('HDEL', KEYS[5], ARGV[2])
+if KEYS[7] then
+  redis.call('HDEL', KEYS[7], ARGV[2])
+end
 return stored and (leased and 1 or 2) or 0
