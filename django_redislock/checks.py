@@ -18,6 +18,7 @@ from .connections import client_of_cache
 from .core.server import server_of
 from .doctor import look
 from .heldlocks import clients
+from .unknown_backend import UnknownBackend, advice, problem
 
 TAG = "redislock"
 
@@ -81,27 +82,19 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
 
 
 def check_backends(**kwargs: object) -> list[CheckMessage]:
-    """Report misspelt backends of this package. Django's own check of caches raises for them, where it runs, too."""
-    names = ("RedisCache", "DjangoRedisCache", "LocMemCache", "DummyCache")
+    """Report misspelt backends of this package."""
     return [
-        Error(
-            f"CACHES[{alias!r}]['BACKEND'] is {backend!r}, and there is no such backend.",
-            hint=f"Did you mean 'django_redislock.cache.{near[0]}'?"
-            if near
-            else "The backends are " + " and ".join(f"'django_redislock.cache.{name}'" for name in names) + ".",
-            id="redislock.E007",
-        )
+        Error(problem(alias, backend), hint=advice(backend), id="redislock.E007")
         for alias, cache in settings.CACHES.items()
         for backend in [str(cache.get("BACKEND", ""))]
         if backend.startswith("django_redislock.") and not _exists(backend)
-        for near in [difflib.get_close_matches(backend.rpartition(".")[2], names, n=1)]
     ]
 
 
 def _exists(path: str) -> bool:
     try:
         import_string(path)
-    except ImportError:
+    except (ImportError, UnknownBackend):
         return False
     except ImproperlyConfigured:  # it exists; what is not installed is reported by whoever uses it
         return True

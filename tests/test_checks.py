@@ -6,7 +6,7 @@ import pytest
 from django.core import checks
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.core.management.base import SystemCheckError
 
 NOWHERE = "redis://127.0.0.1:1/0"  # nobody answers there: a check that connected would fail
@@ -90,6 +90,14 @@ def test_a_misspelt_backend_of_this_package_is_a_message_that_names_the_alias(fo
     assert message == "CACHES['other']['BACKEND'] is 'django_redislock.cache.RedisCahce', and there is no such backend."
     assert hint == "Did you mean 'django_redislock.cache.RedisCache'?"
     assert found(other={"BACKEND": "django_redislock.cache.DjangoRedisCache", "LOCATION": NOWHERE}) == {}
+
+
+def test_plain_check_says_it_in_a_line(settings):
+    settings.CACHES = {"default": REDIS, "reports": {"BACKEND": "django_redislock.cache.RedisCahce"}}
+    with pytest.raises(CommandError, match=r"^CACHES\['reports'\]\['BACKEND'\] is .* Did you mean '.*RedisCache'\?$"):
+        call_command("check")
+    with pytest.raises(ImproperlyConfigured, match=r"CACHES\['reports'\]"):
+        caches["reports"].get("k")
 
 
 def test_missing_alias(found):

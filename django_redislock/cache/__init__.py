@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 
+from ..unknown_backend import raise_unknown
 from .decorators import cached
 from .django import DjangoRedisCache
 from .local import DummyCache, LocMemCache
@@ -51,6 +52,7 @@ def get_cache(using: str = "default") -> ComputeOnceMixin:
 def __getattr__(name: str) -> Any:
     # django-redis is an extra: only who names its backend needs it.
     if name != "RedisCache":
+        raise_unknown(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         from .django_redis import RedisCache
