@@ -212,7 +212,7 @@ class HeldLocks:
 
     @cached_property
     def _tasks_seen(self) -> set[str]:
-        """Where the names of one task are picked: all tasks, for the locks of the others are not read."""
+        """Where the names of one task are picked: all tasks, because the locks of the others are not read."""
         return {self.task or ""}
 
     @cached_property

@@ -262,7 +262,7 @@ def test_redis_down_at_the_start(apart, own_server):
     for kind in KINDS:
         assert type(ended_with_its_canvas(kind, published(kind, stage, tasks.refuse))) is LockBackendError
     assert ended(stage.publish(tasks.run_without)).state == "SUCCESS"
-    assert "runs without its lock, for Redis does not answer" in apart.log
+    assert "runs without its lock, because Redis does not answer" in apart.log
     later = stage.publish(tasks.try_later)
     wait_until(lambda: later.state == "RETRY")
     own_server.start()

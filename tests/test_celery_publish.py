@@ -118,7 +118,7 @@ def test_a_duplicate_is_told(client, make, caplog):
     assert heard == []
     task.delay()
     lock_conflict.disconnect(receiver)
-    assert f"{task.name} is not published, for the lock has been held for " in caplog.text
+    assert f"{task.name} is not published, because the lock has been held for " in caplog.text
     (data,) = heard
     assert (data["task"], data["holder"].label) == (task.name, f"{task.name}[{first.id}]")
 
@@ -535,7 +535,7 @@ def test_without_redis_publishing_may_go_on(app, make, scope, settings, caplog):
     task = make(scope=scope, on_backend_error="run")
     result = task.delay()
     assert messages(app, task) == [result.id]
-    assert "is published without its lock, for Redis does not answer" in caplog.text
+    assert "is published without its lock, because Redis does not answer" in caplog.text
 
 
 def test_nothing_is_locked_where_locks_are_off(client, make, scope, settings):

@@ -415,7 +415,7 @@ def test_without_redis_a_task_fails_with_a_typed_error(make, dead, policy):
 def test_without_redis_a_task_may_run_without_its_lock(make, dead, caplog):
     task = make(lambda self: self.single_instance.lost or "ran", on_backend_error="run")
     assert task.apply().get() == "ran"
-    assert "runs without its lock, for Redis does not answer" in caplog.text
+    assert "runs without its lock, because Redis does not answer" in caplog.text
 
 
 @pytest.mark.parametrize("outcome", ["finished", ZeroDivisionError])

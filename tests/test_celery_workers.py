@@ -112,7 +112,7 @@ def test_skip_ends_everything_at_once_with_its_result(gated, holder):
     done = outcomes(canvases(gated, tasks.skip))
     assert not first.ready()
     assert done == {"single": "skipped", "chain": "plain", "group": ["skipped", "plain"], "chord": 2}
-    assert re.search(r"INFO.* is skipped, for the lock has been held for \d+\.\d s by \S*tasks\.skip\[", gated.log)
+    assert re.search(r"INFO.* is skipped, because the lock has been held for \d+\.\d s by \S*tasks\.skip\[", gated.log)
     gated.diary.open_gate()
     assert ended(first).state == "SUCCESS"
     assert len(gated.diary.events("start")) == 1

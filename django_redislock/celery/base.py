@@ -131,7 +131,7 @@ class LockedTask(_Task):
         except LockBackendError:
             if options.on_backend_error != "run":
                 raise
-            events.log.warning("%s is published without its lock, for Redis does not answer.", lock.label)
+            events.log.warning("%s is published without its lock, because Redis does not answer.", lock.label)
             return None
 
     def _holder(self, lock: ExecutionLock) -> LockInfo | None:
@@ -149,7 +149,7 @@ class LockedTask(_Task):
         error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
         events.emit(
             "conflict",
-            "%s is not published, for the lock has been held for %.1f s by %s (on_duplicate: %s).",
+            "%s is not published, because the lock has been held for %.1f s by %s (on_duplicate: %s).",
             self.name,
             holder.age,
             holder.holder,
@@ -193,7 +193,7 @@ class LockedTask(_Task):
         )
 
     def _withdraw(self, task_id: str, key: object) -> None:
-        """Free what the message of this id holds, for it will not start."""
+        """Free what the message of this id holds, because it will not start."""
         options = self._options
         if options.scope != "run" and isinstance(key, str):  # without a key, nobody took a lock for it
             leave_queue(self._waiting_lock(key, task_id, options, {}))

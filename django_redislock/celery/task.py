@@ -124,7 +124,7 @@ class SingleInstanceMixin(RepublishedTask):
                     self._reschedule(lock, error, options, request, options.reschedule_limit, queued)
                 if options.on_backend_error != "run":
                     raise
-                events.log.warning("%s runs without its lock, for Redis does not answer.", lock.label)
+                events.log.warning("%s runs without its lock, because Redis does not answer.", lock.label)
             else:
                 if not acquired:
                     self._meet_copies(lock, request, options)
@@ -275,7 +275,7 @@ class SingleInstanceMixin(RepublishedTask):
     def _skip(self, lock: ExecutionLock, options: Options, request: Context | None, why: str) -> Any:
         events.emit(
             "skipped",
-            "%s is skipped, for %s.",
+            "%s is skipped, because %s.",
             lock.label,
             why,
             name=lock.name,

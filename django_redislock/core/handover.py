@@ -89,7 +89,7 @@ class ExecutionLock(Lock):
 
     @contextmanager
     def alive(self, expire: float) -> Iterator[None]:
-        """Give what the given id holds this shorter life, renewed while the block lasts, for its process may die in there.
+        """Give what the given id holds this shorter life, renewed while the block lasts, because its process may die in there.
 
         After the block it is still held. Raises LockBackendError when Redis cannot answer.
         """

@@ -202,7 +202,7 @@ class Server:
         try:
             while True:
                 try:
-                    while True:  # within the try, for a signal handler may raise at any jump
+                    while True:  # within the try, because a signal handler may raise at any jump
                         result = self._do(proceed(result))
                         proceed = steps.send
                 except StopIteration as stop:
@@ -312,7 +312,7 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
 
 
 def _shared(server: Server) -> Server:
-    """Return the server with the same settings that there is, or this one. Without a lock, for a destructor may come in."""
+    """Return the server with the same settings that there is, or this one. Without a lock, because a destructor may come in."""
     key = server.connection_class, server._limit, identity(server.settings)
 
     def forget(gone: ref[Server]) -> None:

@@ -177,7 +177,7 @@ class Command(BaseCommand):
             return [words_of(row, options["id"]) for row in rows], [*unread(listing.failed), *cut(listing)]
 
         output: Any = self.stdout
-        watch(look, output._out, pause)  # what it wraps, for it would end the line after each piece
+        watch(look, output._out, pause)  # what it wraps, because it would end the line after each piece
         self._fail(failed)
 
     def _doctor(self, options: dict[str, Any]) -> None:
