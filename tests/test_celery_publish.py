@@ -437,6 +437,16 @@ def ten_seconds_later(headers):
             those["single_instance_since"] -= 10
 
 
+def test_headers_that_a_caller_put_within_the_headers_carry_ours_too(client, app, make):
+    """They are all that Celery shows a body as the headers of its request."""
+    task = make()
+    task.apply_async((1,), headers={"headers": {"trace": "1"}})
+    (message,) = taken(app, task)
+    ours = {name: value for name, value in message.headers.items() if name.startswith("single_instance_")}
+    assert "single_instance_key" in ours
+    assert message.headers["headers"] == {"trace": "1"} | ours
+
+
 def test_headers_within_the_headers_hide_nothing_of_ours(client, app, make):
     task = make(task_options={"base": Traced}, on_conflict="reschedule", reschedule_limit=20)
     first = task.apply_async((1,))
