@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -125,13 +126,14 @@ def test_a_handler_that_wants_the_value_that_its_thread_computes_gets_it(redis_u
 
 def test_what_a_handler_raises_as_soon_as_a_thread_runs_is_raised(monkeypatch):
     """The clean-up of `threading` fails then."""
-    started, ran = threading._start_new_thread, threading.Event()
+    name = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
+    started, ran = getattr(threading, name), threading.Event()
 
-    def start(*args):
-        started(*args)
+    def start(*args, **kwargs):
+        started(*args, **kwargs)
         assert ran.wait(30)
         raise TimeLimit
 
-    monkeypatch.setattr(threading, "_start_new_thread", start)
+    monkeypatch.setattr(threading, name, start)
     with pytest.raises(TimeLimit):
         native.start_here(ran.set, "test")
