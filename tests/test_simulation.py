@@ -13,7 +13,7 @@ from django_redislock.core.keys import lock_keys
 from django_redislock.core.loss import notes_key
 from tests.simulation.locks import History, Violation, explore
 from tests.simulation.model_server import ModelServer
-from tests.simulation.planted import PLANTED
+from tests.simulation.planted import NOT_FOUND, PLANTED
 
 SEEDS = 400
 
@@ -44,6 +44,12 @@ def test_a_history_is_repeated_by_its_seed():
 def test_a_planted_defect_is_found(name):
     with PLANTED[name](), pytest.raises(Violation):
         explore(range(SEEDS))
+
+
+@pytest.mark.parametrize("name", NOT_FOUND)
+def test_a_defect_that_is_not_found_yet_can_still_be_planted(name):
+    with NOT_FOUND[name]():
+        explore(range(1))
 
 
 CHANNELS = [b"", b"one", b"two"]

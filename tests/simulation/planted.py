@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from django_redislock.core import lease, protocol, scripts
@@ -50,8 +50,6 @@ def _no_undo(claim: protocol.Claim, channel: bytes, join: bool, ticket: bytes) -
 
 
 _call = protocol.Claim.call
-
-Planted = Callable[[], "contextmanager[None]"]  # type: ignore[type-arg]
 
 A, R, N = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW
 PLANTED = {
