@@ -79,23 +79,28 @@ class Spans:
         # No span of a database: New Relic, for one, shows nothing of what happens within one, and here values are computed.
         return self._tracer.start_as_current_span(f"redislock {operation}", attributes=about)
 
-    def computed(self, default: Any, asked: Any, is_async: bool) -> Any:
+    def computed(self, default: Any, asked: Any, by_task: bool) -> Any:
         """Return the function that computes, with a span of its own, which says so to the span of the call."""
-        if not is_async:
+        from .cache.calling import called
+
+        def begin() -> AbstractContextManager[object]:
+            if asked.is_recording():  # else the call returned an old value, and a new one is computed in the background
+                asked.set_attribute("redislock.outcome", "computed")
+            return self._tracer.start_as_current_span("redislock compute")
+
+        if not by_task:
 
             @wraps(default, updated=())
             def compute(*args: Any) -> Any:
-                with self._tracer.start_as_current_span("redislock compute"):
-                    asked.set_attribute("redislock.outcome", "computed")
+                with begin():
                     return default(*args)
 
             return compute
 
         @wraps(default, updated=())
         async def compute_soon(*args: Any) -> Any:
-            with self._tracer.start_as_current_span("redislock compute"):
-                asked.set_attribute("redislock.outcome", "computed")
-                return await default(*args)
+            with begin():
+                return await called(default, *args)
 
         return compute_soon
 
@@ -116,7 +121,8 @@ def install(provider: TracerProvider | None = None) -> Callable[[], None]:
     spans = Spans(provider)
     listen = spans.listen
     events.listeners.append(listen)
-    undo = [_wrap(Server, "call", spans), _wrap(AsyncServer, "call", spans), *_wrap_cache(spans), *_wrap_orders(spans)]
+    drivers = [(Server, "call"), (AsyncServer, "call"), (AsyncServer, "ask")]
+    undo = [*(_wrap(*driver, spans) for driver in drivers), *_wrap_cache(spans), *_wrap_orders(spans)]
 
     def end() -> None:
         events.listeners.remove(listen)
@@ -133,7 +139,7 @@ def _wrap(kind: Any, method: str, spans: Spans) -> Callable[[], None]:
 
         @wraps(original)
         async def call_soon(server: Any, call: Any) -> Any:
-            with spans.command(None, call):
+            with spans.command(server.place, call):
                 return await original(server, call)
 
         setattr(kind, method, call_soon)
@@ -150,29 +156,36 @@ def _wrap(kind: Any, method: str, spans: Spans) -> Callable[[], None]:
 
 def _wrap_cache(spans: Spans) -> list[Callable[[], None]]:
     """Put a span around the methods that compute; return functions that undo it."""
-    from .cache.calling import is_asynchronous
     from .cache.mixin import ComputeOnceMixin
 
     def wrap(method: str) -> Callable[[], None]:
         kind: Any = next(base for base in ComputeOnceMixin.__mro__ if method in vars(base))
         original = vars(kind)[method]
 
-        def traced(default: Any, span: Any, options: dict[str, Any]) -> Any:
-            if not callable(default) or options.get("refresh") == "celery":  # which needs the function itself
-                return default
-            return spans.computed(default, span, is_asynchronous(default))
+        names = ("keys" if method.endswith("many") else "key"), "default"
+        by_task = method.startswith("a")
+
+        def traced(span: Any, key: Any, default: Any, *more: Any, **options: Any) -> tuple[Any, ...]:
+            if callable(default) and options.get("refresh") != "celery":  # which needs the function itself
+                default = spans.computed(default, span, by_task)
+            return key, default, *more
+
+        def by_place(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+            return *args, *(options.pop(name) for name in names[len(args) :] if name in options)
 
         @wraps(original)
-        def get(cache: Any, key: Any, default: Any, *args: Any, **options: Any) -> Any:
-            with spans.wanted(method, key) as span:
-                return original(cache, key, traced(default, span, options), *args, **options)
+        def get(cache: Any, *args: Any, **options: Any) -> Any:
+            given = by_place(args, options)
+            with spans.wanted(method, given[0]) as span:
+                return original(cache, *traced(span, *given, **options), **options)
 
         @wraps(original)
-        async def aget(cache: Any, key: Any, default: Any, *args: Any, **options: Any) -> Any:
-            with spans.wanted(method, key) as span:
-                return await original(cache, key, traced(default, span, options), *args, **options)
+        async def aget(cache: Any, *args: Any, **options: Any) -> Any:
+            given = by_place(args, options)
+            with spans.wanted(method, given[0]) as span:
+                return await original(cache, *traced(span, *given, **options), **options)
 
-        setattr(kind, method, aget if method.startswith("a") else get)
+        setattr(kind, method, aget if by_task else get)
         return lambda: setattr(kind, method, original)
 
     return [wrap(method) for method in ("get_or_set", "aget_or_set", "get_or_set_many", "aget_or_set_many")]

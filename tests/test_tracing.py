@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from django.core.cache import caches
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
 from django_redislock import tasks, tracing
 from django_redislock.cache import ComputeOnceMixin, cached, ordered
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.server import Server
 from tests.cache_programs import cache_at, order
+from tests.support import lived, wait_until
 
 
 @pytest.fixture
@@ -91,6 +93,44 @@ def test_those_of_tasks_and_of_many_keys_are_seen_too(cache, tracer):
         (span,) = spans_of(tracer, f"redislock {name}")
         assert span.attributes["redislock.outcome"] == "computed"
     assert len(spans_of(tracer, "redislock compute")) == 3
+
+
+def test_the_read_of_a_task_is_a_span_with_the_address_of_its_server(cache, client, tracer):
+    async def read():
+        with tracer.get_tracer("view").start_as_current_span("view"):
+            return await cache.aget_or_set("k", lambda: 6, 60)
+
+    cache.set("k", 5)
+    assert asyncio.run(read()) == 5
+    (span,) = spans_of(tracer, "GET")
+    assert span.attributes["server.port"] == client.connection_pool.connection_kwargs["port"]
+
+
+def test_a_function_that_returns_a_coroutine_is_within_its_span_until_the_value_is_there(cache, tracer):
+    inside = []
+
+    async def load():
+        inside.append(get_current_span().name)
+        return 5
+
+    assert asyncio.run(cache.aget_or_set("k", lambda: load(), 60)) == 5
+    assert inside == ["redislock compute"]
+
+
+def test_keys_and_defaults_may_be_given_by_name(cache, tracer):
+    assert cache.get_or_set(key="k", default=lambda: 5, timeout=60) == 5
+    assert cache.get_or_set_many(keys=["a"], default=lambda keys: dict.fromkeys(keys, 1)) == {"a": 1}
+    assert len(spans_of(tracer, "redislock compute")) == 2
+
+
+def test_a_refresh_in_a_thread_leaves_the_ended_span_of_its_call_alone(cache, tracer, caplog):
+    computed = threading.Event()
+    cache.get_or_set("k", lambda: 1, 1, stale=60)
+    lived(1.1)
+    assert cache.get_or_set("k", lambda: computed.set() or 2, 60, stale=60, refresh="thread") == 1
+    assert computed.wait(30)
+    wait_until(lambda: len(spans_of(tracer, "redislock compute")) == 2)
+    assert "ended span" not in caplog.text
 
 
 def test_a_computation_that_fails_is_an_error_of_its_span(cache, tracer):

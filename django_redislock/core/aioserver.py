@@ -39,6 +39,7 @@ class AsyncServer:
 
     def __init__(self, server: Server) -> None:
         self._loop = asyncio.get_running_loop()
+        self.place = server.place
         self._kind, self._settings, self._patience = server.connection_class, server.settings, server.timeout
         self._commands = SharedLine(self._connect, server.patience)
         self.room = AsyncWaitingRoom(self._connect, server.patience)
