@@ -25,11 +25,17 @@ class unlocked(override_settings):
 
     def __init__(self) -> None:
         super().__init__()
+        self._blocks: list[override_settings] = []  # a function that it decorates may call itself
 
     def enable(self) -> None:
         """Begin."""
-        self.options = {conf.NAME: _off(getattr(settings, conf.NAME, None))}
-        super().enable()
+        block = override_settings(**{conf.NAME: _off(getattr(settings, conf.NAME, None))})
+        block.enable()
+        self._blocks.append(block)
+
+    def disable(self) -> None:
+        """End the block that began last."""
+        self._blocks.pop().disable()
 
     def decorate_class(self, cls: C) -> C:
         """Have it begin with the class."""

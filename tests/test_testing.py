@@ -186,3 +186,13 @@ def test_an_error_in_the_block_is_the_error(client):
 def test_a_name_with_brackets_is_meant_as_it_is(client):
     with assert_locked("a[b]"), lock("a[b]"):
         pass
+
+
+def test_a_function_that_calls_itself_is_unlocked_until_it_has_returned(settings):
+    @unlocked()
+    def count(left):
+        assert not conf.get().enabled
+        return left and count(left - 1) + 1
+
+    assert count(3) == 3
+    assert conf.get().enabled
