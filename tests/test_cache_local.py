@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 
 import pytest
 from django.core import checks
@@ -127,6 +128,7 @@ def test_one_thread_at_a_time_holds_a_lock_of_the_cache(cache):
         for _ in range(20):
             with caches["default"].lock("maintenance", expire=30):
                 inside.append(1)
+                time.sleep(0.001)  # for another one to come in, if it may
                 most.append(len(inside))
                 inside.pop()
         done.append(1)
@@ -147,10 +149,22 @@ def test_who_waits_gets_the_lock_when_it_is_released(cache):
     thread = threading.Thread(target=lambda: got.append(caches["default"].lock("a").acquire()))
     thread.start()
     assert cache.lock("b").acquire(blocking=False)
+    thread.join(0.1)
     assert not got
     held.release()
     thread.join(60)
     assert got == [True]
+
+
+def test_the_former_holder_hears_who_force_released_its_lock(cache):
+    held = cache.lock("a")
+    held.acquire()
+    assert cache.lock("a").reset(by="anna", reason="a deploy")
+    with pytest.raises(LockLost) as lost:
+        held.release()
+    assert lost.value.record.code == "force_released"
+    assert "anna" in lost.value.record.reason
+    assert lost.value.record.reason.endswith("a deploy")
 
 
 def test_a_lock_that_is_taken_says_so_at_once_or_after_the_wait(cache):

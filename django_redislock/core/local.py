@@ -12,6 +12,9 @@ from .clock import monotonic
 from .server import Unlocked
 from .steps import Await, Call, Calls, Commands, Effect, Join, Leave
 
+NOTES = 16
+"""So many forced releases are remembered, for the former holders."""
+
 
 class _Held(NamedTuple):
     value: bytes
@@ -36,6 +39,8 @@ class LocalServer(Unlocked):
         self._held: dict[bytes, _Held] = {}
         self._fence = 0
         self._releases = 0
+        self._notes: dict[bytes, bytes] = {}
+        """Who force-released an acquisition, when and why, by its fence."""
 
     @property
     def ready(self) -> bool:
@@ -45,7 +50,7 @@ class LocalServer(Unlocked):
     def leave(self) -> None:
         """Close what only the calling thread could use: there is nothing."""
 
-    def call(self, call: Call | Calls | Commands, posted: Any = None) -> Any:
+    def call(self, call: Call | Calls | Commands) -> Any:
         """Do what the script does."""
         if isinstance(call, Calls):
             return [self.call(each) for each in call.calls]
@@ -63,7 +68,13 @@ class LocalServer(Unlocked):
                     found = self._held.get(call.keys[0])
                     if found is None or call.args[1] not in (b"", _fence_of(found)):
                         return 0 if found is None else -1
+                    fence = _fence_of(found)
+                    self._notes[fence] = b"%b\n%d\n%b" % (fence, time.time() * 1000, call.args[3])
+                    for gone in list(self._notes)[:-NOTES]:
+                        del self._notes[gone]
                     return self._free(call.keys[0], b"")
+                case scripts.CAUSE:
+                    return [self._notes.get(fence, b"") for fence in call.args]
                 case scripts.RENEW:
                     lives = zip(call.keys[::2], call.args[1::3], call.args[2::3], strict=True)
                     return [self._renew(lock, mark, int(life), call.args[0], now) for lock, mark, life in lives]
