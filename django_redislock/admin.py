@@ -123,6 +123,8 @@ class HeldLockAdmin(ModelAdmin):
             "As of %(now)s: %(held)s locks held, the oldest for %(age)s, %(waiting)s waiting.",
             held,
         )
+        if not held and locks.listing.failed:  # nothing could be read, which a message says
+            return mark_safe("")
         if not held:
             text = gettext("As of %(now)s: no lock held.")
         return filled(text, now=isolated(now()), held=held, age=time_span(oldest), waiting=waiting)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from redis.exceptions import NoPermissionError, RedisError
 
 from . import conf
+from .core.clock import monotonic
 from .core.server import Server
 
 OLDEST = (6, 2)
@@ -59,11 +60,9 @@ def look(server: Server) -> Iterator[Finding]:
     """Yield what the server says of itself; a single finding when it does not answer."""
     with Probe(server) as probe:
         try:
-            began = time.monotonic()
+            began = monotonic()
             probe.ask("PING")
-            yield Finding(
-                "connection", "ok", f"It answers within {_ms(time.monotonic() - began)}, connecting included."
-            )
+            yield Finding("connection", "ok", f"It answers within {_ms(monotonic() - began)}, connecting included.")
         except NoPermissionError as error:
             yield Finding("connection", "advice", f"It answers, but: {told(error)}", "Let the user run PING.")
         except (RedisError, OSError) as error:
@@ -131,9 +130,9 @@ def _times(probe: Probe) -> Iterator[Finding]:
     trips = []
     try:
         for _ in range(PINGS):
-            began = time.monotonic()
+            began = monotonic()
             probe.ask("PING")
-            trips.append(time.monotonic() - began)
+            trips.append(monotonic() - began)
         trip = statistics.median(trips)
         before = time.time()
         seconds, microseconds = probe.ask("TIME")

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from . import conf
 from .core import Lock
+from .core.clock import monotonic
 from .core.protocol import renewal
 from .core.server import Server, server_of
 from .doctor import Finding, look, patience, told
@@ -78,8 +79,8 @@ def _trial(server: Server) -> Iterator[Finding]:
 
 def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
     """Return when the waiter stands in the queue, or cannot come to it any more."""
-    give_up = time.monotonic() + TRIAL / 2
-    while waiter.is_alive() and time.monotonic() < give_up:
+    give_up = monotonic() + TRIAL / 2
+    while waiter.is_alive() and monotonic() < give_up:
         info = lock.owner()
         if info is None or info.waiting:
             return

@@ -37,7 +37,8 @@ def watch(read: Read, output: TextIO, interval: float | None) -> None:
 
 
 def _picture(lines: list[dict[str, str]], remarks: list[str]) -> RenderableType:
-    parts: list[RenderableType] = [Text(time.strftime("%H:%M:%S  ") + f"{len(lines)} held", style="bold")]
+    count = f"{len(lines)} held" if lines or not remarks else ""  # nothing was read: that is not none
+    parts: list[RenderableType] = [Text(time.strftime("%H:%M:%S  ") + count, style="bold")]
     if lines:
         table = Table(box=None, pad_edge=False)
         shown = [heading for heading in lines[0] if heading not in LEFT_OUT]

@@ -92,8 +92,10 @@ def test_names_are_no_markup_and_no_escape_sequences(client: redis.Redis) -> Non
 def test_a_connection_that_is_down(settings: Any) -> None:
     settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
     for form in ("table", "json"):
+        output = io.StringIO()
         with pytest.raises(CommandError, match="'url' could not be read"):
-            run("--format", form)
+            call_command("redislock", "watch", "--once", "--format", form, stdout=output, stderr=io.StringIO())
+        assert "0 held" not in output.getvalue()
 
 
 def test_without_rich_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, client: redis.Redis) -> None:
