@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,6 +24,22 @@ from tests.support import say
 def cache_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:
     """Return a new cache backend, as Django makes one for every thread."""
     return import_string(f"django_redislock.cache.{backend}")(location, params)
+
+
+def cache_elsewhere(url: str, backend: str = "RedisCache") -> Any:
+    """Return a cache that shares no flight and no knowledge with the one at this URL, as that of another process."""
+    return cache_at(url.replace("127.0.0.1", "localhost"), backend)
+
+
+def getter(cache: Any, by_task: bool) -> Callable[..., Any]:
+    """Return ``get(key, default, …)``, called in a thread, or in a task with a default that runs in a thread."""
+
+    def get(*args: Any, **options: Any) -> Any:
+        if by_task:
+            return asyncio.run(cache.aget_or_set(*args, **options))
+        return cache.get_or_set(*args, **options)
+
+    return get
 
 
 def base_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:

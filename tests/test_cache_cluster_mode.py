@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from django_redislock.core import keys, slots
-from tests.cache_programs import Work, cache_at
+from tests.cache_programs import Work, cache_at, cache_elsewhere, getter
 from tests.support import RedisServer, wait_until
 
 
@@ -37,18 +37,12 @@ def cache(clustered, nodes, backend):
 
 @pytest.fixture
 def elsewhere(clustered, nodes, backend):
-    """A cache that shares no flight and no knowledge with the other, as that of another process."""
-    return cache_at(clustered.url.replace("127.0.0.1", "localhost"), backend)
+    return cache_elsewhere(clustered.url, backend)
 
 
 @pytest.fixture(params=[False, True], ids=["threads", "tasks"])
 def get(request, cache):
-    def get(*args, **options):
-        if request.param:
-            return asyncio.run(cache.aget_or_set(*args, **options))
-        return cache.get_or_set(*args, **options)
-
-    return get
+    return getter(cache, request.param)
 
 
 KEYS = ["k", "{a}b", "a{b}c", "{}x", "ü", "with spaces", "k" * 1200]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from django_redislock.core import Lock, held_locks
-from tests.cache_programs import Work, cache_at
+from tests.cache_programs import Work, cache_at, cache_elsewhere, getter
 from tests.support import RedisServer, wait_until
 from tests.test_cache_invalidation import EVENTS, REPLACED
 
@@ -23,14 +23,7 @@ def cache(redis_url, backend):
 
 @pytest.fixture(params=[False, True], ids=["threads", "tasks"])
 def get(request, cache):
-    """``get(key, default, …)`` from a thread, or from a task with a default that runs in a thread."""
-
-    def get(*args, **options):
-        if request.param:
-            return asyncio.run(cache.aget_or_set(*args, **options))
-        return cache.get_or_set(*args, **options)
-
-    return get
+    return getter(cache, request.param)
 
 
 def keys(client, what):
@@ -117,7 +110,7 @@ def test_a_later_computation_says_nothing_of_an_earlier_one(cache, client, gone)
     def compute():
         evict_lease(client)
         assert client.delete(*keys(client, gone))
-        pool.submit(cache_of_another_process(cache).get_or_set, "k", later, 60)
+        pool.submit(cache_elsewhere(cache._made_with[0], type(cache).__name__).get_or_set, "k", later, 60)
         assert later.running.wait(10)
         return "earlier"
 
@@ -128,11 +121,6 @@ def test_a_later_computation_says_nothing_of_an_earlier_one(cache, client, gone)
         finally:
             later.end.set()
     assert cache.get("k") == "later"
-
-
-def cache_of_another_process(cache):
-    """Return a cache that shares no flight with this one, as that of another process."""
-    return cache_at(cache._made_with[0].replace("127.0.0.1", "localhost"), type(cache).__name__)
 
 
 def test_a_value_that_took_longer_than_max_hold_is_stored(get, cache, client, caplog):
@@ -147,7 +135,7 @@ def test_a_value_that_took_longer_than_max_hold_is_stored(get, cache, client, ca
 
 def test_what_took_too_long_is_stored_while_another_one_computes_and_given_to_those_who_wait(cache, client):
     first, second = Work("first"), Work("second")
-    other = cache_of_another_process(cache)
+    other = cache_elsewhere(cache._made_with[0], type(cache).__name__)
     with ThreadPoolExecutor(2) as pool:
         try:
             one = pool.submit(cache.get_or_set, "k", first, 60, expire=0.3, max_hold=0.3)
@@ -167,7 +155,7 @@ def test_what_took_too_long_is_stored_while_another_one_computes_and_given_to_th
 
 def test_a_later_computation_whose_lease_was_evicted_is_stored_while_an_earlier_one_goes_on(cache, client):
     first = Work("first")
-    other = cache_of_another_process(cache)
+    other = cache_elsewhere(cache._made_with[0], type(cache).__name__)
     with ThreadPoolExecutor(1) as pool:
         try:
             one = pool.submit(cache.get_or_set, "k", first, 60, expire=0.3, max_hold=0.3)
@@ -183,7 +171,7 @@ def test_a_later_computation_whose_lease_was_evicted_is_stored_while_an_earlier_
 @pytest.mark.parametrize("how", ["delete", "reset"])
 def test_what_took_too_long_and_was_invalidated_is_not_stored_whoever_computes_then(cache, client, how):
     first, second = Work("first"), Work("second")
-    other = cache_of_another_process(cache)
+    other = cache_elsewhere(cache._made_with[0], type(cache).__name__)
     with ThreadPoolExecutor(2) as pool:
         try:
             one = pool.submit(cache.get_or_set, "k", first, 60, expire=0.3, max_hold=0.3)
@@ -206,7 +194,7 @@ def test_what_took_too_long_and_was_invalidated_is_not_stored_whoever_computes_t
 
 def test_a_failure_without_a_lease_is_told_to_nobody(cache, client):
     second = Work("second")
-    other = cache_of_another_process(cache)
+    other = cache_elsewhere(cache._made_with[0], type(cache).__name__)
 
     def fail():
         evict_lease(client)
@@ -226,7 +214,7 @@ def test_a_failure_without_a_lease_is_told_to_nobody(cache, client):
 
 def test_a_refused_value_without_a_lease_ends_no_other_computation(cache, client):
     second = Work("second")
-    other = cache_of_another_process(cache)
+    other = cache_elsewhere(cache._made_with[0], type(cache).__name__)
 
     def compute():
         evict_lease(client)

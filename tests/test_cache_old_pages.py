@@ -13,7 +13,7 @@ from django.http import Http404, HttpResponse
 from django.test import RequestFactory, override_settings
 
 from django_redislock.cache import cache_page
-from tests.cache_programs import cache_at
+from tests.cache_programs import cache_elsewhere
 from tests.support import wait_until
 
 
@@ -171,7 +171,7 @@ def test_another_process_that_renders_is_not_waited_for_either(show, client, red
     view()
     end_pages(client)
     running, end = threading.Event(), threading.Event()
-    elsewhere = cache_at(redis_url.replace("127.0.0.1", "localhost"), backend)
+    elsewhere = cache_elsewhere(redis_url, backend)
 
     def compute():
         running.set()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-import threading
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,8 +14,7 @@ from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import single_instance
 from django_redislock.core import Lock
 from tests.celery_site import tasks
-from tests.celery_site.app import app as site
-from tests.celery_site.harness import Stage, ended
+from tests.celery_site.harness import Stage, ended, events
 from tests.support import name_of, wait_until
 
 NUMBERS = itertools.count()
@@ -77,21 +73,6 @@ def test_the_signals_of_a_refused_task(client: Any, make: Any, policy: str) -> N
 
 
 # Celery's events, and the worker's log
-
-
-@contextmanager
-def events() -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """Give the events of each task id, as Flower hears them."""
-    heard: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    with site.connection_for_read() as connection:
-        receiver = site.events.Receiver(connection, {"*": lambda event: heard[event.get("uuid", "")].append(event)})
-        thread = threading.Thread(target=receiver.capture, kwargs={"wakeup": False})
-        thread.start()
-        try:
-            yield heard
-        finally:
-            receiver.should_stop = True
-            thread.join(30)
 
 
 @pytest.mark.processes

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-import threading
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from celery import chain
@@ -20,7 +17,7 @@ from django_redislock import TaskAlreadyRunning
 from tests.celery_site import tasks
 from tests.celery_site.app import app
 from tests.celery_site.forms import FORMS
-from tests.celery_site.harness import KINDS, POOLS, Stage, Workers, all_ended, beat, ended, on_stage, published
+from tests.celery_site.harness import KINDS, POOLS, Stage, Workers, all_ended, beat, ended, events, on_stage, published
 from tests.support import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
@@ -169,33 +166,22 @@ def watched(crew) -> Iterator[Stage]:
     yield from on_stage(Stage([worker.wait_ready()], gated=True))
 
 
+def kinds(heard, result):
+    return [event["type"] for event in heard[result.id]]
+
+
 def test_flower_is_told_that_a_rescheduled_task_waits_again(watched):
     """From the events of its worker, for which a task that is merely ignored runs for ever. The result stays the successor's."""
     with events() as heard:
         first = watched.publish(tasks.reschedule)
         watched.diary.wait_for("start")
         later = watched.publish(tasks.reschedule)
-        wait_until(lambda: "task-retried" in heard[later.id], 30, lambda: f"a retry is told of; there are {heard}")
+        wait_until(lambda: "task-retried" in kinds(heard, later), 30, lambda: f"a retry is told of; there are {heard}")
         watched.diary.open_gate()
         assert ended(later).result == f"ran {later.id}"
-        wait_until(lambda: heard[later.id][-2:] == ["task-started", "task-succeeded"], 30)
+        wait_until(lambda: kinds(heard, later)[-2:] == ["task-started", "task-succeeded"], 30)
         assert ended(first).state == later.state == "SUCCESS"
-        assert "task-retried" not in heard[first.id]
-
-
-@contextmanager
-def events() -> Iterator[dict[str, list[str]]]:
-    """Give what the workers tell of each task id."""
-    heard: dict[str, list[str]] = defaultdict(list)
-    with app.connection_for_read() as connection:
-        receiver = app.events.Receiver(connection, {"*": lambda event: heard[event.get("uuid")].append(event["type"])})
-        thread = threading.Thread(target=receiver.capture, kwargs={"wakeup": False})
-        thread.start()
-        try:
-            yield heard
-        finally:
-            receiver.should_stop = True
-            thread.join(30)
+        assert "task-retried" not in kinds(heard, first)
 
 
 def test_reschedule_ends_with_its_limit(gated, holder):

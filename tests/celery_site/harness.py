@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -238,3 +240,19 @@ def ended_with_its_canvas(kind: str, result: Any) -> Any:
         case "chord":
             assert ended(result).state == ("FAILURE" if failed else "SUCCESS")
     return one.result
+
+
+@contextmanager
+def events() -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """Give the events of each task id, as Flower hears them."""
+    heard: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    with app.connection_for_read() as connection:
+        receiver = app.events.Receiver(connection, {"*": lambda event: heard[event.get("uuid", "")].append(event)})
+        thread = threading.Thread(target=receiver.capture, kwargs={"wakeup": False})
+        thread.start()
+        try:
+            wait_until(lambda: heard, message="a heartbeat of the workers is heard, so nothing else is missed")
+            yield heard
+        finally:
+            receiver.should_stop = True
+            thread.join(30)
