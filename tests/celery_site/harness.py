@@ -246,12 +246,13 @@ def ended_with_its_canvas(kind: str, result: Any) -> Any:
 def events() -> Iterator[dict[str, list[dict[str, Any]]]]:
     """Give the events of each task id, as Flower hears them."""
     heard: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    with app.connection_for_read() as connection:
+    with app.connection_for_read() as connection, app.events.default_dispatcher(hostname="test") as dispatcher:
         receiver = app.events.Receiver(connection, {"*": lambda event: heard[event.get("uuid", "")].append(event)})
         thread = threading.Thread(target=receiver.capture, kwargs={"wakeup": False})
         thread.start()
         try:
-            wait_until(lambda: heard, message="a heartbeat of the workers is heard, so nothing else is missed")
+            # Until it hears an event of its own it may miss those of the workers, too.
+            wait_until(lambda: dispatcher.send("test-heard") or heard.get(""))
             yield heard
         finally:
             receiver.should_stop = True
