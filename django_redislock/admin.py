@@ -100,7 +100,7 @@ class HeldLockAdmin(ModelAdmin):
     # The list
 
     def get_list_display(self, request: HttpRequest) -> list[Any]:
-        """Return the columns: the connection is one of them only where there are several."""
+        """Return the columns, with the connection only where there are several."""
         return [*self.list_display, *(["connection"] if several_connections() else [])]
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
@@ -123,7 +123,7 @@ class HeldLockAdmin(ModelAdmin):
             "As of %(now)s: %(held)s locks held, the oldest for %(age)s, %(waiting)s waiting.",
             held,
         )
-        if not held and locks.listing.failed:  # nothing could be read, which a message says
+        if not held and locks.listing.failed:  # nothing could be read; a message reports it
             return mark_safe("")
         if not held:
             text = gettext("As of %(now)s: no lock held.")
@@ -208,7 +208,7 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=_("last renewed"))
     def last_renewed(self, obj: HeldLock) -> str:
-        """Return how long ago the life began that is running now: a renewal gives the whole of it again."""
+        """Return the time since the last renewal. Each renewal gives the whole life again."""
         ago = max(0.0, obj.expire - obj.ttl)
         if ago >= obj.age - 0.05:
             return gettext("not yet")
@@ -232,7 +232,7 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=_("waiting"))
     def waiters(self, obj: HeldLock) -> str:
-        """Return how many wait, and where and how long the first of them do: who is to be served next is on top."""
+        """Return the number of waiters, and a list of the first ones with place and time; the next one is on top."""
         return queue_of(obj)
 
     @admin.display(description=_("life"))

@@ -69,7 +69,7 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
         why = f"{type(error).__name__}: {error}".rstrip(": ")
     if not why:
         return []
-    # Whoever has not named it may use no locks at all.
+    # A project that does not name the alias may use no locks at all, so it gets only a warning.
     kind, id = (Error, "redislock.E004") if _is_named() else (Warning, "redislock.W005")
     return [
         kind(
@@ -96,13 +96,13 @@ def _exists(path: str) -> bool:
         import_string(path)
     except (ImportError, UnknownBackend):
         return False
-    except ImproperlyConfigured:  # it exists; what is not installed is reported by whoever uses it
+    except ImproperlyConfigured:  # the backend exists; its first use reports a missing package
         return True
     return True
 
 
 def _is_named() -> bool:
-    """Whether the settings name the cache that is to hold the locks."""
+    """Whether the settings name the cache for the locks."""
     raw = getattr(settings, conf.NAME, None)
     return isinstance(raw, Mapping) and "CACHE_ALIAS" in raw
 

@@ -90,10 +90,10 @@ def _is_ours(backend: str) -> bool:
     """Tell whether a backend is one of this package, or derived from one."""
     try:
         bases = import_string(backend).__mro__
-    except (ImportError, ImproperlyConfigured):  # misspelt, or without its extra: to be told, not passed over
+    except (ImportError, ImproperlyConfigured):  # misspelt, or without its extra: it must be reported, not ignored
         return backend.startswith("django_redislock.")
     ours = {base.__module__ for base in bases if base.__module__.startswith("django_redislock.cache")}
-    return bool(ours) and "django_redislock.cache.local" not in ours  # which has no server
+    return bool(ours) and "django_redislock.cache.local" not in ours  # a local cache has no server
 
 
 URL = "url"

@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
     name: str
     address: str
-    """Of the page of the lock."""
+    """The address of the page of the lock."""
     connection: str
     waited: str
     mean: str
@@ -61,7 +61,7 @@ COLUMNS: dict[str, tuple[Any, Callable[[Found], Any]]] = {
     "avoided": (_("recomputations avoided"), lambda found: found[0].avoided),
     "connection": (_("connection"), lambda found: found[1]),
 }
-"""By the word in the address: the title, and what is sorted by."""
+"""By the word in the address: the title, and the sort key."""
 
 
 class Bar(NamedTuple):
@@ -99,7 +99,7 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
     context = {
         **model_admin.admin_site.each_context(request),
         "title": gettext("Contention in the last hour"),
-        "original": gettext("Contention in the last hour"),  # what Django's own breadcrumbs end with
+        "original": gettext("Contention in the last hour"),  # the end of Django's own breadcrumbs
         "has_view_permission": True,
         "opts": model_admin.opts,
         "media": model_admin.media,
@@ -144,7 +144,7 @@ def _read() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _pick(names: list[Found], sorting: str) -> list[Found]:
-    """Return those to show: by the column that is asked for, else those waited for longest and then those that saved most."""
+    """Return the names to show: sorted by the wanted column, else first the longest waits and then the most savings."""
     word = sorting.removeprefix("-")
     if word in COLUMNS:
         return sorted(names, key=COLUMNS[word][1], reverse=sorting.startswith("-"))[: 2 * ROWS]
@@ -155,7 +155,7 @@ def _pick(names: list[Found], sorting: str) -> list[Found]:
 
 def _column(word: str, sorting: str) -> Column:
     now = {word: "ascending", f"-{word}": "descending"}.get(sorting, "")
-    first = "" if word in ("name", "connection") else "-"  # of numbers, the highest are looked for
+    first = "" if word in ("name", "connection") else "-"  # numbers begin with the highest
     query = f"-{word}" if now == "ascending" else word if now else f"{first}{word}"
     return Column(str(COLUMNS[word][0]), f"?sort={query}", now)
 

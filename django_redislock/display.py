@@ -1,4 +1,4 @@
-"""How the admin's pages write lengths of time, moments and names: each isolated, so that a right-to-left page keeps its order."""
+"""Lengths of time, moments and names on the admin's pages, isolated, so that a right-to-left page keeps its order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def isolated(text: str) -> SafeString:
 
 
 def filled(text: str, **values: Any) -> SafeString:
-    """Return the text with these values in place of its ``%(name)s``; what is not safe HTML is escaped."""
+    """Return the text with these values in place of its ``%(name)s``; text that is not safe HTML is escaped."""
     return mark_safe(escape(text) % {key: conditional_escape(value) for key, value in values.items()})  # noqa: S308
 
 
@@ -59,7 +59,7 @@ def name_of(lock: HeldLock) -> SafeString:
 
 
 def holder_of(lock: HeldLock, *, whole: bool = False) -> SafeString:
-    """Return who holds a lock and where; of a task the id is shortened unless the `whole` is wanted."""
+    """Return the holder of a lock and its place; the id of a task is shortened unless `whole`."""
     place = isolated(visible(lock.place))
     if not lock.label:
         return place
@@ -72,7 +72,7 @@ def holder_of(lock: HeldLock, *, whole: bool = False) -> SafeString:
 
 
 def waiters_of(lock: HeldLock) -> list[SafeString]:
-    """Return a line for each caller that is known to wait, in the order in which they get the lock: where, and how long."""
+    """Return a line for each known waiter, in the order in which they get the lock, with place and time."""
     return [
         filled(gettext("%(place)s for %(time)s"), place=isolated(place), time=time_span(seconds))
         for host, pid, seconds in lock.queue
@@ -81,7 +81,7 @@ def waiters_of(lock: HeldLock) -> list[SafeString]:
 
 
 def queue_of(lock: HeldLock) -> SafeString:
-    """Return how many wait for a lock, and a list of the first of them."""
+    """Return the number of waiters of a lock, and a list of the first ones."""
     lines = waiters_of(lock)
     if not lines:
         return SafeString(lock.waiting)

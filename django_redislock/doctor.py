@@ -101,10 +101,11 @@ def _eviction(info: dict[str, str]) -> Finding:
     advice = (
         "Set maxmemory-policy to noeviction, or give the locks a server of their own: an evicted lock is held twice."
     )
-    if policy.startswith("volatile-"):  # values without an end stay, and what is evicted has one: leases, too
+    if policy.startswith("volatile-"):  # it evicts keys with an expiry only, and every lease has one
         advice += (
-            f" A server that only caches needs no lock to last, but {policy} evicts first what lives shortest, which is the right to "
-            "compute a value: several processes compute it then (lease_evicted in cache.stats()). Use allkeys-lru there."
+            f" On a server for caches alone a lost lock does little harm, but {policy} evicts the keys with the "
+            "shortest life first. These are the rights to compute values: without them several processes compute the "
+            "same value (lease_evicted in cache.stats()). Use allkeys-lru there."
         )
     return Finding("eviction", "problem", message, advice)
 

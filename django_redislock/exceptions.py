@@ -15,7 +15,7 @@ LossCode = Literal[
 ]
 """Why a lock was lost: its life ended without a renewal; it ended while Redis did not answer; somebody force-released it; it was
 released elsewhere by its id; the server lost it (deleted, evicted, restarted or failed over); too few servers of a quorum hold
-it; the server holds it no longer and could not be asked why."""
+it; the server no longer has it and could not be asked for the cause."""
 
 
 class LossRecord(NamedTuple):
@@ -25,7 +25,7 @@ class LossRecord(NamedTuple):
     id: str
     fence: int
     reason: str
-    """The cause in words: after a forced release also who did it, when, and why."""
+    """The cause in words; after a forced release also the user, the time and the reason given."""
     when: float
     """Unix time at which the loss was noticed."""
     code: LossCode

@@ -100,8 +100,8 @@ class FencedModel(models.Model):
             self.save(force_insert=adding, update_fields=update_fields, using=using)
 
     def _advance_fence(self, name_and_fence: tuple[str, int], using: str) -> None:
-        # The table that has the column, because Django would update that of a parent in two steps. In one, the database looks at
-        # the condition again after it waited for another transaction's write.
+        # The table that has the column, because Django would update a parent's table in two steps. In one step, the
+        # database checks the condition again after it waited for another transaction's write.
         table = self._meta.get_field("fence").model
         row = table._base_manager.using(using).filter(pk=getattr(self, table._meta.pk.attname))
         name, fence = name_and_fence

@@ -71,7 +71,7 @@ class AgeFilter(admin.SimpleListFilter):
 
 
 class FoundFilter(admin.SimpleListFilter):
-    """Narrows by what was found in the locks that were read for the page: to offer it costs no second reading."""
+    """Offers the values found in the locks that were read for the page, so there is no second reading."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         return []

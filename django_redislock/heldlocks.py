@@ -82,7 +82,7 @@ def several_connections() -> bool:
     """Return whether locks are held on more than one connection."""
     try:
         found, failed = clients()
-    except ImproperlyConfigured:  # whoever reads the locks reports it
+    except ImproperlyConfigured:  # the reading of the locks reports it
         return False
     return len(found) + len(failed) > 1
 
@@ -128,7 +128,7 @@ def queue(connection: str, name: str) -> list[Waiting]:
 
 
 def look_at_queue(lock: HeldLock) -> HeldLock:
-    """Have the lock know the first of those who wait for it, if any do; of a server that does not answer, only their number."""
+    """Read the first waiters of the lock, if there are any. Without an answer only their number is known."""
     if lock.waiting:
         with suppress(ImproperlyConfigured, LockBackendError):
             lock.queue = queue(lock.connection, lock.name)
@@ -212,7 +212,7 @@ class HeldLocks:
 
     @cached_property
     def _tasks_seen(self) -> set[str]:
-        """Where the names of one task are picked: all tasks, because the locks of the others are not read."""
+        """All tasks, when the locks of one task are wanted, because the locks of the others are not read."""
         return {self.task or ""}
 
     @cached_property
@@ -239,13 +239,13 @@ class HeldLocks:
 
     @property
     def tasks(self) -> set[str]:
-        """The tasks of all that was read, and the one that is asked for."""
+        """The tasks of all locks that were read, and the wanted task."""
         read = self.listing.rows if self.task is None else []
         return {task for task in (*self._tasks_seen, *(task_of(row.held.name) for row in read)) if task}
 
     @property
     def summary(self) -> tuple[int, int, float]:
-        """How many there are, how many callers wait for them, and the age of the oldest in seconds."""
+        """The number of locks, the number of waiters, and the age of the oldest lock in seconds."""
         held = [row.held for row in self.rows]
         return len(held), sum(lock.waiting for lock in held), max((lock.age for lock in held), default=0.0)
 

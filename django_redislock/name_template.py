@@ -27,16 +27,16 @@ def fields(template: str) -> Iterator[str]:
 
 
 def check_key(value: object, name: str = "key") -> object:
-    """Return the key of tasks: a format string, a tuple of parameter names, a callable, or None.
+    """Return the checked key of a task: a format string, a tuple of parameter names, a callable, or None.
 
     Raises TypeError and ValueError that name the argument.
     """
     if value == "":
-        raise ValueError(f"{name} must not be empty; one lock whatever the arguments is {name}=[]")
+        raise ValueError(f"{name} must not be empty; {name}=[] means one lock for all arguments")
     if isinstance(value, str) and next(fields(value), None) is None:
         raise ValueError(
-            f"{name}={value!r} is the same for all arguments: a parameter stands in braces, as in {name}='{{{value}}}'; one lock "
-            f"whatever the arguments is {name}=[]"
+            f"{name}={value!r} is the same for all arguments: write a parameter in braces, as in "
+            f"{name}='{{{value}}}'; {name}=[] means one lock for all arguments"
         )
     if value is None or isinstance(value, str) or callable(value):
         return value

@@ -1,4 +1,4 @@
-"""The fixture for pytest. Its entry point is loaded before anything else, so nothing of Django is imported with it."""
+"""The fixture for pytest. pytest loads this module first, so it does not import Django."""
 
 from __future__ import annotations
 

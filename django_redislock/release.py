@@ -60,7 +60,7 @@ class Release:
                 self.held.append(HeldLock.of(connection, found[name].info))
 
     def carry_out(self, by: object, why: str) -> Iterator[HeldLock]:
-        """Release the locks and yield each right after its release; those of a server that fails are left alone.
+        """Release the locks and yield each after its release; after an error, the other locks of that server stay.
 
         `by` is who releases them and `why` the reason, both for the former holders.
         """

@@ -1,4 +1,4 @@
-"""What the name and the record of a lock say of its task. Without Celery: who looks at locks may not have it."""
+"""The task in the name and the record of a lock. This module does not import Celery, because the admin needs none."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from .core import LockInfo
 from .core.handover import waiting_id
 
 KINDS = ("celery", "celery-queue", "celery-message")
-"""What the names of the locks of tasks begin with: of runs and jobs, of what waits, of the runs of one message."""
+"""The beginnings of the names of tasks' locks: of runs and jobs, of waiting messages, of the runs of one message."""
 
 
 def escaped(task: str) -> str:
-    """Return the task as the name of a lock has it, so that no task's key reads as a part of another's name."""
+    """Return the task as it is in the name of a lock: without the separator, so that names of two tasks never mix."""
     return task.replace("%", "%25").replace(":", "%3A")
 
 
 def task_of(name: str) -> str | None:
-    """Return the task that the name of a lock tells of; None for the lock of something else."""
+    """Return the task in the name of a lock; None for a lock that is not of a task."""
     kind, _, rest = name.partition(":")
     task = rest.partition(":")[0]
     return task.replace("%3A", ":").replace("%25", "%") or None if kind in KINDS else None
@@ -27,6 +27,6 @@ def key_of(name: str) -> str:
 
 
 def is_waiting(info: LockInfo) -> bool:
-    """Tell whether the lock of a task is that of a message which waits: in a queue, for its retry, or for nobody any more."""
+    """Tell whether a waiting message holds the task's lock: it waits in a queue, or for its retry, or was purged."""
     task_id = info.label.removeprefix(f"{task_of(info.name)}[").removesuffix("]")
     return task_id != info.label and info.id == waiting_id(task_id)

@@ -19,13 +19,13 @@ C = TypeVar("C", bound=type)
 class unlocked(override_settings):
     """Grant every lock at once, without Redis, in the block, the function or the Django TestCase class that it decorates.
 
-    The other settings stay as they are; locks still tell that they were acquired, so `assert_locked` works in it. For a class it
-    begins before ``setUpClass``, as `override_settings` does. Of other classes it raises ValueError.
+    The other settings stay as they are. Locks still report that they were acquired, so `assert_locked` works. For a
+    class it begins before ``setUpClass``, as `override_settings` does. Raises ValueError for other classes.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._blocks: list[override_settings] = []  # a function that it decorates may call itself
+        self._blocks: list[override_settings] = []  # a decorated function may call itself
 
     def enable(self) -> None:
         """Begin."""

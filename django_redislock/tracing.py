@@ -1,8 +1,8 @@
 """OpenTelemetry spans of waits, holds, commands and cached values; the extra `opentelemetry`.
 
-``tracing.install()``, once per process, begins with them. The span of a wait or a hold is made when that is over, with the times at
-which it began and ended, as a child of the span that is current then. The methods of the cache that compute, what they compute, and
-the commands of locks are wrapped by spans, which cost nothing before.
+``tracing.install()``, once per process, starts them. The span of a wait or a hold is made at its end, with its begin
+and its end, as a child of the span that is current then. ``install()`` also wraps the computing methods of the cache,
+their computations, and the commands of locks; without it these cost nothing more.
 """
 
 from __future__ import annotations
@@ -76,15 +76,16 @@ class Spans:
         about = {"redislock.outcome": "returned"}
         if isinstance(key, (str, int)):
             about["redislock.key"] = str(key)
-        # No span of a database: New Relic, for one, shows nothing of what happens within one, and here values are computed.
+        # Not a database span: New Relic, for example, hides all spans within a database span, and here values are
+        # computed.
         return self._tracer.start_as_current_span(f"redislock {operation}", attributes=about)
 
     def computed(self, default: Any, asked: Any, by_task: bool) -> Any:
-        """Return the function that computes, with a span of its own, which says so to the span of the call."""
+        """Return the computing function with a span around it; it also marks the span of the call as computed."""
         from .cache.calling import called
 
         def begin() -> AbstractContextManager[object]:
-            if asked.is_recording():  # else the call returned an old value, and a new one is computed in the background
+            if asked.is_recording():  # else the call has returned an old value already
                 asked.set_attribute("redislock.outcome", "computed")
             return self._tracer.start_as_current_span("redislock compute")
 
@@ -166,7 +167,7 @@ def _wrap_cache(spans: Spans) -> list[Callable[[], None]]:
         by_task = method.startswith("a")
 
         def traced(span: Any, key: Any, default: Any, *more: Any, **options: Any) -> tuple[Any, ...]:
-            if callable(default) and options.get("refresh") != "celery":  # which needs the function itself
+            if callable(default) and options.get("refresh") != "celery":  # Celery needs the function itself
                 default = spans.computed(default, span, by_task)
             return key, default, *more
 

@@ -1,4 +1,4 @@
-"""What the doctor tries on a connection and on a cache: locks and values of names of its own."""
+"""The trials of the doctor on a connection and on a cache, with locks and values of its own."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ TRIAL = 10.0
 
 
 def examine(client: Redis) -> Iterator[Finding]:
-    """Yield everything that there is to say about the server of this client, and try a lock on it."""
+    """Yield all findings about the server of this client, and try locks on it."""
     server = server_of(client)
     for finding in look(server):
         yield finding
         if finding.check == "connection" and finding.status == "problem":
-            return  # whatever else was tried would say the same
+            return  # every other trial would fail in the same way
     yield patience(server)
     yield from _trial(server)
     yield from _trial_of_two(server)
 
 
 def _trial(server: Server) -> Iterator[Finding]:
-    """Acquire a lock of a name of its own, renew it, wait for it in a thread, and release it."""
+    """Acquire a new lock, renew it, wait for it in a thread, and release it."""
     prefix = conf.get().key_prefix
     name = f"redislock-doctor:{secrets.token_hex(8)}"
     first, second = (Lock(server, name, prefix=prefix, expire=TRIAL, auto_renewal=False) for _ in range(2))
@@ -48,8 +48,10 @@ def _trial(server: Server) -> Iterator[Finding]:
                 second.release()
                 waited.append(Finding("wait", "ok", "A waiting thread got the lock after its release."))
             else:
-                advice = "Look whether publish and subscribe pass, and whether a proxy lies between."
-                waited.append(Finding("wait", "problem", f"A waiting thread got nothing in {TRIAL:g} s.", advice))
+                advice = "Check that the server allows publish and subscribe, and that no proxy blocks them."
+                waited.append(
+                    Finding("wait", "problem", f"A waiting thread did not get the lock within {TRIAL:g} s.", advice)
+                )
         except Exception as error:
             waited.append(_failed("wait", error, prefix))
 
@@ -57,8 +59,8 @@ def _trial(server: Server) -> Iterator[Finding]:
     waiter = threading.Thread(target=wait, name="redislock-doctor", daemon=True)
     try:
         if not first.acquire(blocking=False):
-            advice = "Look for another program that writes keys of this prefix."
-            yield Finding(step, "problem", "A lock that nobody can hold was not given.", advice)
+            advice = "Look for another program that writes keys with this prefix."
+            yield Finding(step, "problem", "A new lock, which nobody else uses, could not be acquired.", advice)
             return
         yield Finding(step, "ok", "A lock was acquired.")
         step = "renew"
@@ -78,7 +80,7 @@ def _trial(server: Server) -> Iterator[Finding]:
 
 
 def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
-    """Return when the waiter stands in the queue, or cannot come to it any more."""
+    """Return when the waiter is in the queue, or has ended."""
     give_up = monotonic() + TRIAL / 2
     while waiter.is_alive() and monotonic() < give_up:
         info = lock.owner()
@@ -110,7 +112,7 @@ def _trial_of_two(server: Server) -> Iterator[Finding]:
             if server.renew(renewal(leases), server.timeout) == [1, 1]:
                 yield Finding(check, "ok", "Two locks were held at once and renewed by one call.")
             else:
-                advice = "Look for another program that writes keys of this prefix, and for a server that evicts."
+                advice = "Look for another program that writes keys with this prefix, or for a server that evicts keys."
                 yield Finding(check, "problem", "Two locks were held at once, and one of them was lost.", advice)
     except (LockError, RedisError) as error:
         yield _failed(check, error, prefix)
@@ -132,5 +134,5 @@ def examine_cache(alias: str) -> Finding | None:
         return _failed(check, error, conf.get().key_prefix, keys="the keys of the cache, ")
     if values == ["computed", "computed"] and gone:
         return Finding(check, "ok", "A value was computed, read and deleted.")
-    advice = "Look whether the alias ignores exceptions (IGNORE_EXCEPTIONS), and whether the server evicts."
-    return Finding(check, "problem", "A value that was computed could not be read again.", advice)
+    advice = "Check whether the alias ignores exceptions (IGNORE_EXCEPTIONS), and whether the server evicts keys."
+    return Finding(check, "problem", "A computed value could not be read again.", advice)

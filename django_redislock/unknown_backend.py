@@ -1,4 +1,4 @@
-"""What is said of a cache whose BACKEND is misspelt."""
+"""The error for a cache with a misspelt BACKEND."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class UnknownBackend(ImproperlyConfigured, CommandError):
 
 
 def raise_unknown(path: str) -> None:
-    """Raise UnknownBackend when the settings name this path, which is none of a backend."""
+    """Raise UnknownBackend when the settings name this path as a backend."""
     for alias, cache in settings.CACHES.items():
         if cache.get("BACKEND") == path:
             raise UnknownBackend(f"{problem(alias, path)} {advice(path)}")
 
 
 def problem(alias: str, path: str) -> str:
-    """Return what is wrong."""
+    """Return the problem in words."""
     return f"CACHES[{alias!r}]['BACKEND'] is {path!r}, and there is no such backend."
 
 
 def advice(path: str) -> str:
-    """Return what to write instead."""
+    """Return the right spelling, or all backends."""
     near = difflib.get_close_matches(path.rpartition(".")[2], NAMES, n=1)
     if near:
         return f"Did you mean '{PACKAGE}.{near[0]}'?"

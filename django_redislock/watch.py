@@ -16,9 +16,9 @@ Read = Callable[[], tuple[list[dict[str, str]], list[str]]]
 
 
 LONG = {"name": 3, "holder": 2}
-"""Headings of columns that share what the others leave, by these parts; they are folded, and nothing of them is cut."""
+"""Headings of columns that share the remaining width in these parts; long texts are folded, and not cut."""
 LEFT_OUT = {"fence"}
-"""Headings of columns that are not shown, for the sake of the names: ``redislock show`` has them."""
+"""Headings of columns that are not shown, because the names need the room; ``redislock show`` has them."""
 
 
 def watch(read: Read, output: TextIO, interval: float | None) -> None:
@@ -37,7 +37,7 @@ def watch(read: Read, output: TextIO, interval: float | None) -> None:
 
 
 def _picture(lines: list[dict[str, str]], remarks: list[str]) -> RenderableType:
-    count = f"{len(lines)} held" if lines or not remarks else ""  # nothing was read: that is not none
+    count = f"{len(lines)} held" if lines or not remarks else ""  # without a reading the number is not known
     parts: list[RenderableType] = [Text(time.strftime("%H:%M:%S  ") + count, style="bold")]
     if lines:
         table = Table(box=None, pad_edge=False)

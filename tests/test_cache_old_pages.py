@@ -102,7 +102,7 @@ def test_on_error_stale_shows_the_old_page_logs_and_counts(show, client, setting
     assert after.errors - before.errors == 1
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
-    assert "could not be rendered anew" in errors[0].message
+    assert "could not be rendered again" in errors[0].message
     assert not client.keys("*:1:views.decorators.cache.cache_page..GET*"), "the old page is not stored as a new one"
 
 

@@ -88,8 +88,9 @@ def test_a_duplicate_with_an_id_of_its_own_is_skipped_and_does_not_run_afterward
     assert (second.state, second.result) == ("SUCCESS", "busy")
     (record,) = [record for record in caplog.records if record.name == "django_redislock"]
     assert record.levelname == "INFO"
-    said = f"{task.name}[{second.id}] is skipped, because when it was published the lock was held by {task.name}[{first.id}] on "
+    said = f"{task.name}[{second.id}] is skipped, because {task.name}[{first.id}] on "
     assert record.getMessage().startswith(said)
+    assert record.getMessage().endswith(" held the lock when this message was published.")
     assert [(data["task"], data["task_id"]) for data in heard] == [(task.name, second.id)]
     assert sum(found.duplicates for found in contention(client).names.values()) == 1
     assert list(held_locks(client)) == []

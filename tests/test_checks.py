@@ -250,7 +250,9 @@ def test_server_that_evicts(deployed, redis_url, client):
     try:
         told = deployed(redis_url)["redislock.W004"]
         assert "noeviction" in told
-        assert "volatile-lru evicts first what lives shortest, which is the right to compute a value" in told
+        assert (
+            "volatile-lru evicts the keys with the shortest life first. These are the rights to compute values" in told
+        )
     finally:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", "0")

@@ -113,7 +113,7 @@ def test_what_a_purge_left_is_freed_in_one_command(client: redis.Redis, make: An
         assert lock.owned()
     assert output == "Released 30 locks of shop.purged.\n"
     assert errors.count("celery:shop.purged:") == 20
-    for text in ("… and 10 more", "No message is withdrawn", "Force-release 30 locks? [y/N]"):
+    for text in ("… and 10 more", "No message is deleted", "Force-release 30 locks? [y/N]"):
         assert text in errors
     assert "The holder is not stopped" not in errors
     assert not isinstance(task.delay(3), DuplicateResult)
@@ -177,7 +177,7 @@ def test_a_message_that_starts_meanwhile_keeps_its_lock(
     errors = io.StringIO()
     with pytest.raises(CommandError, match=r"Nothing was released\."):
         call_command("redislock", "release", "--task", "starts", "--waiting", stderr=errors, stdout=io.StringIO())
-    assert "1 lock changed hands or ended meanwhile, left alone." in errors.getvalue()
+    assert "Not released, because the holder changed or the lock ended meanwhile: 1 lock." in errors.getvalue()
     assert lock.owned()
     lock.release()
 
@@ -197,7 +197,7 @@ def test_a_task_that_holds_nothing_is_told_with_those_that_may_be_meant(client: 
             run("release", "--task", wrong, "--yes")
     with pytest.raises(CommandError, match=r"'nothing like it' is held\.$"):
         run("release", "--task", "nothing like it", "--yes")
-    with pytest.raises(CommandError, match="holds 1 lock, of which none is meant"):
+    with pytest.raises(CommandError, match="holds 1 lock, and none of them matches the options"):
         run("release", "--task", "shop.tasks.build", "--match", "other", "--yes")
     assert len(names(client)) == 1
 

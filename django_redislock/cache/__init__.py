@@ -36,9 +36,9 @@ __all__ = [
 
 
 def get_cache(using: str = "default") -> ComputeOnceMixin:
-    """Return ``caches[using]``, as type checkers may know it: with the methods and the options of this package.
+    """Return ``caches[using]``, with the methods and options of this package for type checkers.
 
-    Raises ImproperlyConfigured when its backend is none of this package.
+    Raises ImproperlyConfigured when its backend is not one of this package.
     """
     cache = caches[using]
     if isinstance(cache, ComputeOnceMixin):

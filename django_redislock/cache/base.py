@@ -43,7 +43,7 @@ class RedisBackend(Base):
 
     @property
     def _has_one_server(self) -> bool:
-        """Whether all keys are on the same one, or its replicas."""
+        """Whether one server, with its replicas, has all keys."""
         raise NotImplementedError
 
     def _every_redis(self) -> list[Redis]:

@@ -22,9 +22,10 @@ T = TypeVar("T")
 
 
 async def read(server: Server, steps: Steps[T]) -> T:
-    """Do steps that only read, for a task.
+    """Run steps that only read, in a task.
 
-    The loop of an asynchronous view under WSGI lives for one request: then the thread behind it does them, whose connections stay.
+    The loop of an asynchronous view under WSGI lives for one request only. There the thread behind the loop runs them,
+    because its connections stay open.
     """
     if asyncio.get_running_loop() in AsyncToSync.loop_thread_executors:
         return await sync_to_async(server.run)(steps)

@@ -26,7 +26,7 @@ class DjangoRedisCache(ComputeOnceMixin, RedisCache):
 
     @cached_property
     def _clients(self) -> dict[Any, Redis]:
-        """By their pools: making one takes longer than a command."""
+        """The clients by their pools, kept because a new client takes longer than a command."""
         return {}
 
     @cached_property

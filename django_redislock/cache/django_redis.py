@@ -56,7 +56,7 @@ class RedisCache(ComputeOnceMixin, ExpiringMixin, DjangoRedisBase):  # type: ign
 
     @cached_property
     def _only_decodes(self) -> bool:
-        """Whether the client does nothing else with what it has read."""
+        """Whether the client only decodes the bytes that it has read."""
         return self._class.get is DefaultClient.get
 
     @property

@@ -154,9 +154,9 @@ def values_of(
 ) -> Steps[dict[str, Landing]]:
     """Return many values, by their keys in Redis: each computed once over all who want it now.
 
-    Those that nobody is after are computed together by one call of `default`; only then the others are waited for, so that
-    nobody waits who keeps another one waiting; those that are left when the time is over are computed together, too. A key that
-    `default` has nothing for is left out.
+    The values that nobody computes yet are computed together by one call of `default`. Only then the caller waits for
+    the others, so that no caller waits while another one waits for it. The values that are missing when the time is
+    over are computed together, too. A key without a value from `default` is left out.
     """
     compute = on_timeout in ("compute", "stale")
     until = math.inf if wait is None else monotonic() + wait
@@ -182,7 +182,7 @@ def values_of(
 def _share_many(
     wants: list[Wanted], default: Callable[[list[Any]], Any], caller: Caller, until: float, last: bool = False
 ) -> Steps[dict[str, Landing]]:
-    """Lead the flights that nobody leads; return how those ended that did so in time. `last`: those of who does not wait any more."""
+    """Lead the flights that nobody leads; return the landings in time. `last`: the caller does not wait any more."""
     alone = ("alone",) if last else ()
     flights: dict[str, Flight] = {}
     ended: dict[str, Landing] = {}
@@ -203,7 +203,8 @@ def _share_many(
                 if _flights.setdefault((want.server, want.key, *alone), flight) is flight:
                     flights[want.key] = flight
         mine = [want for want in wants if nested or want.key in flights]
-        # Who computes another value meanwhile waits for one after the other: Redis sees circles of those only.
+        # A caller that computes another value meanwhile waits for one value after another, because Redis sees only such
+        # circles.
         try:
             if mine:
                 yield from fly_together(mine, caller.owner, default, -math.inf if nested else until, land, last)

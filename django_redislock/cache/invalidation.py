@@ -149,7 +149,7 @@ class InvalidatingMixin(RedisBackend):
         raise NotImplementedError
 
     def _invalidate(self, keys: list[str]) -> bool:
-        """End the leases of these values; False where no server can be reached, and the base class ignores that."""
+        """End the leases of these values; False when no server can be reached and the base class ignores that."""
         settings = conf.get()
         if not settings.enabled:
             return True
@@ -166,7 +166,7 @@ class InvalidatingMixin(RedisBackend):
         return not reached or any(reached)
 
     def _invalidate_like(self, servers: list[Redis], pattern: str) -> bool:
-        """End the leases of all values whose keys match a pattern, as Redis's KEYS does; False as of `_invalidate`."""
+        """End the leases of all values whose keys match a pattern, as Redis's KEYS does; False as in `_invalidate`."""
         settings = conf.get()
         if not settings.enabled:
             return True

@@ -1,7 +1,7 @@
 """The backends of one process, for tests and development without Redis; import them from `django_redislock.cache`.
 
-They have every method and every argument check of the Redis backends, and Django's own storage. Nobody waits for a value that
-another one computes, and no value is kept beyond its timeout.
+They have every method and every argument check of the Redis backends, and Django's own storage. No caller waits for a
+value that another caller computes, and no value is kept beyond its timeout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .mixin import ComputeOnceMixin
 
 
 class LocalBackend(ComputeOnceMixin):
-    """What the mixin needs to know of a backend without a server: values have none, and locks have one of this process."""
+    """The methods of a backend without Redis: values have no server, and locks have one in this process."""
 
     def _server_of(self, made: str) -> Server | None:
         return None

@@ -20,15 +20,16 @@ from ..exceptions import AlreadyAcquired
 from .base import RedisBackend, warn_once
 
 OF_TIMEOUT = (
-    "cache.lock(timeout=...) is the lock's life, as in django-redis: it is not renewed, and the wait for it has no limit. Give "
-    "blocking_timeout=... to limit the wait. It is django_redislock.lock(timeout=...) that means the wait."
+    "The timeout of cache.lock(timeout=...) is the life of the lock, as in django-redis: the lock is not renewed, and "
+    "the wait for it has no limit. Give blocking_timeout=... to limit the wait. Only the timeout of "
+    "django_redislock.lock(timeout=...) is the wait."
 )
 
 
 class CacheLock(Lock):
     """A lock of a cache: redis-py's words for what `Lock` does, in redis-py's order.
 
-    As redis-py's, it is an error derived from ``redis.exceptions.LockError`` when it cannot be had or was lost.
+    Its errors derive from ``redis.exceptions.LockError``, as those of redis-py's lock do.
     """
 
     _any_thread = False
@@ -45,9 +46,10 @@ class CacheLock(Lock):
     ) -> bool:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `blocking_timeout` seconds (or `timeout`, where None is for ever); without `blocking` it tries once. What is
-        not given is as the lock was made. `token` is the id of this acquisition; two by one token keep each other out. `sleep` means
-        nothing, but True or False in its place are python-redis-lock's: ``acquire(blocking, timeout)``.
+        Waits up to `blocking_timeout` seconds (or `timeout`, where None is for ever); without `blocking` it tries once.
+        Arguments that are not given come from the lock. `token` is the id of this acquisition; of two acquisitions by
+        one token, one holds the lock. `sleep` means nothing, but True or False in its place are python-redis-lock's:
+        ``acquire(blocking, timeout)``.
 
         Raises what `Lock.acquire` does.
         """
@@ -65,10 +67,10 @@ class CacheLock(Lock):
     def extend(  # type: ignore[override]
         self, additional_time: Seconds | None = None, replace_ttl: bool = False, *, expire: Seconds | None = None
     ) -> Literal[True]:
-        """Add so many seconds to what is left of the held lock's life, and return True.
+        """Add so many seconds to the rest of the held lock's life, and return True.
 
-        With `replace_ttl`, or given as `expire`, they are all that it has from now on; without any, its own life begins anew. Only
-        the object that acquired the lock makes its life shorter.
+        With `replace_ttl`, or given as `expire`, they are its whole life from now on; without any, its own life begins
+        again. Only the object that acquired the lock makes its life shorter.
 
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
@@ -98,7 +100,7 @@ class CacheLock(Lock):
 
 
 class GrantedCacheLock(Granted, CacheLock):
-    """One that is granted to everybody."""
+    """A lock that is granted to everybody."""
 
 
 class LocksMixin(RedisBackend):
@@ -127,7 +129,7 @@ class LocksMixin(RedisBackend):
         It takes the words of django-redis, in its order, and those of python-redis-lock: `expire`, or `timeout`, is its life in
         seconds. With a life given it ends then, unless `auto_renewal` is true; without one it is renewed while its holder lives.
         `blocking` and `blocking_timeout` are how ``with`` and ``acquire()`` wait. With ``thread_local=False`` any thread may
-        release it. `sleep` means nothing here, since nobody polls.
+        release it. `sleep` means nothing here, because no waiter polls.
 
         Raises TypeError and ValueError for bad arguments, and when both `expire` and `timeout` are given.
         """

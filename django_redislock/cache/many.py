@@ -141,7 +141,7 @@ class _Call:
         self.made: dict[str, Any] = {cache._made(key, version): key for key in self.keys}
         self.found: dict[str, Any] = {}
         self.locked = self.given.lock and cache._protecting(next(iter(self.made), ""), timeout) is not None
-        """Whether what is missing is computed under leases."""
+        """Whether missing values are computed under leases."""
 
     def by_timeout(self, values: dict[Any, Any]) -> list[tuple[float | None, dict[Any, Any]]]:
         """Return the values, each with those of the same life."""
@@ -161,7 +161,7 @@ class _Call:
         return list(readers.values())
 
     def note(self, made: list[str], data: list[bytes | None]) -> None:
-        """Take in what is stored."""
+        """Keep the stored values."""
         unpack, before = self.cache._unpack, len(self.found)
         for key, value in zip(made, data, strict=True):
             if value is not None and (unpacked := unpack(key, value)) is not MISSING:
@@ -169,12 +169,12 @@ class _Call:
         self.cache._tally.count("hits", len(self.found) - before)
 
     def show(self) -> None:
-        """Let the tools that watch the cache see what was found."""
+        """Show the found values to the tools that watch the cache."""
         if self.cache._is_watched("get_many"):
             self.cache._show("get_many", self.values(), self.keys, version=self.version)
 
     def missing(self, one: Callable[[Any], Any]) -> list[tuple[Server, list[Wanted]]]:
-        """Return what is missing, by its servers; `one` computes it for one of the caller's keys."""
+        """Return the missing values by their servers; `one` computes the value of one of the caller's keys."""
         by_server: dict[Server, list[Wanted]] = {}
         for made, key in self.made.items():
             if made not in self.found:

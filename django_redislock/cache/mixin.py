@@ -40,12 +40,12 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin, S
     """Put it left of a Redis cache backend, and give it the methods of `RedisBackend`."""
 
     _read: tuple[conf.CacheSettings, conf.CacheSettings] | None = None
-    """The settings of all aliases, and what this one makes of them."""
+    """The settings of all aliases, and those of this alias."""
 
     def __init__(self, server: Any, params: dict[str, Any]) -> None:
         options = dict(params.get("OPTIONS") or {})  # the dict is shared by all instances of the alias
-        # What is wrong in them is an error at the first use: Django's own checks make every cache, and an error then would keep
-        # ours from reporting it.
+        # A wrong option is an error at the first use, not here: Django's own checks make every cache, and an error here
+        # would stop them before our check reports it.
         self._lock_options = options.pop("LOCK", {})
         self._made_with = server, params
         super().__init__(server, {**params, "OPTIONS": options})  # type: ignore[call-arg]
@@ -239,7 +239,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin, S
             return value
 
     def _protecting(self, made: str, timeout: Timeout) -> Server | None:
-        """Return the server of the leases under which a value of this timeout is computed; None when that needs none."""
+        """Return the server of the leases for a value of this timeout; None when no lease is needed."""
         kept = callable(timeout) or self._is_kept(timeout)
         return self._server_of(made) if kept and conf.get().enabled else None
 

@@ -1,4 +1,4 @@
-"""Copies of pages that outlive them: what `cache_page` answers with while a view renders a new one, or fails to."""
+"""Copies of pages that live longer than the pages: `cache_page` shows them while a view renders, or fails."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from django.utils.cache import get_cache_key, get_max_age, learn_cache_key, patc
 from django.utils.http import http_date
 
 LONGEST_PAUSE = 60
-"""Seconds at most between two tries of a view that fails; from a second on, it doubles with each failure."""
+"""Longest pause in seconds between two tries of a failing view; it starts at a second, and each failure doubles it."""
 
 
 class OldPages:
-    """The copies for the pages of one view. Each is kept by Django's own rules, under a prefix of its own."""
+    """The copies of the pages of one view. Django's own rules store each copy, under a separate prefix."""
 
     def __init__(self, rules: CacheMiddleware, cache: Any, stale: float) -> None:
         self._rules = rules
         self._cache = cache
         self._prefix = f"redislock.stale.{rules.key_prefix}"
         self.stale = stale
-        """Seconds for which a copy outlives its page."""
+        """Seconds that a copy lives longer than its page."""
 
     def find(self, request: HttpRequest) -> HttpResponseBase | None:
-        """Return the copy for this request, for the one moment that it is shown."""
+        """Return the copy for this request, marked as expired so that no browser keeps it."""
         for method in dict.fromkeys(("GET", str(request.method))):
             key = get_cache_key(request, self._prefix, method, cache=self._cache)
             page: HttpResponseBase | None = None if key is None else self._cache.get(key)

@@ -73,7 +73,7 @@ class Options:
         return self.stale + self.refresh_before
 
     def life(self, timeout: Timeout) -> Timeout:
-        """Return the timeout to store by without a lease: 0 for what is not to be stored."""
+        """Return the timeout for storing without a lease: 0 for a value that `should_cache` refuses."""
         wanted = self.should_cache
         if wanted is None:
             return timeout

@@ -27,7 +27,7 @@ UNCACHEABLE_FOR = 60
 PAUSE = 1
 """Seconds for which a view that failed is not tried again: the requests of that time get the failure."""
 GONE = (404, 410)
-"""What a view answers when there is no such page any more."""
+"""The status codes of a page that does not exist any more."""
 ROUNDS = 2
 """How often to wait: for who learns by which headers the page varies, and then for the page of one's own headers."""
 
@@ -43,10 +43,10 @@ def cache_page(
     `PAUSE` seconds, gets the same answer or exception; but what Django answers by 4xx (`Http404`, `PermissionDenied`, …) is for
     its own request alone. A template response is rendered within the decorator.
 
-    With `stale` a copy of each page is kept for so many seconds longer. While one request renders a new page, the others get the old one
-    at once. With ``on_error="stale"`` (or the setting) they all get it when the view fails, too, which is logged, and the next
-    try waits for a pause that grows from a second to a minute. The other `options` are those of `get_or_set` that say how to
-    wait: `wait`, `expire`, `auto_renewal` and `max_hold`.
+    With `stale` a copy of each page is kept for so many seconds longer. While one request renders a new page, the
+    others get the old page at once. With ``on_error="stale"`` (or the setting) all requests get it when the view fails,
+    too. The failure is logged, and the next try waits for a pause that grows from a second to a minute. The other
+    `options` are those of `get_or_set` about waiting: `wait`, `expire`, `auto_renewal` and `max_hold`.
     """
     wrong = options.keys() - PageOptions.__optional_keys__
     if wrong:
@@ -117,7 +117,7 @@ def cache_page(
 
 
 MEANWHILE: Any = object()
-"""Somebody else renders the page, and there is an old one."""
+"""Another request renders the page, and there is an old page."""
 
 
 class _Page:
@@ -171,23 +171,23 @@ class _Page:
         return self.stored
 
     def tell(self) -> Any:
-        """Return the outcome; of a failure while there is an old page, also settle when the next try may be."""
+        """Return the outcome. After a failure, if there is an old page, log the failure and set the next pause."""
         outcome = self.outcome
         if self._old is not None and self._old_pages is not None and _is_failure(outcome):
             self._pause = self._old_pages.pause(self.request)
             self.cache._tally.count("errors")
-            told = "The page of %s could not be rendered anew; for %g s the old one is shown."
+            told = "The page %s could not be rendered again. The old page is shown, and the next try is in %g s."
             log.error(told, self.request.path, self._pause, exc_info=self.error)
         return outcome
 
     def remembered_for(self, outcome: Any) -> float:
-        """Return for how long what came of a page is remembered; 0: it is told to those who wait for it."""
+        """Return for how many seconds the outcome is remembered; 0: only the waiters get it."""
         if outcome is False:
             return UNCACHEABLE_FOR
         return self._pause if _is_failure(outcome) else 0
 
     def find_old(self) -> dict[str, Any]:
-        """Look for an old page, and return the options by which who has one does not wait."""
+        """Look for an old page, and return the options of `get_or_set`: with an old page the caller does not wait."""
         if self._old_pages is not None:
             self._old = self._old_pages.find(self.request)
         return {} if self._old is None else {"wait": 0, "on_wait_timeout": lambda: MEANWHILE}
@@ -265,7 +265,7 @@ class _Page:
 
     def _answer_with_the_old(self) -> None:
         self.response, self.error = self._old, None
-        self.request._cache_update_cache = False  # type: ignore[attr-defined]  # no middleware is to store it as a new one
+        self.request._cache_update_cache = False  # type: ignore[attr-defined]  # no middleware may store it as new
         self.cache._tally.count("stale_served")
 
 

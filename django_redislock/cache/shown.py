@@ -1,7 +1,8 @@
-"""Shows the tools that wrap `get` and `get_many` of a cache object what was read another way.
+"""Shows values that were read in another way to the tools that wrap `get` and `get_many` of a cache object.
 
-Sentry and Django Debug Toolbar put functions of their own on each cache object, and count its hits and misses there. Those of
-Sentry are not asynchronous. So they are called when the value is there, in the thread or task that read it, and nothing is read again.
+Sentry and Django Debug Toolbar put their own functions on each cache object, and count its hits and misses there. The
+functions of Sentry are not asynchronous. So they are called after the reading, in the same thread or task, and nothing
+is read again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ else:
     Base = object
 
 _shown: ContextVar[tuple[Any, ...]] = ContextVar("redislock_shown", default=())
-"""What was read already, while it is shown."""
+"""The value that was read, while it is shown."""
 
 
 class ShownMixin(Base):
@@ -39,7 +40,7 @@ class ShownMixin(Base):
         return method in vars(self)
 
     def _show(self, method: str, value: Any, *args: Any, version: int | None) -> None:
-        """Let the tools see this value as what the method returns for these arguments."""
+        """Show this value to the tools as the result of the method for these arguments."""
         if self._is_watched(method):
             token = _shown.set((value,))
             try:

@@ -22,13 +22,13 @@ MARGIN = 0.1
 """Seconds after the life of a lock, or of a mark, when its end is looked for."""
 
 GROWTH = 0.1
-"""The part of the time waited so far that a rescheduled task waits more, at least."""
+"""The delay of a rescheduled task is at least this part of the time waited so far."""
 LONGEST_DELAY = 300.0
-"""Seconds, on average, that this growth may come to: well below the time after which a broker gives a message to another worker."""
+"""Longest delay by this growth in seconds, on average. A broker gives a message to another worker much later."""
 
 
 REPORTS_RETRIES = hasattr(trace, "get_actual_ignore_result")
-"""Whether Celery stores no RETRY for a message that says so; before 5.6.3 it asks the task only."""
+"""Whether Celery stores no RETRY when the message has `ignore_result`; before 5.6.3 it asks the task only."""
 
 
 class Elsewhere(Ignore):

@@ -34,7 +34,7 @@ MOMENT = 1.0
 """Seconds given to a holder that is about to end: one that has published its own retry, or a lock that changes hands."""
 
 CANVAS_OPTIONS = frozenset({"root_id", "parent_id", "group_id", "chord", "chain", "retries"})
-"""Options of which the members of canvases and retries have one at least, and what has an id of its publisher's own has none."""
+"""Members of canvases and retries have at least one of these options; a message with a given id has none."""
 
 if TYPE_CHECKING:
     _Task = Task[Any, Any]
@@ -48,7 +48,7 @@ class LockedTask(_Task):
     _given_options: Mapping[str, Any] = {}
     _completed: Options | None = None
     _pydantic: Mapping[str, Any] | None = None
-    """How Celery makes models of the arguments, if it does: the last arguments of `models_of`."""
+    """The last arguments of `models_of`, if Celery makes models of the arguments."""
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
         """Return who runs the task with these arguments now, or waits to run it, or None.
@@ -114,7 +114,7 @@ class LockedTask(_Task):
     def _claim(
         self, lock: ExecutionLock, options: Options, known: bool, message: dict[str, Any]
     ) -> DuplicateResult | None:
-        """Take the lock for a message, or return the result of who holds it; None when the message is to be published."""
+        """Take the lock for a message, or return the result of its holder; None when the message is to be published."""
         skipped = known and options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message)
         try:
             if lock.take(fresh=not known) or (known and not skipped):
@@ -135,7 +135,7 @@ class LockedTask(_Task):
             return None
 
     def _holder(self, lock: ExecutionLock) -> LockInfo | None:
-        """Return who holds the lock; None when it is free after all, and acquired, or changes hands too fast."""
+        """Return the holder of the lock; None when the lock was acquired after all, or changes hands too fast."""
         holder = lock.owner()
         if holder is None and not lock.acquire(timeout=MOMENT):
             holder = lock.owner()
@@ -193,7 +193,7 @@ class LockedTask(_Task):
         )
 
     def _withdraw(self, task_id: str, key: object) -> None:
-        """Free what the message of this id holds, because it will not start."""
+        """Free the locks of the message of this id, because it will not start."""
         options = self._options
         if options.scope != "run" and isinstance(key, str):  # without a key, nobody took a lock for it
             leave_queue(self._waiting_lock(key, task_id, options, {}))

@@ -1,4 +1,4 @@
-"""What runs now, as its body sees it, and how its lock ends."""
+"""The current execution, as its body sees it, and the end of its lock."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _executions: ContextVar[tuple[Execution, ...]] = ContextVar("executions", defaul
 
 
 def executions() -> tuple[Execution, ...]:
-    """Return what runs in this context, outermost first: a task may call itself, or be applied within itself.
+    """Return the executions of this context, outermost first: a task may call itself, or be applied within itself.
 
-    A body takes its context along into coroutines and the threads that these start, where it may outlive the execution.
+    Coroutines of a body, and the threads that they start, have its context. They may outlive the execution.
     """
     return tuple(execution for execution in _executions.get() if not execution._over)
 

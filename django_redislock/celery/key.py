@@ -2,8 +2,8 @@
 
 Producer and worker must come to the same key, though one has what the caller gave and the other what the serializer made of
 it. So arguments count as they look after a journey through kombu's JSON: a tuple is a list, the keys of a dict are strings, an
-enum that derives from str or int is its value, and datetimes, UUIDs, decimals and bytes are themselves. What JSON cannot carry, as a
-plain enum, is itself; it has no hash.
+enum that derives from str or int is its value, and datetimes, UUIDs, decimals and bytes are themselves. A value that
+JSON cannot carry, such as a plain enum, stays as it is, and has no hash.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def make(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) ->
     """Return the key of these arguments.
 
     `key` is a format string over the parameters (``"report:{customer_id}"``), a list of those that count (``[]``: none, one
-    lock for the task), a callable that takes what the task takes and returns a string, or None: all arguments count. A format
-    string and a callable see what the body does: what came with the message, and a model where `models` has one.
-    Raises TypeError when an argument that counts has no stable form.
+    lock for the task), a callable that takes what the task takes and returns a string, or None: all arguments count. A
+    format string and a callable see the arguments as the body does: as they came with the message, and models where
+    `models` has one. Raises TypeError when an argument that counts has no stable form.
     """
     if len(bound.arguments) < len(bound.signature.parameters):
         bound.apply_defaults()
@@ -67,7 +67,7 @@ def make(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) ->
 
 
 def of_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
-    """Return the key as that of the tenant in whose name this is called. Raises TypeError when the tenant is no str."""
+    """Return the key of the current tenant. Raises TypeError when the tenant is no str."""
     if get_tenant is None:
         return key
     tenant = get_tenant()

@@ -39,8 +39,8 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
     What is not given comes from ``DJANGO_REDISLOCK["CELERY"]``, which takes every option (in capitals), and else is::
 
         scope="run"             when the lock is held: or "queued", "queued+run", "job"
-        key=None                which executions exclude each other: those with the same arguments
-        tenant=None             what every key begins with: a callable that returns the tenant
+        key=None                the executions that exclude each other: those with the same arguments
+        tenant=None             the beginning of every key: a callable that returns the tenant
         expire=30               seconds that the lock lives without renewal
         auto_renewal=True       whether it is renewed while the body runs
         max_hold=None           seconds that it is renewed at most
@@ -48,12 +48,12 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
         wait=10                 seconds that "wait" waits before it raises
         skip_result=None        what "skip" returns
         on_duplicate="return"   what publishing a duplicate does: or "raise"
-        queue_life=3600         seconds that a message holds its lock while it waits
+        queue_life=3600         seconds that a waiting message holds its lock
         keep_for=0              seconds that the lock stays after the body
         on_backend_error="raise"  what happens when Redis does not answer: or "run", "reschedule"
         lock_direct_calls=False  whether task(...) takes the lock, too
         reschedule_delay=10     seconds until a rescheduled task tries again; later ones grow
-        reschedule_limit=None   seconds for which it does: as long as its message may live
+        reschedule_limit=None   seconds for which it tries; None: as long as its message lives
 
     `SingleInstanceOptions` says more of each. Raises TypeError and ValueError for bad options, and TypeError for anything but a
     function.
@@ -70,7 +70,7 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
                 "@single_instance marks functions; write a task class as class X(SingleInstanceTask), with its options as "
                 "the attribute single_instance = {...}"
             )
-        # Not what calls a function, as partial() does: its parameters are others than it says, and it may have been called before.
+        # A partial() and other callables are refused: their parameters are not those of the function that they call.
         if not callable(function) or not hasattr(function, "__code__") or inspect.ismethod(function):
             raise TypeError(f"@single_instance marks functions, not {function!r}; options are given by name")
         mark = Mark(function, options)
@@ -106,17 +106,18 @@ Celery._task_from_fun = _task_from_marked_fun  # type: ignore[assignment, method
 
 
 def check_tasks() -> list[CheckMessage]:
-    """Tell of functions and tasks that ask to be single-instance and are not."""
+    """Report functions and tasks that ask to be single-instance and are not."""
     found: list[CheckMessage] = []
     idle = sorted((mark for mark in _marks if not mark.effective), key=lambda mark: mark.function)
     apps = list(_state._get_active_apps())  # type: ignore[attr-defined]
-    if idle and not apps:  # then nothing is a task yet
+    if idle and not apps:  # then no function is a task yet
         more = "" if len(idle) == 1 else f" (and {len(idle) - 1} more)"
         return [
             Error(
                 f"{idle[0].function}{more} is marked with @single_instance, but no Celery app has been imported.",
-                hint="Import it where Django starts: in the __init__.py of the project, from .celery import app as celery_app. Else "
-                "what this process publishes goes to Celery's default app, which has no broker of yours.",
+                hint="Import the app where Django starts: write 'from .celery import app as celery_app' in the "
+                "__init__.py of the project. Otherwise the messages of this process go to Celery's default app, which "
+                "does not know your broker.",
                 id="redislock.E010",
             )
         ]
@@ -167,7 +168,7 @@ def _check_life(app: Celery, task: Any) -> list[CheckMessage]:
 
 
 def _check_key(task: Any) -> list[CheckMessage]:
-    """Tell of a task that the key of the settings cannot be made for; one of its own was checked when it was made."""
+    """Report a task that the key of the settings does not fit; the decorator has checked a key of the task itself."""
     if not isinstance(task, SingleInstanceMixin) or "key" in task._given_options:
         return []
     try:
@@ -176,7 +177,7 @@ def _check_key(task: Any) -> list[CheckMessage]:
         return [
             Error(
                 f"{conf.NAME}['CELERY']['KEY'] does not fit the task {task.name}: {error}",
-                hint="Give the task a key of its own; [] is one lock whatever the arguments.",
+                hint="Give the task a key of its own. key=[] means one lock for all arguments.",
                 id="redislock.E013",
             )
         ]
@@ -184,7 +185,7 @@ def _check_key(task: Any) -> list[CheckMessage]:
 
 
 def _check_tenant(task: Any) -> list[CheckMessage]:
-    """Tell of a task whose tenant cannot be asked for."""
+    """Report a task whose tenant cannot be imported."""
     try:
         if isinstance(task, SingleInstanceMixin):
             task._options.get_tenant  # noqa: B018 - it is imported
@@ -195,7 +196,7 @@ def _check_tenant(task: Any) -> list[CheckMessage]:
 
 
 def _check_super(task: Any) -> list[CheckMessage]:
-    """Tell of a task whose class has a method in front of ours that cannot come to it."""
+    """Report a task whose class overrides a method of ours and does not call it."""
     if not isinstance(task, SingleInstanceMixin):
         return []
     ours = SingleInstanceMixin.__mro__

@@ -32,9 +32,9 @@ RESCHEDULED_HEADER = "single_instance_rescheduled"
 SINCE_HEADER = "single_instance_since"
 """Carries the time of the first of these conflicts, in seconds since 1970."""
 REFUSED_HEADER = "single_instance_refused"
-"""Names who held the lock when a message with an id of its publisher's own was published, which is to be skipped for that reason."""
+"""Names the holder of the lock when a message with a given id was published. The message is to be skipped."""
 _FORMER = {VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER, RESCHEDULED_HEADER, SINCE_HEADER, REFUSED_HEADER}
-"""What a retry does not take over from the message before."""
+"""Headers that a retry does not take from the message before."""
 MARK_LIFE = 3600.0
 """Seconds for which it is known that a message was processed, at least: as long as Redis as broker waits for a worker."""
 

@@ -1,4 +1,4 @@
-"""The arguments of a task with ``pydantic=True``, as its body gets them: Celery makes models of what its message carries."""
+"""The arguments of a task with ``pydantic=True``, as its body gets them: Celery makes models of the message's data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from celery.utils.annotations import get_optional_arg
 from ..name_template import signature_of
 
 Models = Mapping[str, Callable[[Any], Any]]
-"""By parameter: what makes a model of its argument."""
+"""By parameter: the function that makes a model of its argument."""
 
 
 def models_of(function: Callable[..., Any], strict: bool, context: Mapping[str, Any]) -> Models:
-    """Return the models that Celery makes of the arguments of this function, found by its annotations as Celery finds them."""
+    """Return the models of this function's arguments. They are found by its annotations, as Celery finds them."""
     try:
         hints = typing.get_type_hints(function)
-    except (NameError, AttributeError, TypeError):  # of names for type checkers only
+    except (NameError, AttributeError, TypeError):  # some names may exist for type checkers only
         hints = {}
     found = {}
     for name, parameter in signature_of(function).parameters.items():
@@ -35,5 +35,5 @@ def models_of(function: Callable[..., Any], strict: bool, context: Mapping[str, 
 def _model(validate: Callable[[Any], Any], value: object) -> object:
     try:
         return value if value is None else validate(value)
-    except ValueError:  # as pydantic's error is; the worker tells
+    except ValueError:  # pydantic's error is one; the worker reports it
         return value

@@ -24,7 +24,8 @@ OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
 
 
 class SingleInstanceOptions(TypedDict, total=False):
-    """What ``@single_instance(...)`` and ``single_instance={...}`` take; the rest comes from ``DJANGO_REDISLOCK["CELERY"]``.
+    """The options of ``@single_instance(...)`` and ``single_instance={...}``; the rest comes from
+    ``DJANGO_REDISLOCK["CELERY"]``.
 
     See `single_instance` for the defaults.
     """
@@ -34,13 +35,13 @@ class SingleInstanceOptions(TypedDict, total=False):
     waits and one runs at most; "job": from publishing to the end, over retries."""
     key: Key
     """Which executions exclude each other; None: those with the same arguments. A format string names parameters, as in
-    ``"report:{customer_id}"``; a list has the names of those that count (``[]``: one lock for the task); a callable takes what the
-    task takes, and returns a string. Format strings and callables see the arguments as the body does: an enum that derives from str
-    or int is its value, so write ``{status}`` and not ``{status.value}``; a tuple is a list; with ``pydantic=True`` a model is a
-    model, as in ``{order.id}``."""
+    ``"report:{customer_id}"``; a list names the parameters that count (``[]``: one lock for the task); a callable takes
+    the arguments of the task, and returns a string. Format strings and callables see the arguments as the body does: an
+    enum that derives from str or int is its value, so write ``{status}`` and not ``{status.value}``; a tuple is a list;
+    with ``pydantic=True`` a model is a model, as in ``{order.id}``."""
     tenant: Callable[[], str] | str | None
-    """What every key begins with: a callable, or the dotted path of one, that returns the tenant in whose name it is called. None:
-    the task is one for all tenants."""
+    """The beginning of every key: a callable, or the dotted path of one, that returns the current tenant. None: all
+    tenants share the task."""
     expire: Seconds
     auto_renewal: bool
     max_hold: Seconds | None
@@ -62,11 +63,11 @@ class SingleInstanceOptions(TypedDict, total=False):
     lock_direct_calls: bool
     """Whether ``task(...)``, a plain call of the function, takes the lock too."""
     reschedule_delay: Seconds
-    """Seconds, on average, until a rescheduled task tries again. The delay grows to a tenth of the time waited so far, which is
+    """Seconds, on average, until a rescheduled task tries again. The delay grows to a tenth of the time waited so far,
     5 minutes at most."""
     reschedule_limit: Seconds | None
-    """Seconds from its first conflict for which a message is rescheduled; the conflict at their end is raised. None: as long as the
-    message may live, which is until its ``expires``, if it has one. A retry is another message, and has the whole time again."""
+    """Seconds from its first conflict for which a message is rescheduled; after them a conflict is raised. None: until
+    the ``expires`` of the message, if it has one. A retry is another message, and has the whole time again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Options(conf.CelerySettings):
 
     @cached_property
     def get_tenant(self) -> Callable[[], str] | None:
-        """What `tenant` names, imported with its first use. Raises ImproperlyConfigured when that cannot be done."""
+        """The callable of `tenant`, imported at its first use. Raises ImproperlyConfigured when the import fails."""
         if not isinstance(self.tenant, str):
             return self.tenant  # type: ignore[no-any-return]
         try:

@@ -75,7 +75,7 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
         raise
     except Exception as error:  # of whichever backend
         events.log.warning(
-            "The state of task %s could not be read (%s: %s); it counts as not ended.",
+            "The state of task %s could not be read (%s: %s); the task counts as not ended.",
             task_id,
             type(error).__name__,
             error,
@@ -84,12 +84,12 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
 
 
 def report_dropped(task: str, holder: str, options: Mapping[str, Any]) -> None:
-    """Report the callbacks of a message that is not published: Celery can give them to no message that is under way."""
+    """Report the callbacks of a message that is not published: Celery cannot add them to a published message."""
     dropped = [name for name in ("link", "link_error") if options.get(name)]
     if dropped:
         events.log.warning(
-            "%s is not published, and its %s will not be called: Celery cannot attach callbacks to %s, which is under way. Give "
-            "the message a task_id of its own, and it is published in any case.",
+            "%s is not published, and its %s will not be called: Celery cannot add callbacks to task %s, which already "
+            "waits or runs. A message with a task_id of its own is always published.",
             task,
             " and ".join(dropped),
             holder,

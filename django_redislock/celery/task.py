@@ -83,7 +83,7 @@ class SingleInstanceMixin(RepublishedTask):
     def single_instance(self) -> Execution:
         """The execution that runs now in this thread or, within ``async_to_sync``, in this coroutine.
 
-        Outside of one, or without a lock, it is never lost.
+        Outside of an execution, or without a lock, it is never lost.
         """
         for execution in reversed(executions()):
             if execution.task == self.name:
@@ -111,7 +111,9 @@ class SingleInstanceMixin(RepublishedTask):
         lock = self._running_lock(name, options, request, args, kwargs)
         refused = header(request, REFUSED_HEADER)
         if refused is not None and options.on_conflict == "skip":
-            return self._skip(queued or lock, options, request, f"when it was published the lock was held by {refused}")
+            return self._skip(
+                queued or lock, options, request, f"{refused} held the lock when this message was published"
+            )
         if options.scope == "queued" and (lock.delivery is None or not lock.delivery.message):
             leave_queue(queued)
             with Execution(self.name, task_id):

@@ -1,4 +1,4 @@
-"""Many steps gone through side by side: their calls take one round trip, and what they wait for is waited for at the same time."""
+"""Many steps run side by side: their calls take one round trip, and their waits run at the same time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .waiters import LOOK_EVERY
 
 
 class Abandoned(BaseException):
-    """Thrown into steps whose result nobody needs any more."""
+    """Thrown into steps whose result is not needed any more."""
 
 
 def together(
     many: Sequence[Steps[T]], ended: dict[int, T], before_waiting: Callable[[], Steps[bool]] | None = None
 ) -> Steps[None]:
-    """Go through many steps side by side; `ended` is given what each returned.
+    """Run many steps side by side; `ended` gets the result of each.
 
-    `before_waiting` is gone through whenever there is nothing to do but to wait; once it returns False the rest is abandoned.
-    Raises its error, or the first one of the steps, when all have ended.
+    The steps of `before_waiting` run whenever all others only wait; once their result is False the others are
+    abandoned. Raises the error of these steps, or the first error of the others, when all have ended.
     """
     if len(many) == 1 and before_waiting is None:  # as most are
         ended[0] = yield from many[0]
@@ -56,7 +56,7 @@ def together(
 
 
 class _Abreast(Generic[T]):
-    """What each of the steps wants next."""
+    """The next effect that each of the steps wants."""
 
     def __init__(self, many: Sequence[Steps[T]], ended: dict[int, T]) -> None:
         self._many = many
@@ -75,25 +75,25 @@ class _Abreast(Generic[T]):
         }
         self._wanted: list[dict[int, Any]] = [*self._kinds.values(), self._others]
         self.sleeper: Any = None
-        """Who sleeps in the waiting room for all of them."""
+        """The waiter that sleeps in the waiting room for all of them."""
         self._lock = b""
         self._new: list[int] = []
-        """Which it does not sleep for yet."""
+        """The numbers of the waits for which it does not sleep yet."""
         self._numbers: dict[Any, int] = {}
-        """By the waiters that it sleeps for."""
+        """The numbers, by the waiters for which it sleeps."""
         self._until = math.inf
-        """When the first of them is to go on without having been woken, or earlier."""
+        """The time at which the first of them continues without a wake-up, or an earlier time."""
 
     def wants(self) -> bool:
         """Whether not all have ended."""
         return any(self._wanted)
 
     def has_work(self) -> bool:
-        """Whether there is something to do but to wait."""
+        """Whether some of them want something else than to wait."""
         return bool(self._others or (self._calls and not (self._joins or self._pauses)))
 
     def proceed(self, number: int, result: Any = None, error: BaseException | None = None) -> None:
-        """Go on with one of them."""
+        """Continue one of them."""
         steps = self._many[number]
         for wanted in self._wanted:
             wanted.pop(number, None)
@@ -116,7 +116,7 @@ class _Abreast(Generic[T]):
             self.proceed(number, error=Abandoned())
 
     def work(self) -> Steps[None]:
-        """Do what one wants, or make the calls that are wanted."""
+        """Run the effect of one, or all wanted calls together."""
         if self._others:
             number, effect = next(iter(self._others.items()))
             yield from self._do([number], effect)
@@ -127,7 +127,8 @@ class _Abreast(Generic[T]):
         """Enter the waiting room, pause, or sleep."""
         if self._joins:
             number, join = next(iter(self._joins.items()))
-            # As if all waited for one lock: one looks for itself twice a second, each of the others when its lock ends.
+            # They enter as if all waited for one lock: one looks twice a second, each of the others at the end of its
+            # lock.
             self._lock = self._lock or join.lock
             yield from self._do([number], join._replace(lock=self._lock))
         elif self._pauses:
@@ -137,12 +138,12 @@ class _Abreast(Generic[T]):
             yield from self._sleep()
 
     def _sleep(self) -> Steps[None]:
-        """Sleep until one of them is woken, or has slept for long enough."""
+        """Sleep until one of them is woken, or its time is over."""
         if self.sleeper is None:
             first = next(iter(self._sleeps.values())).waiter
             try:
                 self.sleeper = yield Join(first.lock, first.id + b"+")
-            except RedisError:  # nobody will be woken now
+            except RedisError:  # there will be no wake-ups now
                 yield from self._do(list(self._sleeps), Pause(LOOK_EVERY))
                 return
             self.sleeper.told = deque()
@@ -154,7 +155,7 @@ class _Abreast(Generic[T]):
                 self._until = min(self._until, until, look)
                 self._numbers[waiter] = number
                 waiter.sleeper = self.sleeper
-                if waiter.woken:  # before anybody knew who sleeps for it
+                if waiter.woken:  # before it had a sleeper
                     told.append(waiter)
         if not told:
             yield from self._do([], Await(self.sleeper, self._until, math.inf))
@@ -175,7 +176,7 @@ class _Abreast(Generic[T]):
         return [number for wanted in self._wanted for number in wanted]
 
     def _do(self, numbers: list[int], effect: Effect) -> Steps[None]:
-        """Have it done for these; what is no error of Redis interrupts all."""
+        """Run the effect for these; any error that is not of Redis interrupts all."""
         replies: list[Any] = []
         error: BaseException | None = None
         try:

@@ -167,7 +167,7 @@ class AsyncServer:
 
     def end_soon(self) -> None:
         """Close the connections when nobody needs them any more. It may be called from any thread, and by a destructor."""
-        try:  # noqa: SIM105 (a destructor may run when the interpreter ends, and has taken `suppress` away)
+        try:  # noqa: SIM105 (a destructor may run at the interpreter's exit, when `suppress` is gone)
             self._loop.call_soon_threadsafe(self._end)
         except RuntimeError:  # the loop is closed
             pass

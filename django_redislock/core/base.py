@@ -59,7 +59,7 @@ class BaseLock(ABC):
 
     _lease_kind = Lease
     _tokens: dict[Any, Token] = {}  # never changed in place
-    """By which tokens threads or tasks acquire now, if not by a new id."""
+    """The tokens of threads or tasks that acquire by a token now, and not by a new id."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class BaseLock(ABC):
     def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
         me, turn = self._me(), object()
         # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart; one would wait for itself.
-        # In a forked child nobody ends what its parent's threads began.
+        # In a forked child, acquisitions that the parent's threads began never end.
         key = process.pid, me if self._given_id is None else None
         try:
             if self._coming.setdefault(key, turn) is not turn:
@@ -264,7 +264,7 @@ class BaseLock(ABC):
         return True
 
     def _record(self) -> bytes:
-        """Return what is told to those who ask who holds the lock."""
+        """Return the record about the holder, for `owner()` and lists."""
         return owner.record(self.kind, self.label, self.expire, self.auto_renewal)
 
     def _release(self) -> Steps[None]:
@@ -316,7 +316,7 @@ class BaseLock(ABC):
             lease.lose((yield from find_cause(lease)))
 
     def _token(self) -> str | None:
-        """Return the id of the caller's acquisition, or the one given."""
+        """Return the id of the caller's acquisition, or the given id."""
         lease = self._leases.get(self._me())
         return lease.id if lease is not None and not lease.foreign else self._given_id
 

@@ -55,8 +55,8 @@ class Ticket(NamedTuple):
     def fence(self) -> bytes:
         """Of the lease under which it may be stored, b"" for none.
 
-        Who does not wait any longer may settle for whoever computes still: a lease that stands proves that nothing was
-        invalidated meanwhile. A reservation (fence 0) proves nothing.
+        A caller that does not wait any longer may settle under the lease of the caller that still computes: a lease
+        that stands proves that nothing was invalidated meanwhile. A reservation (fence 0) proves nothing.
         """
         fence = self._parts[0]
         return b"" if fence == b"0" else fence
@@ -179,28 +179,29 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
 
 
 def _tell(ticket: Ticket, reply: int) -> None:
-    """Count and log why a value was not stored, or what its lease ended with."""
+    """Count and log why a value was not stored, or why its lease ended early."""
     want, lease = ticket.want, ticket.lease
     late = bool(lease.fence) and lease.loss is not None and lease.loss.code in ("expired", "no_answer")
     if late and reply != 0:
         want.tally.count("lease_lost")
         events.log.warning(
-            "What was computed for %r took longer than the right to compute lasts (expire, max_hold), so that others may have "
-            "computed it, too. It was %s.",
+            "The computation of %r took longer than the right to compute lasts (expire, max_hold), so other processes "
+            "may have computed the value, too. The value was %s. Give a longer expire or max_hold.",
             lease.name,
             "stored" if reply == 2 else "not stored, because it may have been invalidated meanwhile",
         )
     elif reply == 2:
         want.tally.count("lease_evicted")
         events.log.warning(
-            "The server evicted the right to compute %r, so that others may have computed it, too. It was stored. What ends soon is "
-            "evicted first: a maxmemory-policy of noeviction or allkeys-lru spares it.",
+            "The server evicted the right to compute %r, so other processes may have computed the value, too. The "
+            "value was stored. The server evicts the keys with the shortest life first: set its maxmemory-policy to "
+            "noeviction or allkeys-lru.",
             lease.name,
         )
     else:
         want.tally.count("fenced")
         why = "a newer value is there" if reply == 0 else "it was invalidated meanwhile"
-        events.log.info("What was computed for %r was not stored: %s.", lease.name, why)
+        events.log.info("The value computed for %r was not stored: %s.", lease.name, why)
 
 
 def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]:
@@ -257,7 +258,7 @@ def failures(lease: ValueLease) -> bytes:
 
 
 def witness(lease: ValueLease) -> tuple[bytes, bytes]:
-    """Return the keys that tell whether the value was invalidated since the lease was taken."""
+    """Return the two keys of the check whether the value was invalidated since the lease was taken."""
     return witness_key(lease.keys, lease.name), era_key(lease.keys)
 
 

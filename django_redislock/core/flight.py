@@ -190,7 +190,7 @@ def _seek(
             if reply[0] == b"compute":
                 lease.begin(int(reply[1]), sent)
                 return b"compute", b" ".join(reply[1:3])
-            if reply[0] in (b"value", b"large") and reply[2]:  # reserved, or the reply that told of the lease was lost
+            if reply[0] in (b"value", b"large") and reply[2]:  # by a reservation or a lost reply
                 yield from attempt(name, give_back(lease), patience, lease, level)
             if reply[0] == b"large":
                 return b"large", b""
@@ -251,17 +251,17 @@ def fly_together(
     landed: Callable[[Wanted, Landing], None],
     last: bool = False,
 ) -> Steps[None]:
-    """Get many values: those that nobody computes are computed here, together; only then the others are waited for, all at once.
+    """Get many values: those that nobody computes are computed here, together; then the caller waits for the others.
 
-    `landed` is told of each as soon as there is one; of none that somebody else computes still at `until`, nor of those that
-    are left when one has failed. `last`: those, too, are computed here, and nobody is waited for. `default` takes the keys as their caller knows them, and returns a dict with what it has.
-    Raises LockBackendError.
+    `landed` gets each landing as soon as there is one. It gets none of a value that another caller still computes at
+    `until`, and none of the rest after a failure. `last`: the caller does not wait, and computes these values, too.
+    `default` takes the keys in the caller's form, and returns a dict of their values. Raises LockBackendError.
     """
     leases = [want.lease(owner) for want in wants]
     found: dict[int, tuple[bytes, bytes, bytes, Any]] = {}
 
     def take_in() -> Steps[bool]:
-        """Compute what is to be computed here; False when something failed."""
+        """Compute the values that this caller has the right to; False after a failure."""
         tickets: list[Ticket] = []
         failed = False
         for number in sorted(found):

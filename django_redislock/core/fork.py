@@ -1,4 +1,4 @@
-"""What a forked child must forget of its parent."""
+"""The clean-up in a forked child."""
 
 from __future__ import annotations
 

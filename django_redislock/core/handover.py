@@ -89,7 +89,7 @@ class ExecutionLock(Lock):
 
     @contextmanager
     def alive(self, expire: float) -> Iterator[None]:
-        """Give what the given id holds this shorter life, renewed while the block lasts, because its process may die in there.
+        """Give the lock of the given id a shorter life, renewed during the block, because the process may die there.
 
         After the block it is still held. Raises LockBackendError when Redis cannot answer.
         """
@@ -107,8 +107,8 @@ class ExecutionLock(Lock):
     def take(self, *, fresh: bool = False) -> bool:
         """Acquire the lock for a message, without a wait, and tell whether it was acquired.
 
-        Nothing in this process looks after it from then on. `fresh`: nobody else knows the given id. Raises LockBackendError when
-        Redis cannot answer.
+        This process does not watch or renew the lock. `fresh`: the given id is new. Raises LockBackendError when Redis
+        cannot answer.
         """
         fence = self._server.run(self._take(fresh))
         if fence:
@@ -214,7 +214,7 @@ class ExecutionLock(Lock):
                 b"done" if ending.confirmed else b"ending",
             ),
         )
-        # Also when the lock was lost: that the message has been processed is no less true.
+        # Also after a loss of the lock, because the message has been processed all the same.
         _, reply = yield from attempt(lease.name, call, lease.deadline, lease)
         return bool(reply)
 

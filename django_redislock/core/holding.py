@@ -69,7 +69,7 @@ class Holding:
         """Those that were acquired, and not released yet."""
         self._released = 0
         self._losses: list[LossRecord] = []
-        """Of the parts that were found lost at the release."""
+        """The losses of the parts that were found lost at the release."""
         self._complete = False
         self._lost: Seat[LossRecord] = Seat()
 

@@ -40,5 +40,5 @@ def identity(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        return "object", id(value)  # which stays that of this object, because the server keeps it
+        return "object", id(value)  # the id stays unique, because the server keeps the object
     return value

@@ -27,12 +27,12 @@ NamedLease = tuple[str, LockKeys]
 def invalidate(server: Server, prefix: str, keys: list[str], level: int | None = None) -> Steps[int]:
     """End the leases of the values, so that what is being computed is not stored, and return how many there were.
 
-    That the server does not answer is logged at the `level`.
+    `level` is the log level of the record when the server does not answer.
     """
     known = is_clustered(server)
     leases = [(name, lease_keys(server, prefix, name, key)) for key in keys for name in [lease_name(key)]]
     try:
-        # The first value itself goes along, so that a server in cluster mode is known by its refusal.
+        # The call also names the first value, so that a server in cluster mode refuses it and is recognised.
         return (yield from _end(server, leases, level, *(key.encode() for key in keys[:1])))
     except LockBackendError as error:
         if known or not is_crossing(error, server):
@@ -70,7 +70,7 @@ def leases_like(server: Server, prefix: str, pattern: str) -> Steps[int]:
         if known:
             leases = yield from _leases_in_slots(prefix)
         else:
-            # Of leases that have ended nobody knows the names, so that all witnesses are voided.
+            # The names of ended leases are not known, so all witnesses become void.
             eras = [held.removesuffix(b"held") + b"era" for held in held_keys(prefix)]
             yield from attempt(prefix, Commands(((b"DEL", *eras),)), monotonic())
             leases = [(name, lock_keys(prefix, name)) for name in (yield from names(prefix, monotonic()))]
@@ -79,7 +79,7 @@ def leases_like(server: Server, prefix: str, pattern: str) -> Steps[int]:
             raise
         return (yield from leases_like(server, prefix, pattern))
     matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
-    # Of a key too long for a name not all is known.
+    # A long key is cut in the name of its lease, so it may match.
     wanted = [
         (name, keys)
         for name, keys in leases
@@ -89,7 +89,7 @@ def leases_like(server: Server, prefix: str, pattern: str) -> Steps[int]:
 
 
 def _leases_in_slots(prefix: str) -> Steps[list[NamedLease]]:
-    """Find the leases of a server in cluster mode, and void all witnesses there: no index has the names of all slots."""
+    """Find the leases of a server in cluster mode by a scan, as no index covers all slots, and void all witnesses."""
     found: list[NamedLease] = []
     ours = b"{" + re.sub(rb"([*?[\\])", rb"\\\1", prefix.encode()) + b":*}:*"
     cursor, tags = b"", set()

@@ -63,16 +63,16 @@ def _buckets(prefix: str) -> list[LockKeys]:
 
 
 VALUE = "cache:"
-"""What the names of leases begin with: locks under which values are computed."""
+"""The beginning of the names of leases, the locks for computing values."""
 
 
 def witness_key(keys: LockKeys, name: str) -> bytes:
-    """Return the key that tells whether a value was invalidated since the lease of this name was taken."""
+    """Return the key of the witness: it exists while its value was not invalidated since the lease was taken."""
     return keys.held[: -len(b"held")] + b"witness:" + name.encode()
 
 
 def era_key(keys: LockKeys) -> bytes:
-    """Return the key that is deleted when all witnesses of the bucket are to be void."""
+    """Return the key of the era: its deletion makes all witnesses of the bucket void."""
     return keys.held[: -len(b"held")] + b"era"
 
 
@@ -115,7 +115,7 @@ def check_id(id: object, argument: str = "id") -> str:
 
 
 def check_token(token: object) -> str:
-    """Return the owner id that a token of redis-py's stands for, as str or bytes."""
+    """Return the owner id of a token of redis-py's, a str or bytes."""
     return check_id(token.decode("latin-1") if isinstance(token, bytes) else token, "token")
 
 
@@ -157,9 +157,10 @@ class Wait(NamedTuple):
     """Seconds for an ``acquire(blocking=True)`` of a lock that is not `blocking`."""
 
     def seconds(self, blocking: object, timeout: object, blocking_timeout: object = None) -> float | None:
-        """Return how long to wait by these arguments of ``acquire()``, and by `self` for what is not given.
+        """Return how long to wait by these arguments of ``acquire()``, and by `self` where they are not given.
 
-        `blocking_timeout` is redis-py's word for `timeout`: with it None is what is not given, and without `blocking` it says nothing.
+        `blocking_timeout` is redis-py's word for `timeout`: None means that it is not given, and with
+        ``blocking=False`` it is ignored.
         """
         if blocking is None:
             blocking = AS_MADE
@@ -181,13 +182,13 @@ def wait_of(blocking: object, timeout: object) -> Wait:
 
 
 def wait_as_redis(blocking: object, blocking_timeout: object) -> Wait:
-    """Return the same by redis-py's words: without `blocking` the other one is for ``acquire(blocking=True)``."""
+    """Return the wait by redis-py's words: with ``blocking=False`` the timeout is for ``acquire(blocking=True)``."""
     seconds = check_timeout(blocking_timeout, "blocking_timeout")
     return Wait(True, seconds) if blocking else Wait(False, 0.0, seconds)
 
 
 class Nothing(TypedDict):
-    """The type of the arguments by name that a function answers, but does not take."""
+    """The type of named arguments that a function refuses with an error of its own."""
 
 
 THEIR_WORDS = {
@@ -201,12 +202,12 @@ THEIR_WORDS = {
     "px": "expire",
     "ex": "expire",
 }
-"""What other packages call `timeout` and `expire`."""
+"""The words of other packages for `timeout` and `expire`."""
 MEANINGS = {"timeout": "how long to wait for the lock", "expire": "how long it lives without renewal"}
 
 
 def unexpected(function: str, given: Iterable[str], known: Iterable[str]) -> TypeError:
-    """Return the error for arguments that the function does not have, with the word that it has instead."""
+    """Return the error for unknown arguments, with the right word of the function."""
     word = min(given)
     text = f"{function}() got an unexpected keyword argument {word!r}"
     meant = THEIR_WORDS.get(word, "")

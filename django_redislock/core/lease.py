@@ -134,7 +134,7 @@ class Lease:
         """Note that the lock got a new life by a command sent at `sent`."""
         life = min(life, self.expire)  # which may have been shortened meanwhile
         self.failures = 0
-        if sent + life > self.deadline:  # else a later command has been answered before
+        if sent + life > self.deadline:  # else the answer to a later command came first
             self.deadline = sent + life
             self.next_renewal = sent + life / 3
         if self.expire < life:  # shortened in another thread just now
@@ -185,7 +185,7 @@ class Lease:
 
     @property
     def noted_loss(self) -> LossRecord | None:
-        """Why and when the lock was found to be lost: what was released is not lost at its deadline."""
+        """Why and when the loss of the lock was noted; a released lock is not lost at its deadline."""
         return self._losses[0] if self._losses else None
 
     @property
@@ -197,7 +197,7 @@ class Lease:
 
     @property
     def ending(self) -> Cause:
-        """Why it is lost if nothing is heard of it until its life ends."""
+        """The cause of the loss if no answer comes before the end of its life."""
         if self.asked or self.failures:
             return Cause("no_answer", f"no answer from Redis until its life of {self.expire:g} s ended")
         return Cause("expired", f"its life of {self.expire:g} s ended without a renewal")

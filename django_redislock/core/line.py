@@ -24,7 +24,8 @@ GRACE = 0.02
 class Line(asyncio.Protocol):
     """An open connection whose answers come in the order of the requests.
 
-    It is silent when nothing at all has come for `patience` seconds, as for the socket of a thread: a large answer takes its time.
+    It counts as silent when no byte has come for `patience` seconds, as for the socket of a thread: a large answer
+    takes time.
     """
 
     def __init__(self, connection: Any, patience: float, hear: Callable[[Any], None] | None = None) -> None:
@@ -113,7 +114,7 @@ class Line(asyncio.Protocol):
             self.close()
 
     def _give_up(self, answer: asyncio.Future[Any]) -> None:
-        """Let this one go with an error; the others may still get an answer, but nobody asks here any more."""
+        """End this request with an error; the others may still get an answer, but no new request is sent here."""
         if answer.done():
             return
         left = self._heard_at + self._patience - self._loop.time()

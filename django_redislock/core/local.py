@@ -1,4 +1,4 @@
-"""A server of locks within one process, for tests and development: nothing of it is in Redis."""
+"""A server of locks within one process, for tests and development, without Redis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .server import Unlocked
 from .steps import Await, Call, Calls, Commands, Effect, Join, Leave
 
 NOTES = 16
-"""So many forced releases are remembered, for the former holders."""
+"""Number of forced releases that are remembered for the former holders."""
 
 
 class _Held(NamedTuple):
@@ -34,24 +34,24 @@ class LocalServer(Unlocked):
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, without a lock held: in a forked child, too, where another thread may have been in the middle of a call."""
+        """Start again without locks. A forked child does so, too, because a thread may have been within a call."""
         self._changed = threading.Condition()
         self._held: dict[bytes, _Held] = {}
         self._fence = 0
         self._releases = 0
         self._notes: dict[bytes, bytes] = {}
-        """Who force-released an acquisition, when and why, by its fence."""
+        """The user, the time and the reason of each forced release, by the fence of the acquisition."""
 
     @property
     def ready(self) -> bool:
-        """Whether a renewal finds an open connection: it needs none."""
+        """Whether a renewal finds an open connection: always, because it needs none."""
         return True
 
     def leave(self) -> None:
-        """Close what only the calling thread could use: there is nothing."""
+        """Do nothing: there are no connections to close."""
 
     def call(self, call: Call | Calls | Commands) -> Any:
-        """Do what the script does."""
+        """Do the work of the script."""
         if isinstance(call, Calls):
             return [self.call(each) for each in call.calls]
         if isinstance(call, Commands):
@@ -115,7 +115,7 @@ class LocalServer(Unlocked):
             return 0
         ends = now + life_ms / 1000
         self._held[lock] = found._replace(ends=ends if shorten == b"1" else max(found.ends, ends))
-        self._changed.notify_all()  # those that wait for its end have to look again
+        self._changed.notify_all()  # waiters for its end have to look again
         return 1
 
     def _read(self, locks: tuple[bytes, ...], now: float) -> list[Any]:
@@ -144,5 +144,5 @@ def _fence_of(held: _Held) -> bytes:
 
 
 def _mark(id: bytes, fence: bytes) -> bytes:
-    """Return what the value begins with of what the id holds, under this fence if there is one."""
+    """Return the beginning of the value of a lock of this id, and of this fence if there is one."""
     return b"%s\n%s\n" % (id, fence) if fence else id + b"\n"

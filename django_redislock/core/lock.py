@@ -29,9 +29,10 @@ class Lock(BaseLock):
     ) -> bool:
         """Acquire the lock, and tell whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. What is not given is as the object
-        was made; without arguments it waits as ``with`` does. `blocking_timeout` is redis-py's word for `timeout`. `token` is the id
-        of this acquisition in place of a random one; two acquisitions by one token keep each other out.
+        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Arguments that are not
+        given come from the object; without arguments it waits as ``with`` does. `blocking_timeout` is redis-py's word
+        for `timeout`. `token` is the id of this acquisition instead of a random one; of two acquisitions by one token,
+        one holds the lock.
 
         Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this thread holds the lock through this object, or through
         another one and would wait for itself for ever. If the lock that it holds is not renewed, or has `max_hold`, it waits
@@ -102,8 +103,9 @@ class Lock(BaseLock):
         """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
 
         With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
-        within a third of its life. `by` is who wants it (a user, or words) and `reason` why: reported to the former holder, in the
-        log and to listeners. What no lock wrote at its key is not deleted: LockBackendError names the key.
+        within a third of its life. `by` is the user (or words) and `reason` the cause: both are reported to the former
+        holder, in the log and to listeners. What no lock wrote at its key is not deleted: LockBackendError names the
+        key.
         """
         return self._server.run(self._reset(fence, by, reason))
 

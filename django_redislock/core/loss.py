@@ -17,8 +17,8 @@ from .steps import Call, Steps, attempt
 
 LONGEST_WHO, LONGEST_WHY = 100, 300
 """Characters of a note."""
-UNKNOWN = Cause("unknown", "the server does not hold it for this acquisition any more, and could not be asked why")
-RELEASED = Cause("released", "it was released elsewhere, by its id")
+UNKNOWN = Cause("unknown", "the holder no longer has it on the server, and the server could not be asked for the cause")
+RELEASED = Cause("released", "another object released it by its id")
 NO_DATA = Cause(
     "server_lost_data",
     "the server lost it before the end of its life: the key was deleted or evicted, or was missing after a restart or a failover",
@@ -32,7 +32,7 @@ def check_reason(reason: object) -> None:
 
 
 def note(by: object, reason: str) -> bytes:
-    """Return what the former holder is to read about a forced release: who, and why."""
+    """Return the note about a forced release for the former holder: who did it, and why."""
     who = _one_line(str(by or f"a program on {HOST} (pid {os.getpid()})"), LONGEST_WHO)
     return f"{who}\n{_one_line(reason, LONGEST_WHY)}".encode(errors="replace")
 
@@ -51,17 +51,17 @@ def report_reset(what: str, name: str, fence: int | None, by: object, reason: st
 
 
 def find_cause(lease: Lease) -> Steps[Cause]:
-    """Ask the server why this acquisition does not hold its lock any more. It is asked once: nobody waits for an explanation."""
+    """Ask the server why this acquisition lost its lock. It is asked once, because an explanation is worth no wait."""
     in_time = monotonic() < lease.deadline
     replies = None
-    if lease.fence:  # else it was not acquired here, and there is no loss to report
+    if lease.fence:  # else this process did not acquire the lock, and there is no loss to report
         with suppress(LockBackendError):
             _, replies = yield from attempt(lease.name, cause_call([lease]), monotonic())
     return causes_of([lease], [in_time], replies)[0]
 
 
 def cause_call(leases: Sequence[Lease]) -> Call:
-    """Return the one call that asks for the causes of all these losses."""
+    """Return one call that asks for the causes of all these losses."""
     keys = [key for lease in leases for key in (lease.keys.receipts, notes_key(lease.keys, lease.name))]
     return Call(scripts.CAUSE, tuple(keys), tuple(b"%d" % lease.fence for lease in leases))
 
@@ -69,7 +69,8 @@ def cause_call(leases: Sequence[Lease]) -> Call:
 def causes_of(leases: Sequence[Lease], in_time: Sequence[bool], replies: list[bytes] | None) -> list[Cause]:
     """Return the causes by the replies of the server, None when there are none.
 
-    `in_time`: whether the loss was found before the life of the lock, as it is counted here, had ended. It ends there later.
+    `in_time`: whether the loss was found before the end of the lock's life by this process's clock. On the server the
+    life ends later.
     """
     said: Sequence[bytes | None] = [None] * len(leases) if replies is None else replies
     return [_cause(*each) for each in zip(leases, in_time, said, strict=True)]
@@ -89,6 +90,6 @@ def _cause(lease: Lease, in_time: bool, said: bytes | None) -> Cause:
 
 
 def _one_line(text: str, longest: int) -> str:
-    """Return the text without what would break a line of the log or hide a part of it."""
+    """Return the text as one line of a log, without invisible characters."""
     line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
     return line if len(line) <= longest else f"{line[: longest - 1]}…"

@@ -33,12 +33,12 @@ def start(run: Callable[[], None], name: str) -> None:
 
 
 def start_here(run: Callable[[], None], name: str) -> None:
-    """Start a daemon thread of Python's: a greenlet, where threads are greenlets."""
+    """Start a daemon thread of Python; where gevent or eventlet patches threads, it is a greenlet."""
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except (
         KeyError
-    ) as error:  # `threading` fails so when a signal raises as soon as the thread runs; what was raised counts
+    ) as error:  # `threading` fails so when a signal handler raises at the thread's start; that error counts
         raise error.__context__ or error from None
 
 

@@ -91,7 +91,7 @@ class Held:
 
     @property
     def record(self) -> bytes:
-        """What its holder says of itself, as it was written."""
+        """The record that its holder wrote."""
         return self._record.encode()
 
     @property

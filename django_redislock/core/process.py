@@ -1,4 +1,4 @@
-"""The number of this process, kept, because asking the system for it takes longer than most of what a lock does here."""
+"""The id of this process. It is kept, because asking the system for it is slow compared with a lock's other work."""
 
 from __future__ import annotations
 

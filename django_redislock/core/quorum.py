@@ -211,8 +211,8 @@ class QuorumLock:
     def reset(self, by: object = None, reason: str = "") -> bool:
         """Take the lock from whoever holds it, wake the next waiter, and tell whether any server held it.
 
-        The former holder is not stopped: it is told of the loss within a third of its life. `by` is who wants it (a user, or
-        words) and `reason` why: reported to the former holder, in the log and to listeners.
+        The former holder is not stopped: it is told of the loss within a third of its life. `by` is the user
+        (or words) and `reason` the cause: both are reported to the former holder, in the log and to listeners.
         """
         check_reason(reason)
         freed = 1 in self._ask(lambda until: protocol.reset(self.name, self._keys, None, by, reason, until))

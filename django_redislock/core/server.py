@@ -125,7 +125,7 @@ class Server:
             self._failed(error)
             raise
         except TimeoutError as error:
-            if new:  # who waits for a connection would get one that is as silent
+            if new:  # a waiter would get a new connection, which is as silent
                 links.tell(error)
             raise
         finally:
@@ -287,7 +287,7 @@ _by_settings: dict[Any, ref[Server]] = {}
 def server_of(client: Redis | AsyncRedis | Server) -> Server:
     """Return the server that the client talks to.
 
-    Raises TypeError for anything but a redis-py client with a connection pool, and for fakeredis.
+    Raises TypeError for anything but a redis-py client with a connection pool, and for a client of fakeredis.
     """
     if isinstance(client, Server):
         return client
@@ -304,8 +304,8 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
     kind = pool.connection_class
     if any(base.__module__.partition(".")[0] == "fakeredis" for base in kind.__mro__):
         raise TypeError(
-            f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no socket and run no scripts of locks: "
-            "use a real server, or switch the locks off with DJANGO_REDISLOCK = {'ENABLED': False}"
+            f"client uses connections of {kind.__module__}.{kind.__qualname__}, which have no socket and cannot run "
+            "the lock scripts: use a real server, or switch the locks off with DJANGO_REDISLOCK = {'ENABLED': False}"
         )
     server = _by_pool[pool] = _shared(Server(client))
     return server

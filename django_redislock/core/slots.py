@@ -1,7 +1,8 @@
 """Servers in cluster mode behind a plain client: all keys of one script must be in one slot, that of the value.
 
-Such a server is known by its answer CROSSSLOT to the first script that names a value and its lease. From then on the lease of a
-value has its keys in the value's slot. No lease is ever taken under the other keys there, so that all processes agree.
+Such a server is recognised by its answer CROSSSLOT to the first script that names a value and its lease. From then on
+the lease of a value has its keys in the value's slot. No lease is ever taken under other keys on such a server, so all
+processes agree.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def is_clustered(server: Server) -> bool:
 
 
 def is_crossing(error: LockBackendError, server: Server) -> bool:
-    """Whether the server refused keys of several slots: that is noted, and the keys are others from now on."""
+    """Whether the server refused keys of several slots; if so, leases have other keys from now on."""
     if not isinstance(error.__cause__, ClusterCrossSlotError):
         return False
     if server not in _clustered:
@@ -53,7 +54,7 @@ def keys_in(tag: bytes, name: str) -> LockKeys:
 
 
 def slot_of(key: bytes) -> int:
-    """Return the slot of a key, as the servers know it."""
+    """Return the slot of a key, as the servers compute it."""
     start = key.find(b"{")
     if start >= 0:
         end = key.find(b"}", start + 1)
@@ -64,7 +65,7 @@ def slot_of(key: bytes) -> int:
 
 @lru_cache(maxsize=4)
 def _numbers(prefix: str) -> dict[int, int]:
-    """Return for each slot a number whose hash tag is in it; those of the buckets are not among them."""
+    """Return for each slot a number whose hash tag is in it, without the numbers of the buckets."""
     found: dict[int, int] = {}
     start, number = crc_hqx(prefix.encode() + b":", 0), BUCKETS
     while len(found) < SLOTS:

@@ -51,13 +51,13 @@ class Call:
 
 @lru_cache(maxsize=64)
 def _format(sha: bytes, keys: int, args: int) -> bytes:
-    """Return the format of a call of a script, to be given the size of each key and argument, and itself."""
+    """Return the format of a call of a script; its values are each key and argument, after its size."""
     head = pack(b"EVALSHA", sha, b"%d" % keys).partition(b"\r\n")[2]
     return b"*%d\r\n" % (3 + keys + args) + head + PART * (keys + args)
 
 
 class Patient(Protocol):
-    """What knows how long its server is tried again."""
+    """An object that knows how long its server is tried again."""
 
     @property
     def retry_for(self) -> float: ...
@@ -172,7 +172,7 @@ def _backend_error(
     if isinstance(effect, Call) and "WRONGTYPE" in cause:  # something else wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
     failure = LockBackendError(name, cause, refused=isinstance(error, ResponseError))
-    # Commands are about values, not about locks; and who is told of slots asks again in another way.
+    # Commands are about values, not about locks; and after CROSSSLOT the caller asks again with other keys.
     if not isinstance(effect, Commands) and not isinstance(error, ClusterCrossSlotError):
         events.emit("backend_error", "%s", failure, name=name, cause=cause, level=level)
     return failure

@@ -33,7 +33,7 @@ class Tally:
     taken_over: int = 0
     """Values computed here after waiting for one who failed, died or was overtaken by an invalidation."""
     lease_lost: int = 0
-    """Values that took longer to compute than the right to do so lasts; others may have computed them, too."""
+    """Computations that took longer than the right to compute lasts; others may have computed the same values, too."""
     lease_evicted: int = 0
     """Rights to compute that the server evicted; others may have computed the same values, too."""
     fenced: int = 0

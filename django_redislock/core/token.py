@@ -1,4 +1,4 @@
-"""redis-py's words for an acquisition's id: the token that ``acquire(token=…)`` takes, and ``lock.local.token``."""
+"""redis-py's words for an acquisition's id: the token of ``acquire(token=…)``, and ``lock.local.token``."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from .base import BaseLock
 
 LOOK_EVERY = 0.1
-"""Seconds between two looks at a lock that somebody else holds by the same token: no queue knows these two apart."""
+"""Seconds between two looks at a lock that another holder has by the same token. The queue cannot tell them apart."""
 
 
 @dataclass(slots=True)
 class Token:
-    """The token that a thread or task acquires by now.
+    """The token by which a thread or task acquires now.
 
-    Two who acquire by the same token keep each other out, as in redis-py. To the scripts they are one owner that repeats a
-    call, so the record that an acquisition leaves in Redis is its own, by a random part.
+    Of two acquisitions by the same token, one holds the lock, as in redis-py. For the scripts they are one owner that
+    repeats a call, so each acquisition adds a random mark to its record in Redis.
     """
 
     id: str
     mark: bytes
     mine: bool = False
-    """Whether what holds the lock by this id is known to be this acquisition, of which a reply was lost."""
+    """Whether this very acquisition is known to hold the lock, because a reply to it was lost."""
     refused: bool = False
     """Whether the server answered that the id held the lock before."""
 
@@ -39,7 +39,7 @@ class Token:
         return record[:-1] + self.mark + record[-1:]
 
     def wrote(self, held: Held) -> bool:
-        """Whether this acquisition wrote what holds the lock."""
+        """Whether this acquisition wrote the value of the lock."""
         return self.mark in held.record
 
 
@@ -69,7 +69,7 @@ def acquire(lock: BaseLock, token: object, timeout: float | None, listening: boo
 
 
 class Local:
-    """What redis-py calls ``lock.local``."""
+    """The object that redis-py calls ``lock.local``."""
 
     __slots__ = ("_lock",)
 

@@ -50,15 +50,15 @@ def asyncio_twin(kind: type, settings: dict[str, Any]) -> Any:
     ours = {key: value for key, value in settings.items() if key not in _APART and (key in known or value)}
     if "connection_pool" in ours:
         ours["connection_pool"] = _Primary(ours["connection_pool"])
-    # Without a name, a connection that the server refuses still gets to read why.
+    # Without a name, a connection that the server refuses can still read the error.
     return twin(**ours, **nameless(twin), retry=Retry(NoBackoff(), 0))
 
 
 @lru_cache
 def nameless(kind: type) -> dict[str, None]:
-    """Return the settings with which a connection of redis-py's does not tell its library's name.
+    """Return the settings with which a connection of redis-py's does not send its library's name.
 
-    Nobody needs the answers, and they are two of the three round trips that connecting takes.
+    The answers are not needed, and they take two of the three round trips of connecting.
     """
     if not kind.__module__.startswith("redis."):
         return {}

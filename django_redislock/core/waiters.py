@@ -49,9 +49,9 @@ class Waiter:
         self.said: Any = None
         """The reply to what was sent along with the subscription; None when nothing was."""
         self.sleeper: Waiter | None = None
-        """Who sleeps for it, and for others of the same thread or task."""
+        """The waiter that sleeps for it, and for others of the same thread or task."""
         self.told: Any = ()
-        """Those it sleeps for who were woken."""
+        """The woken ones of the waiters for which it sleeps."""
 
     def wake(self, word: bytes | None = None) -> None:
         """Let the waiter try for its lock, or take what was sent along."""

@@ -38,7 +38,7 @@ class ValueLease(Lease):
     waited = False
     """Whether it came after waiting for somebody else's."""
     has_waited = False
-    """Whether what is computed under it wanted other values meanwhile: then Redis may know what it waits for."""
+    """Whether its computation has waited for other values: then Redis may have an entry of that wait."""
 
     def report_loss(self) -> None:
         """Log it: nobody else needs to know."""
@@ -126,8 +126,9 @@ def outer(server: Server) -> list[ValueLease]:
 def is_below(server: Server, name: str = "") -> bool:
     """Whether the caller computes under a lease of a server with a higher place: then it must not wait.
 
-    No server sees a circle of computations over several servers. If each waits only for those of higher ones, there is none. In cluster
-    mode no script sees more than one slot: there a lease of a higher name counts as well.
+    No server sees a circle of computations over several servers. If each waits only for computations on servers with a
+    higher place, there is no circle. In cluster mode no script sees more than one slot: there a lease with a higher
+    name counts, too.
     """
     leases = [lease for lease in computing.get() if not lease.ended]
     if not leases:
@@ -148,16 +149,16 @@ ASKED_AGAIN_AFTER = 60.0
 
 _told: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
 TOLD_AGAIN_AFTER = 60.0
-"""Seconds for which an error of Redis that the cache ignores is not told as a warning again."""
+"""Seconds for which an error of Redis that the cache ignores is not logged as a warning again."""
 
 
 def level_of(server: Server, forgiving: bool) -> int | None:
-    """Return at which level to log that the server does not answer; None: as ever."""
+    """Return the log level for a server that does not answer; None: the usual one."""
     return DEBUG if forgiving and monotonic() < _told.get(server, 0.0) else None
 
 
 def note_told(server: Server) -> None:
-    """Note that the log says so now."""
+    """Note that the error was logged now."""
     if level_of(server, True) is None:
         _told[server] = monotonic() + TOLD_AGAIN_AFTER
 

@@ -87,7 +87,7 @@ class ServerWatchdog:
             if renew and "shutdown" not in str(error):
                 self.remove(lease)
                 raise
-            # Python 3.12 starts no thread when the program ends. What is done then is short, and is done still.
+            # Python 3.12 starts no thread when the program ends. The work that is left then is short, and is done here.
             if renew:
                 _not_renewed(name, fence, f"the program ends ({error})")
 
@@ -305,7 +305,7 @@ def owner_ended(lease: Lease) -> bool:
 
 
 def _lost(lease: Lease, cause: Cause) -> None:
-    """Note the loss at once, and tell of it from another thread: those who are told may take their time."""
+    """Note the loss at once, and report it from another thread, because listeners may take long."""
     if lease.note_loss(cause):
         try:
             native.start(lease.report_loss, "redislock-loss")

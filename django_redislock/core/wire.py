@@ -20,11 +20,11 @@ BULK, INTEGER, ARRAY, STATUS, ERROR = b"$:*+-"
 _NOT_PRIMARY = re.compile("(?:ERR Error running script .*: -)?(?:READONLY|MASTERDOWN|NOREPLICAS|LOADING) ", re.DOTALL)
 
 LEAST, MOST = 4096, 1 << 20
-"""Bytes that are read at once: twice as many as the last time, as long as there are more."""
+"""Bytes that are read at once: at first the least, then twice as many while the reads are full."""
 
 
-# The first name that is resolved imports this codec. Where a signal handler came in and resolved one, too, Python remembered that
-# there is no such codec, and no connection was to be had any more.
+# The first lookup of a host name imports this codec. If a signal handler looked up a name during the import, Python
+# remembered that the codec does not exist, and no connection could be opened any more.
 codecs.lookup("idna")
 
 
@@ -42,12 +42,12 @@ class Incomplete(Exception):
 
 def pack(*parts: bytes) -> bytes:
     """Return a command as it is sent."""
-    # By one format it takes half the time of part after part, and no room beside that of the command.
+    # One format takes half the time of part after part, and no more memory than the command.
     return b"*%d\r\n" % len(parts) + PART * len(parts) % sized(parts)
 
 
 PART = b"$%d\r\n%b\r\n"
-"""The format of a part, to be given its size and the part itself."""
+"""The format of a part; its values are the size and the part itself."""
 
 
 def sized(parts: tuple[bytes, ...]) -> tuple[int | bytes, ...]:
@@ -59,7 +59,7 @@ def sized(parts: tuple[bytes, ...]) -> tuple[int | bytes, ...]:
 
 
 class Replies:
-    """The replies in what arrives, in however many pieces: each byte is gone through once."""
+    """The replies in the arriving pieces of data; each byte is read once."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -69,7 +69,7 @@ class Replies:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is left that has arrived."""
+        """Whether no arrived byte is left."""
         return self._at == len(self._data)
 
     @property
@@ -78,7 +78,7 @@ class Replies:
         return self.empty and not self._begun
 
     def add(self, data: bytes) -> None:
-        """Take in what has arrived."""
+        """Add an arrived piece."""
         if self._at:
             del self._data[: self._at]
             self._at = 0
@@ -118,7 +118,7 @@ class Replies:
             else:
                 raise InvalidResponse(f"Protocol error: {bytes(data[self._at : self._at + 100])!r}")
             self._at = at
-            while self._begun:  # it belongs to an array, and may be its last
+            while self._begun:  # the reply belongs to an array, and may be its last item
                 items, length = self._begun[-1]
                 items.append(reply)
                 if len(items) < length:

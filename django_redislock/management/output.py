@@ -1,4 +1,4 @@
-"""What the command says of locks: words for people, plain values for JSON."""
+"""The output of the command about locks: words for people, plain values for JSON."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def words_of(row: Row, ids: bool) -> dict[str, str]:
 
 
 def _all(row: Row, ids: bool) -> dict[str, str]:
-    """Return the words about one lock alone: of a task's, also what it was called with and where."""
+    """Return the words about one lock alone; for a task's lock also its arguments and its worker."""
     info = row.info
     task = {"arguments": info.arguments, "worker": info.worker}
     return words_of(row, ids) | {key: visible(text) for key, text in task.items() if text}
 
 
 def plain(row: Row, ids: bool) -> dict[str, Any]:
-    """Return what JSON says of a lock: seconds as numbers, ids only where asked for."""
+    """Return the JSON data of a lock: seconds as numbers, ids only on request."""
     info = row.info
     lock = {"connection": row.connection} | vars(info) | {"acquired_at": info.acquired_at.isoformat()}
     if not ids:

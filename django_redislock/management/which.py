@@ -1,4 +1,4 @@
-"""Which held locks the command's arguments mean: by a name, a unique beginning of one, or a task."""
+"""The held locks that the command's arguments mean: by a name, a unique beginning of a name, or a task."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ..heldlocks import Listing, Row, read
 from ..task_names import is_waiting, key_of, task_of
 
 NEAR = 5
-"""Names that are told in place of one that nobody holds."""
+"""Similar names that are suggested at most."""
 COMPARED = 10_000
-"""Names among which similar ones are looked for, so that the answer comes soon."""
+"""Names that are compared at most, so that the answer comes soon."""
 
 
 def held_names(connection: str | None) -> tuple[set[str], dict[str, str]]:
-    """Return the names of all held locks, and why connections could not be read; nothing else is read of the locks."""
+    """Return the names of all held locks, and the errors of the connections; only the names are read."""
     names: set[str] = set()
     listing = read(connection, lambda at, name: names.add(name))
     return names, listing.failed
 
 
 def near(wanted: str, names: Iterable[str]) -> list[str]:
-    """Return the names that may have been meant: those that begin so, else those that contain it, else similar ones."""
+    """Return similar names: those with this beginning, else those that contain it, else the nearest ones."""
     names = sorted(names)
     folded = wanted.casefold()
     beginning = [name for name in names if name.startswith(wanted)]
@@ -37,7 +37,7 @@ def did_you_mean(names: list[str]) -> str:
 
 
 def of_task(connection: str | None, task: str) -> tuple[list[Row], Listing, set[str]]:
-    """Return the held locks of a task, the listing that they are from, and the tasks of all held locks."""
+    """Return the held locks of a task, their listing, and the tasks of all held locks."""
     tasks: set[str] = set()
 
     def matching(at: str, name: str) -> bool:
@@ -51,7 +51,7 @@ def of_task(connection: str | None, task: str) -> tuple[list[Row], Listing, set[
 
 
 def chosen(rows: list[Row], waiting: bool, pattern: str | None) -> list[Row]:
-    """Return those of a task's locks that a message holds which waits, and whose key or arguments match the pattern."""
+    """Return the locks of a task that match: of waiting messages, and by a pattern of key or arguments."""
     return [
         row
         for row in rows

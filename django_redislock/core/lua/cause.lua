@@ -1,4 +1,4 @@
--- Tell why acquisitions do not hold their locks any more, as far as the server knows. Called only after a loss was found.
+-- Return why acquisitions lost their locks, as far as the server knows. Called only after a loss was noticed.
 -- KEYS  for each lock: receipts, notes of forced releases
 -- ARGV  for each lock: fence of the lost acquisition
 -- Returns for each lock its note (see reset.lua), 'released', or '' when nothing is known.

@@ -1,5 +1,5 @@
 -- The index of held locks; put in front of the scripts that write into it.
--- Make sure that the index lives as long as a lock of it; it is never cut short, because others may live longer.
+-- Make the index live as long as this lock. Its life is never made shorter, because other locks may live longer.
 local function lengthen(held, life_ms)
   if redis.call('PTTL', held) < math.max(INDEX_LIFE_MS / 2, life_ms) then
     redis.call('PEXPIRE', held, math.max(INDEX_LIFE_MS, life_ms))
@@ -9,7 +9,7 @@ end
 local function enter(held, name, now, life_ms)
   local now_ms = math.floor(now / 1000)
   redis.call('ZADD', held, now_ms + life_ms, name)
-  if now % 8 == 0 then  -- now and then, what ended without a release
+  if now % 8 == 0 then  -- sometimes remove locks that ended without a release
     local ended = redis.call('ZRANGEBYSCORE', held, '-inf', '(' .. now_ms, 'LIMIT', 0, 100)
     if #ended > 0 then
       redis.call('ZREM', held, unpack(ended))

@@ -1,4 +1,4 @@
--- End leases, so that what is being computed is not stored; the first who waits for each computes anew.
+-- End leases, so that the values of running computations are not stored; the first waiter for each computes it again.
 -- KEYS  for each value: lock, index of held locks, queue, witness
 -- ARGV  for each value: name
 -- Returns how many leases there were.

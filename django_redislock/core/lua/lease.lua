@@ -1,6 +1,7 @@
--- Ask for a value: it is there, or the caller is to compute it, or somebody else computes it.
+-- Ask for a value: it is there, or the caller has to compute it, or another caller computes it.
 -- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 the value, 6 the witness of the value, 7 the era of its bucket;
---       only where ARGV 8 is '1' or 9 is given, 8 which computation waits for which, 9 how often the old value could not be replaced
+--       only if ARGV[8] is '1' or ARGV[9] is given: 8 the waits of computations for each other, 9 the failures to
+--       replace the value
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter ('': none), 6 '1' to join the queue,
 --       7 SHA-1 of a value that is too old ('': none), 8 '1' if the caller can do with that one, else '0', 9... names of what the caller
 --       computes meanwhile
@@ -9,12 +10,13 @@
 -- another try makes sense (negative: unknown)}, {'cycle'} when who computes waits for the caller, or {'paused'} when a computation
 -- failed a moment ago and the caller can do with the old value.
 --
--- The witness says that nothing ended the leases of the value since one of them was taken, whose fence it is: what does so deletes
--- it, or the era of the bucket, a fence as well, when whole patterns of keys are meant. By both a value is stored whose lease ended
--- early, because the server evicted it or because it took too long: its own fence is not smaller. A witness that was evicted itself
--- says nothing.
+-- The witness holds the fence of a lease. While it exists, the value was not invalidated since that lease was taken: an
+-- invalidation deletes the witness. An invalidation of a pattern of keys deletes the era of the bucket instead, which
+-- holds a fence, too. A lease may end early, because the server evicted it or the computation took too long. Its value
+-- is still stored if both keys exist and neither fence is larger than that of the lease. If the server evicted the
+-- witness, the value is not stored.
 local LARGE = 524288  -- bytes; Lua would make one copy more
-local WITNESS_LIFE_MS = 86400000  -- as what ends first is evicted first, it ends long after most values
+local WITNESS_LIFE_MS = 86400000  -- longer than most values live, because some servers evict the shortest life first
 local id, life_ms, name, channel = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5]
 local now = now_us()
 local lock = redis.call('GET', KEYS[1])
@@ -40,7 +42,9 @@ local function leave()
 end
 
 local held = lock and not mine and not overdue
-if held and ARGV[8] == '1' and ARGV[6] ~= '1' and #ARGV == 8 then  -- whatever the value is now: no copy, and no hash
+-- The caller has the old value and asks only for the lease: the value is not read then, because a copy and a hash take
+-- time.
+if held and ARGV[8] == '1' and ARGV[6] ~= '1' and #ARGV == 8 then
   leave()
   return {'wait', fence_of(lock), left}
 end

@@ -1,7 +1,7 @@
 -- End an execution: release the lock, or leave it to something else for a while; mark the message as processed.
 -- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 mark of the message
 -- ARGV  1 id, 2 name, 3 fence, 4 life of the mark (ms, '': none), 5 id that keeps the lock ('': none), 6 its life (ms),
---       7 its record then, 8 the mark: 'done', or 'ending' when that is still to be confirmed
+--       7 its record then, 8 the mark: 'done', or 'ending' until the end is confirmed
 -- Returns 1 when the lock was the caller's, in this call or in an earlier one whose reply was lost, else 0.
 if ARGV[4] ~= '' then
   redis.call('SET', KEYS[5], ARGV[8], 'PX', ARGV[4])

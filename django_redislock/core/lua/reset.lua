@@ -1,10 +1,10 @@
 -- Take the lock from whoever holds it and hand it to the first waiter.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 notes of forced releases, for the former holders, 6 of a lease: the
---       witness of its value
--- ARGV  1 name, 2 fence of the acquisition to end ('': any), 3 id of this call, 4 who \n why
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 the lock's notes of forced releases (former holders read
+--       them), 6 the witness of the value (only if the lock is a lease)
+-- ARGV  1 name, 2 fence of the acquisition to end ('': any), 3 id of this call, 4 user \n reason
 -- Returns 1 when freed, 0 when nobody held it, -1 when another acquisition holds it.
--- A note is  fence \n when (ms) \n who \n why , by the fence; the newest 16 of a lock are kept, for as long as a former holder may
--- believe to hold it.
+-- A note is  fence \n time (ms) \n user \n reason , and its score is the fence. The newest 16 notes of a lock are kept,
+-- as long as a former holder may believe that it holds the lock.
 local NOTES = 16
 local NOTE_LIFE_MS = 120000  -- beyond the life that the lock had left
 local receipt = 'reset ' .. ARGV[3]

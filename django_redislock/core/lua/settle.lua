@@ -1,19 +1,20 @@
--- Store what was computed, unless something newer is there; end the lease, and wake everybody who waits for the value.
+-- Store the computed value, unless there is a newer value; end the lease, and wake all waiters for the value.
 -- KEYS  1 lock, 2 index of held locks, 3 queue, 4 the value, 5 the witness of the value, 6 the era of its bucket (see lease.lua);
---       only when the computation has waited for another one, replaces an old value, or has put the value ready: 7 which computation
---       waits for which, 8 how often the old value could not be replaced, and 9 where the value is put ready, when it is too large
---       to be copied by Lua
+--       only if the computation has waited for another one, replaces an old value, or has put the value ready: 7 the
+--       waits of computations for each other, 8 the failures to replace the old value, and 9 the key where the value is
+--       put ready, if it is too large for a copy by Lua
 -- ARGV  1 fence of the lease, 2 name, 3 life of the value (ms, '': for ever, '0': it is only told to those who wait,
 --       '!': as well, and it is not a value but how its computation failed),
 --       4 SHA-1 of the value that it replaces ('': none), 5 when that one ends (ms, '': not known), 6 the value; when it is put
 --       ready: its length, its SHA-1, and, if it is only told, KEYS[9] again; 7 '1' if the lease is the caller's own, else '0'
 -- Those who wait are sent  id \n = value ,  id \n ! failure , or  id \n # length SHA-1 [key]  to fetch it in pieces, or the id alone to ask again.
--- Returns 1 when stored or told, 2 when stored though the lease had ended, because the witness still stands, 0 when there is a
--- newer value, -1 when it was invalidated, or nobody knows: then nothing is done.
+-- Returns 1 when the value was stored or sent to the waiters, 2 when it was stored although the lease had ended,
+-- because the witness exists, 0 when there is a newer value, and -1 when the value was invalidated, or may have been:
+-- then nothing is stored.
 local PAUSE_MS, LONGEST_PAUSE_MS = 1000, 60000  -- between two tries to replace an old value; it doubles with each failure
-local CLOCK_MS = 20   -- what was read of a key's end may differ by this much between two calls
-local FETCH_MS = 10000  -- so long is a value that is only told there for those who fetch it
-local SMALL = 32768  -- bytes; a larger value is fetched by those who want it instead of being sent to each
+local CLOCK_MS = 20   -- the end of a key may be read with this difference in two calls
+local FETCH_MS = 10000  -- life of a value that is not stored: so long the waiters can fetch it
+local SMALL = 32768  -- bytes; a larger value is not sent, but fetched by each waiter
 local failed = ARGV[3] == '!'
 local lock, ready = redis.call('GET', KEYS[1]), KEYS[9]
 local leased = lock and fence_of(lock) == ARGV[1]

@@ -1,6 +1,6 @@
 -- How a lock is taken; put in front of the scripts that do, after index.lua.
--- Draw a fence larger than every earlier one, even when the server lost its data: then its clock has moved on. Return that
--- one, too; it is about the time (us) when a lock of the bucket was taken last.
+-- Draw a fence larger than every earlier one, even when the server lost its data: then its clock has moved on. Return
+-- the last fence, too; it is about the time (us) when a lock of the bucket was taken last.
 local function next_fence(counter, now)
   local fence = whole(now)
   local last = redis.call('SET', counter, fence, 'PX', FENCE_LIFE_MS, 'GET')

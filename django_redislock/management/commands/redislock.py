@@ -30,9 +30,11 @@ from ..which import chosen, did_you_mean, held_names, near, of_task
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
 
-MESSAGES = "No message is withdrawn: one that is still in its queue will run, and another may be published beside it."
+MESSAGES = (
+    "No message is deleted: a message that is still in its queue will run, and a second one may be published now."
+)
 SHOWN = 20
-"""Locks that are shown before the question whether to release them."""
+"""Locks that are shown at most before the question whether to release them."""
 
 
 def seconds(text: str) -> float:
@@ -72,14 +74,16 @@ class Command(BaseCommand):
         show = actions.add_parser("show", parents=[common, output], help="show everything known about one lock")
         show.add_argument("name", help="the name of the lock, or a unique beginning of it")
 
-        release = actions.add_parser("release", parents=[common], help="take a lock from its holder, or all of a task")
+        release = actions.add_parser(
+            "release", parents=[common], help="take one lock, or all locks of a task, from the holder"
+        )
         release.add_argument("name", nargs="?", help="the name of the lock, or a unique beginning of it")
         release.add_argument("--task", metavar="NAME", help="release the locks of this task")
-        release.add_argument("--waiting", action="store_true", help="of the task's, only those of messages that wait")
+        release.add_argument("--waiting", action="store_true", help="with --task: only the locks of messages that wait")
         release.add_argument(
             "--match",
             metavar="PATTERN",
-            help="of the task's, only those whose key or arguments match, as in 'report:*'",
+            help="with --task: only the locks whose key or arguments match, as in 'report:*'",
         )
         release.add_argument("--id", help="release only if the owner id is this one")
         release.add_argument(
@@ -123,7 +127,7 @@ class Command(BaseCommand):
 
     def _list(self, options: dict[str, Any]) -> None:
         rows, listing = self._read(options)
-        if rows or not listing.failed:  # nothing was read: that is no empty list
+        if rows or not listing.failed:  # a connection that could not be read has no empty list
             self._print(rows, options, table)
         for remark in cut(listing):
             self.stderr.write(remark)
@@ -248,7 +252,7 @@ class Command(BaseCommand):
             raise CommandError("Give the name of a lock, or --task NAME.")
         if options["waiting"] or options["match"] is not None:
             raise CommandError("--waiting and --match choose among the locks of a task; give --task NAME.")
-        # What nobody is asked about is released by its whole name: of a lock that is free, it may be another's beginning.
+        # Without a question only the whole name counts: the name of a free lock may be the beginning of another name.
         rows = self._find(options, whole=options["yes"] and options["id"] is None)
         if options["id"] is not None:
             rows = [row for row in rows if row.held.id == options["id"]]
@@ -285,7 +289,7 @@ class Command(BaseCommand):
             self._fail(listing.failed)
             if held:
                 raise CommandError(
-                    f"The task {task!r} holds {counted(len(held))}, of which none is meant by the options."
+                    f"The task {task!r} holds {counted(len(held))}, and none of them matches the options."
                 )
             raise CommandError(f"No lock of the task {task!r} is held.{did_you_mean(near(task, tasks - {task}))}")
         self.stderr.write(table(rows if options["dry_run"] else rows[:SHOWN], False, arguments=True))
@@ -307,10 +311,10 @@ class Command(BaseCommand):
             for row in rows:
                 freed += force_release(row.connection, row.held.name, row.held.fence, _operator(), options["reason"])
         except LockBackendError as error:
-            raise CommandError(f"Released {counted(freed)}, and then: {error.cause}. Try again.") from error
+            raise CommandError(f"Released {counted(freed)}, then Redis failed: {error.cause}. Try again.") from error
         left = len(rows) - freed
         if left:
-            self.stderr.write(f"{counted(left)} changed hands or ended meanwhile, left alone.")
+            self.stderr.write(f"Not released, because the holder changed or the lock ended meanwhile: {counted(left)}.")
         if not freed:
             raise CommandError("Nothing was released.")
         self.stdout.write(self.style.SUCCESS(f"Released {counted(freed)} of {visible(task)}."))
@@ -332,7 +336,7 @@ class Command(BaseCommand):
 
 
 def _of_every_command() -> CommandParser:
-    """Return Django's own options, so that they may also follow the action; what is not given is not overwritten."""
+    """Return Django's own options, so that they may also follow the action; those not given change nothing."""
     parser = CommandParser(add_help=False, argument_default=SUPPRESS)
     for option in ("--settings", "--pythonpath"):
         parser.add_argument(option, help=SUPPRESS)
@@ -343,7 +347,7 @@ def _of_every_command() -> CommandParser:
 
 
 def _of_caches(names: list[str], failed: dict[str, str], dead: set[Any]) -> list[tuple[str, Finding]]:
-    """Return what is found when the caches of this package are tried; those of servers that are gone are not."""
+    """Try the caches of this package, but those of dead servers, and return the findings."""
     found = []
     for name in names:
         if name in failed or name not in settings.CACHES or place_of(get_client(name).connection_pool) in dead:
