@@ -306,7 +306,7 @@ def test_who_ends_without_releasing_leaves_nothing_renewed(aclient, client, capl
 
 def test_a_loop_that_is_closed_with_its_tasks_pending_leaves_nothing_renewed(aclient, client, caplog):
     async def hold():
-        async with AsyncLock(aclient, "a", expire=0.5):
+        async with AsyncLock(aclient, "a", expire=1.5):
             await asyncio.Event().wait()
 
     loop = asyncio.new_event_loop()
