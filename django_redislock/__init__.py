@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         StaleFence,
         TaskAlreadyRunning,
     )
-    from .facade import alock, held_locks, lock, locked_atomic, reset_all, rlock
+    from .locks import alock, held_locks, lock, locked_atomic, reset_all, rlock
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _MODULES = {"get_client": "connections", "locked": "decorator"} | dict.fromkeys(
-    ("alock", "held_locks", "lock", "locked_atomic", "reset_all", "rlock"), "facade"
+    ("alock", "held_locks", "lock", "locked_atomic", "reset_all", "rlock"), "locks"
 )
 
 

@@ -15,9 +15,9 @@ from django.utils.module_loading import import_string
 
 from . import conf
 from .connections import client_of_cache
-from .core.server import server_of
+from .core.driver.server import server_of
 from .doctor import look
-from .heldlocks import clients
+from .inventory import clients
 from .unknown_backend import UnknownBackend, advice, problem
 
 TAG = "redislock"
@@ -154,7 +154,7 @@ def check_celery_tasks(**kwargs: object) -> list[CheckMessage]:
     if _read()[1]:
         return []  # what is wrong there is told already, and tasks take their options from there
     try:
-        from .celery.mark import check_tasks
+        from .celery.decorator import check_tasks
     except ImportError:  # an older Celery, with which single-instance tasks cannot be used
         return []
     return check_tasks()

@@ -19,7 +19,8 @@ from django.core.signals import setting_changed
 from django.dispatch import receiver
 from redis.connection import parse_url
 
-from .core import keys, steps
+from .core import validation
+from .core.driver import retry
 from .name_template import check_key, check_tenant
 
 if django.VERSION < (5, 2):
@@ -44,13 +45,13 @@ def _bool(value: object) -> bool:
 
 
 def _url(value: object) -> str:
-    url = keys.check_name(value)
+    url = validation.check_name(value)
     parse_url(url)  # type: ignore[no-untyped-call]
     return url
 
 
 def _wait(value: object) -> float:
-    seconds = keys.check_timeout(value)
+    seconds = validation.check_timeout(value)
     if seconds is None:
         raise TypeError
     return seconds
@@ -70,15 +71,15 @@ def _one_of(*choices: str) -> Kind:
 _CONFLICT = _one_of("raise", "skip", "reschedule", "wait")
 
 Flag = Annotated[bool, Kind("True or False", _bool)]
-Text = Annotated[str, Kind("a non-empty string", keys.check_name)]
+Text = Annotated[str, Kind("a non-empty string", validation.check_name)]
 Url = Annotated[str, Kind("a URL that begins with redis://, rediss:// or unix://", _url)]
-Prefix = Annotated[str, Kind("a non-empty string without braces", keys.check_prefix)]
-Life = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a timedelta", keys.check_expire)]
+Prefix = Annotated[str, Kind("a non-empty string without braces", validation.check_prefix)]
+Life = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a timedelta", validation.check_expire)]
 Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _wait)]
 Retry = Annotated[float, Kind("a number of seconds from 0 to 60 or a timedelta", _retry)]
 OnWaitTimeout = Annotated[str, _one_of("compute", "raise", "stale")]
 OnError = Annotated[str, _one_of("raise", "stale")]
-Share = Annotated[float, Kind("a number from 0 to 1", keys.check_share)]
+Share = Annotated[float, Kind("a number from 0 to 1", validation.check_share)]
 SCOPES = ("run", "queued", "queued+run", "job")
 Scope = Annotated[str, _one_of(*SCOPES)]
 OnConflict = Annotated[
@@ -171,7 +172,7 @@ def get() -> Settings:
         if problems:
             raise ImproperlyConfigured(f"{problems[0].message} {problems[0].hint}")
         _last_read = (raw, typed)
-        steps.retry_for = typed.retry_for
+        retry.retry_for = typed.retry_for
     return _last_read[1]
 
 

@@ -16,7 +16,7 @@ from django.utils.module_loading import import_string
 from redis import Redis
 
 from . import conf
-from .core.server import close_unused, server_of
+from .core.driver.server import close_unused, server_of
 
 _found: tuple[conf.Settings | None, dict[str | None, Redis]] = (None, {})
 """The clients that were looked up under the settings in force; their names are None where the settings choose."""
@@ -93,7 +93,7 @@ def _is_ours(backend: str) -> bool:
     except (ImportError, ImproperlyConfigured):  # misspelt, or without its extra: it must be reported, not ignored
         return backend.startswith("django_redislock.")
     ours = {base.__module__ for base in bases if base.__module__.startswith("django_redislock.cache")}
-    return bool(ours) and "django_redislock.cache.local" not in ours  # a local cache has no server
+    return bool(ours) and "django_redislock.cache.backends.local" not in ours  # a local cache has no server
 
 
 URL = "url"

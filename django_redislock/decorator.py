@@ -11,10 +11,10 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 from asgiref.sync import iscoroutinefunction
 
 from .core.granted import GrantedLock
-from .core.keys import check_name, unexpected
-from .core.server import UNLOCKED
+from .core.null_server import NULL_SERVER
+from .core.validation import check_name, unexpected
 from .exceptions import AcquireTimeout
-from .facade import LockOptions, alock, check_flags, lock
+from .locks import LockOptions, alock, check_flags, lock
 from .name_template import check_parameters, fields, name_from, signature_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -200,5 +200,5 @@ def _check_options(options: dict[str, Any], on_conflict: str) -> None:
     check_flags(options.get("until_commit"), options.get("reentrant", False))
     of_the_lock = {"timeout", "expire", "max_hold", "id", "label", "on_lost", "kind", "blocking", "auto_renewal"}
     GrantedLock(
-        UNLOCKED, "any", **{key: options[key] for key in of_the_lock & options.keys() if options[key] is not None}
+        NULL_SERVER, "any", **{key: options[key] for key in of_the_lock & options.keys() if options[key] is not None}
     )

@@ -11,7 +11,7 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from . import conf
 from .core.clock import monotonic
-from .core.server import Server
+from .core.driver.server import Server
 
 OLDEST = (6, 2)
 """The oldest version of Redis whose commands the scripts know. Valkey tells 7.2 to clients that ask for Redis."""

@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from . import conf
-from .core import events, protocol
-from .core.server import server_of
+from .core import events, operations
+from .core.driver.server import server_of
 from .exceptions import LockBackendError, LossCode
-from .heldlocks import clients
+from .inventory import clients
 
 BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
 
@@ -38,7 +38,7 @@ class _Held(Collector):
             found = {}
         for connection, client in found.items():
             try:
-                held = server_of(client).run(protocol.count(conf.get().key_prefix, until=0))
+                held = server_of(client).run(operations.count(conf.get().key_prefix, until=0))
             except LockBackendError:
                 continue
             family.add_metric([connection], held)

@@ -9,8 +9,8 @@ from django.db import models
 from django.utils.translation import gettext_lazy as _
 
 from .core import LockInfo
-from .core.keys import check_name
 from .core.listing import Waiting
+from .core.validation import check_name
 
 ALPHABET = b"-~"
 """The last two characters of base64: the admin writes three for an underscore."""

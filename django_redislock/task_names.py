@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+
 from .core import LockInfo
-from .core.handover import waiting_id
 
 KINDS = ("celery", "celery-queue", "celery-message")
 """The beginnings of the names of tasks' locks: of runs and jobs, of waiting messages, of the runs of one message."""
@@ -24,6 +26,15 @@ def task_of(name: str) -> str | None:
 def key_of(name: str) -> str:
     """Return the key in the name of a task's lock; it is empty where the task has one lock."""
     return name.partition(":")[2].partition(":")[2]
+
+
+_plain = re.compile(r"[\w.~-]{1,150}", re.ASCII).fullmatch
+"""Matches the ids of tasks that can be owner ids unchanged."""
+
+
+def waiting_id(task_id: str) -> str:
+    """Return the owner id under which a task's message holds a lock."""
+    return task_id if _plain(task_id) else hashlib.sha256(task_id.encode()).hexdigest()
 
 
 def is_waiting(info: LockInfo) -> bool:

@@ -17,9 +17,9 @@ from typing import Any
 from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, get_current_span, get_tracer
 
 from .core import events
-from .core.aioserver import AsyncServer
-from .core.server import Server
-from .core.steps import Call, Calls, Commands
+from .core.driver.async_server import AsyncServer
+from .core.driver.effects import Call, Calls, Commands
+from .core.driver.server import Server
 
 REMEMBERED = 10_000
 """Held locks of which the begin is remembered; of more than these, the oldest have no span."""
@@ -157,7 +157,7 @@ def _wrap(kind: Any, method: str, spans: Spans) -> Callable[[], None]:
 
 def _wrap_cache(spans: Spans) -> list[Callable[[], None]]:
     """Put a span around the methods that compute; return functions that undo it."""
-    from .cache.mixin import ComputeOnceMixin
+    from .cache.compute_once import ComputeOnceMixin
 
     def wrap(method: str) -> Callable[[], None]:
         kind: Any = next(base for base in ComputeOnceMixin.__mro__ if method in vars(base))
@@ -194,10 +194,10 @@ def _wrap_cache(spans: Spans) -> list[Callable[[], None]]:
 
 def _wrap_orders(spans: Spans) -> list[Callable[[], None]]:
     """Put spans around what a Celery worker computes for ``refresh="celery"``; return functions that undo it."""
-    from .cache import ordered
+    from .cache import celery_refresh
 
-    kind: Any = ordered.OrderedMixin
-    refresh_ordered, default_of = kind.refresh_ordered, ordered._default_of
+    kind: Any = celery_refresh.OrderedMixin
+    refresh_ordered, default_of = kind.refresh_ordered, celery_refresh._default_of
 
     @wraps(refresh_ordered)
     def refresh(cache: Any, order: dict[str, Any]) -> None:
@@ -207,8 +207,8 @@ def _wrap_orders(spans: Spans) -> list[Callable[[], None]]:
     def traced(order: dict[str, Any]) -> Any:
         return spans.computed(default_of(order), get_current_span(), False)
 
-    kind.refresh_ordered, ordered._default_of = refresh, traced
+    kind.refresh_ordered, celery_refresh._default_of = refresh, traced
     return [
         lambda: setattr(kind, "refresh_ordered", refresh_ordered),
-        lambda: setattr(ordered, "_default_of", default_of),
+        lambda: setattr(celery_refresh, "_default_of", default_of),
     ]

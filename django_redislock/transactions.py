@@ -24,7 +24,7 @@ from .exceptions import LockError, LockLost
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from .core.steps import Steps
+    from .core.driver.effects import Steps
 
 
 class UntilCommitLock(RLock):

@@ -91,7 +91,7 @@ def get(url: str) -> None:
 
 
 def names() -> set[str]:
-    from django_redislock.heldlocks import read
+    from django_redislock.inventory import read
 
     return {row.info.name for row in read().rows}
 

@@ -10,7 +10,7 @@ import pytest
 import redis
 from django.conf import settings
 
-from django_redislock.cache import flights
+from django_redislock.cache import single_flight
 from django_redislock.core import held_locks
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
@@ -64,7 +64,7 @@ def _empty_database(server: Server) -> None:
     """Every test starts with an empty database, whichever fixtures it uses, and hears of no lock that another one left."""
     for each in list(watchdog.of_servers):
         each._leases.clear()
-    flights._quiet.clear()
+    single_flight._quiet.clear()
     with server.client() as client:
         client.flushdb()
 
@@ -138,7 +138,7 @@ def rabbitmq() -> Iterator[RabbitServer]:
 @pytest.fixture(scope="module")
 def crew(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The Celery workers that the tests of a module share."""
-    from tests.celery_site.harness import workers
+    from tests.support.celery_site.harness import workers
 
     with workers(server, tmp_path_factory.mktemp("crew")) as crew:
         yield crew
@@ -153,11 +153,11 @@ def no_lock_is_left(client: redis.Redis) -> Iterator[None]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path, django_db_blocker: Any) -> Iterator[Config]:
-    """The default database of this test: a file of SQLite or one of PostgreSQL, with the tables of tests.bank.
+    """The default database of this test: a file of SQLite or one of PostgreSQL, with the tables of tests.support.bank.
 
     Unlike that of Django's tests it commits, and other threads and processes can use it.
     """
-    from tests.bank.models import Account, Entry, SavingsAccount
+    from tests.support.bank.models import Account, Entry, SavingsAccount
 
     config = sqlite_file(tmp_path) if request.param == "sqlite" else request.getfixturevalue("postgres").new_database()
     with django_db_blocker.unblock(), using_databases(default=config):

@@ -18,7 +18,7 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "django.contrib.staticfiles",
     "django_redislock",
-    "tests.bank",
+    "tests.support.bank",
 ]
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",

@@ -12,15 +12,15 @@ from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 
 from ..unknown_backend import raise_unknown
+from .backends.django_backend import DjangoRedisCache
+from .backends.local import DummyCache, LocMemCache
+from .celery_refresh import refreshable
+from .compute_once import ComputeOnceMixin
 from .decorators import cached
-from .django import DjangoRedisCache
-from .local import DummyCache, LocMemCache
-from .mixin import ComputeOnceMixin
-from .ordered import refreshable
 from .pages import cache_page
 
 if TYPE_CHECKING:
-    from .django_redis import RedisCache
+    from .backends.django_redis_backend import RedisCache
 
 __all__ = [
     "ComputeOnceMixin",
@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
         raise_unknown(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from .django_redis import RedisCache
+        from .backends.django_redis_backend import RedisCache
     except ModuleNotFoundError as error:
         raise ImproperlyConfigured(
             f"django_redislock.cache.RedisCache needs django-redis ({error}): pip install django-redislock[cache]. "

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from asgiref.sync import AsyncToSync, _restore_context, iscoroutinefunction, sync_to_async
 from django.core.cache import caches
 
-from ..core.aioserver import async_server_of
-from ..core.server import Server
-from ..core.steps import Steps
-from ..core.wanted import computing
+from ..core.driver.async_server import async_server_of
+from ..core.driver.effects import Steps
+from ..core.driver.server import Server
+from .lease.request import computing
 
 T = TypeVar("T")
 

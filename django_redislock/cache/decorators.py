@@ -13,10 +13,10 @@ from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
-from ..core.wanted import MISSING
-from .mixin import ComputeOnceMixin
+from .celery_refresh import refreshable
+from .compute_once import ComputeOnceMixin
+from .lease.request import MISSING
 from .options import GetOrSetOptions, Timeout, checked, timeout_for
-from .ordered import refreshable
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

@@ -17,11 +17,11 @@ from redis import Redis
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from .. import conf
-from ..core.invalidate import invalidate, leases_like
-from ..core.server import Server
-from ..core.wanted import is_forbidden, is_refusal, level_of, note_told
+from ..core.driver.server import Server
 from ..exceptions import LockBackendError
-from .base import RedisBackend
+from .backends.base import RedisBackend
+from .lease.invalidate import invalidate, leases_like
+from .lease.request import is_forbidden, is_refusal, level_of, note_told
 
 IGNORED: Any = None
 """What the base class returns when Redis cannot be reached and IGNORE_EXCEPTIONS is set."""

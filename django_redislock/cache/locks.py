@@ -11,13 +11,13 @@ from redis import Redis
 
 from .. import conf
 from ..core import Lock, held_locks
+from ..core.driver.effects import Steps
 from ..core.granted import Granted
-from ..core.keys import AS_MADE, AsMade, Seconds, check_expire, wait_as_redis
 from ..core.lease import Lease
-from ..core.server import UNLOCKED
-from ..core.steps import Steps
+from ..core.null_server import NULL_SERVER
+from ..core.validation import AS_MADE, AsMade, Seconds, check_expire, wait_as_redis
 from ..exceptions import AlreadyAcquired
-from .base import RedisBackend, warn_once
+from .backends.base import RedisBackend, warn_once
 
 OF_TIMEOUT = (
     "The timeout of cache.lock(timeout=...) is the life of the lock, as in django-redis: the lock is not renewed, and "
@@ -149,7 +149,7 @@ class LocksMixin(RedisBackend):
                     None if blocking is True and blocking_timeout is None else wait_as_redis(blocking, blocking_timeout)
                 )
                 return plain._like(name, made)
-        server = client or self._redis(name) if settings.enabled else UNLOCKED
+        server = client or self._redis(name) if settings.enabled else NULL_SERVER
         lock = (CacheLock if settings.enabled else GrantedCacheLock)(
             server,
             name,
@@ -169,7 +169,7 @@ class LocksMixin(RedisBackend):
 
     def _plain_lock(self, settings: conf.Settings) -> CacheLock | None:
         """Return a lock with the defaults of the settings: those without options are made like it. None when servers differ by key."""
-        servers = self._every_redis() if settings.enabled else [UNLOCKED]
+        servers = self._every_redis() if settings.enabled else [NULL_SERVER]
         plain = None
         if len(servers) == 1:
             plain = (CacheLock if settings.enabled else GrantedCacheLock)(

@@ -11,16 +11,16 @@ from typing import Any, Unpack
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from redis.exceptions import ClusterCrossSlotError, RedisError
 
-from ..core.aioserver import async_server_of
-from ..core.compute import ABSENT
-from ..core.flight import peek_many
-from ..core.server import Server, server_of
-from ..core.wanted import MISSING, Landing, Wanted
+from ..core.driver.async_server import async_server_of
+from ..core.driver.server import Server, server_of
 from ..exceptions import LockBackendError
-from .base import RedisBackend
+from .backends.base import RedisBackend
 from .calling import called, current_task, read
-from .flights import Caller, brought, values_of
+from .lease.obtain import peek_many
+from .lease.request import MISSING, Landing, Wanted
+from .lease.store import ABSENT
 from .options import PLAIN, ManyOptions, Options, Timeout, checked, timeout_for
+from .single_flight import Caller, brought, values_of
 
 Missing = Callable[[list[Any]], Any]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from ..core.keys import Seconds, check_expire, check_share, check_timeout
-from ..core.wanted import Wanted
+from ..core.validation import Seconds, check_expire, check_share, check_timeout
 from .calling import is_asynchronous
+from .lease.request import Wanted
 
 Timeout = float | Callable[[Any], float | None] | None
 """A value's life in seconds (None: for ever), or a function of the value that returns it."""

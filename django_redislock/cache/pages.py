@@ -14,11 +14,11 @@ from django.middleware.cache import CacheMiddleware
 from django.utils.cache import get_cache_key
 
 from ..core.events import log
-from ..core.wanted import is_interruption
+from .compute_once import ComputeOnceMixin
 from .failures import PERSONAL, portable, portable_answer
-from .mixin import ComputeOnceMixin
-from .old_pages import OldPages
+from .lease.request import is_interruption
 from .options import PageOptions, checked
+from .stale_pages import OldPages
 
 View = TypeVar("View", bound=Callable[..., Any])
 

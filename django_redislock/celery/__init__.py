@@ -15,11 +15,11 @@ if celery.VERSION < (5, 6):
     )
 
 from . import receivers  # noqa: F401 - it connects them
+from .decorator import single_instance
+from .duplicates import DuplicateResult
 from .execution import Execution
-from .mark import single_instance
 from .options import SingleInstanceOptions
-from .publish import DuplicateResult
-from .task import SingleInstanceMixin, SingleInstanceTask
+from .running import SingleInstanceMixin, SingleInstanceTask
 
 __all__ = [
     "DuplicateResult",

@@ -6,8 +6,8 @@ from contextlib import suppress
 from contextvars import ContextVar
 
 from ..core import Lock, events
-from ..core.handover import ExecutionLock
 from ..exceptions import LockBackendError, LockError, LockLost, LossRecord, NotAcquired
+from .execution_lock import ExecutionLock
 
 
 class Execution:

@@ -18,9 +18,9 @@ from typing import Any
 from django.db.models import Model
 from kombu.utils import json as kombu_json
 
-from ..core.keys import MAX_NAME
+from ..core.validation import MAX_NAME
 from ..task_names import escaped
-from .models import Models
+from .pydantic_models import Models
 
 NO_MODELS: Models = {}
 Key = str | Sequence[str] | Callable[..., str] | None

@@ -13,7 +13,8 @@ from typing import Any
 from celery import Celery
 from celery.app.task import Context
 
-from ..core.handover import Delivery, waiting_id
+from ..task_names import waiting_id
+from .execution_lock import Delivery
 
 KEY_HEADER = "single_instance_key"
 """Carries the key of a message, so that producers and workers of different versions agree."""

@@ -14,10 +14,10 @@ from django.utils.module_loading import import_string
 
 from .. import conf
 from ..connections import client_of
-from ..core.handover import ExecutionLock
-from ..core.keys import Seconds, check_expire, check_timeout
-from ..core.server import UNLOCKED
+from ..core.null_server import NULL_SERVER
+from ..core.validation import Seconds, check_expire, check_timeout
 from ..name_template import check_key, check_parameters as check_names, check_tenant, fields as fields_of
+from .execution_lock import ExecutionLock
 from .key import Key
 
 OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
@@ -95,7 +95,7 @@ class Options(conf.CelerySettings):
         """What every lock of the task is made from."""
         settings = self.settings
         return ExecutionLock(
-            client_of(settings) if settings.enabled else UNLOCKED,
+            client_of(settings) if settings.enabled else NULL_SERVER,
             "celery",
             kind="celery",
             prefix=settings.key_prefix,

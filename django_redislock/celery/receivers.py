@@ -9,14 +9,14 @@ from celery.exceptions import WorkerLostError
 
 from .. import conf
 from ..core import events
-from ..core.handover import waiting_id
 from ..exceptions import LockBackendError
+from ..task_names import waiting_id
 from . import options as options_of
-from .base import LockedTask
 from .execution import leave_queue
 from .key import lock_name
 from .message import KEY_HEADER, SCOPE_HEADER, header, mark_life
-from .task import SingleInstanceMixin, is_requeued
+from .publishing import LockedTask
+from .running import SingleInstanceMixin, is_requeued
 
 
 @signals.task_revoked.connect

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .aio import AsyncLock, AsyncRLock
+from .async_lock import AsyncLock, AsyncRLock
 from .listing import held_locks, reset_all
 from .lock import Lock, RLock
-from .owner import LockInfo
 from .quorum import QuorumLock
+from .records import LockInfo
 
 __all__ = ["AsyncLock", "AsyncRLock", "Lock", "LockInfo", "QuorumLock", "RLock", "held_locks", "reset_all"]

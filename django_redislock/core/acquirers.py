@@ -13,10 +13,10 @@ from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 from ..exceptions import LossRecord
-from .fork import after_in_child
+from .driver.fork import after_in_child
+from .driver.server import Server
 from .keys import LockKeys
 from .lease import Lease
-from .server import Server
 
 
 class Acquisition(Protocol):

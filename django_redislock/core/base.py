@@ -10,10 +10,18 @@ from contextlib import suppress
 from typing import Any, Literal, NoReturn, Self, Unpack
 
 from ..exceptions import AlreadyAcquired, LockError, LockLost, LossRecord, NotAcquired
-from . import events, owner, process, protocol
+from . import events, operations, records
 from .acquirers import Acquirers, holders
 from .clock import monotonic
-from .keys import (
+from .driver import process
+from .driver.effects import Steps
+from .driver.server import server_of
+from .keys import lock_keys
+from .lease import Lease
+from .loss import check_reason, find_cause, report_reset
+from .records import LockInfo
+from .token import Local, Token
+from .validation import (
     Nothing,
     Seconds,
     Wait,
@@ -21,16 +29,9 @@ from .keys import (
     check_id,
     check_name,
     check_prefix,
-    lock_keys,
     unexpected,
     wait_of,
 )
-from .lease import Lease
-from .loss import check_reason, find_cause, report_reset
-from .owner import LockInfo
-from .server import server_of
-from .steps import Steps
-from .token import Local, Token
 from .watchdog import owner_ended, watchdog
 
 DEFAULT_EXPIRE = 30.0
@@ -209,7 +210,7 @@ class BaseLock(ABC):
             mine = (
                 holders.leases_of(self._server, self._keys, me) if timeout != 0 and self._is_kept_waiting(me) else None
             )
-            steps = self._acquire_again(claim, mine, listening) if mine else protocol.acquire(claim, listening)
+            steps = self._acquire_again(claim, mine, listening) if mine else operations.acquire(claim, listening)
             if not (yield from steps) or not self._begins(lease):
                 return False
             self._leases[me] = lease
@@ -223,7 +224,7 @@ class BaseLock(ABC):
                 self._stop(lease)
                 self._forget(lease)
                 with suppress(LockError):
-                    yield from protocol.release(lease)
+                    yield from operations.release(lease)
             raise
         return True
 
@@ -234,11 +235,11 @@ class BaseLock(ABC):
         """Whether the holder to be can do nothing else while it waits."""
         return True
 
-    def _acquire_again(self, claim: protocol.Claim, mine: list[Lease], listening: bool) -> Steps[bool]:
+    def _acquire_again(self, claim: operations.Claim, mine: list[Lease], listening: bool) -> Steps[bool]:
         """Acquire what the caller may hold already, or tell it that it would wait for itself."""
         timeout, since = claim.timeout, monotonic()
         claim.timeout = 0.0  # what was lost unnoticed may be free
-        if (yield from protocol.acquire(claim, False)):
+        if (yield from operations.acquire(claim, False)):
             return True
         mine = [lease for lease in mine if lease.id != claim.lease.id and lease.loss is None]
         if timeout is None and any(map(_is_endless, mine)):
@@ -246,14 +247,14 @@ class BaseLock(ABC):
         if mine:
             events.log.warning(SELF_WAIT, self.name, mine[0].fence)
         claim.timeout = None if timeout is None else max(0.0, since + timeout - monotonic())
-        return (yield from protocol.acquire(claim, listening))
+        return (yield from operations.acquire(claim, listening))
 
-    def _new_claim(self, timeout: float | None) -> protocol.Claim:
+    def _new_claim(self, timeout: float | None) -> operations.Claim:
         token = self._tokens.get(self._me()) if self._tokens else None
         if token is not None:
-            return protocol.Claim(self._new_lease(token.id), token.marked(self._record()), timeout, given_id=True)
-        lease = self._new_lease(self._given_id or owner.new_id())
-        return protocol.Claim(lease, self._record(), timeout, given_id=self._given_id is not None)
+            return operations.Claim(self._new_lease(token.id), token.marked(self._record()), timeout, given_id=True)
+        lease = self._new_lease(self._given_id or records.new_id())
+        return operations.Claim(lease, self._record(), timeout, given_id=self._given_id is not None)
 
     def _begins(self, lease: Lease) -> bool:
         """Tell whether this answer of the server begins an acquisition."""
@@ -265,19 +266,19 @@ class BaseLock(ABC):
 
     def _record(self) -> bytes:
         """Return the record about the holder, for `owner()` and lists."""
-        return owner.record(self.kind, self.label, self.expire, self.auto_renewal)
+        return records.record(self.kind, self.label, self.expire, self.auto_renewal)
 
     def _release(self) -> Steps[None]:
         lease = self._own()
         self._stop(lease)
         if lease.loss is None:
             try:
-                released = yield from protocol.release(lease)
+                released = yield from operations.release(lease)
             except (LockError, GeneratorExit):
                 raise
             except BaseException:  # interrupted: it may be repeated safely, and should not be left to its expiry
                 with suppress(LockError):
-                    yield from protocol.release(lease)
+                    yield from operations.release(lease)
                 raise
             if not released:
                 lease.lose((yield from find_cause(lease)))
@@ -311,7 +312,7 @@ class BaseLock(ABC):
         return True
 
     def _renew(self, lease: Lease) -> Steps[None]:
-        if not (yield from protocol.renew(lease)):
+        if not (yield from operations.renew(lease)):
             watchdog.remove(lease)
             lease.lose((yield from find_cause(lease)))
 
@@ -321,7 +322,7 @@ class BaseLock(ABC):
         return lease.id if lease is not None and not lease.foreign else self._given_id
 
     def _owner(self) -> Steps[LockInfo | None]:
-        (held,) = yield from protocol.read([self.name], [self._keys])
+        (held,) = yield from operations.read([self.name], [self._keys])
         return None if held is None else held.info
 
     def _owned(self) -> Steps[bool]:
@@ -331,7 +332,7 @@ class BaseLock(ABC):
 
     def _reset(self, fence: int | None, by: object, reason: str) -> Steps[bool]:
         check_reason(reason)
-        freed = (yield from protocol.reset(self.name, self._keys, fence, by, reason)) == 1
+        freed = (yield from operations.reset(self.name, self._keys, fence, by, reason)) == 1
         if freed:
             report_reset(
                 f"Lock {self.name!r} (fence {'any' if fence is None else fence})", self.name, fence, by, reason

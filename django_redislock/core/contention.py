@@ -7,18 +7,18 @@ call of its own.
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from redis import Redis
 
-from ..exceptions import LockBackendError
 from . import scripts
 from .clock import monotonic
-from .keys import LockKeys, check_prefix, held_keys
-from .server import Server, server_of
-from .steps import Call, Steps, attempt
+from .driver.effects import Call, Steps
+from .driver.retry import attempt
+from .driver.server import Server, server_of
+from .keys import held_keys
+from .validation import check_prefix
 
 MINUTES = 60
 
@@ -90,13 +90,3 @@ def _read(prefix: str, until: float) -> Steps[Contention]:
             minutes[-1 - ago].waits += int(count)
     highest = sorted(names.items(), key=lambda item: (item[1].seconds, item[1].saved), reverse=True)
     return Contention(dict(highest), minutes)
-
-
-def count_duplicate(server: Server, name: str, keys: LockKeys) -> None:
-    """Count a duplicate of a task; that this may fail is of no account."""
-    with suppress(LockBackendError):
-        server.run(_count(name, keys))
-
-
-def _count(name: str, keys: LockKeys) -> Steps[None]:
-    yield from attempt(name, Call(scripts.DUPLICATE, (keys.held,), (name.encode(),)), monotonic())

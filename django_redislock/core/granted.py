@@ -6,13 +6,13 @@ import time
 from contextlib import suppress
 
 from ..exceptions import NotAcquired
-from .aio import AsyncLock, AsyncRLock
+from .async_lock import AsyncLock, AsyncRLock
 from .base import BaseLock
+from .driver.effects import Steps
 from .lease import Lease
 from .lock import Lock, RLock
-from .owner import LockInfo, parse
+from .records import LockInfo, parse
 from .reentrant import ReentrantLease
-from .steps import Steps
 
 
 class GrantedLease(Lease):

@@ -12,13 +12,14 @@ from threading import _DummyThread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..exceptions import LossCode, LossRecord
-from . import events, process
+from . import events
 from .clock import monotonic
+from .driver import process
 from .keys import LockKeys
 
 if TYPE_CHECKING:
-    from .server import Server
-    from .steps import Call
+    from .driver.effects import Call
+    from .driver.server import Server
 
 
 class Cause(NamedTuple):

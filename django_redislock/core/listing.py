@@ -9,14 +9,16 @@ from urllib.parse import unquote
 
 from redis import Redis
 
-from . import protocol, scripts
-from .abreast import together
+from . import operations, scripts
 from .clock import monotonic
-from .keys import check_prefix, lock_keys
+from .driver.effects import Call, Steps
+from .driver.interleave import together
+from .driver.retry import attempt
+from .driver.server import Server, server_of
+from .keys import lock_keys
 from .lock import Lock
-from .owner import Held, LockInfo
-from .server import Server, server_of
-from .steps import Call, Steps, attempt
+from .records import Held, LockInfo
+from .validation import check_prefix
 
 BATCH = 200
 """Locks read, or reset, in one call at most, so that the server is not kept busy for long."""
@@ -45,7 +47,7 @@ def list_locks(
     and no longer than by any other call.
     """
     server = server_of(client)
-    names = server.run(protocol.names(check_prefix(prefix), monotonic() + retry_for))
+    names = server.run(operations.names(check_prefix(prefix), monotonic() + retry_for))
     yield from read_locks(server, filter(matching, names), prefix, retry_for=retry_for)
 
 
@@ -58,7 +60,7 @@ def read_locks(
     names = sorted(names)
     for start in range(0, len(names), BATCH):
         batch = names[start : start + BATCH]
-        for held in server.run(protocol.read(batch, [lock_keys(prefix, name) for name in batch], until)):
+        for held in server.run(operations.read(batch, [lock_keys(prefix, name) for name in batch], until)):
             if held is not None:
                 yield held
 

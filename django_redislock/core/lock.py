@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal, Self
 from ..exceptions import AcquireTimeout
 from . import token as tokens
 from .base import BaseLock
-from .keys import AS_MADE, AsMade, Seconds
-from .owner import LockInfo
+from .records import LockInfo
 from .reentrant import Reentrant
+from .validation import AS_MADE, AsMade, Seconds
 
 
 class Lock(BaseLock):

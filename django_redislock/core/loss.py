@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 from ..exceptions import LockBackendError
 from . import events, scripts
 from .clock import monotonic
+from .driver.effects import Call, Steps
+from .driver.process import HOST
+from .driver.retry import attempt
 from .keys import LockKeys
 from .lease import Cause, Lease
-from .owner import HOST
-from .steps import Call, Steps, attempt
 
 LONGEST_WHO, LONGEST_WHY = 100, 300
 """Characters of a note."""

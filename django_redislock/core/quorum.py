@@ -17,18 +17,33 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
 
 from redis import Redis
 
-from ..exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockError, LockLost, LossRecord, NotAcquired
-from . import events, protocol
+from ..exceptions import (
+    AcquireTimeout,
+    AlreadyAcquired,
+    LockBackendError,
+    LockError,
+    LockLost,
+    LossRecord,
+    NotAcquired,
+)
+from . import events, operations
 from .acquirers import Acquirers
 from .base import chain
 from .clock import monotonic
-from .holding import Holding, majority
-from .keys import AS_MADE, AsMade, Nothing, Seconds, unexpected, wait_of
+from .driver.effects import Steps
+from .driver.server import server_of
 from .lock import Lock
 from .loss import check_reason, report_reset
-from .owner import LockInfo
-from .server import server_of
-from .steps import Steps
+from .quorum_lease import Holding, majority
+from .records import LockInfo
+from .validation import (
+    AS_MADE,
+    AsMade,
+    Nothing,
+    Seconds,
+    unexpected,
+    wait_of,
+)
 
 T = TypeVar("T")
 
@@ -183,7 +198,7 @@ class QuorumLock:
 
     def owner(self) -> LockInfo | None:
         """Return who holds the lock on most servers now, or None. Raises LockBackendError when too many cannot answer."""
-        replies = self._ask(lambda until: protocol.read([self.name], [self._keys], until))
+        replies = self._ask(lambda until: operations.read([self.name], [self._keys], until))
         found = [None if held is None else held.info for (held,) in replies]
         votes = Counter(info.id for info in found if info is not None)
         needed = majority(self._servers)
@@ -215,7 +230,7 @@ class QuorumLock:
         (or words) and `reason` the cause: both are reported to the former holder, in the log and to listeners.
         """
         check_reason(reason)
-        freed = 1 in self._ask(lambda until: protocol.reset(self.name, self._keys, None, by, reason, until))
+        freed = 1 in self._ask(lambda until: operations.reset(self.name, self._keys, None, by, reason, until))
         if freed:
             report_reset(f"Quorum lock {self.name!r}", self.name, None, by, reason)
         return freed

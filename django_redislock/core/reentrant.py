@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .acquirers import holders
 from .base import BaseLock
+from .driver.effects import Steps
 from .lease import Lease
-from .steps import Steps
 
 
 class ReentrantLease(Lease):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-from . import protocol
+from . import operations
 from .clock import monotonic
-from .keys import check_token
-from .owner import Held, new_id
-from .steps import Pause, Steps
-
-if TYPE_CHECKING:
-    from .base import BaseLock
+from .driver.effects import Pause, Steps
+from .records import Held, new_id
+from .validation import check_token
 
 LOOK_EVERY = 0.1
 """Seconds between two looks at a lock that another holder has by the same token. The queue cannot tell them apart."""
@@ -43,7 +40,7 @@ class Token:
         return self.mark in held.record
 
 
-def acquire(lock: BaseLock, token: object, timeout: float | None, listening: bool) -> Steps[bool]:
+def acquire(lock: Any, token: object, timeout: float | None, listening: bool) -> Steps[bool]:
     """Acquire the lock by this token."""
     until = math.inf if timeout is None else monotonic() + timeout
     me = lock._me()
@@ -51,7 +48,7 @@ def acquire(lock: BaseLock, token: object, timeout: float | None, listening: boo
     lock._tokens = {**lock._tokens, me: mine}
     try:
         while True:
-            (held,) = yield from protocol.read([lock.name], [lock._keys])
+            (held,) = yield from operations.read([lock.name], [lock._keys])
             mine.mine = held is not None and mine.wrote(held)
             left = None if timeout is None else max(0.0, until - monotonic())
             if held is None or held.id != mine.id or mine.mine or me in lock._leases:
@@ -73,7 +70,7 @@ class Local:
 
     __slots__ = ("_lock",)
 
-    def __init__(self, lock: BaseLock) -> None:
+    def __init__(self, lock: Any) -> None:
         self._lock = lock
 
     @property

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING
 
 from redis.exceptions import ClusterCrossSlotError
 
-from . import events, native
+from . import events
 from .clock import monotonic
-from .fork import after_in_child
+from .driver import os_threads
+from .driver.fork import after_in_child
 from .lease import Cause, Lease
 from .loss import cause_call, causes_of
-from .protocol import renewal
+from .operations import renewal
 
 if TYPE_CHECKING:
-    from .server import Server
+    from .driver.server import Server
 
 BATCH = 250
 """Locks renewed in one call at most, so that the server is not kept busy for long: 2 ms or less."""
@@ -43,7 +44,7 @@ class Post:
     __slots__ = ("alarm", "away", "next", "relief", "server")
 
     def __init__(self, away: bool = False) -> None:
-        self.alarm = native.Alarm()
+        self.alarm = os_threads.Alarm()
         self.away = away
         self.next = math.inf
         """When it is looked again from here; set by its own thread alone, so that an interrupted `add` leaves no false belief."""
@@ -116,7 +117,7 @@ class ServerWatchdog:
             return
         try:
             self._post = post
-            native.start(partial(self._serve, post), "redislock-watchdog")
+            os_threads.start(partial(self._serve, post), "redislock-watchdog")
         except BaseException:  # a signal, perhaps after the thread started: then it ends at once
             self._post = away
             away.relief.clear()
@@ -276,7 +277,7 @@ class Watchdog:
     def remove(self, lease: Lease) -> bool:
         """Do not watch the lease any more; whether it was watched until now."""
         try:
-            of_server = lease.server.watchdog
+            of_server: ServerWatchdog = lease.server.watchdog
         except AttributeError:
             return False
         return of_server.remove(lease)
@@ -308,7 +309,7 @@ def _lost(lease: Lease, cause: Cause) -> None:
     """Note the loss at once, and report it from another thread, because listeners may take long."""
     if lease.note_loss(cause):
         try:
-            native.start(lease.report_loss, "redislock-loss")
+            os_threads.start(lease.report_loss, "redislock-loss")
         except RuntimeError:  # no further thread is to be had
             lease.report_loss()
 

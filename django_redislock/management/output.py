@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import heldlocks
-from ..heldlocks import Listing, Row, duration
+from .. import inventory
+from ..inventory import Listing, Row, duration
 from ..models import visible
 
 
@@ -34,7 +34,7 @@ def unread(failed: dict[str, str]) -> list[str]:
 
 def cut(listing: Listing) -> list[str]:
     words = "Connection {!r} holds more than {} locks; not all were looked at."
-    return [words.format(name, heldlocks.LIMIT) for name in listing.cut]
+    return [words.format(name, inventory.LIMIT) for name in listing.cut]
 
 
 def words_of(row: Row, ids: bool) -> dict[str, str]:

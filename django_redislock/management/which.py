@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from ..heldlocks import Listing, Row, read
+from ..inventory import Listing, Row, read
 from ..task_names import is_waiting, key_of, task_of
 
 NEAR = 5

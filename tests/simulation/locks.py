@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from django_redislock.core import clock, owner
+from django_redislock.core import clock, records
 from django_redislock.exceptions import LockError, LockLost
 
 from .world import SOCKET_TIMEOUT, Process, SimulatedLock, Thread, World
@@ -28,7 +28,7 @@ class Violation(AssertionError):
 def simulated(world: World) -> Iterator[None]:
     """Let the package read the world's clock and ids."""
     numbers = itertools.count()
-    monotonic, new_id = clock.monotonic, owner.new_id
+    monotonic, new_id = clock.monotonic, records.new_id
     patched = []
     for name, module in list(sys.modules.items()):
         if name.startswith("django_redislock"):
@@ -99,7 +99,7 @@ class History:
 
     def program(self, thread: Thread, rounds: int) -> Generator[Any, Any, None]:
         """Acquire and release, in one of the ways that the package offers."""
-        from django_redislock.core.steps import Pause
+        from django_redislock.core.driver.effects import Pause
 
         world, chance, process = self.world, self.chance, thread.process
         lock = SimulatedLock.__new__(SimulatedLock)

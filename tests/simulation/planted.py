@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from django_redislock.core import lease, protocol, scripts
+from django_redislock.core import lease, operations, scripts
 
 
 @contextmanager
@@ -43,13 +43,13 @@ def _earlier_deadline(self: lease.Lease, sent: float, life: float) -> None:
     self.deadline, self.next_renewal = sent + life, sent + life / 3
 
 
-def _no_undo(claim: protocol.Claim, channel: bytes, join: bool, ticket: bytes) -> protocol.Call:
+def _no_undo(claim: operations.Claim, channel: bytes, join: bool, ticket: bytes) -> operations.Call:
     call = _call(claim, channel, join, ticket)
     call.undo = None
     return call
 
 
-_call = protocol.Claim.call
+_call = operations.Claim.call
 
 A, R, N = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW
 PLANTED = {
@@ -95,6 +95,6 @@ NOT_FOUND = {
         R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"
     ),
     "fences come from the clock alone": lambda: script(A, "if last and tonumber(last) >= now then", "if false then"),
-    "a try that was not answered is not undone": lambda: attribute(protocol.Claim, "call", _no_undo),
+    "a try that was not answered is not undone": lambda: attribute(operations.Claim, "call", _no_undo),
 }
 """What no oracle sees yet, or only one history in thousands shows: given ids, clocks that step, and waits while something is wrong."""

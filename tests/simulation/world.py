@@ -13,12 +13,12 @@ from typing import Any
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from django_redislock.core.base import BaseLock
+from django_redislock.core.driver.effects import Await, Call, Calls, Join, Leave, Pause
+from django_redislock.core.driver.server import Server
+from django_redislock.core.driver.wakeups import LOOK_EVERY, Waiter, Waiters
 from django_redislock.core.lease import Lease
 from django_redislock.core.loss import UNKNOWN
-from django_redislock.core.protocol import renewal
-from django_redislock.core.server import Server
-from django_redislock.core.steps import Await, Call, Calls, Join, Leave, Pause
-from django_redislock.core.waiters import LOOK_EVERY, Waiter, Waiters
+from django_redislock.core.operations import renewal
 from django_redislock.core.watchdog import ServerWatchdog, _patience
 from django_redislock.exceptions import LockError
 

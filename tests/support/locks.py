@@ -9,8 +9,8 @@ from typing import Any
 import redis
 
 from django_redislock.core import Lock
+from django_redislock.core.driver.server import server_of
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.server import server_of
 
 from .waiting import wait_until
 

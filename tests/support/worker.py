@@ -30,7 +30,7 @@ class Worker:
         self.pool = pool
         self.hostname = f"{name}-{number}@{socket.gethostname()}"
         self._log = log
-        command = [sys.executable, "-m", "celery", "-A", "tests.celery_site.app", "worker", f"--queues={name}"]
+        command = [sys.executable, "-m", "celery", "-A", "tests.support.celery_site.app", "worker", f"--queues={name}"]
         command += [
             f"--pool={pool}",
             f"--concurrency={concurrency}",
@@ -38,7 +38,7 @@ class Worker:
             "--loglevel=INFO",
         ]
         command += ["--without-gossip", "--without-mingle", "--without-heartbeat", *options]
-        environment = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.celery_site.settings"} | (env or {})
+        environment = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.support.celery_site.settings"} | (env or {})
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,

@@ -1,6 +1,6 @@
 -- Take the lock from whoever holds it and hand it to the first waiter.
 -- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 the lock's notes of forced releases (former holders read
---       them), 6 the witness of the value (only if the lock is a lease)
+--       them), 6 the witness of what its holder works on
 -- ARGV  1 name, 2 fence of the acquisition to end ('': any), 3 id of this call, 4 user \n reason
 -- Returns 1 when freed, 0 when nobody held it, -1 when another acquisition holds it.
 -- A note is  fence \n time (ms) \n user \n reason , and its score is the fence. The newest 16 notes of a lock are kept,
@@ -24,9 +24,7 @@ if ARGV[2] ~= '' and ARGV[2] ~= fence then
   return -1
 end
 redis.pcall('ZREM', KEYS[2], ARGV[1])
-if KEYS[6] then
-  redis.call('DEL', KEYS[6])
-end
+redis.call('DEL', KEYS[6])
 keep_receipt(KEYS[4], receipt, fence)
 local note = fence .. '\n' .. whole(math.floor(now_us() / 1000)) .. '\n' .. ARGV[4]
 local life_ms = math.max(redis.call('PTTL', KEYS[1]), 0) + NOTE_LIFE_MS

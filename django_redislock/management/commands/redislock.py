@@ -16,14 +16,14 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ... import conf
 from ...connections import connection_names, get_client
-from ...core.keys import check_name
-from ...core.place import place_of
+from ...core.driver.place import place_of
+from ...core.validation import check_name
 from ...doctor import Finding
+from ...doctor_trials import examine, examine_cache
 from ...exceptions import LockBackendError
-from ...heldlocks import Listing, Row, clients, find, force_release, read
+from ...inventory import Listing, Row, clients, find, force_release, read
 from ...models import HeldLock, visible
 from ...task_names import is_waiting
-from ...trials import examine, examine_cache
 from ..output import counted, cut, plain, record, table, unread, words_of
 from ..which import chosen, did_you_mean, held_names, near, of_task
 
@@ -166,7 +166,7 @@ class Command(BaseCommand):
 
     def _draw(self, options: dict[str, Any], pause: float | None) -> None:
         try:
-            from ...watch import watch
+            from ..watch_table import watch
         except ImportError as error:
             raise CommandError(
                 f"'redislock watch' needs rich ({error}): pip install 'django-redislock[watch]'. "

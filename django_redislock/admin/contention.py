@@ -1,0 +1,187 @@
+"""The admin's page about the last hour: waits, and what they saved; its plot is drawn here: no script, no inline style."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from django.contrib.admin.utils import quote
+from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.html import strip_tags
+from django.utils.translation import gettext, gettext_lazy as _, ngettext
+
+from .. import conf
+from ..core.contention import MINUTES, Waits, contention
+from ..exceptions import LockBackendError
+from ..inventory import RETRY_FOR, clients, reason, several_connections
+from ..models import encode_key, visible
+from .display import filled, wait_span
+
+ROWS = 50
+"""Names on the page: so many that were waited for longest, and so many that saved most."""
+WIDTH, HEIGHT = 720, 120
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    address: str
+    """The address of the page of the lock."""
+    connection: str
+    waited: str
+    mean: str
+    waits: int
+    gave_up: int
+    duplicates: int
+    avoided: int
+
+
+class Column(NamedTuple):
+    """A column of the table, and the link that sorts by it."""
+
+    title: str
+    query: str
+    sorted: str
+    """"ascending", "descending" or ""."""
+
+
+Found = tuple[Waits, str, str]
+"""The waits for a lock, its connection, its name."""
+COLUMNS: dict[str, tuple[Any, Callable[[Found], Any]]] = {
+    "name": (_("name"), lambda found: found[2].casefold()),
+    "waited": (_("waited in all"), lambda found: found[0].seconds),
+    "mean": (_("on average"), lambda found: _mean(found[0])),
+    "waits": (_("waits"), lambda found: found[0].waits),
+    "gave_up": (_("gave up"), lambda found: found[0].gave_up),
+    "duplicates": (_("duplicates prevented"), lambda found: found[0].duplicates),
+    "avoided": (_("recomputations avoided"), lambda found: found[0].avoided),
+    "connection": (_("connection"), lambda found: found[1]),
+}
+"""By the word in the address: the title, and the sort key."""
+
+
+class Bar(NamedTuple):
+    """One minute of the plot; texts, so that no locale puts a comma into them."""
+
+    x: str
+    y: str
+    width: str
+    height: str
+    title: str
+
+
+def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
+    """Show which names were waited for most in the last hour and saved most, on all connections."""
+    if not model_admin.has_view_permission(request):
+        raise PermissionDenied
+    found, failed = _read()
+    for connection, why in failed.items():
+        text = gettext("Connection “%(connection)s” failed: %(why)s") % {"connection": connection, "why": why}
+        model_admin.message_user(request, text, "ERROR")
+    minutes = [Waits() for _minute in range(MINUTES)]
+    names = []
+    for connection, (by_name, by_minute) in found.items():
+        names += [(waits, connection, name) for name, waits in by_name.items()]
+        for minute, waits in zip(minutes, by_minute, strict=True):
+            minute.seconds += waits.seconds
+            minute.waits += waits.waits
+    sorting = request.GET.get("sort", "")
+    shown = _pick(names, sorting)
+    several = several_connections()
+    request.current_app = model_admin.admin_site.name
+    count = sum(minute.waits for minute in minutes)
+    most = max(minute.seconds for minute in minutes)
+    duplicates, avoided = (sum(getattr(waits, what) for waits, *_ in names) for what in ("duplicates", "avoided"))
+    context = {
+        **model_admin.admin_site.each_context(request),
+        "title": gettext("Contention in the last hour"),
+        "original": gettext("Contention in the last hour"),  # the end of Django's own breadcrumbs
+        "has_view_permission": True,
+        "opts": model_admin.opts,
+        "media": model_admin.media,
+        "rows": [_row(*item) for item in shown],
+        "columns": [_column(word, sorting) for word in COLUMNS if several or word != "connection"],
+        "several_connections": several,
+        "cut": len(names) > len(shown),
+        "bars": bars(minutes),
+        "scale": [wait_span(most), wait_span(most / 2), "0"] if most else [],
+        "ticks": [gettext("%(minutes)d min ago") % {"minutes": ago} for ago in (60, 45, 30, 15)] + [gettext("now")],
+        "width": str(WIDTH),
+        "height": str(HEIGHT),
+        "most": wait_span(most) if most else "",
+        "summary": [
+            filled(
+                ngettext("%(count)s wait, %(time)s in all", "%(count)s waits, %(time)s in all", count),
+                count=count,
+                time=wait_span(sum(minute.seconds for minute in minutes)),
+            ),
+            ngettext("%(count)d duplicate task prevented", "%(count)d duplicate tasks prevented", duplicates)
+            % {"count": duplicates},
+            ngettext("%(count)d recomputation avoided", "%(count)d recomputations avoided", avoided)
+            % {"count": avoided},
+        ],
+    }
+    return TemplateResponse(request, "admin/django_redislock/heldlock/contention.html", context)
+
+
+def _read() -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the waits of each connection, and why others could not be read."""
+    try:
+        found, failed = clients()
+    except ImproperlyConfigured as error:
+        return {}, {conf.NAME: str(error)}
+    read = {}
+    for connection, client in found.items():
+        try:
+            read[connection] = contention(client, conf.get().key_prefix, retry_for=RETRY_FOR)
+        except LockBackendError as error:
+            failed[connection] = reason(error)
+    return read, failed
+
+
+def _pick(names: list[Found], sorting: str) -> list[Found]:
+    """Return the names to show: sorted by the wanted column, else first the longest waits and then the most savings."""
+    word = sorting.removeprefix("-")
+    if word in COLUMNS:
+        return sorted(names, key=COLUMNS[word][1], reverse=sorting.startswith("-"))[: 2 * ROWS]
+    names = sorted(names, key=lambda found: (found[0].seconds, found[0].saved), reverse=True)
+    saved = sorted((found for found in names[ROWS:] if found[0].saved), key=lambda found: found[0].saved, reverse=True)
+    return names[:ROWS] + saved[:ROWS]
+
+
+def _column(word: str, sorting: str) -> Column:
+    now = {word: "ascending", f"-{word}": "descending"}.get(sorting, "")
+    first = "" if word in ("name", "connection") else "-"  # numbers begin with the highest
+    query = f"-{word}" if now == "ascending" else word if now else f"{first}{word}"
+    return Column(str(COLUMNS[word][0]), f"?sort={query}", now)
+
+
+def _mean(waits: Waits) -> float:
+    return waits.seconds / max(1, waits.waits)
+
+
+def _row(waits: Waits, connection: str, name: str) -> Row:
+    waited = [wait_span(waits.seconds), wait_span(_mean(waits))] if waits.waits else ["\N{EN DASH}"] * 2
+    address = reverse("admin:django_redislock_heldlock_change", args=[quote(encode_key(connection, name))])
+    counts = (waits.waits, waits.gave_up, waits.duplicates, waits.avoided)
+    return Row(visible(name), address, connection, waited[0], waited[1], *counts)
+
+
+def bars(minutes: list[Waits]) -> list[Bar]:
+    """Return a bar for each minute in which a wait ended: as high as what was waited in all, the longest as the plot."""
+    most = max(minute.seconds for minute in minutes)
+    step = WIDTH / len(minutes)
+    drawn = []
+    for number, minute in enumerate(minutes):
+        if minute.waits:
+            height = max(1.0, HEIGHT * minute.seconds / most) if most else 1.0
+            ago = len(minutes) - 1 - number
+            time = strip_tags(wait_span(minute.seconds))
+            title = gettext("%(ago)d min ago: waited for %(time)s") % {"ago": ago, "time": time}
+            x, y, width, tall = (f"{value:.1f}" for value in (number * step, HEIGHT - height, step - 1, height))
+            drawn.append(Bar(x, y, width, tall, title))
+    return drawn

@@ -1,0 +1,55 @@
+"""The backend on Django's own; import it from `django_redislock.cache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.cache.backends.redis import RedisCache, RedisCacheClient
+from django.utils.functional import cached_property
+from redis import Redis
+
+from ..compute_once import ComputeOnceMixin
+from .base import as_bytes
+
+
+class DjangoRedisCache(ComputeOnceMixin, RedisCache):
+    """Django's own Redis backend, with a `get_or_set` that computes once."""
+
+    def _redis(self, made: str, write: bool = True) -> Redis:
+        if not self._has_one_server:
+            return self._cache.get_client(made, write=write)
+        pool = self._cache._get_connection_pool(write)  # type: ignore[attr-defined]
+        client = self._clients.get(pool)
+        if client is None:
+            client = self._clients[pool] = self._cache._client(connection_pool=pool)  # type: ignore[attr-defined]
+        return client
+
+    @cached_property
+    def _clients(self) -> dict[Any, Redis]:
+        """The clients by their pools, kept because a new client takes longer than a command."""
+        return {}
+
+    @cached_property
+    def _has_one_server(self) -> bool:
+        # Another class may choose the server by the key.
+        return type(self._cache).get_client is RedisCacheClient.get_client
+
+    def _every_redis(self) -> list[Redis]:
+        return [self._redis("")]
+
+    def _made(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
+        return self.make_key(key, version)
+
+    def _is_kept(self, timeout: float | None) -> bool:
+        return self.get_backend_timeout(timeout) != 0
+
+    def _pack(self, made: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
+        seconds = self.get_backend_timeout(timeout)
+        return as_bytes(self._serializer.dumps(value)), None if seconds is None else int(seconds * 1000)
+
+    def _unpack(self, made: str, data: bytes) -> Any:
+        return self._serializer.loads(data)
+
+    @property
+    def _serializer(self) -> Any:
+        return self._cache._serializer  # type: ignore[attr-defined]

@@ -1,0 +1,63 @@
+"""The backends of one process, for tests and development without Redis; import them from `django_redislock.cache`.
+
+They have every method and every argument check of the Redis backends, and Django's own storage. No caller waits for a
+value that another caller computes, and no value is kept beyond its timeout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
+from django.core.cache.backends.dummy import DummyCache as DjangosDummyCache
+from django.core.cache.backends.locmem import LocMemCache as DjangosLocMemCache
+
+from ...core.driver.fork import after_in_child
+from ...core.driver.server import Server
+from ..compute_once import ComputeOnceMixin
+from ..invalidation import InvalidatingMixin
+from .local_server import LocalServer
+
+
+class LocalBackend(ComputeOnceMixin):
+    """The methods of a backend without Redis: values have no server, and locks have one in this process."""
+
+    def _server_of(self, made: str) -> Server | None:
+        return None
+
+    def _redis(self, made: str, write: bool = True) -> Any:
+        return _servers.setdefault((type(self).__name__, self._made_with[0]), LocalServer())
+
+    def _every_redis(self) -> list[Any]:
+        return [self._redis("")]
+
+    def _made(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
+        return self.make_key(key, version)
+
+    def _is_kept(self, timeout: float | None) -> bool:
+        seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
+        return seconds is None or seconds > 0
+
+    def clear(self) -> Any:
+        """Delete all values."""
+        return super(InvalidatingMixin, self).clear()
+
+
+class LocMemCache(LocalBackend, DjangosLocMemCache):
+    """Django's cache of one process, with the methods of the Redis backends and locks between its threads."""
+
+
+class DummyCache(LocalBackend, DjangosDummyCache):
+    """Django's cache that keeps nothing, with the methods of the Redis backends and locks between the process's threads."""
+
+
+_servers: dict[tuple[str, str], LocalServer] = {}
+"""By the kind and the LOCATION of the cache, because Django makes a backend for every thread and task."""
+
+
+def _after_fork() -> None:
+    for server in _servers.values():
+        server.forget()
+
+
+after_in_child(_after_fork)

@@ -1,0 +1,148 @@
+"""A server of locks within one process, for tests and development, without Redis."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from ...core import scripts
+from ...core.clock import monotonic
+from ...core.driver.effects import Await, Call, Calls, Commands, Effect, Join, Leave
+from ...core.null_server import NullServer
+
+NOTES = 16
+"""Number of forced releases that are remembered for the former holders."""
+
+
+class _Held(NamedTuple):
+    value: bytes
+    """As in Redis: id, fence, time of the acquisition, record."""
+    name: bytes
+    ends: float
+
+
+class LocalServer(NullServer):
+    """Answers the scripts of the lock from this process's memory, so that one thread at a time holds a lock.
+
+    Waiters are woken by each release, in no order. There is no driver for asyncio.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget()
+
+    def forget(self) -> None:
+        """Start again without locks. A forked child does so, too, because a thread may have been within a call."""
+        self._changed = threading.Condition()
+        self._held: dict[bytes, _Held] = {}
+        self._fence = 0
+        self._releases = 0
+        self._notes: dict[bytes, bytes] = {}
+        """The user, the time and the reason of each forced release, by the fence of the acquisition."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a renewal finds an open connection: always, because it needs none."""
+        return True
+
+    def leave(self) -> None:
+        """Do nothing: there are no connections to close."""
+
+    def call(self, call: Call | Calls | Commands) -> Any:
+        """Do the work of the script."""
+        if isinstance(call, Calls):
+            return [self.call(each) for each in call.calls]
+        if isinstance(call, Commands):
+            return super().call(call)
+        with self._changed:
+            now = monotonic()
+            self._held = {lock: held for lock, held in self._held.items() if held.ends > now}
+            match call.script:
+                case scripts.ACQUIRE:
+                    return self._acquire(call.keys[0], call.args, now)
+                case scripts.RELEASE:
+                    return self._free(call.keys[0], _mark(call.args[0], call.args[3]))
+                case scripts.RESET:
+                    found = self._held.get(call.keys[0])
+                    if found is None or call.args[1] not in (b"", _fence_of(found)):
+                        return 0 if found is None else -1
+                    fence = _fence_of(found)
+                    self._notes[fence] = b"%b\n%d\n%b" % (fence, time.time() * 1000, call.args[3])
+                    for gone in list(self._notes)[:-NOTES]:
+                        del self._notes[gone]
+                    return self._free(call.keys[0], b"")
+                case scripts.CAUSE:
+                    return [self._notes.get(fence, b"") for fence in call.args]
+                case scripts.RENEW:
+                    lives = zip(call.keys[::2], call.args[1::3], call.args[2::3], strict=True)
+                    return [self._renew(lock, mark, int(life), call.args[0], now) for lock, mark, life in lives]
+                case scripts.READ:
+                    return self._read(call.keys[::2], now)
+                case scripts.NAMES:
+                    names = [held.name for held in self._held.values()]
+                    return [0, b"0", b" ".join(b"%d" % len(name) for name in names), b"".join(names)]
+                case scripts.COUNT:
+                    return len(self._held)
+            return super().call(call)
+
+    def _acquire(self, lock: bytes, args: tuple[bytes, ...], now: float) -> int | list[Any]:
+        id, life_ms, name, record = args[:4]
+        found = self._held.get(lock)
+        if found is not None:
+            if not found.value.startswith(id + b"\n"):
+                return [int((found.ends - now) * 1000), b"1"]
+            self._held[lock] = found._replace(ends=max(found.ends, now + int(life_ms) / 1000))
+            return -int(_fence_of(found))
+        self._fence = max(self._fence + 1, int(time.time() * 1_000_000))
+        value = b"%s\n%d\n%d\n%s" % (id, self._fence, int(time.time() * 1000), record)
+        self._held[lock] = _Held(value, name, now + int(life_ms) / 1000)
+        return self._fence
+
+    def _free(self, lock: bytes, mark: bytes) -> int:
+        found = self._held.get(lock)
+        if found is None or not found.value.startswith(mark):
+            return 0
+        del self._held[lock]
+        self._releases += 1
+        self._changed.notify_all()
+        return 1
+
+    def _renew(self, lock: bytes, mark: bytes, life_ms: int, shorten: bytes, now: float) -> int:
+        found = self._held.get(lock)
+        if found is None or not found.value.startswith(mark + b"\n"):
+            return 0
+        ends = now + life_ms / 1000
+        self._held[lock] = found._replace(ends=ends if shorten == b"1" else max(found.ends, ends))
+        self._changed.notify_all()  # waiters for its end have to look again
+        return 1
+
+    def _read(self, locks: tuple[bytes, ...], now: float) -> list[Any]:
+        found = [self._held.get(lock) for lock in locks]
+        numbers = [f"{len(held.value)} {int((held.ends - now) * 1000)} 0" if held else "-1 -2 0" for held in found]
+        return [int(time.time() * 1000), " ".join(numbers).encode(), b"".join(held.value for held in found if held)]
+
+    def _do(self, effect: Effect) -> Any:
+        match effect:
+            case Join():
+                return SimpleNamespace(channel=b"local", seen=self._releases)
+            case Await(waiter, until, look):
+                with self._changed:
+                    while self._releases == waiter.seen and (left := min(until, look) - monotonic()) > 0:
+                        if not self._changed.wait(min(left, threading.TIMEOUT_MAX)):
+                            break
+                    waiter.seen = self._releases
+                return None
+            case Leave():
+                return None
+        return super()._do(effect)
+
+
+def _fence_of(held: _Held) -> bytes:
+    return held.value.split(b"\n", 2)[1]
+
+
+def _mark(id: bytes, fence: bytes) -> bytes:
+    """Return the beginning of the value of a lock of this id, and of this fence if there is one."""
+    return b"%s\n%s\n" % (id, fence) if fence else id + b"\n"

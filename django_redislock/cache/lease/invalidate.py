@@ -1,0 +1,119 @@
+"""The end of leases, so that what is being computed is not stored: the protocol, without I/O."""
+
+from __future__ import annotations
+
+import re
+
+from redis.exceptions import RedisError
+
+from ...core.clock import monotonic
+from ...core.driver.effects import Call, Calls, Commands, Steps
+from ...core.driver.retry import attempt
+from ...core.driver.script import Script
+from ...core.driver.server import Server
+from ...core.keys import LockKeys, held_keys, lock_keys, witness_key
+from ...core.operations import names
+from ...core.validation import MAX_NAME
+from ...exceptions import LockBackendError
+from .cluster_slots import is_clustered, is_crossing, keys_in, lease_keys
+from .request import KIND, era_key, lease_name
+
+INVALIDATE = Script("invalidate", "handover", home=__package__)
+
+BATCH = 250
+"""Leases ended in one call at most, so that the server is not kept busy for long."""
+
+NamedLease = tuple[str, LockKeys]
+
+
+def invalidate(server: Server, prefix: str, keys: list[str], level: int | None = None) -> Steps[int]:
+    """End the leases of the values, so that what is being computed is not stored, and return how many there were.
+
+    `level` is the log level of the record when the server does not answer.
+    """
+    known = is_clustered(server)
+    leases = [(name, lease_keys(server, prefix, name, key)) for key in keys for name in [lease_name(key)]]
+    try:
+        # The call also names the first value, so that a server in cluster mode refuses it and is recognised.
+        return (yield from _end(server, leases, level, *(key.encode() for key in keys[:1])))
+    except LockBackendError as error:
+        if known or not is_crossing(error, server):
+            raise
+    return (yield from invalidate(server, prefix, keys, level))
+
+
+def _end(server: Server, leases: list[NamedLease], level: int | None = None, *more: bytes) -> Steps[int]:
+    ended = 0
+    if not is_clustered(server):
+        for start in range(0, len(leases), BATCH):
+            call = _call(leases[start : start + BATCH], *more)
+            _, reply = yield from attempt(leases[start][0], call, monotonic(), level=level)
+            ended += reply
+        return ended
+    for start in range(0, len(leases), BATCH):
+        calls = tuple(_call([lease]) for lease in leases[start : start + BATCH])
+        _, replies = yield from attempt(leases[start][0], Calls(calls), monotonic(), level=level)
+        for reply in replies:
+            if isinstance(reply, RedisError):
+                raise LockBackendError(leases[start][0], str(reply)) from reply
+            ended += reply
+    return ended
+
+
+def _call(leases: list[NamedLease], *more: bytes) -> Call:
+    keys = [key for name, each in leases for key in (each.lock, each.held, each.queue, witness_key(each, name))]
+    return Call(INVALIDATE, (*keys, *more), tuple(name.encode() for name, _ in leases))
+
+
+def leases_like(server: Server, prefix: str, pattern: str) -> Steps[int]:
+    """End the leases of the values whose keys match a pattern of Redis, and return how many there were."""
+    known = is_clustered(server)
+    try:
+        if known:
+            leases = yield from _leases_in_slots(prefix)
+        else:
+            # The names of ended leases are not known, so all witnesses become void.
+            eras = [held.removesuffix(b"held") + b"era" for held in held_keys(prefix)]
+            yield from attempt(prefix, Commands(((b"DEL", *eras),)), monotonic())
+            leases = [(name, lock_keys(prefix, name)) for name in (yield from names(prefix, monotonic()))]
+    except LockBackendError as error:
+        if known or not is_crossing(error, server):
+            raise
+        return (yield from leases_like(server, prefix, pattern))
+    matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
+    # A long key is cut in the name of its lease, so it may match.
+    wanted = [
+        (name, keys)
+        for name, keys in leases
+        if name.startswith(KIND) and (len(name) == MAX_NAME or matches(name.removeprefix(KIND)))
+    ]
+    return (yield from _end(server, wanted))
+
+
+def _leases_in_slots(prefix: str) -> Steps[list[NamedLease]]:
+    """Find the leases of a server in cluster mode by a scan, as no index covers all slots, and void all witnesses."""
+    found: list[NamedLease] = []
+    ours = b"{" + re.sub(rb"([*?[\\])", rb"\\\1", prefix.encode()) + b":*}:*"
+    cursor, tags = b"", set()
+    while cursor != b"0":
+        scan = (b"SCAN", cursor or b"0", b"MATCH", ours, b"COUNT", b"1000")
+        _, ((cursor, keys),) = yield from attempt(prefix, Commands((scan,)), monotonic())
+        for key in keys:
+            tag, _, rest = key.partition(b"}:")
+            tags.add(tag + b"}")
+            if rest.startswith(b"lock:" + KIND.encode()):
+                name = rest.removeprefix(b"lock:").decode()
+                found.append((name, keys_in(tag + b"}", name)))
+    if tags:
+        voided = tuple((b"DEL", era_key(keys_in(tag, ""))) for tag in tags)
+        yield from attempt(prefix, Commands(voided), monotonic())
+    return found
+
+
+def glob_to_regex(pattern: str) -> str:
+    """Return a regular expression for what Redis matches by the pattern; for ``[a-c]`` it matches any one character."""
+    return _TOKEN.sub(lambda token: _REGEX.get(token[0][0]) or re.escape(token[1] or token[0]), pattern)
+
+
+_TOKEN = re.compile(r"\\(.)|\[(?:\\.|[^]])*]?|.", re.DOTALL)
+_REGEX = {"*": ".*", "?": ".", "[": "."}

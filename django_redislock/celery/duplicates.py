@@ -1,0 +1,163 @@
+"""Publishing: how long a message holds its lock, what a duplicate is given, and what is told of the arguments."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import reprlib
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery, states
+from celery.backends.base import DisabledBackend
+from celery.exceptions import SoftTimeLimitExceeded
+from celery.result import AsyncResult
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from django.db.models import Model
+from django.views.debug import get_default_exception_reporter_filter
+
+from ..core import events
+from ..core.clock import monotonic
+from ..core.validation import MAX_SECONDS
+
+LONGEST = 300
+"""Characters of the arguments that are told."""
+
+
+if TYPE_CHECKING:
+    _AsyncResult = AsyncResult[Any]
+else:
+    _AsyncResult = AsyncResult  # which Celery 5.6 knows no type arguments of
+
+
+class DuplicateResult(_AsyncResult):
+    """The result of the task that holds the lock, in place of one that was not published.
+
+    With ``rpc://``, whose results go to the process that published the task, ``get()`` raises NotImplementedError elsewhere.
+    """
+
+    elsewhere = False
+    """Whether another process holds the lock."""
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the result, as `celery.result.AsyncResult.get` does."""
+        if self.elsewhere and not self.ignored and self.backend.as_uri() == "rpc://":
+            raise NotImplementedError(
+                f"rpc:// gives the result of {self.id} to nobody but the process that published the task"
+            )
+        return super().get(*args, **kwargs)
+
+
+def life(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:
+    """Return for how many seconds a message holds its lock: until it should have started, and no longer than it may start."""
+    begins = countdown if countdown is not None else _seconds_until(app, eta)
+    seconds = queue_life + max(0.0, begins if isinstance(begins, (int, float)) else 0.0)
+    ends = _seconds_until(app, expires)
+    if ends is not None:
+        seconds = min(seconds, max(0.001, ends))
+    return min(seconds, MAX_SECONDS)
+
+
+def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
+    """Tell whether a final state of the task was stored after this time; where no results are kept, nobody knows."""
+    if (
+        isinstance(backend, DisabledBackend) or backend.as_uri() == "rpc://"
+    ):  # that one gives its states to one reader only
+        return False
+    try:
+        meta = backend.get_task_meta(task_id, cache=False)
+        stored = meta.get("date_done")
+        ended = maybe_iso8601(stored) if isinstance(stored, str) else stored
+        after = since + timedelta(milliseconds=1)  # a lock knows its time in whole milliseconds
+        return meta["status"] in states.READY_STATES and (ended is None or maybe_make_aware(ended, UTC) >= after)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # of whichever backend
+        events.log.warning(
+            "The state of task %s could not be read (%s: %s); the task counts as not ended.",
+            task_id,
+            type(error).__name__,
+            error,
+        )
+        return False
+
+
+def report_dropped(task: str, holder: str, options: Mapping[str, Any]) -> None:
+    """Report the callbacks of a message that is not published: Celery cannot add them to a published message."""
+    dropped = [name for name in ("link", "link_error") if options.get(name)]
+    if dropped:
+        events.log.warning(
+            "%s is not published, and its %s will not be called: Celery cannot add callbacks to task %s, which already "
+            "waits or runs. A message with a task_id of its own is always published.",
+            task,
+            " and ".join(dropped),
+            holder,
+        )
+
+
+def level_of(name: str) -> int:
+    """Return the log level for a message that is not published under this lock: WARNING once a minute, else lower.
+
+    It is wanted, as a rule. But where no worker frees the lock, as one without the task's decorator, nothing is published any more.
+    """
+    minute = int(monotonic() // 60)
+    if _told.get(name) == minute:
+        return logging.INFO
+    if len(_told) >= MANY:
+        _told.clear()
+    _told[name] = minute
+    return logging.WARNING
+
+
+_told: dict[str, int] = {}
+"""The minute in which each lock was told of."""
+MANY = 1000
+"""Locks that are remembered at most."""
+
+
+def _seconds_until(app: Celery, when: object) -> float | None:
+    """Return the seconds until then, or None for what is no time: it is for Celery to refuse that."""
+    if when is None:
+        return None
+    if isinstance(when, (int, float)):
+        return float(when)
+    try:
+        moment = maybe_iso8601(when) if isinstance(when, str) else when
+    except ValueError:
+        return None
+    if not isinstance(moment, datetime):
+        return None
+    return (maybe_make_aware(moment, app.timezone) - app.now()).total_seconds()
+
+
+class _Shortened(reprlib.Repr):
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, Model):  # its own repr() may ask the database
+            return f"{x._meta.label}:{x.pk}"
+        return super().repr_instance(x, level)
+
+
+_shortened = _Shortened()
+
+
+def shown(bound: inspect.BoundArguments) -> str:
+    """Return the arguments in words: shortened, and without those that Django's error pages hide."""
+    cleanse = get_default_exception_reporter_filter().cleanse_setting
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= value
+        else:
+            arguments[name] = value
+    parts = []
+    for name, value in arguments.items():
+        try:
+            hidden = cleanse(name, dict(value) if isinstance(value, Mapping) else value)
+            parts.append(f"{name}={_shortened.repr(hidden)}")
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception:  # of somebody's repr()
+            parts.append(f"{name}=?")
+    text = ", ".join(parts)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"

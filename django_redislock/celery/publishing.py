@@ -1,0 +1,252 @@
+"""What a single-instance task is before it runs: its key, its locks, and how it is published."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from celery import Task
+from celery.app.task import Context
+from celery.result import AsyncResult
+from celery.utils import uuid
+from django.utils.functional import cached_property
+
+from .. import conf
+from ..core import LockInfo, events
+from ..core.driver.process import HOST
+from ..exceptions import LockBackendError, TaskAlreadyRunning
+from ..name_template import signature_of
+from ..task_names import waiting_id
+from . import options as options_of
+from .duplicates import DuplicateResult, has_ended, level_of, life, report_dropped, shown
+from .execution import leave_queue, release
+from .execution_lock import ExecutionLock
+from .key import NO_MODELS, lock_name, make, of_tenant
+from .message import KEY_HEADER, REFUSED_HEADER, delivery_of, header, new_message, with_ours
+from .options import Options
+from .pydantic_models import Models, models_of
+
+DIRECT = "direct call"
+"""Stands for the id in the label of a call that has none."""
+MOMENT = 1.0
+"""Seconds given to a holder that is about to end: one that has published its own retry, or a lock that changes hands."""
+
+CANVAS_OPTIONS = frozenset({"root_id", "parent_id", "group_id", "chord", "chain", "retries"})
+"""Members of canvases and retries have at least one of these options; a message with a given id has none."""
+
+if TYPE_CHECKING:
+    _Task = Task[Any, Any]
+else:
+    _Task = object
+
+
+class LockedTask(_Task):
+    """A task that has locks; `SingleInstanceMixin` runs it under them."""
+
+    _given_options: Mapping[str, Any] = {}
+    _completed: Options | None = None
+    _pydantic: Mapping[str, Any] | None = None
+    """The last arguments of `models_of`, if Celery makes models of the arguments."""
+
+    def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
+        """Return who runs the task with these arguments now, or waits to run it, or None.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
+        found = (lock.owner() for lock in self._locks(args, kwargs))
+        return next((info for info in found if info is not None), None)
+
+    def unlock(self, *args: Any, **kwargs: Any) -> bool:
+        """Take the lock of these arguments from whoever holds it, and tell whether it was held.
+
+        The former holder is not stopped: it is told of the loss within a third of the lock's life. A message that waits in its
+        queue is not withdrawn either. Raises LockBackendError when Redis cannot answer.
+        """
+        freed = [lock.reset() for lock in self._locks(args, kwargs)]
+        return any(freed)
+
+    # Publishing
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        **options: Any,
+    ) -> AsyncResult[Any]:
+        """Publish the task with its key in a header, and where the scope begins here, with its lock; see Celery for the arguments.
+
+        Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says.
+        """
+        # By name, and only what is given: a class between may have fewer arguments.
+        for name, value in ("link", link), ("link_error", link_error), ("shadow", shadow):
+            if value is not None:
+                options[name] = value
+        try:
+            bound = self._signature.bind(*(args or ()), **(kwargs or {}))
+        except TypeError:
+            # Celery's own check tells, or without that the worker does
+            return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
+        key = self._key(bound)
+        ours = self._options
+        options["headers"] = new_message(options.get("headers"), key, ours.scope)
+        if ours.scope == "run" or self.app.conf.task_always_eager:
+            return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
+        # A canvas, or who wants the result of a retry, waits for an id that is known.
+        known, task_id = task_id is not None, task_id or uuid()
+        lock = self._waiting_lock(key, task_id, ours, options, shown(bound))
+        try:
+            duplicate = self._claim(lock, ours, known, options)
+            if duplicate is None:
+                return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
+        except BaseException:
+            release(lock)
+            raise
+        report_dropped(self.name, duplicate.id, options)
+        return duplicate
+
+    def _claim(
+        self, lock: ExecutionLock, options: Options, known: bool, message: dict[str, Any]
+    ) -> DuplicateResult | None:
+        """Take the lock for a message, or return the result of its holder; None when the message is to be published."""
+        skipped = known and options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message)
+        try:
+            if lock.take(fresh=not known) or (known and not skipped):
+                return None
+            holder = self._holder(lock)
+            if holder is None:
+                return None
+            if not known:
+                return self._duplicate(lock, holder, options)
+            if holder.label != lock.label:
+                lock.count_duplicate()
+                message["headers"] = with_ours(message["headers"], {REFUSED_HEADER: holder.holder})
+            return None
+        except LockBackendError:
+            if options.on_backend_error != "run":
+                raise
+            events.log.warning("%s is published without its lock, because Redis does not answer.", lock.label)
+            return None
+
+    def _holder(self, lock: ExecutionLock) -> LockInfo | None:
+        """Return the holder of the lock; None when the lock was acquired after all, or changes hands too fast."""
+        holder = lock.owner()
+        if holder is None and not lock.acquire(timeout=MOMENT):
+            holder = lock.owner()
+        if holder is not None and self._waits_in_vain(holder):
+            leave_queue(lock.named(lock.name, id=holder.id))
+            holder = None if lock.take() else lock.owner()
+        return holder
+
+    def _duplicate(self, lock: ExecutionLock, holder: LockInfo, options: Options) -> DuplicateResult:
+        """Return the result of the message that holds the lock."""
+        error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
+        events.emit(
+            "conflict",
+            "%s is not published, because the lock has been held for %.1f s by %s (on_duplicate: %s).",
+            self.name,
+            holder.age,
+            holder.holder,
+            options.on_duplicate,
+            level=level_of(lock.name),
+            name=lock.name,
+            holder=holder,
+            task=self.name,
+            task_id=None,
+            on_conflict=options.on_duplicate,
+        )
+        lock.count_duplicate()
+        task_id = self._task_id_of(holder)
+        if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
+            raise error
+        result = DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+        result.ignored = holder.result_ignored
+        result.elsewhere = (holder.host, holder.pid) != (HOST, os.getpid())
+        return result
+
+    def _waits_in_vain(self, holder: LockInfo) -> bool:
+        """Tell whether the lock is that of a message whose task has ended: it was revoked, perhaps, and not met since."""
+        task_id = self._task_id_of(holder)
+        return holder.id == waiting_id(task_id) and has_ended(self.backend, task_id, holder.acquired_at)
+
+    def _task_id_of(self, holder: LockInfo) -> str:
+        return holder.label.removeprefix(f"{self.name}[").removesuffix("]")
+
+    def _waiting_lock(
+        self, key: str, task_id: str, ours: Options, options: Mapping[str, Any], arguments: str = ""
+    ) -> ExecutionLock:
+        """Return the lock that a message of this id holds while it waits."""
+        expires = options.get("expires", self.expires)
+        return ours.lock.named(
+            lock_name(self.name, key, "celery" if ours.scope == "job" else "celery-queue"),
+            label=f"{self.name}[{task_id}]",
+            id=waiting_id(task_id),
+            expire=life(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
+            auto_renewal=False,
+            details=self._details(arguments, options.get("ignore_result")),
+        )
+
+    def _withdraw(self, task_id: str, key: object) -> None:
+        """Free the locks of the message of this id, because it will not start."""
+        options = self._options
+        if options.scope != "run" and isinstance(key, str):  # without a key, nobody took a lock for it
+            leave_queue(self._waiting_lock(key, task_id, options, {}))
+
+    def _details(self, arguments: str, ignored: bool | None) -> dict[str, Any]:
+        """Return what more is told of a holder; `ignored`: what the message says of its result."""
+        nobody = self.ignore_result if ignored is None else ignored
+        return {"arguments": arguments} | ({"result_ignored": True} if nobody else {})
+
+    # The locks
+
+    @property
+    def _options(self) -> Options:
+        settings, options = conf.get(), self._completed
+        if options is None or options.settings is not settings:
+            self._completed = options = options_of.complete(self._given_options, settings)
+        return options
+
+    @cached_property
+    def _models(self) -> Models:
+        return NO_MODELS if self._pydantic is None else models_of(self.run, **self._pydantic)
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return signature_of(self.run)
+
+    def _key_of(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
+        key = header(request, KEY_HEADER)
+        return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs))
+
+    def _key(self, bound: inspect.BoundArguments) -> str:
+        options = self._options
+        return of_tenant(options.get_tenant, make(options.key, bound, self._models))
+
+    def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
+        """Return every lock of these arguments that the scope knows; the one of what runs first."""
+        options, key = self._options, self._key_of(args, kwargs)
+        if options.scope != "queued":
+            yield options.lock.named(lock_name(self.name, key))
+        if options.scope in ("queued", "queued+run"):
+            yield options.lock.named(lock_name(self.name, key, "celery-queue"))
+
+    def _running_lock(
+        self, name: str, options: Options, request: Context | None, args: Any, kwargs: Any
+    ) -> ExecutionLock:
+        if request is None:
+            return options.lock.named(name, label=f"{self.name}[{DIRECT}]")
+        arguments = ""
+        with suppress(TypeError):  # wrong arguments; the body tells
+            arguments = shown(self._signature.bind(*args, **kwargs))
+        details = {**self._details(arguments, request.ignore_result), "worker": request.hostname or ""}
+        delivery = delivery_of(request)
+        if options.scope == "queued":  # its runs may overlap, but not those of one message
+            name = lock_name(self.name, delivery.message, "celery-message")
+        return options.lock.named(name, label=f"{self.name}[{request.id}]", delivery=delivery, details=details)

@@ -1,0 +1,161 @@
+"""A message that is published again: because of a conflict, or to look later whether a copy of it has come to its end."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from celery.app import trace
+from celery.app.task import Context
+from celery.exceptions import Ignore, Reject, Retry
+
+from ..core import events
+from ..exceptions import LockBackendError, LockError
+from .execution_lock import ExecutionLock
+from .message import RESCHEDULED_HEADER, SEEN_HEADER, SINCE_HEADER, delivery_of, header, mark_life, published_again
+from .options import Options
+from .publishing import LockedTask
+
+MARGIN = 0.1
+"""Seconds after the life of a lock, or of a mark, when its end is looked for."""
+
+GROWTH = 0.1
+"""The delay of a rescheduled task is at least this part of the time waited so far."""
+LONGEST_DELAY = 300.0
+"""Longest delay by this growth in seconds, on average. A broker gives a message to another worker much later."""
+
+
+REPORTS_RETRIES = hasattr(trace, "get_actual_ignore_result")
+"""Whether Celery stores no RETRY when the message has `ignore_result`; before 5.6.3 it asks the task only."""
+
+
+class Elsewhere(Ignore):
+    """The message is in other hands: a copy of it is, or it was published again. This one ends and stores nothing."""
+
+
+class RepublishedTask(LockedTask):
+    """A task whose messages are published again."""
+
+    def _reschedule(
+        self,
+        lock: ExecutionLock,
+        error: LockError,
+        options: Options,
+        request: Context | None,
+        limit: float | None,
+        queued: ExecutionLock | None,
+        *,
+        silent: bool = False,
+    ) -> NoReturn:
+        """Publish the same message again for later, or raise the error where that cannot be done.
+
+        As `Task.retry` does, but without spending one of the task's retries. And the state is stored before the message is
+        out: for a Retry, Celery stores it afterwards, and so over the result of a successor that was faster. `silent`: another
+        run of the same id goes on, whose state stands.
+        """
+        before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
+        since = header(request, SINCE_HEADER) or now
+        waited = max(0.0, now - since)
+        if request is None or request.is_eager or (limit is not None and waited >= limit):
+            raise error
+        if not isinstance(error, LockBackendError):
+            self._claim_copies(lock, request, options, final=False)
+        delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY)) * random.uniform(0.5, 1.5)  # noqa: S311
+        if limit is not None:
+            delay = min(delay, limit - waited)
+        if queued is not None:  # it waits again, and is still the one that waits
+            with suppress(LockBackendError):
+                queued._copy(expire=queued.expire + delay).acquire(blocking=False)
+        try:
+            if not (silent or self.ignore_result or request.ignore_result):
+                self.backend.mark_as_retry(request.id or "", error, request=request)
+            self._publish_again(lock, request, options, delay, {RESCHEDULED_HEADER: before + 1, SINCE_HEADER: since})
+        except Exception as failure:
+            raise error from failure
+        events.emit(
+            "rescheduled",
+            "%s[%s] is published again, to start in %.1f s.",
+            self.name,
+            request.id,
+            delay,
+            name=lock.name,
+            task=self.name,
+            task_id=request.id,
+            delay=delay,
+            often=before + 1,
+        )
+        if silent or self.store_errors_even_if_ignored or not REPORTS_RETRIES:
+            raise Elsewhere(f"published again: {error}")
+        request.update(ignore_result=True)
+        raise Retry(f"published again, to start in {delay:.1f} s: {error}", error)
+
+    def _meet_copies(self, lock: ExecutionLock, request: Context | None, options: Options) -> None:
+        """End here, without a trace, when the lock was refused because of a copy of the message.
+
+        A copy runs perhaps, or has died: that shows when the life of its lock has ended. So the message is published once
+        more, for then. If the copy is alive, and the message was acknowledged at its start, that is all. One that is
+        acknowledged late stays with the broker until it has been processed; a broker that gave it away may have forgotten it
+        with the acknowledgement of this copy. So one message looks again, as long as the copy runs.
+        """
+        if lock.processed:
+            events.log.info("%s has been processed; this copy of its message is dropped.", lock.label)
+            raise Elsewhere("processed")
+        if lock.look_in is None or request is None:
+            return
+        holder, delay = None, lock.look_in
+        with suppress(LockBackendError):
+            holder = lock.owner()
+        fence = holder.fence if holder is not None and lock.is_copy(holder) else None
+        if fence is not None and fence == header(request, SEEN_HEADER) and not self.acks_late:
+            events.log.info("%s runs; this copy of its message is dropped.", lock.label)
+            raise Elsewhere("a copy runs")
+        try:
+            self._publish_again(lock, request, options, delay + MARGIN, {SEEN_HEADER: fence}, alone=False)
+        except Exception as failure:
+            raise Reject(failure, requeue=True) from failure
+        events.log.info("%s runs or has died; this copy of its message looks again in %.1f s.", lock.label, delay)
+        raise Elsewhere("a copy runs, or has died")
+
+    def _claim_copies(self, lock: ExecutionLock, request: Context | None, options: Options, *, final: bool) -> None:
+        """Make sure that no copy of a message runs that is refused (`final`) or published again now, nor will do meanwhile."""
+        done = final and not self.acks_late
+        try:
+            lock.claim(
+                mark_life(self.app, options.queue_life) if done else options.expire, "done" if done else "ending"
+            )
+        except LockBackendError as error:
+            events.log.warning("Copies of the message of %s may run: %s", lock.label, error)
+            return
+        self._meet_copies(lock, request, options)
+        if final and not done and request is not None:
+            request.update(single_instance_lock=lock)
+
+    def _publish_again(
+        self,
+        lock: ExecutionLock,
+        request: Context,
+        options: Options,
+        delay: float,
+        headers: dict[str, Any],
+        *,
+        alone: bool = True,
+    ) -> None:
+        """Publish the same message for later, and mark what there is of it as outdated."""
+        delivery = lock.delivery or delivery_of(request)
+        more = {} if alone else {"expires": None}  # what has started in time has not expired
+        message = self.signature_from_request(
+            request,
+            countdown=delay,
+            retries=request.retries,
+            headers=published_again(request, delivery, **headers),
+            **more,
+        )
+        # The key stays what its producer said.
+        super(LockedTask, self).apply_async(message.args, message.kwargs, **message.options)
+        try:
+            if delivery.known:
+                lock.confirm(mark_life(self.app, options.queue_life), delivery.version + 1, alone=alone)
+        except LockBackendError as error:
+            events.log.warning("Copies of the message of %s may be published again: %s", lock.label, error)

@@ -1,0 +1,295 @@
+"""The task class that holds a lock while its body runs.
+
+Why in ``Task.__call__``: Celery's tracer calls it, if a class defines it, between the hooks before and after the body, and
+outside the wrapper that ``autoretry_for`` puts around the body. So a ``finally`` in it runs for every end that leaves the
+process alive (Retry, Ignore, Reject, soft limit and SystemExit too), before callbacks are sent and the result is stored, and
+a conflict is not retried as if it were the body's failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery, states
+from celery.app.task import Context, Task
+from celery.contrib.django.task import DjangoTask
+from celery.exceptions import Ignore, Reject, Retry
+
+from ..core import LockInfo, events
+from ..exceptions import LockBackendError, TaskAlreadyRunning
+from . import options as options_of
+from .duplicates import life
+from .execution import Execution, executions, leave_queue, release
+from .execution_lock import Ending, ExecutionLock
+from .key import lock_name
+from .message import KEY_HEADER, REFUSED_HEADER, header, mark_life
+from .options import Mark, Options
+from .publishing import MOMENT
+from .republish import Elsewhere, RepublishedTask
+
+_foreign: set[str] = set()
+"""Tasks of which a message without our headers has come, and that was told."""
+
+if TYPE_CHECKING:
+    _DjangoTask = DjangoTask[Any, Any]
+else:
+    _DjangoTask = DjangoTask
+
+
+class SingleInstanceMixin(RepublishedTask):
+    """Makes a task class run one instance at a time: ``class MyTask(SingleInstanceMixin, ProjectTask)``.
+
+    The options are a dict in the class attribute, or the task option, ``single_instance``; subclasses inherit them one by one.
+    Raises TypeError and ValueError for bad options when the class is made.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if Task in cls.__mro__ and cls.__mro__.index(Task) < cls.__mro__.index(SingleInstanceMixin):
+            raise TypeError(
+                f"{cls.__qualname__} has no lock, because its class that derives from Task stands in front of the mixin: write "
+                f"class {cls.__name__}(SingleInstanceMixin, ...)"
+            )
+        run = getattr(cls, "run", None)
+        if "single_instance" in cls.__dict__:
+            given = cls.__dict__["single_instance"]
+            del cls.single_instance  # so that the property of that name shows
+            if isinstance(given, Mark):
+                given.effective = True
+                given = given.options
+            cls._given_options = {**cls._given_options, **options_of.check(given, run)}
+        if "run" in cls.__dict__:  # which the options of a base were not written for
+            options_of.check({"key": cls._given_options.get("key")}, run)
+        throws = getattr(cls, "throws", ())
+        if not isinstance(throws, tuple):
+            throws = (throws,)
+        if TaskAlreadyRunning not in throws:
+            cls.throws = (*throws, TaskAlreadyRunning)  # logged at INFO and without a traceback
+
+    _tracks_started = False
+
+    @classmethod
+    def bind(cls, app: Celery) -> Any:
+        """Have the run itself store STARTED: the tracer would also do so for a copy, perhaps over a result."""
+        bound = super().bind(app)
+        if cls.track_started:
+            cls._tracks_started, cls.track_started = True, False
+        return bound
+
+    @property
+    def single_instance(self) -> Execution:
+        """The execution that runs now in this thread or, within ``async_to_sync``, in this coroutine.
+
+        Outside of an execution, or without a lock, it is never lost.
+        """
+        for execution in reversed(executions()):
+            if execution.task == self.name:
+                return execution
+        return Execution(self.name)
+
+    # Running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body while holding the lock; the lock's end never changes the body's outcome."""
+        options, request = self._options, self._traced_request()
+        if request is None and not options.lock_direct_calls:
+            return super().__call__(*args, **kwargs)
+        key = self._key_of(args, kwargs, request)
+        name, task_id = lock_name(self.name, key), None if request is None else request.id
+        for outer in executions():
+            if outer.lock is not None and outer.lock.name == name:
+                with Execution(self.name, task_id, outer.lock):
+                    return super().__call__(*args, **kwargs)
+        queued = None
+        if options.scope != "run":
+            self._tell_foreign(request)
+        if request is not None and task_id is not None and options.scope in ("queued", "queued+run"):
+            queued = self._waiting_lock(key, task_id, options, {})
+        lock = self._running_lock(name, options, request, args, kwargs)
+        refused = header(request, REFUSED_HEADER)
+        if refused is not None and options.on_conflict == "skip":
+            return self._skip(
+                queued or lock, options, request, f"{refused} held the lock when this message was published"
+            )
+        if options.scope == "queued" and (lock.delivery is None or not lock.delivery.message):
+            leave_queue(queued)
+            with Execution(self.name, task_id):
+                return super().__call__(*args, **kwargs)
+        try:
+            try:
+                acquired, holder = self._acquire(lock, options, queued)
+            except LockBackendError as error:
+                if options.on_backend_error == "reschedule":
+                    self._reschedule(lock, error, options, request, options.reschedule_limit, queued)
+                if options.on_backend_error != "run":
+                    raise
+                events.log.warning("%s runs without its lock, because Redis does not answer.", lock.label)
+            else:
+                if not acquired:
+                    self._meet_copies(lock, request, options)
+                    return self._conflict(lock, holder, options, request, queued)
+            if self._tracks_started:
+                self._store_started(request)
+            queued = leave_queue(queued)  # once: what holds the place later is the message of a retry
+            try:
+                with Execution(self.name, task_id, None if options.scope == "queued" else lock):
+                    result = super().__call__(*args, **kwargs)
+            except BaseException as error:
+                self._set_ending(lock, options, request, error)
+                raise
+            self._set_ending(lock, options, request)
+            return result
+        except (Elsewhere, Retry):  # what holds the place from now on is another message, or a copy of this one
+            queued = None
+            raise
+        finally:
+            release(lock)
+            leave_queue(queued)
+
+    def _tell_foreign(self, request: Context | None) -> None:
+        """Tell, once, that a message has none of our headers: it held no lock while it waited."""
+        if request is None or request.is_eager or header(request, KEY_HEADER) is not None or self.name in _foreign:
+            return
+        _foreign.add(self.name)
+        events.log.warning(
+            "%s[%s] has been published without its lock: by a program that does not have the task's code, or something has taken "
+            "the headers of its message away. The scope %r begins at the start of such messages.",
+            self.name,
+            request.id,
+            self._options.scope,
+        )
+
+    def _store_started(self, request: Context | None) -> None:
+        if request is not None and not (request.is_eager or self.ignore_result or request.ignore_result):
+            where = {"pid": os.getpid(), "hostname": request.hostname}
+            self.backend.store_result(request.id or "", where, states.STARTED, request=request)
+
+    def _set_ending(
+        self, lock: ExecutionLock, options: Options, request: Context | None, error: BaseException | None = None
+    ) -> None:
+        """Have the lock end by how the body ended: with this error, or without."""
+        late, delivery = self.acks_late, lock.delivery
+        if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
+            # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
+            if options.scope == "job" and late and delivery is not None:
+                lock.ending = Ending(keep_id=delivery.id, keep=options.queue_life)
+            return
+        marked = 0.0
+        if delivery is not None and delivery.message:
+            marked = options.expire if late else mark_life(self.app, options.queue_life)
+        keep_id, keep = "", 0.0
+        if isinstance(error, Retry):
+            if options.scope == "job" and delivery is not None and self._has_key(error, lock):
+                keep_id, keep = delivery.id, life(self.app, options.queue_life, None, error.when, None)
+        elif options.keep_for and options.scope != "queued" and not isinstance(error, (Ignore, Reject)):
+            keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
+        lock.ending = Ending(marked, not late, keep_id, keep)
+        if marked and late and request is not None:
+            request.update(single_instance_lock=lock)
+
+    def _has_key(self, retry: Retry, lock: ExecutionLock) -> bool:
+        """Tell whether the message of a retry, which may have other arguments, is under this lock."""
+        message = getattr(retry, "sig", None)
+        if message is None:
+            return True
+        try:
+            key = self._key(self._signature.bind(*message.args, **message.kwargs))
+        except TypeError:  # it has no key; its worker tells of wrong arguments
+            return False
+        return lock_name(self.name, key) == lock.name
+
+    def _traced_request(self) -> Context | None:
+        """Return the request of the execution that begins with this call, or None when a task is called like a function."""
+        request = self.request_stack.top
+        if request is None or request.called_directly or any(outer.task_id == request.id for outer in executions()):
+            return None
+        return request
+
+    def _acquire(
+        self, lock: ExecutionLock, options: Options, queued: ExecutionLock | None
+    ) -> tuple[bool, LockInfo | None]:
+        """Return whether the lock was acquired, and else who holds it, as far as that can be known."""
+        wait = options.wait if options.on_conflict == "wait" else 0
+        acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
+        if not acquired and wait and queued is not None and not lock.refused:
+            with queued.alive(options.expire):  # a hard time limit may end the wait, and its message for ever
+                acquired = lock.acquire(timeout=wait)
+        if acquired:
+            return True, None
+        if lock.refused:
+            return False, None
+        with suppress(LockBackendError):  # that the lock is held is known, so this is no reason to run without it
+            holder = lock.owner()
+            # It may have ended between the two questions. A run that retries has published its successor before it ends.
+            if holder is None or holder.label == lock.label:
+                if lock.acquire(timeout=MOMENT):
+                    return True, None
+                holder = None if lock.refused else lock.owner()
+            return False, holder
+        return False, None
+
+    def _conflict(
+        self,
+        lock: ExecutionLock,
+        holder: LockInfo | None,
+        options: Options,
+        request: Context | None,
+        queued: ExecutionLock | None,
+    ) -> Any:
+        """Do what the options say about a duplicate: return the task's result, or raise."""
+        error = TaskAlreadyRunning(
+            lock.name,
+            "an execution that starts or ends at this moment" if holder is None else holder.holder,
+            None if holder is None else holder.ttl,
+        )
+        policy, limit = options.on_conflict, options.reschedule_limit
+        same = request is not None and holder is not None and holder.label == lock.label
+        if same:  # the same id: a retry whose former run goes on, or a message that nothing tells from its copies
+            policy, limit = "reschedule", None
+        events.emit(
+            "conflict",
+            "%s finds the lock held for %.1f s by %s (on_conflict: %s).",
+            lock.label,
+            0.0 if holder is None else holder.age,
+            error.holder,
+            policy,
+            name=lock.name,
+            holder=holder,
+            task=self.name,
+            task_id=None if request is None else request.id,
+            on_conflict=policy,
+            level=logging.DEBUG if policy == "skip" else None,  # told once, by the skip itself
+        )
+        if policy == "reschedule":
+            self._reschedule(lock, error, options, request, limit, queued, silent=same)
+        lock.count_duplicate()
+        self._claim_copies(lock, request, options, final=True)
+        if callable(policy):
+            return policy(self, error)
+        if policy == "skip":
+            age = 0.0 if holder is None else holder.age
+            return self._skip(lock, options, request, f"the lock has been held for {age:.1f} s by {error.holder}")
+        raise error
+
+    def _skip(self, lock: ExecutionLock, options: Options, request: Context | None, why: str) -> Any:
+        events.emit(
+            "skipped",
+            "%s is skipped, because %s.",
+            lock.label,
+            why,
+            name=lock.name,
+            task=self.name,
+            task_id=None if request is None else request.id,
+        )
+        return options.skip_result
+
+
+def is_requeued(error: object) -> bool:
+    return isinstance(error, Reject) and bool(getattr(error, "requeue", False))
+
+
+class SingleInstanceTask(SingleInstanceMixin, _DjangoTask):
+    """A task that runs one instance at a time: ``@shared_task(base=SingleInstanceTask, single_instance={"expire": 60})``."""

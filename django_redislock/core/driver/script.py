@@ -1,0 +1,30 @@
+"""A Lua script, ready for EVALSHA."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+LOCK_SCRIPTS = files(__package__.rpartition(".")[0]) / "lua"
+
+
+class Script:
+    """One Lua script: the text of its own file after the parts that it uses.
+
+    The files are in the folder ``lua`` of the package `home`; parts that it does not have are those of the lock.
+    """
+
+    def __init__(self, name: str, *parts: str, home: str = "") -> None:
+        folders = [files(home) / "lua", LOCK_SCRIPTS] if home else [LOCK_SCRIPTS]
+        self.name = name
+        self.text = b"".join(_read(part, folders) for part in ("lib", *parts, name))
+        self.sha = hashlib.sha1(self.text, usedforsecurity=False).hexdigest().encode()
+
+    def __repr__(self) -> str:
+        return f"<Script {self.name}>"
+
+
+def _read(part: str, folders: list[Traversable]) -> bytes:
+    found = [path for folder in folders if (path := folder / f"{part}.lua").is_file()]
+    return found[0].read_bytes()

@@ -1,0 +1,178 @@
+"""One acquisition of a quorum lock: its part on each of the servers, and whether most of them hold it still."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ..exceptions import LockBackendError, LockError, LockLost, LossCode, LossRecord
+from . import events
+from .clock import monotonic
+from .driver import process
+from .driver.seat import Seat
+from .driver.server import Server
+from .lease import Lease
+from .lock import Lock
+from .records import new_id
+from .validation import Seconds
+
+
+class _PartLease(Lease):
+    """What is held on one server: to lose it is not yet to lose the lock, and a server that is away is not waited for."""
+
+    retry_for = 0.0
+
+    def report_loss(self) -> None:
+        part = self.holder()
+        holding = None if part is None else part.holding()
+        if holding is not None:
+            holding.report_loss()
+
+
+class _Part(Lock):
+    """The lock on one of the servers, for one acquisition of the whole."""
+
+    _lease_kind = _PartLease
+    holding: Callable[[], Holding | None]
+    shared_id: str
+
+    def _new_lease(self, id: str) -> Lease:
+        return super()._new_lease(self.shared_id)
+
+    def _tell(self, event: str, lease: Lease) -> None:
+        """Say nothing: what happens to the whole is told."""
+
+
+class Holding:
+    """One acquisition, from the first attempt to the release.
+
+    `options` are those of the lock on each server; `lock` is a weak reference to the whole, which is told of its loss.
+    """
+
+    def __init__(self, name: str, servers: list[Server], options: dict[str, Any], lock: weakref.ref[Any]) -> None:
+        self.name = name
+        self.id = new_id()
+        self._servers = servers
+        self._options = options
+        self._lock = lock
+        self._needed = majority(servers)
+        self._pid = process.pid
+        self._parts: list[_Part] = []
+        """Those that were acquired, and not released yet."""
+        self._released = 0
+        self._losses: list[LossRecord] = []
+        """The losses of the parts that were found lost at the release."""
+        self._complete = False
+        self._lost: Seat[LossRecord] = Seat()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the acquisition belongs to the process that this one was forked from."""
+        return self._pid != process.pid
+
+    def collect(self, until: float) -> bool:
+        """Take one server after another; False when one was not free in time, or too much was lost while waiting.
+
+        Raises LockBackendError when too many servers cannot answer.
+        """
+        missing = 0
+        for server in self._servers:
+            part = _Part(server, self.name, **self._options)
+            part.holding, part.shared_id = weakref.ref(self), self.id
+            try:
+                left = max(0.0, until - monotonic())
+                acquired = part.acquire(timeout=None if left == math.inf else left)
+            except LockBackendError as error:
+                missing += 1
+                if len(self._servers) - missing < self._needed:
+                    cause = f"{missing} of {len(self._servers)} servers: {error.cause}"
+                    raise LockBackendError(self.name, cause) from error
+                continue
+            if not acquired:
+                return False
+            self._parts.append(part)
+        self._complete = self.alive >= self._needed
+        return self._complete
+
+    def give_back(self) -> None:
+        """Release what was taken of a lock that was not acquired."""
+        for part in self._parts:
+            with suppress(LockError):
+                part.release()
+
+    def release(self) -> None:
+        """Release every part; what cannot be told to its server stays, so that it may be repeated.
+
+        Raises LockBackendError when too many servers cannot answer, and the lock was not lost.
+        """
+        cause = ""
+        for part in list(self._parts):
+            try:
+                part.release()
+                self._released += 1
+            except LockLost as error:
+                self._losses.append(error.record)
+            except LockBackendError as error:
+                cause = error.cause
+                continue
+            self._parts.remove(part)
+        if self.loss is None and cause and self._released < self._needed:
+            raise LockBackendError(self.name, cause)
+
+    def extend(self, expire: Seconds | None) -> None:
+        """Give every part a new life.
+
+        Raises LockBackendError when too many servers cannot answer, and the lock was not lost.
+        """
+        extended, cause = 0, ""
+        for part in self._parts:
+            try:
+                part.extend(expire)
+                extended += 1
+            except LockLost:
+                continue
+            except LockBackendError as error:
+                cause = error.cause
+        if self.loss is None and extended < self._needed:
+            raise LockBackendError(self.name, cause)
+
+    @property
+    def loss(self) -> LossRecord | None:
+        """Why and when the whole was lost, or None while it is held; local and free."""
+        if self._lost.taken_by is None:
+            self.report_loss()
+        return self._lost.taken_by
+
+    @property
+    def alive(self) -> int:
+        """On how many servers it is held, as far as is known."""
+        return sum(part.lost is None for part in list(self._parts))
+
+    def report_loss(self) -> None:
+        """Report the loss of the whole, once, if it is one."""
+        # Asking for what is alive may report, so it is not done within; and it comes first: of a part that its holder
+        # releases meanwhile, one of the two knows in any case.
+        lost = self._complete and self.alive + self._released < self._needed
+        if not lost:
+            return
+        losses = [*self._losses, *filter(None, [part.lost for part in list(self._parts)])]
+        reason = f"fewer than {self._needed} of its servers hold it still"
+        code: LossCode = "too_few_servers"
+        if len({loss.code for loss in losses}) == 1:  # all for the same cause
+            code, reason = losses[0].code, f"{reason}: {losses[0].reason}"
+        record = LossRecord(self.name, self.id, 0, reason, time.time(), code)
+        if self._lost.take(record) is not record:
+            return
+        events.emit("lost", "Quorum lock %r was lost: %s.", self.name, reason, name=self.name, fence=0, record=record)
+        lock = self._lock()
+        if lock is not None:
+            lock._tell_of_loss(self)
+
+
+def majority(servers: list[Server]) -> int:
+    """Return how many of the servers are most of them."""
+    return len(servers) // 2 + 1

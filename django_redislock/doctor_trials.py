@@ -1,0 +1,138 @@
+"""The trials of the doctor on a connection and on a cache, with locks and values of its own."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+
+from django.core.cache import caches
+from redis import Redis
+from redis.exceptions import RedisError
+
+from . import conf
+from .core import Lock
+from .core.clock import monotonic
+from .core.driver.server import Server, server_of
+from .core.operations import renewal
+from .doctor import Finding, look, patience, told
+from .exceptions import LockError
+
+TRIAL = 10.0
+"""Seconds after which the trial gives up waiting."""
+
+
+def examine(client: Redis) -> Iterator[Finding]:
+    """Yield all findings about the server of this client, and try locks on it."""
+    server = server_of(client)
+    for finding in look(server):
+        yield finding
+        if finding.check == "connection" and finding.status == "problem":
+            return  # every other trial would fail in the same way
+    yield patience(server)
+    yield from _trial(server)
+    yield from _trial_of_two(server)
+
+
+def _trial(server: Server) -> Iterator[Finding]:
+    """Acquire a new lock, renew it, wait for it in a thread, and release it."""
+    prefix = conf.get().key_prefix
+    name = f"redislock-doctor:{secrets.token_hex(8)}"
+    first, second = (Lock(server, name, prefix=prefix, expire=TRIAL, auto_renewal=False) for _ in range(2))
+    waited: list[Finding] = []
+
+    def wait() -> None:
+        try:
+            if second.acquire(timeout=TRIAL):
+                second.release()
+                waited.append(Finding("wait", "ok", "A waiting thread got the lock after its release."))
+            else:
+                advice = "Check that the server allows publish and subscribe, and that no proxy blocks them."
+                waited.append(
+                    Finding("wait", "problem", f"A waiting thread did not get the lock within {TRIAL:g} s.", advice)
+                )
+        except Exception as error:
+            waited.append(_failed("wait", error, prefix))
+
+    step = "acquire"
+    waiter = threading.Thread(target=wait, name="redislock-doctor", daemon=True)
+    try:
+        if not first.acquire(blocking=False):
+            advice = "Look for another program that writes keys with this prefix."
+            yield Finding(step, "problem", "A new lock, which nobody else uses, could not be acquired.", advice)
+            return
+        yield Finding(step, "ok", "A lock was acquired.")
+        step = "renew"
+        first.extend()
+        yield Finding(step, "ok", "It was renewed.")
+        step = "wait"
+        waiter.start()
+        _until_queued(first, waiter)
+        step = "release"
+        first.release()
+        yield Finding(step, "ok", "It was released.")
+    except LockError as error:
+        yield _failed(step, error, prefix)
+    if waiter.ident is not None:
+        waiter.join(2 * TRIAL)
+        yield from waited or [_failed("wait", TimeoutError("the waiting thread did not end"), prefix)]
+
+
+def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
+    """Return when the waiter is in the queue, or has ended."""
+    give_up = monotonic() + TRIAL / 2
+    while waiter.is_alive() and monotonic() < give_up:
+        info = lock.owner()
+        if info is None or info.waiting:
+            return
+        time.sleep(0.005)
+
+
+def _failed(step: str, error: Exception, prefix: str, keys: str = "") -> Finding:
+    if "NOPERM" in str(error) or "ermission" in str(error):
+        step = f"permissions ({step})"
+        advice = (
+            f"Give the user of Redis {keys}the keys and the commands: ~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
+            "+@connection +time."
+        )
+    else:
+        advice = "See the log for this error; nothing can be locked on this connection until it is gone."
+    return Finding(step, "problem", told(error), advice)
+
+
+def _trial_of_two(server: Server) -> Iterator[Finding]:
+    """Hold two locks at once and renew both by one call, as the watchdog does."""
+    prefix, check = conf.get().key_prefix, "two locks"
+    names = [f"redislock-doctor:{secrets.token_hex(8)}" for _ in range(2)]
+    locks = [Lock(server, name, prefix=prefix, expire=TRIAL, auto_renewal=False) for name in names]
+    try:
+        with locks[0], locks[1]:
+            leases = [lease for lock in locks for lease in lock._leases.values()]
+            if server.renew(renewal(leases), server.timeout) == [1, 1]:
+                yield Finding(check, "ok", "Two locks were held at once and renewed by one call.")
+            else:
+                advice = "Look for another program that writes keys with this prefix, or for a server that evicts keys."
+                yield Finding(check, "problem", "Two locks were held at once, and one of them was lost.", advice)
+    except (LockError, RedisError) as error:
+        yield _failed(check, error, prefix)
+
+
+def examine_cache(alias: str) -> Finding | None:
+    """Try the cache of an alias of this package: compute a value once, read it, delete it; None for another cache."""
+    from .cache import ComputeOnceMixin
+
+    check = "cache"
+    try:
+        cache = caches[alias]
+        if not isinstance(cache, ComputeOnceMixin):
+            return None
+        key = f"redislock-doctor:{secrets.token_hex(8)}"
+        values = [cache.get_or_set(key, lambda: "computed", 60), cache.get(key)]
+        gone = cache.delete(key)
+    except Exception as error:  # whatever keeps the cache from working is what the reader needs to know
+        return _failed(check, error, conf.get().key_prefix, keys="the keys of the cache, ")
+    if values == ["computed", "computed"] and gone:
+        return Finding(check, "ok", "A value was computed, read and deleted.")
+    advice = "Check whether the alias ignores exceptions (IGNORE_EXCEPTIONS), and whether the server evicts keys."
+    return Finding(check, "problem", "A computed value could not be read again.", advice)

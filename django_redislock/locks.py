@@ -1,0 +1,246 @@
+"""`lock()`, `alock()`, `held_locks()` and `reset_all()`: the lock with the client and the defaults of the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypedDict, TypeVar, Unpack
+
+from django.db import DEFAULT_DB_ALIAS, connections, transaction
+
+from . import conf, signals  # noqa: F401  (signals: so that they are sent)
+from .connections import client_of
+from .core import listing
+from .core.async_lock import AsyncLock, AsyncRLock
+from .core.base import BaseLock
+from .core.granted import GrantedAsyncLock, GrantedAsyncRLock, GrantedLock, GrantedRLock
+from .core.lock import Lock, RLock
+from .core.null_server import NULL_SERVER
+from .core.records import LockInfo
+from .core.validation import Nothing, Seconds, unexpected, wait_of
+from .transactions import UntilCommitLock, WatchedLock, WatchedRLock, in_atomic
+
+L = TypeVar("L", bound=BaseLock)
+
+
+class LockOptions(TypedDict, total=False):
+    """What every lock of the settings takes by name; see `lock`."""
+
+    expire: Seconds | None
+    auto_renewal: bool | None
+    max_hold: Seconds | None
+    id: str | None
+    timeout: Seconds | None
+    label: str | None
+    on_lost: Callable[[Any], object] | None
+    using: str | None
+    kind: str
+
+
+class AtomicOptions(LockOptions, total=False):
+    """What `locked_atomic` takes by name."""
+
+    blocking: bool
+    reentrant: bool
+
+
+def lock(
+    name: str,
+    *,
+    expire: Seconds | None = None,
+    auto_renewal: bool | None = None,
+    max_hold: Seconds | None = None,
+    id: str | None = None,
+    blocking: bool = True,
+    timeout: Seconds | None = None,
+    label: str | None = None,
+    on_lost: Callable[[Lock], object] | None = None,
+    using: str | None = None,
+    kind: str = "lock",
+    until_commit: bool | None = None,
+    reentrant: bool = False,
+    **wrong: Unpack[Nothing],
+) -> Lock:
+    """Return the lock `name` on the Redis that the settings name, or on that of the cache alias `using`.
+
+    What is not given comes from ``DJANGO_REDISLOCK``; see `Lock` for the rest.
+
+    `until_commit`: True for what is written to the database under the lock. Then a release inside ``atomic()``, or inside a
+    request with ATOMIC_REQUESTS, happens after the commit or the rollback of the outermost block, of all databases in use (with
+    autocommit off, after the next ``commit()`` or ``rollback()``). The lock is renewed until then, and the same transaction
+    may take it again. If it is lost before the commit, the transaction is rolled back and LockLost raised. Under REPEATABLE
+    READ or SERIALIZABLE a transaction that has read before it took the lock still sees the state of then; `locked_atomic`
+    takes the lock first.
+
+    With None such a release happens at once and is logged as a mistake, once for each place in the code; with False, for
+    locks that guard nothing in the database, it is not logged.
+
+    `reentrant`: the thread that holds it may acquire it again, through any re-entrant lock of that name; see `RLock`. With
+    ``until_commit=True`` it may in any case.
+    """
+    if wrong:
+        raise unexpected("lock", wrong, lock.__kwdefaults__ or ())
+    settings = conf.get()
+    kind_of_lock: type[Lock]
+    if until_commit is not None or reentrant is not False:
+        check_flags(until_commit, reentrant)
+    if until_commit is None:
+        kind_of_lock = WatchedRLock if reentrant else WatchedLock
+    elif until_commit:
+        kind_of_lock = UntilCommitLock
+    else:
+        kind_of_lock = RLock if reentrant else Lock
+    if not settings.enabled:
+        kind_of_lock = GrantedRLock if issubclass(kind_of_lock, RLock) else GrantedLock
+    return _made(
+        kind_of_lock, settings, name, using, expire, auto_renewal, max_hold, id, blocking, timeout, label, on_lost, kind
+    )
+
+
+def rlock(
+    name: str, *, blocking: bool = True, until_commit: bool | None = None, **options: Unpack[LockOptions]
+) -> Lock:
+    """Return the lock `name` as `lock` does, which the thread that holds it may acquire again: ``lock(name, reentrant=True)``."""
+    return lock(name, blocking=blocking, until_commit=until_commit, reentrant=True, **options)
+
+
+def alock(
+    name: str,
+    *,
+    expire: Seconds | None = None,
+    auto_renewal: bool | None = None,
+    max_hold: Seconds | None = None,
+    id: str | None = None,
+    blocking: bool = True,
+    timeout: Seconds | None = None,
+    label: str | None = None,
+    on_lost: Callable[[AsyncLock], object] | None = None,
+    using: str | None = None,
+    kind: str = "lock",
+    reentrant: bool = False,
+    **wrong: Unpack[Nothing],
+) -> AsyncLock:
+    """Return the lock `name` as `lock` does, for asyncio: ``async with alock("invoice:42", timeout=10): ...``.
+
+    Tasks, threads and processes share its name and its queue. See `AsyncLock` for what differs for tasks.
+    """
+    if wrong:
+        raise unexpected("alock", wrong, alock.__kwdefaults__ or ())
+    settings = conf.get()
+    check_flags(None, reentrant)
+    kind_of_lock: type[AsyncLock]
+    if settings.enabled:
+        kind_of_lock = AsyncRLock if reentrant else AsyncLock
+    else:
+        kind_of_lock = GrantedAsyncRLock if reentrant else GrantedAsyncLock
+    return _made(
+        kind_of_lock, settings, name, using, expire, auto_renewal, max_hold, id, blocking, timeout, label, on_lost, kind
+    )
+
+
+def check_flags(until_commit: object, reentrant: object) -> None:
+    """Raise TypeError for values of these options that are no flags."""
+    if until_commit is not None and not isinstance(until_commit, bool):
+        raise TypeError(f"until_commit must be True, False or None, not {until_commit!r}")
+    if not isinstance(reentrant, bool):
+        raise TypeError(f"reentrant must be True or False, not {reentrant!r}")
+
+
+def _made(
+    kind_of_lock: type[L],
+    settings: conf.Settings,
+    name: str,
+    using: str | None,
+    expire: Seconds | None,
+    auto_renewal: bool | None,
+    max_hold: Seconds | None,
+    id: str | None,
+    blocking: bool,
+    timeout: Seconds | None,
+    label: str | None,
+    on_lost: Callable[[Any], object] | None,
+    kind: str,
+) -> L:
+    """Return the lock with the client of the settings, and with their defaults for what is None."""
+    default_wait = timeout is None and blocking is True
+    if timeout is None and blocking:
+        timeout = settings.timeout
+    if expire is auto_renewal is max_hold is id is label is on_lost is None and kind == "lock":  # type: ignore[comparison-overlap]
+        return _plain(kind_of_lock, settings, using)._like(name, None if default_wait else wait_of(blocking, timeout))
+    return kind_of_lock(
+        client_of(settings, using) if settings.enabled else NULL_SERVER,
+        name,
+        expire=settings.expire if expire is None else expire,
+        auto_renewal=settings.auto_renewal if auto_renewal is None else auto_renewal,
+        max_hold=settings.max_hold if max_hold is None else max_hold,
+        id=id,
+        blocking=blocking,
+        timeout=timeout,
+        label=label,
+        on_lost=on_lost,
+        kind=kind,
+        prefix=settings.key_prefix,
+    )
+
+
+_plain_locks: tuple[conf.Settings | None, dict[tuple[type[BaseLock], str | None], Any]] = (None, {})
+"""Locks with the defaults of the settings in force: those without options of their own are made like them."""
+
+
+def _plain(kind_of_lock: type[L], settings: conf.Settings, using: str | None) -> L:
+    global _plain_locks
+    of, found = _plain_locks
+    if of is not settings:
+        _plain_locks = of, found = settings, {}
+    try:
+        return found[kind_of_lock, using]  # type: ignore[no-any-return]
+    except KeyError:
+        plain = found[kind_of_lock, using] = kind_of_lock(
+            client_of(settings, using) if settings.enabled else NULL_SERVER,
+            "any",
+            expire=settings.expire,
+            auto_renewal=settings.auto_renewal,
+            max_hold=settings.max_hold,
+            timeout=settings.timeout,
+            prefix=settings.key_prefix,
+        )
+        return plain
+
+
+def held_locks(using: str | None = None) -> Iterator[LockInfo]:
+    """Yield what is known of each lock held now on the Redis that the settings name, or on that of the cache alias `using`.
+
+    Under ``KEY_PREFIX``, in the order of their names; nothing with ``ENABLED: False``. Raises LockBackendError when Redis
+    cannot answer.
+    """
+    settings = conf.get()
+    if not settings.enabled:
+        return iter(())
+    return listing.held_locks(client_of(settings, using), settings.key_prefix)
+
+
+def reset_all(using: str | None = None) -> int:
+    """Force-release every lock held now, of those that `held_locks` yields, and return how many there were.
+
+    Touches nothing but this package's own keys. Their holders are not stopped: they are told of the loss.
+    """
+    settings = conf.get()
+    return listing.reset_all(client_of(settings, using), settings.key_prefix) if settings.enabled else 0
+
+
+@contextmanager
+def locked_atomic(name: str, *, database: str | None = None, **options: Unpack[AtomicOptions]) -> Iterator[Lock]:
+    """Hold a lock around a transaction on `database`: taken before its begin, released after its commit or rollback.
+
+    `options` are those of `lock`. Raises RuntimeError inside another atomic block of that database, whose commit would come
+    too late, and what taking the lock raises. When the lock was lost before the commit, the transaction is rolled back and
+    LockLost raised.
+    """
+    if in_atomic(connections[database or DEFAULT_DB_ALIAS]):
+        raise RuntimeError(
+            f"locked_atomic({name!r}) cannot be used inside an atomic block, or a request with ATOMIC_REQUESTS, which ends "
+            "after it. Use lock(..., until_commit=True) there."
+        )
+    with lock(name, until_commit=False, **options) as held, transaction.atomic(using=database):
+        yield held
+        held.raise_if_lost()

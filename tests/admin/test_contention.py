@@ -1,0 +1,121 @@
+"""The admin's page of the waits of the last hour."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import redis
+from django.test import Client
+from django.utils import translation
+
+from django_redislock.admin import contention
+from django_redislock.admin.contention import HEIGHT, WIDTH, bars
+from django_redislock.celery.execution_lock import count_duplicate
+from django_redislock.core.contention import Waits
+from django_redislock.core.driver.server import server_of
+from django_redislock.core.keys import lock_keys
+from tests.support import counting, wait_in_a_thread
+from tests.support.admin_pages import LIST, browser, messages, names, superuser, user
+
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("locks_by_url")]
+PAGE = LIST + "contention/"
+
+
+def get(web: Client) -> str:
+    response = web.get(PAGE)
+    assert response.status_code == 200
+    return response.content.decode()
+
+
+def plot(html: str) -> ElementTree.Element:
+    found = re.search(r'<svg class="redislock-plot".*?</svg>', html, re.DOTALL)
+    assert found is not None
+    return ElementTree.fromstring(found[0])
+
+
+def test_nobody_waited() -> None:
+    html = get(browser(superuser()))
+    assert "Nobody waited for a lock, and nothing was saved." in html
+    assert plot(html).findall("rect") == []
+
+
+def test_the_list_leads_here() -> None:
+    assert f'<a href="{PAGE}">' in browser(superuser()).get(LIST).content.decode()
+
+
+def test_names_and_plot(client: redis.Redis) -> None:
+    wait_in_a_thread(client, "<b>invoice</b>")
+    html = get(browser(superuser()))
+    assert "&lt;b&gt;invoice&lt;/b&gt;" in html
+    assert "<b>invoice" not in html
+    assert "1 wait," in html
+    [bar] = plot(html).findall("rect")
+    assert bar.find("title") is not None
+    assert 0 < float(bar.attrib["height"]) <= HEIGHT
+
+
+def test_what_was_saved(client: redis.Redis) -> None:
+    for _ in range(2):
+        count_duplicate(server_of(client), "celery:<i>report</i>", lock_keys("redislock", "celery:<i>report</i>"))
+    html = get(browser(superuser()))
+    cells = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", html[html.index("<tbody>") :])
+    assert cells[1:] == ["\N{EN DASH}", "\N{EN DASH}", "0", "0", "2", "0"]  # nobody waited
+    assert "&lt;i&gt;report" in cells[0]
+    assert "2 duplicate tasks prevented" in html
+    assert "0 recomputations avoided" in html
+
+
+def test_names_that_saved_most_are_shown_beside_those_waited_for_longest(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contention, "ROWS", 1)
+    for name in ("waited for", "waited for longer"):
+        wait_in_a_thread(client, name)
+    for name in ("saved", "saved more", "saved more"):
+        count_duplicate(server_of(client), name, lock_keys("redislock", name))
+    html = get(browser(superuser()))
+    assert len(names(html)) == 2
+    assert names(html)[1] == "saved more"
+    assert "Only those that were waited for longest or saved most are shown." in html
+
+
+def test_nothing_inline_that_a_strict_policy_forbids(client: redis.Redis) -> None:
+    wait_in_a_thread(client, "a")
+    html = get(browser(superuser()))
+    assert re.findall(r"<style|\sstyle=|\son\w+=|javascript:", html) == []
+    assert all("src=" in tag or "application/json" in tag for tag in re.findall(r"<script[^>]*>", html))
+
+
+def test_one_command(client: redis.Redis) -> None:
+    web = browser(superuser())
+    get(web)
+    with counting(client) as counts:
+        get(web)
+    assert counts["evalsha"] == 1
+
+
+def test_who_may_see_it() -> None:
+    assert browser(user("viewer", "view_heldlock")).get(PAGE).status_code == 200
+    assert browser(user("nobody")).get(PAGE).status_code == 403
+    assert Client().get(PAGE).status_code == 302
+
+
+def test_a_connection_that_is_down(settings: Any) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
+    response = browser(superuser()).get(PAGE)
+    assert response.status_code == 200
+    assert any("“url” failed" in message for message in messages(response))
+
+
+@pytest.mark.parametrize("language", ["en", "de"])
+def test_bars_fit_and_are_written_with_points(language: str) -> None:
+    minutes = [Waits(seconds=number / 7, waits=number % 3) for number in range(60)]
+    with translation.override(language):
+        drawn = bars(minutes)
+    assert len(drawn) == sum(minute.waits > 0 for minute in minutes)
+    for bar in drawn:
+        assert 0 <= float(bar.x) <= WIDTH - float(bar.width)
+        assert float(bar.y) + float(bar.height) == pytest.approx(HEIGHT, abs=0.11)

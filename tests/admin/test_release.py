@@ -1,0 +1,451 @@
+"""Force-release in the admin: who may, what it asks, what it leaves alone, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from html import unescape
+from typing import Any
+
+import pytest
+import redis
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import User
+from django.contrib.messages import get_messages
+from django.test import Client
+
+from django_redislock.celery.execution_lock import ExecutionLock
+from django_redislock.core import Lock
+from django_redislock.exceptions import LockLost
+from django_redislock.models import HeldLock, encode_key
+from django_redislock.signals import lock_force_released
+from tests.support import Proxy, RedisServer
+from tests.support.admin_pages import (
+    LIST,
+    browser,
+    confirm,
+    held,
+    hold,
+    messages,
+    names,
+    page_of,
+    release,
+    superuser,
+    tick,
+    user,
+)
+
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("locks_by_url")]
+
+WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
+
+
+@pytest.fixture
+def web() -> Client:
+    return browser(superuser())
+
+
+@pytest.fixture
+def signals() -> Iterator[list[dict[str, Any]]]:
+    received: list[dict[str, Any]] = []
+
+    def receive(**data: Any) -> None:
+        received.append(data)
+
+    lock_force_released.connect(receive)
+    yield received
+    lock_force_released.disconnect(receive)
+
+
+# The way through it
+
+
+def test_from_the_list_over_the_question_to_the_release(web: Client, client: redis.Redis) -> None:
+    stuck, other = hold(client, "stuck", label="nightly[7]"), hold(client, "other")
+    [box] = re.findall(r'value="([^"]+)" class="action-select" aria-label="Select this lock: stuck"', listed(web))
+
+    question = confirm(web, box)
+    html = question.content.decode()
+    assert names(html) == ["stuck"]
+    assert "nightly[7]" in html
+    assert re.search(r'title="[^"]+"><bdi>\d\.\d s<', html)
+    assert WARNING in html
+    assert held(client, "stuck")
+
+    answer = web.post(LIST, form(html), follow=True)
+    assert answer.redirect_chain == [(LIST, 302)]
+    assert "“stuck”" in messages(answer)[0]
+    assert names(answer.content.decode()) == ["other"]
+    assert not stuck.owned()
+    assert other.owned()
+
+
+def test_from_the_page_of_a_lock(web: Client, client: redis.Redis) -> None:
+    hold(client, "stuck")
+    html = web.get(page_of("stuck")).content.decode()
+    assert f'formaction="{LIST}"' in html
+    question = web.post(LIST, form(html)).content.decode()
+    assert WARNING in question
+    web.post(LIST, form(question))
+    assert not held(client, "stuck")
+
+
+def test_the_former_holder_is_told_and_a_waiter_gets_it(web: Client, client: redis.Redis) -> None:
+    lock = hold(client, "stuck")
+    release(web, tick(lock))
+    assert hold(client, "stuck").fence > lock.fence
+    with pytest.raises(Exception, match="lost"):
+        lock.release()
+    assert held(client, "stuck")
+
+
+def test_many_at_once(web: Client, client: redis.Redis) -> None:
+    locks = [hold(client, f"lock {number}") for number in range(8)]
+    answer = release(web, *[tick(lock) for lock in locks[:7]])
+    assert [held(client, lock.name) for lock in locks] == [False] * 7 + [True]
+    [message] = messages(answer)
+    assert message.startswith("7 locks were force-released")
+    assert "…" in message
+
+
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a\r\nb", "nul \0", "🔒/é", "   ", "x" * 1000], ids=repr)
+def test_any_name_can_be_released(web: Client, client: redis.Redis, name: str) -> None:
+    hold(client, name)
+    [box] = re.findall(r'name="_selected_action" value="([^"]+)"', listed(web))
+    question = confirm(web, box).content.decode()
+    assert "<script>alert" not in question
+    answer = web.post(LIST, form(question), follow=True)
+    assert not held(client, name)
+    assert "<script>alert" not in answer.content.decode()
+    assert "\0" not in LogEntry.objects.get().object_repr  # PostgreSQL would refuse it
+
+
+# What it leaves alone
+
+
+def test_changed_hands_between_list_and_question(web: Client, client: redis.Redis) -> None:
+    first = hold(client, "stuck")
+    box = tick(first)
+    first.release()
+    second = hold(client, "stuck")
+    answer = confirm(web, box)
+    assert messages(answer) == ["1 lock changed hands, left alone: “stuck”."]
+    assert answer.redirect_chain == [(LIST, 302)]
+    assert second.owned()
+
+
+def test_changed_hands_between_question_and_answer(web: Client, client: redis.Redis) -> None:
+    first, other = hold(client, "stuck"), hold(client, "other")
+    question = confirm(web, tick(first), tick(other)).content.decode()
+    first.release()
+    second = hold(client, "stuck")
+    answer = web.post(LIST, form(question), follow=True)
+    assert sorted(message.split(":")[0] for message in messages(answer)) == [
+        "1 lock changed hands, left alone",
+        "1 lock was force-released",
+    ]
+    assert second.owned()
+    assert not other.owned()
+    assert [entry.object_repr for entry in LogEntry.objects.all()] == ["other"]
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_changed_hands_within_the_release_itself(
+    web: Client, client: redis.Redis, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    """The script in Redis has the last word, however late the change."""
+    first = hold(client, "stuck")
+    box = tick(first)
+    reset = Lock.reset
+
+    def late(self: Lock, *args: Any, **kwargs: Any) -> bool:
+        first.release()
+        if taken:
+            hold(client, "stuck")
+        return reset(self, *args, **kwargs)
+
+    monkeypatch.setattr(Lock, "reset", late)
+    answer = release(web, box)
+    what = "changed hands, left alone" if taken else "is not held any more"
+    assert messages(answer) == [f"1 lock {what}: “stuck”."]
+    assert held(client, "stuck") == taken
+    assert not LogEntry.objects.exists()
+
+
+def test_not_held_any_more(web: Client, client: redis.Redis) -> None:
+    lock = hold(client, "stuck")
+    box = tick(lock)
+    lock.release()
+    assert messages(confirm(web, box)) == ["1 lock is not held any more: “stuck”."]
+    assert messages(release(web, box)) == ["1 lock is not held any more: “stuck”."]
+
+
+@pytest.mark.parametrize("send", [confirm, release])
+def test_select_across_is_ignored(web: Client, client: redis.Redis, send: Any) -> None:
+    locks = [hold(client, f"lock {number}") for number in range(25)]
+    answer = send(web, tick(locks[3]), select_across="1")
+    if send is confirm:
+        assert names(answer.content.decode()) == ["lock 3"]
+        web.post(LIST, form(answer.content.decode()) | {"select_across": "1"})
+    assert [lock.name for lock in locks if not held(client, lock.name)] == ["lock 3"]
+    answer = release(web, select_across="1")
+    assert sum(held(client, lock.name) for lock in locks) == 24
+
+
+def test_only_on_its_own_connection(web: Client, client: redis.Redis, settings: Any, server: Any) -> None:
+    other = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": server.url_of_db(1)}
+    settings.CACHES = settings.CACHES | {"other": other}
+    lock = hold(client, "stuck")
+    with redis.Redis.from_url(server.url_of_db(1)) as second:
+        second.flushdb()
+        twin = hold(second, "stuck")
+        release(web, tick(twin, "other"))
+        assert lock.owned()
+        assert not twin.owned()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        ".",
+        "nonsense.1",
+        f"{encode_key('url', 'a')}",
+        f"{encode_key('url', 'a')}.x",
+        f"{encode_key('url', 'a')}.",
+        f"{encode_key('url', 'a')}.1",
+        f"{encode_key('elsewhere', 'a')}.1",
+        f"{encode_key('url', 'x' * 1001)}.1",
+    ],
+)
+def test_forged_boxes_release_nothing(web: Client, client: redis.Redis, value: str) -> None:
+    lock = hold(client, "a")
+    assert release(web, value).status_code == 200
+    assert confirm(web, value).status_code == 200
+    assert lock.owned()
+
+
+@pytest.mark.processes
+def test_a_connection_that_is_down_is_told_and_the_others_are_released(
+    web: Client, client: redis.Redis, settings: Any, own_server: RedisServer
+) -> None:
+    cache = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": own_server.url}
+    settings.CACHES = settings.CACHES | {"second": cache}
+    with own_server.client() as second:
+        boxes = [tick(hold(second, f"far {number}"), "second") for number in range(3)]
+    lock = hold(client, "near")
+    own_server.kill()
+    answer = release(web, *boxes, tick(lock))
+    told = " ".join(messages(answer))
+    assert "“near”" in told
+    assert "Connection “second” failed, and nothing more was done there: ConnectionError" in told
+    assert not held(client, "near")
+
+
+def test_a_release_that_is_not_answered_is_unknown(
+    web: Client, settings: Any, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": proxy.url + "?socket_timeout=2"}
+    with redis.Redis.from_url(proxy.url) as near:
+        boxes = [tick(hold(near, name)) for name in ("a", "b")]
+    reset = Lock.reset
+
+    def stalled(self: Lock, *args: Any, **kwargs: Any) -> bool:
+        proxy.stall()
+        return reset(self, *args, **kwargs)
+
+    monkeypatch.setattr(Lock, "reset", stalled)
+    answer = web.post(LIST, {"action": "force_release", "confirmed": "yes", "_selected_action": boxes})
+    proxy.heal()
+    told = [str(message) for message in get_messages(answer.wsgi_request)]
+    assert told[0] == "Whether 1 lock was released is unknown, because Redis did not answer: “a”."
+    assert told[1].startswith("Connection “url” failed, and nothing more was done there: TimeoutError")
+    assert not LogEntry.objects.exists()
+
+
+# What it leaves behind
+
+
+def test_log_entry_record_and_signal(
+    client: redis.Redis, signals: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    operator = user("olga", "view_heldlock", "force_release_heldlock")
+    web = browser(operator)
+    lock = hold(client, "stuck", label="nightly[7]")
+    with caplog.at_level(logging.INFO, "django_redislock"):
+        release(web, tick(lock))
+
+    entry = LogEntry.objects.get()
+    assert entry.user == operator
+    assert entry.is_change()
+    assert entry.object_repr == "stuck"
+    assert entry.object_id == encode_key("url", "stuck")
+    assert entry.content_type.model_class() is HeldLock
+    for text in ("Force-released", "nightly[7]", str(lock.fence), "url"):
+        assert text in entry.get_change_message()
+
+    [record] = [record for record in caplog.records if "'stuck'" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert "olga" in record.getMessage()
+
+    [signal] = signals
+    assert signal["user"] == operator
+    assert signal["name"] == "stuck"
+    assert signal["fence"] == lock.fence
+
+    for text in (record.getMessage(), json.dumps(entry.change_message), repr(signals)):
+        assert str(lock.id) not in text
+
+
+def test_the_reason_reaches_the_former_holder_the_history_the_log_and_the_signal(
+    web: Client, client: redis.Redis, signals: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = hold(client, "stuck")
+    assert 'name="reason"' in confirm(web, tick(lock)).content.decode()
+    release(web, tick(lock), reason="  it hangs since noon ")
+    assert LogEntry.objects.get().get_change_message().endswith("Reason: it hangs since noon")
+    assert signals[0]["reason"] == "it hangs since noon"
+    assert "was force-released by root (it hangs since noon)." in caplog.text
+    with pytest.raises(LockLost, match=r"root force-released it at .* UTC: it hangs since noon\.") as raised:
+        lock.release()
+    assert raised.value.record.code == "force_released"
+
+
+def test_the_question_shows_the_task_its_arguments_and_who_is_next(
+    web: Client, client: redis.Redis, listen: Any
+) -> None:
+    details = {"arguments": "customer='<b>', day=3", "worker": "celery@one"}
+    label = "shop.tasks.rebuild[0b6c8f0e-3b60-4a52-9c1f-2f5d0c9b6a11]"
+    lock = ExecutionLock(client, "celery", kind="celery", expire=600, auto_renewal=False)
+    lock = lock.named("celery:a", label=label, details=details)
+    assert lock.acquire(blocking=False)
+    channels = [f"redislock:wake:0:{number}:web" for number in (11, 22)]
+    listen(*channels)
+    client.zadd(lock._keys.queue, {f"{channel}\n1": number for number, channel in enumerate(channels)})
+    html = confirm(web, tick(lock)).content.decode()
+    for text in (label, "customer=&#x27;&lt;b&gt;&#x27;, day=3", "2<br>next: <bdi>web · 11</bdi> for "):
+        assert text in html
+
+
+def test_the_history_outlives_the_lock(web: Client, client: redis.Redis) -> None:
+    release(web, tick(hold(client, "stuck")))
+    entry = LogEntry.objects.get()
+    assert entry.get_admin_url() in web.get("/admin/").content.decode()
+    assert web.get(entry.get_admin_url()).status_code == 200
+    history = web.get(page_of("stuck", view="history")).content.decode()
+    assert "Force-released after" in history
+    assert "root" in history
+
+
+# Who may
+
+
+def who(kind: str) -> Client:
+    if kind == "anonymous":
+        return Client()
+    if kind == "superuser":
+        return browser(superuser())
+    permissions = {
+        "user": (),
+        "staff": (),
+        "viewer": ("view_heldlock",),
+        "releaser without view": ("force_release_heldlock",),
+        "releaser": ("view_heldlock", "force_release_heldlock"),
+    }
+    return browser(user("somebody", *permissions[kind], staff=kind != "user"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sees", "releases"),
+    [
+        ("anonymous", False, False),
+        ("user", False, False),
+        ("staff", False, False),
+        ("viewer", True, False),
+        ("releaser without view", False, False),
+        ("releaser", True, True),
+        ("superuser", True, True),
+    ],
+)
+def test_who_may_what(client: redis.Redis, kind: str, sees: bool, releases: bool) -> None:
+    lock = hold(client, "stuck")
+    box = tick(lock)
+    web = who(kind)
+    outside = {"anonymous": 302, "user": 302}.get(kind, 403)
+    for path in (LIST, page_of("stuck"), page_of("stuck", view="history")):
+        response = web.get(path)
+        assert response.status_code == (200 if sees else outside)
+        assert ("stuck" in response.content.decode()) == sees
+    if sees:
+        for path in (LIST, page_of("stuck")):
+            assert ("force_release" in web.get(path).content.decode()) == releases
+    assert (WARNING in confirm(web, box).content.decode()) == releases
+    assert lock.owned()
+    release(web, box)
+    assert lock.owned() != releases
+    assert LogEntry.objects.exists() == releases
+
+
+@pytest.mark.parametrize("kind", ["viewer", "superuser"])
+def test_nobody_adds_edits_or_deletes(client: redis.Redis, kind: str) -> None:
+    lock = hold(client, "stuck")
+    web = who(kind)
+    html = web.get(LIST).content.decode() + web.get(page_of("stuck")).content.decode()
+    assert "delete" not in re.sub(r"delete_selected|deletelink", "", html).lower()
+    for path in (f"{LIST}add/", page_of("stuck", view="delete")):
+        assert web.get(path).status_code == 403
+        assert web.post(path, {"post": "yes"}).status_code == 403
+    assert web.post(page_of("stuck"), {"name": "other"}).status_code == 403
+    web.post(LIST, {"action": "delete_selected", "index": "0", "_selected_action": [tick(lock)], "post": "yes"})
+    assert lock.owned()
+
+
+def test_the_token_against_forged_requests_is_needed(client: redis.Redis) -> None:
+    lock = hold(client, "stuck")
+    web = browser(superuser(), enforce_csrf_checks=True)
+    for send in (confirm, release):
+        assert send(web, tick(lock)).status_code == 403
+    assert lock.owned()
+    html = web.get(page_of("stuck")).content.decode()
+    question = web.post(LIST, form(html)).content.decode()
+    assert lock.owned()
+    web.post(LIST, form(question))
+    assert not lock.owned()
+
+
+@pytest.mark.parametrize("method", ["get", "head", "options", "put", "delete"])
+def test_only_post_releases(web: Client, client: redis.Redis, method: str) -> None:
+    lock = hold(client, "stuck")
+    query = f"?action=force_release&confirmed=yes&index=0&_selected_action={tick(lock)}"
+    for path in (LIST + query, page_of("stuck") + query, LIST):
+        getattr(web, method)(path)
+    assert lock.owned()
+    assert not LogEntry.objects.exists()
+
+
+def test_a_permission_taken_away_between_question_and_answer(client: redis.Redis) -> None:
+    operator = user("olga", "view_heldlock", "force_release_heldlock")
+    lock = hold(client, "stuck")
+    question = confirm(browser(operator), tick(lock)).content.decode()
+    operator.user_permissions.clear()
+    web = browser(User.objects.get(pk=operator.pk))
+    assert web.post(LIST, form(question)).status_code == 403
+    assert lock.owned()
+
+
+def listed(web: Client) -> str:
+    return web.get(LIST).content.decode()
+
+
+def form(html: str) -> dict[str, Any]:
+    """Return what the form of the page that can be sent by POST to the list sends."""
+    data: dict[str, Any] = {}
+    for field in re.findall(r'<input type="hidden"[^>]*>', html):
+        name, value = (unescape(re.search(rf'{key}="([^"]*)"', field)[1]) for key in ("name", "value"))  # type: ignore[index]
+        if name in data and name == "_selected_action":
+            data[name] = [*data[name], value]
+        else:
+            data[name] = [value] if name == "_selected_action" else value
+    return data

@@ -1,0 +1,502 @@
+"""aget_or_set is protected, too, and takes defaults of both kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import redis
+from asgiref.sync import async_to_sync, sync_to_async
+from django.test import override_settings
+
+from django_redislock.cache import cached, single_flight
+from django_redislock.core import Lock, held_locks
+from django_redislock.core.keys import lock_keys
+from django_redislock.exceptions import AcquireTimeout
+from tests.support import Proxy, monitoring, queued, wait_until
+from tests.support.cache_programs import cache_at, commands, followers
+
+
+@pytest.fixture
+def cache(redis_url, backend):
+    return cache_at(redis_url, backend)
+
+
+class Work:
+    """A default that runs until the test lets it end."""
+
+    def __init__(self):
+        self.calls = 0
+        self.end = threading.Event()
+
+    def sync(self):
+        self.calls += 1
+        assert self.end.wait(20)
+        return ["v"]
+
+    async def async_(self):
+        self.calls += 1
+        while not self.end.is_set():
+            await asyncio.sleep(0.01)
+        return ["v"]
+
+
+async def until(condition):
+    await sync_to_async(wait_until, thread_sensitive=False)(condition)
+
+
+@pytest.mark.parametrize(
+    "default_of",
+    [
+        lambda work: work.sync,
+        lambda work: work.async_,
+        lambda work: lambda: work.async_(),
+        lambda work: functools.partial(work.async_),
+    ],
+    ids=["sync", "async", "a lambda that returns a coroutine", "partial"],
+)
+def test_tasks_and_threads_compute_once(cache, default_of):
+    work = Work()
+
+    async def main():
+        tasks = [asyncio.ensure_future(cache.aget_or_set("k", default_of(work), 60)) for _ in range(10)]
+        await until(lambda: followers() == 9)
+        work.end.set()
+        return await asyncio.gather(*tasks)
+
+    values = asyncio.run(main())
+    assert values == [["v"]] * 10
+    assert len({id(value) for value in values}) == 10
+    assert work.calls == 1
+    assert cache.get("k") == ["v"]
+
+
+def test_a_hit_computes_nothing(cache):
+    cache.set("k", None)
+    assert asyncio.run(cache.aget_or_set("k", lambda: 1 / 0)) is None
+
+
+def test_a_default_that_is_not_callable(cache):
+    assert asyncio.run(cache.aget_or_set("k", 5, 60)) == 5
+    assert cache.get("k") == 5
+
+
+def test_an_async_default_runs_in_the_callers_loop(cache):
+    async def main():
+        loop = asyncio.get_running_loop()
+
+        async def compute():
+            return asyncio.get_running_loop() is loop
+
+        return await cache.aget_or_set("k", compute)
+
+    assert asyncio.run(main()) is True
+
+
+def test_who_waits_blocks_no_other_work(cache):
+    """Nor does it take the threads of the loop's own pool, however many wait."""
+    work = Work()
+
+    async def main():
+        tasks = [asyncio.ensure_future(cache.aget_or_set("k", work.async_, 60)) for _ in range(50)]
+        await until(lambda: followers() == 49)
+        assert await sync_to_async(lambda: "sensitive")() == "sensitive"
+        assert await asyncio.to_thread(lambda: "pool") == "pool"
+        work.end.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_the_defaults_exception_comes_out(cache):
+    async def fail():
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        asyncio.run(cache.aget_or_set("k", fail))
+    assert asyncio.run(cache.aget_or_set("k", lambda: 1)) == 1
+
+
+def test_nested(cache):
+    async def outer():
+        return ["outer", await cache.aget_or_set("inner", inner)]
+
+    async def inner():
+        return ["inner", await cache.aget_or_set("outer", lambda: "end")]
+
+    async def main():
+        return await asyncio.wait_for(cache.aget_or_set("outer", outer), 10)
+
+    assert asyncio.run(main()) == ["outer", ["inner", "end"]]
+
+
+def test_options_are_those_of_get_or_set(cache):
+    with pytest.raises(ValueError, match="wait"):
+        asyncio.run(cache.aget_or_set("k", lambda: 1, wait=-1))
+    with pytest.raises(TypeError):
+        asyncio.run(cache.aget_or_set("k", lambda: 1, nonsense=1))
+    assert asyncio.run(cache.aget_or_set("k", lambda: 1, 60, version=2, wait=5, expire=3)) == 1
+    assert cache.get("k", version=2) == 1
+
+
+def test_a_hit_is_one_get_over_a_connection_of_its_own(cache, client):
+    cache.set("k", "v")
+
+    async def main():
+        await cache.aget_or_set("warm", lambda: 1)
+        with monitoring(client) as sent:
+            assert await cache.aget_or_set("k", lambda: 1 / 0) == "v"
+        return sent
+
+    assert asyncio.run(main()) == ["GET :1:k"]
+
+
+def test_a_miss_takes_three_round_trips(cache, client):
+    async def compute():
+        return "v"
+
+    async def main():
+        await cache.aget_or_set("warm", compute)
+        with monitoring(client) as sent:
+            assert await cache.aget_or_set("k", compute) == "v"
+        return commands(sent)
+
+    assert asyncio.run(main()) == ["GET", "EVALSHA", "EVALSHA"]
+
+
+def test_with_an_async_default_no_thread_is_started(cache):
+    """Neither for the hit nor for the miss, nor for those who wait: sync_to_async has nothing to do with it."""
+    work = Work()
+
+    async def main():
+        before = threading.active_count()
+        tasks = [asyncio.ensure_future(cache.aget_or_set("k", work.async_, 60)) for _ in range(20)]
+        while followers() < 19:
+            await asyncio.sleep(0.01)
+        work.end.set()
+        assert await asyncio.gather(*tasks) == [["v"]] * 20
+        assert await cache.aget_or_set("k", work.async_, 60) == ["v"]
+        watchdog = sum(thread.name.startswith("redislock-watchdog") for thread in threading.enumerate())
+        assert threading.active_count() - watchdog <= before
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("leader", ["thread", "task"])
+def test_threads_and_tasks_of_a_process_share_one_flight(cache, client, leader):
+    work = Work()
+    first = threading.Event()
+
+    def compute():
+        first.set()
+        return work.sync()
+
+    async def acompute():
+        first.set()
+        return await work.async_()
+
+    async def main(pool):
+        with monitoring(client) as sent:
+            if leader == "thread":
+                leading = asyncio.wrap_future(pool.submit(cache.get_or_set, "k", compute, 60))
+            else:
+                leading = asyncio.ensure_future(cache.aget_or_set("k", acompute, 60))
+            await until(first.is_set)
+            waiting = [asyncio.ensure_future(cache.aget_or_set("k", acompute, 60)) for _ in range(5)]
+            waiting += [asyncio.wrap_future(pool.submit(cache.get_or_set, "k", compute, 60)) for _ in range(5)]
+            await until(lambda: followers() == 10)
+            work.end.set()
+            values = await asyncio.gather(leading, *waiting)
+        assert values == [["v"]] * 11
+        assert sorted(commands(sent)) == ["EVALSHA"] * 2 + ["GET"] * 11
+
+    cache.get_or_set("warm", lambda: 1)
+    with ThreadPoolExecutor(12) as pool:
+
+        async def warmed():
+            await cache.aget_or_set("warm", lambda: 1)
+            await cache.aget_or_set("warm too", lambda: 1)
+            await main(pool)
+
+        asyncio.run(asyncio.wait_for(warmed(), 30))
+    assert work.calls == 1
+
+
+def test_a_cancelled_leader_is_followed_by_another(cache, client):
+    calls = []
+
+    async def compute():
+        calls.append(1)
+        if len(calls) == 1:
+            await asyncio.sleep(60)
+        return "v"
+
+    async def main():
+        leader = asyncio.ensure_future(cache.aget_or_set("k", compute, 60))
+        await until(lambda: calls)
+        others = [asyncio.ensure_future(cache.aget_or_set("k", compute, 60)) for _ in range(5)]
+        await until(lambda: followers() == 5)
+        leader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leader
+        assert await asyncio.wait_for(asyncio.gather(*others), 10) == ["v"] * 5
+
+    asyncio.run(main())
+    assert len(calls) == 2
+    assert not list(held_locks(client))
+
+
+def test_a_cancelled_follower_disturbs_nobody(cache):
+    work = Work()
+
+    async def main():
+        tasks = [asyncio.ensure_future(cache.aget_or_set("k", work.async_, 60)) for _ in range(5)]
+        await until(lambda: followers() == 4)
+        tasks[2].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[2]
+        work.end.set()
+        return await asyncio.gather(*tasks[:2], *tasks[3:])
+
+    assert asyncio.run(main()) == [["v"]] * 4
+    assert work.calls == 1
+
+
+def test_one_who_waits_for_another_process_and_is_cancelled_leaves_no_trace(cache, client):
+    """The lock is held by somebody else: by a plain lock of that name here."""
+
+    async def main():
+        with Lock(client, "cache::1:k"):
+            task = asyncio.ensure_future(cache.aget_or_set("k", lambda: 1, 60))
+            queue = lock_keys("redislock", "cache::1:k").queue
+            await until(lambda: client.zcard(queue) == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: client.zcard(queue) == 0)
+        assert await cache.aget_or_set("k", lambda: "v", 60) == "v"
+
+    asyncio.run(main())
+
+
+def test_a_task_that_gives_up_waiting(cache):
+    work = Work()
+
+    async def main():
+        leader = asyncio.ensure_future(cache.aget_or_set("k", work.async_, 60))
+        await until(lambda: work.calls)
+        with pytest.raises(AcquireTimeout):
+            await cache.aget_or_set("k", work.async_, 60, wait=0.1, on_wait_timeout="raise")
+        assert await cache.aget_or_set("k", work.async_, 60, wait=0.1, on_wait_timeout={"a": 1}) == {"a": 1}
+        work.end.set()
+        assert await leader == ["v"]
+
+    asyncio.run(main())
+    assert work.calls == 1
+
+
+def test_a_thread_that_blocks_the_loop_of_the_leading_task_does_not_wait_for_it(cache):
+    work = Work()
+
+    async def main():
+        leader = asyncio.ensure_future(cache.aget_or_set("k", work.async_, 60))
+        await until(lambda: work.calls)
+        began = time.monotonic()
+        assert cache.get_or_set("k", lambda: "own", 60) == "own"
+        assert time.monotonic() - began < 10, "far below the 30 s that a caller waits at most"
+        work.end.set()
+        await leader
+
+    asyncio.run(main())
+
+
+def test_each_loop_has_connections_of_its_own_and_closes_them(cache, client):
+    async def main():
+        await cache.aget_or_set("k", lambda: 1)
+        return {connection["id"] for connection in client.client_list()}
+
+    def ids():
+        return {connection["id"] for connection in client.client_list()}
+
+    before = ids()
+    opened = (asyncio.run(main()) | asyncio.run(main())) - before
+    assert opened
+    wait_until(lambda: not opened & ids())
+
+
+def test_disabled_it_takes_async_defaults_all_the_same(cache):
+    async def compute():
+        return "v"
+
+    with override_settings(DJANGO_REDISLOCK={"ENABLED": False}):
+        assert asyncio.run(cache.aget_or_set("k", compute)) == "v"
+    assert asyncio.run(cache.aget_or_set("l", compute, 0)) == "v"
+    assert asyncio.run(cache.aget_or_set("m", compute, lock=False)) == "v"
+    assert cache.get("k") == "v"
+    assert cache.get("l") is None
+    assert cache.get("m") == "v"
+
+
+def test_a_value_of_several_megabytes_arrives(cache):
+    value = "x" * 3_000_000
+
+    async def main():
+        assert await cache.aget_or_set("k", lambda: value) == value
+        assert await cache.aget_or_set("k", lambda: 1 / 0) == value
+
+    asyncio.run(main())
+
+
+def test_hits_of_async_views_under_wsgi_open_no_connection_each(redis_url, backend, client):
+    """There each request has a loop of its own, which ends with it."""
+    cache = cache_at(redis_url, backend)
+    view = async_to_sync(partial(cache.aget_or_set, "k", lambda: "v", 60))
+    many = async_to_sync(partial(cache.aget_or_set_many, ["k"], lambda missing: {}))
+    stale = async_to_sync(partial(cache.aget_or_set, "k", lambda: "v", 60, stale=5))
+    assert (view(), view(), many(), stale()) == ("v", "v", {"k": "v"}, "v")
+    before = client.info("stats")["total_connections_received"]
+    for _ in range(10):
+        assert (view(), many(), stale()) == ("v", {"k": "v"}, "v")
+    assert client.info("stats")["total_connections_received"] == before
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_an_answer_that_takes_longer_than_the_socket_timeout_but_keeps_coming_arrives(redis_url, backend, many):
+    cache_at(redis_url, backend).set("k", "x" * 1_000_000)
+    with Proxy(redis_url) as proxy:
+        slow = cache_at(f"{proxy.url}?socket_timeout=0.6", backend)
+
+        async def main():
+            await slow.aget_or_set("warm", lambda: 1)
+            began = time.monotonic()
+            proxy.delay_replies(0.1)  # each piece of 64 KB
+            if many:
+                value = (await slow.aget_or_set_many(["k"], lambda missing: {}))["k"]
+            else:
+                value = await slow.aget_or_set("k", lambda: "computed")
+            return value, time.monotonic() - began
+
+        value, seconds = asyncio.run(main())
+    assert len(value) == 1_000_000
+    assert seconds > 0.9, "it took longer than the socket timeout"
+
+
+def test_an_answer_that_stops_coming_is_not_waited_for_for_ever(redis_url):
+    cache_at(redis_url).set("k", "x" * 1_000_000)
+    with Proxy(redis_url) as proxy:
+        slow = cache_at(f"{proxy.url}?socket_timeout=0.6")
+
+        async def main():
+            await slow.aget_or_set("warm", lambda: 1)
+            proxy.delay_replies(0.1)
+            asking = asyncio.create_task(slow.aget_or_set("k", lambda: "computed"))
+            await asyncio.sleep(0.25)  # the time in which some of it comes
+            proxy.stall()
+            with pytest.raises(redis.TimeoutError, match="no answer within"):
+                await asyncio.wait_for(asking, 20)
+            proxy.heal()
+
+        asyncio.run(main())
+
+
+def test_nested_keys_in_opposite_orders_in_two_tasks(cache, client):
+    async def main():
+        both = asyncio.Barrier(2)
+
+        async def inner(key):
+            return [key]
+
+        async def nest(outer, other):
+            async def compute():
+                await both.wait()
+                return [outer, await cache.aget_or_set(other, functools.partial(inner, other), 60)]
+
+            return await cache.aget_or_set(outer, compute, 60, wait=120)
+
+        async with asyncio.timeout(60):  # half of what each would wait for the other
+            return await asyncio.gather(nest("a", "b"), nest("b", "a"))
+
+    values = asyncio.run(main())
+    assert values in ([["a", ["b"]], ["b", ["a", ["b"]]]], [["a", ["b", ["a"]]], ["b", ["a"]]])
+    assert not list(held_locks(client))
+
+
+def test_a_pool_of_two_connections_serves_sixteen_tasks_and_threads(redis_url, client):
+    """All compute at the same time, and as many wait for them in another process's stead."""
+    pool_of_two = {
+        "CONNECTION_POOL_CLASS": "redis.BlockingConnectionPool",
+        "CONNECTION_POOL_KWARGS": {"max_connections": 2},
+    }
+    cache = cache_at(redis_url, OPTIONS=pool_of_two)
+    elsewhere = cache_at(f"{redis_url}?socket_timeout=6", OPTIONS=pool_of_two)  # shares no flights with the first
+    work = Work()
+    keys = [f"k{number}" for number in range(16)]
+
+    async def main():
+        computing = [asyncio.ensure_future(cache.aget_or_set(key, work.async_, 60, expire=60)) for key in keys]
+        await until(lambda: work.calls == 16)
+        waiting = [asyncio.ensure_future(elsewhere.aget_or_set(key, lambda: "own", 60)) for key in keys]
+        with ThreadPoolExecutor(16) as pool:
+            threads = [pool.submit(elsewhere.get_or_set, key, lambda: "own", 60) for key in keys]
+            await until(lambda: sum(queued(client, f"cache::1:{key}") for key in keys) == 16)
+            work.end.set()
+            values = await asyncio.gather(*computing, *waiting, *map(asyncio.wrap_future, threads))
+        assert values == [["v"]] * 48
+
+    asyncio.run(main())
+    assert not list(held_locks(client))
+
+
+def test_a_default_that_needs_the_thread_of_a_caller_is_not_waited_for_by_it(cache):
+    """`sync_to_async` has one thread: who waits there keeps the default from going on."""
+    asked = threading.Event()
+
+    async def work():
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        return await sync_to_async(lambda: "v")()
+
+    def ask():
+        asked.set()
+        return cache.get_or_set("k", lambda: "own", 60)
+
+    async def main():
+        first = asyncio.ensure_future(cache.aget_or_set("k", work, 60))
+        await until(lambda: list(single_flight._flights))
+        return await sync_to_async(ask)(), await first
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) in (("own", "own"), ("own", "v"))
+
+
+class Asking:
+    async def __call__(self, value="v"):
+        return value
+
+
+@pytest.mark.parametrize("default", [Asking(), functools.partial(Asking(), "v")], ids=["object", "partial"])
+def test_an_object_with_an_asynchronous_call_is_a_default(cache, default):
+    assert asyncio.run(cache.aget_or_set("k", default)) == "v"
+    assert asyncio.run(cache.aget_or_set_many(["l"], lambda keys: dict.fromkeys(keys, "v"))) == {"l": "v"}
+
+
+@pytest.mark.parametrize("argument", ["should_cache", "on_wait_timeout"])
+@pytest.mark.parametrize("function", [Asking(), Asking().__call__], ids=["object", "method"])
+def test_coroutine_functions_are_refused_where_they_are_not_awaited(cache, argument, function):
+    with pytest.raises(TypeError, match=rf"{argument} must be a plain function"):
+        cache.get_or_set("k", lambda: 1, **{argument: function})
+    with pytest.raises(TypeError, match=rf"{argument} must be a plain function"):
+        asyncio.run(cache.aget_or_set("k", lambda: 1, **{argument: function}))
+
+
+def test_an_unknown_option_is_named_with_the_function_that_was_called(cache):
+    with pytest.raises(TypeError, match=r"^aget_or_set\(\) got an unexpected keyword argument 'waitt'"):
+        asyncio.run(cache.aget_or_set("k", lambda: 1, waitt=3))
+    with pytest.raises(TypeError, match=r"^get_or_set_many\(\) got an unexpected keyword argument 'waitt'"):
+        cache.get_or_set_many(["k"], dict.fromkeys, waitt=3)
+    with pytest.raises(TypeError, match=r"^cached\(\) got an unexpected keyword argument 'waitt'"):
+        cached(60, waitt=3)

@@ -1,0 +1,281 @@
+"""The client classes, serializers, compressors and replicas of the base backends."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+from django.test import override_settings
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from django_redislock.core import held_locks
+from tests.support import RedisServer, free_port, monitoring, wait_until
+from tests.support.cache_programs import base_at, cache_at, commands
+
+HERD = {"CLIENT_CLASS": "django_redis.client.HerdClient"}
+SHARD = {"CLIENT_CLASS": "django_redis.client.ShardClient"}
+
+
+def never():
+    raise AssertionError("computed although nobody should")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"SERIALIZER": "django_redis.serializers.json.JSONSerializer"},
+        {"COMPRESSOR": "django_redis.compressors.zlib.ZlibCompressor"},
+        {"COMPRESSOR": "django_redis.compressors.lzma.LzmaCompressor"},
+        {"COMPRESSOR": "django_redis.compressors.gzip.GzipCompressor"},
+        {"COMPRESSOR": "django_redis.compressors.lz4.Lz4Compressor"},
+        {"COMPRESSOR": "django_redis.compressors.zstd.ZStdCompressor"},
+        {"SERIALIZER": "django_redis.serializers.msgpack.MSGPackSerializer"},
+        {"PICKLE_VERSION": 2},
+        HERD,
+    ],
+    ids=lambda options: next(iter(options.values())),
+)
+@pytest.mark.parametrize("value", [None, 5, True, "x" * 500, {"a": [1, 2]}], ids=lambda value: repr(value)[:5])
+def test_stored_bytes_and_lives_are_those_of_the_base_class(redis_url, client, options, value):
+    cache, base = cache_at(redis_url, OPTIONS=options), base_at(redis_url, OPTIONS=options)
+    base.set("base", value, 60)
+    assert cache.get_or_set("k", lambda: value, 60) == value
+    assert cache.get_or_set("k", never, 60) == value
+    assert asyncio.run(cache.aget_or_set("k", never, 60)) == value
+    assert cache.get_or_set_many(["k"], never) == {"k": value}
+    assert base.get("k") == value
+    assert abs(client.pttl(":1:k") - client.pttl(":1:base")) < 10_000
+    if options is not HERD and "Gzip" not in str(options):  # which store the time, too
+        assert client.get(":1:k") == client.get(":1:base")
+
+
+def test_what_is_returned_went_through_the_serializer(redis_url):
+    cache = cache_at(redis_url, OPTIONS={"SERIALIZER": "django_redis.serializers.json.JSONSerializer"})
+    assert cache.get_or_set("k", lambda: (1, 2)) == [1, 2]
+
+
+class OwnSerializer:
+    """Not bytes: redis-py would encode it."""
+
+    def dumps(self, value):
+        return f"own:{value}"
+
+    def loads(self, data):
+        return data.decode().removeprefix("own:")
+
+
+def test_djangos_own_backend_with_a_serializer_of_ones_own(redis_url, client):
+    cache = cache_at(redis_url, "DjangoRedisCache", OPTIONS={"serializer": OwnSerializer})
+    assert cache.get_or_set("k", lambda: "ü") == "ü"
+    assert client.get(":1:k") == "own:ü".encode()
+
+
+# Herd: a value outlives its timeout for a while, in which some callers are sent to compute it anew
+
+
+def set_stale(cache, key, value):
+    """Store the value as if its timeout had passed long ago, so that every caller is sent to compute it."""
+    client = cache.client
+    packed = client._marker, value, int(time.time()) - 100
+    client.get_client(write=True).set(client.make_key(key), client.encode(packed), px=60_000)
+
+
+@pytest.fixture
+def herd(redis_url):
+    with override_settings(CACHE_HERD_TIMEOUT=5):
+        yield cache_at(redis_url, OPTIONS=HERD)
+
+
+def test_a_value_that_is_too_old_is_computed_once_and_replaced(herd, client):
+    set_stale(herd, "k", "old")
+    assert herd.get("k") is None
+    calls = []
+    for _ in range(5):
+        assert herd.get_or_set("k", lambda: calls.append(1) or "new", 60) == "new"
+    assert calls == [1]
+    assert not list(held_locks(client))
+
+
+def test_a_crowd_computes_a_value_that_is_too_old_once(herd):
+    set_stale(herd, "k", "old")
+    running, end, calls = threading.Event(), threading.Event(), []
+
+    def compute():
+        calls.append(1)
+        running.set()
+        assert end.wait(20)
+        return "new"
+
+    with ThreadPoolExecutor(10) as pool:
+        futures = [pool.submit(herd.get_or_set, "k", compute, 60) for _ in range(10)]
+        assert running.wait(10)
+        end.set()
+        assert [future.result(20) for future in futures] == ["new"] * 10
+    assert calls == [1]
+
+
+def test_a_value_set_while_one_that_is_too_old_is_replaced_stays(herd):
+    set_stale(herd, "k", "old")
+
+    def compute():
+        herd.set("k", "newer", 60)
+        return "computed"
+
+    assert herd.get_or_set("k", compute, 60) == "computed"
+    assert herd.get("k") == "newer"
+
+
+def test_a_value_that_is_too_old_and_deleted_while_it_is_replaced_stays_deleted(herd):
+    set_stale(herd, "k", "old")
+    assert herd.get_or_set("k", lambda: herd.delete("k") and "computed", 60) == "computed"
+    assert herd.get("k") is None
+
+
+def test_tasks_replace_a_value_that_is_too_old(herd):
+    set_stale(herd, "k", "old")
+    assert asyncio.run(herd.aget_or_set("k", lambda: "new", 60)) == "new"
+    set_stale(herd, "k", "old")
+    assert herd.get_or_set_many(["k"], lambda keys: {"k": "newer"}, 60) == {"k": "newer"}
+    assert herd.get("k") == "newer"
+
+
+# Sharded: each key has its server
+
+
+@pytest.mark.filterwarnings("ignore:(get|delete|delete_many) on sharded client")  # django-redis does so by itself
+def test_sharded(server):
+    urls = [server.url_of_db(8), server.url_of_db(9)]
+    cache = cache_at(urls, OPTIONS=SHARD)
+    keys = [f"k{number}" for number in range(20)]
+    for key in keys:
+
+        def compute(key=key):
+            holding = [client for client in cache._every_redis() if list(held_locks(client))]
+            assert holding == [cache.client.get_server(cache.client.make_key(key))]
+            return key
+
+        assert cache.get_or_set(key, compute, 60) == key
+        assert cache.get_or_set(key, never, 60) == key
+    assert sum(client.exists(f":1:{key}") for client in cache._every_redis() for key in keys) == 20
+    assert all(client.dbsize() for client in cache._every_redis()), "both are used"
+    assert cache.get_or_set("stale", lambda: [cache.delete("stale"), cache.delete_many(keys)] and "v") == "v"
+    assert cache.get("stale") is None
+    for key in keys[:5]:
+        assert asyncio.run(cache.aget_or_set(f"a{key}", lambda key=key: key)) == key
+        assert cache.get_or_set(f"p{key}", lambda: cache.delete_pattern("p*") or "v") == "v"
+    locks = [cache.lock(key) for key in keys]
+    for lock in locks:
+        assert lock.acquire()
+    assert cache.reset_all() == 20
+    cache.clear()
+
+
+# Replicas: values are read there, all else happens on the primary
+
+
+@pytest.fixture
+def replicated():
+    with (
+        RedisServer(repl_diskless_sync_delay="0") as primary,
+        RedisServer(replicaof=f"127.0.0.1 {primary.port}") as replica,
+    ):
+        with replica.client() as client:
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", timeout=30)
+        yield primary, replica
+
+
+@pytest.mark.processes
+def test_tasks_read_from_the_replica_and_compute_on_the_primary(replicated, backend):
+    primary, replica = replicated
+    cache = cache_at([primary.url, replica.url], backend)
+
+    async def main():
+        assert await cache.aget_or_set("k", lambda: "v", 60) == "v"
+        await asyncio.to_thread(wait_until, lambda: cache.get("k") == "v")
+        with replica.client() as client, monitoring(client) as sent:
+            assert await cache.aget_or_set("k", never, 60) == "v"
+        assert commands(sent) == ["GET"]
+        assert await cache.aget_or_set("k", never, 60, stale=5) == "v"
+
+    asyncio.run(main())
+
+
+@pytest.mark.processes
+def test_through_a_unix_socket(own_server, backend):
+    cache = cache_at(own_server.unix_url, backend)
+    assert cache.get_or_set("k", lambda: "v", 60) == "v"
+    assert asyncio.run(cache.aget_or_set("l", lambda: "w", 60)) == "w"
+    assert asyncio.run(cache.aget_or_set("k", never, 60)) == "v"
+    assert cache.get_or_set_many(["k", "m"], lambda keys: dict.fromkeys(keys, 1)) == {"k": "v", "m": 1}
+
+
+@pytest.mark.processes
+def test_with_a_replica_that_lags_a_value_is_computed_once(replicated, backend):
+    primary, replica = replicated
+    cache = cache_at([primary.url, replica.url], backend)
+    assert cache.get_or_set("k", lambda: "v", 60) == "v"
+    wait_until(lambda: cache.get("k") == "v")
+    with replica.client() as client, monitoring(client) as sent:
+        assert cache.get_or_set("k", never, 60) == "v"
+    assert commands(sent) == ["GET"]
+    with replica.client() as client:
+        client.replicaof("no", "one")
+        client.flushdb()
+    assert cache.get("k") is None
+    assert cache.get_or_set("k", never, 60) == "v", "as the primary has it"
+
+
+# Sentinel: who is the primary is asked of it
+
+
+@pytest.fixture
+def sentinel(tmp_path):
+    with RedisServer() as primary:
+        port, config = free_port(), tmp_path / "sentinel.conf"
+        config.write_text(f"port {port}\ndir {tmp_path}\nsentinel monitor main 127.0.0.1 {primary.port} 1\n")
+        arguments = [primary.program, str(config), "--sentinel"]
+        with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:
+                    wait_until(lambda: answers(client))
+                yield port
+            finally:
+                process.kill()
+
+
+def answers(client):
+    try:
+        return client.ping()
+    except redis.ConnectionError:
+        return False
+
+
+@pytest.mark.processes
+def test_with_sentinel_a_value_is_computed_once(sentinel):
+    options = {
+        "CLIENT_CLASS": "django_redis.client.SentinelClient",
+        "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
+        "SENTINELS": [("127.0.0.1", sentinel)],
+    }
+    caches = [cache_at("redis://main/0", OPTIONS=options) for _ in range(5)]
+    everybody, calls = threading.Barrier(5), []
+
+    def ask(cache):
+        everybody.wait(10)
+        return cache.get_or_set("k", lambda: calls.append(1) or "v", 60)
+
+    with ThreadPoolExecutor(5) as pool:
+        assert list(pool.map(ask, caches)) == ["v"] * 5
+    assert calls == [1]
+    assert asyncio.run(caches[0].aget_or_set("b", lambda: "w", 60)) == "w"
+    assert caches[1].get("b") == "w"
+    with caches[0].lock("a") as lock:
+        assert not caches[1].lock("a").acquire(timeout=0.1)
+        assert lock.owned()
+    assert caches[0].delete("k")

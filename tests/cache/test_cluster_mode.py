@@ -1,0 +1,209 @@
+"""A server in cluster mode behind a plain client: where the base class works, so does ours."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from django_redislock.cache.lease import cluster_slots
+from django_redislock.core import keys
+from tests.support import RedisServer, wait_until
+from tests.support.cache_programs import Work, cache_at, cache_elsewhere, getter
+
+
+@pytest.fixture(scope="module")
+def clustered():
+    with RedisServer(cluster_enabled="yes") as server, server.client() as client:
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        wait_until(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+        yield server
+
+
+@pytest.fixture
+def nodes(clustered):
+    """A client of the server, whose data is gone, and which nobody knows to be in cluster mode."""
+    cluster_slots._clustered.clear()
+    with clustered.client() as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def cache(clustered, nodes, backend):
+    return cache_at(clustered.url, backend)
+
+
+@pytest.fixture
+def elsewhere(clustered, nodes, backend):
+    return cache_elsewhere(clustered.url, backend)
+
+
+@pytest.fixture(params=[False, True], ids=["threads", "tasks"])
+def get(request, cache):
+    return getter(cache, request.param)
+
+
+KEYS = ["k", "{a}b", "a{b}c", "{}x", "ü", "with spaces", "k" * 1200]
+
+
+def ours(client):
+    return [key for key in client.keys("*redislock*") if not key.endswith((b":fence", b":era"))]
+
+
+def test_a_slot_is_what_the_server_takes_it_for(nodes):
+    for key in [*KEYS, "}{", "{x", "a}b{c}", "{{a}}"]:
+        assert cluster_slots.slot_of(key.encode()) == nodes.execute_command("CLUSTER KEYSLOT", key)
+    for prefix in ("redislock", "an other"):
+        for slot, number in list(cluster_slots._numbers(prefix).items())[::1000]:
+            assert number >= keys.BUCKETS
+            assert nodes.execute_command("CLUSTER KEYSLOT", f"{{{prefix}:{number}}}:lock:x") == slot
+
+
+@pytest.mark.filterwarnings("ignore::django.core.cache.CacheKeyWarning")
+@pytest.mark.parametrize("key", KEYS)
+def test_a_cold_key_is_computed_and_stored(get, cache, nodes, key, caplog):
+    assert get(key, lambda: "v", 60) == "v"
+    assert cache.get(key) == "v"
+    assert get(key, lambda: 1 / 0, 60) == "v"
+    assert not ours(nodes)
+    assert not [record for record in caplog.records if record.name == "django_redislock" and record.levelname != "INFO"]
+
+
+@pytest.mark.parametrize("size", [5, 2_000_000])
+def test_another_process_waits_for_the_value(get, elsewhere, size):
+    work = Work("x" * size)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(elsewhere.get_or_set, "k", work, 60)
+        assert work.running.wait(10)
+        ends = threading.Timer(0.3, work.end.set)
+        ends.start()
+        assert get("k", lambda: "computed twice", 60) == work.value
+        assert first.result(20) == work.value
+    assert work.calls == 1
+
+
+def test_another_process_gets_the_failure_too(get, elsewhere):
+    running, end = threading.Event(), threading.Event()
+
+    def fail():
+        running.set()
+        assert end.wait(20)
+        raise ValueError("sick")
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(elsewhere.get_or_set, "k", fail, 60)
+        assert running.wait(10)
+        threading.Timer(0.3, end.set).start()
+        with pytest.raises(ValueError, match="sick"):
+            get("k", lambda: "v", 60)
+        with pytest.raises(ValueError, match="sick"):
+            first.result(20)
+
+
+INVALIDATIONS = {
+    "delete": lambda cache: cache.delete("k"),
+    "set that ends": lambda cache: (cache.set("k", "newer", 5), cache._redis("").delete(":1:k")),
+    "clear": lambda cache: cache.clear(),
+    "delete_pattern": lambda cache: cache.delete_pattern("k*") if hasattr(cache, "delete_pattern") else cache.clear(),
+}
+
+
+@pytest.mark.parametrize("how", INVALIDATIONS)
+@pytest.mark.parametrize("evicted", [False, True])
+def test_nothing_is_stored_over_what_another_process_did_meanwhile(get, cache, elsewhere, nodes, how, evicted):
+    """That one learns of the cluster mode by its first delete."""
+
+    def compute():
+        if evicted:
+            assert nodes.delete(*nodes.keys("*:lock:cache:*")) == 1
+        INVALIDATIONS[how](elsewhere)
+        return "stale"
+
+    assert get("k", compute, 60) == "stale"
+    assert cache.get("k") is None
+    assert get("k", lambda: "fresh", 60) == "fresh"
+    assert cache.get("k") == "fresh"
+
+
+def test_a_pattern_that_does_not_match_ends_nothing(clustered, nodes):
+    cache = cache_at(clustered.url)
+    assert cache.get_or_set("k", lambda: (cache.delete_pattern("x*") and None) or "v", 60) == "v"
+    assert cache.get("k") == "v"
+
+
+def test_a_value_whose_lease_was_evicted_is_stored(get, cache, nodes):
+    assert get("k", lambda: nodes.delete(*nodes.keys("*:lock:cache:*")) and "v", 60) == "v"
+    assert cache.get("k") == "v"
+
+
+def test_the_leases_of_one_process_are_renewed_whatever_their_slots(cache, nodes):
+    works = [Work(number) for number in range(5)]
+    before = cache.stats()
+    with ThreadPoolExecutor(5) as pool:
+        futures = [
+            pool.submit(cache.get_or_set, f"k{number}", work, 60, expire=0.6) for number, work in enumerate(works)
+        ]
+        for work in works:
+            assert work.running.wait(10)
+        held = set(nodes.keys("*:lock:cache:*"))
+        assert len(held) == 5
+        fences = {key: nodes.get(key) for key in held}
+        threading.Event().wait(1.5)  # lives of them
+        assert {key: nodes.get(key) for key in held} == fences
+        for work in works:
+            work.end.set()
+        assert [future.result(20) for future in futures] == list(range(5))
+    assert cache.stats().lease_lost == before.lease_lost
+
+
+def test_nested_keys_in_opposite_orders_do_not_wait_for_each_other_for_ever(cache, elsewhere):
+    both = threading.Barrier(2)
+
+    def outer(of, key, inner):
+        def compute():
+            both.wait(20)
+            return of.get_or_set(inner, lambda: inner, 60, wait=60)
+
+        return of.get_or_set(key, compute, 60, wait=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.submit(outer, cache, "a", "b"), pool.submit(outer, elsewhere, "b", "a")
+        one.result(30)
+        two.result(30)
+
+
+def test_a_key_may_be_wanted_while_it_is_computed(get, cache):
+    assert get("k", lambda: cache.get_or_set("k", lambda: "inner", 60), 60) == "inner"
+
+
+def test_an_old_value_is_refreshed(get, cache, nodes):
+    cache.set("k", "old", 25)
+    assert get("k", lambda: "new", 60, stale=30) == "new"
+    assert cache.get("k") == "new"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_many_keys(cache, nodes, asynchronous):
+    def many(names):
+        def default(missing):
+            return {key: f"v of {key}" for key in missing}
+
+        if asynchronous:
+            return asyncio.run(cache.aget_or_set_many(names, default, 60))
+        return cache.get_or_set_many(names, default, 60)
+
+    names = [f"k{number}" for number in range(20)]
+    assert many(names) == {key: f"v of {key}" for key in names}
+    assert many([*names, "one more"]) == {key: f"v of {key}" for key in [*names, "one more"]}
+    assert not ours(nodes)
+
+
+def test_what_is_many_keys_for_an_invalidation(cache):
+    from django_redislock.cache.lease.invalidate import invalidate
+    from django_redislock.core.driver.server import server_of
+
+    server = server_of(cache._redis(""))
+    assert server.run(invalidate(server, "redislock", [f":1:k{number}" for number in range(300)])) == 0

@@ -1,0 +1,452 @@
+"""The cache backends when Redis, the network or the connections fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import redis
+
+from django_redislock.cache.lease import obtain
+from django_redislock.cache.lease.request import Wanted
+from django_redislock.core import held_locks
+from django_redislock.core.clock import monotonic
+from django_redislock.signals import lock_backend_error
+from tests.support import Proxy, RedisServer, cache_programs, lived, queued, wait_until
+from tests.support.cache_programs import Work, base_at, cache_at, followers
+
+FORGIVING = {"IGNORE_EXCEPTIONS": True}
+
+
+def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
+    cache = cache_at(own_server.url, backend)
+    assert cache.get_or_set("k", lambda: 1) == 1
+    own_server.kill()
+    for key in ("k", "k2"):
+        with pytest.raises(redis.ConnectionError):
+            cache.get_or_set(key, lambda: 2)
+
+
+def test_without_redis_it_may_compute_once_a_process_at_a_time(own_server):
+    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
+    assert cache.get_or_set("warm", lambda: 1) == 1
+    own_server.kill()
+    work = Work()
+    with ThreadPoolExecutor(10) as pool:
+        futures = [pool.submit(cache.get_or_set, "k", work, 60) for _ in range(10)]
+        wait_until(lambda: followers() == 9, timeout=60)
+        work.end.set()
+        assert [future.result(60) for future in futures] == ["v"] * 10
+    assert work.calls == 1
+    own_server.start()
+    assert cache.get("k") is None
+    assert cache.get_or_set("k", lambda: "after", 60) == "after"
+    assert cache.get("k") == "after", "all is well again"
+
+
+def test_redis_dies_before_the_value_is_stored(own_server, backend):
+    cache = cache_at(own_server.url, backend)
+
+    def compute():
+        own_server.kill()
+        return "v"
+
+    with pytest.raises(redis.ConnectionError):
+        cache.get_or_set("k", compute, 60)
+
+
+def test_redis_dies_before_the_value_is_stored_and_nobody_minds(own_server):
+    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
+
+    def compute():
+        own_server.kill()
+        return "v"
+
+    assert cache.get_or_set("k", compute, 60) == "v"
+
+
+def test_redis_restarts_while_the_value_is_computed(own_server, backend):
+    cache = cache_at(own_server.url, backend)
+
+    def compute():
+        own_server.restart(keep_data=True)
+        return "v"
+
+    assert cache.get_or_set("k", compute, 60) == "v"
+    assert cache.get("k") == "v"
+
+
+def test_the_defaults_own_error_comes_out_although_redis_died(own_server, backend):
+    cache = cache_at(own_server.url, backend)
+
+    def compute():
+        own_server.kill()
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        cache.get_or_set("k", compute, 60)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
+def test_redis_dies_while_others_wait(own_server, run_python, options):
+    computing = run_python(cache_programs.ask, own_server.url, "RedisCache", "k", "v", {}, {})
+    computing.wait_for(event="ready")
+    computing.send("ask")
+    computing.wait_for(event="computing")
+    cache = cache_at(own_server.url, OPTIONS=options)
+    with own_server.client() as client, ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(cache.get_or_set, "k", lambda: "own", 60) for _ in range(3)]
+        wait_until(lambda: queued(client, "cache::1:k") == 1 and followers() == 2)
+        own_server.kill()
+        for future in futures:
+            if options:
+                assert future.result(60) == "own"
+            else:
+                assert isinstance(future.exception(60), redis.ConnectionError)
+
+
+@pytest.mark.parametrize("of", [b"compute", b"value"], ids=["lease", "settle"])
+def test_a_lost_reply_loses_nothing(proxy, redis_url, client, backend, of):
+    """Each script may be repeated: the reply of the first or of the second one does not arrive."""
+    cache = cache_at(proxy.url, backend)
+    cache.get_or_set("warm", lambda: 1)
+
+    def compute():
+        if of == b"value":
+            proxy.drop_next_reply(containing=b"EVALSHA")
+        return "v"
+
+    if of == b"compute":
+        assert cache.get("k") is None
+        proxy.drop_next_reply(containing=b"EVALSHA")
+    started = time.monotonic()
+    assert cache.get_or_set("k", compute, 60) == "v"
+    assert time.monotonic() - started < 5, "it never waits for itself"
+    assert proxy.dropped == 1
+    assert cache.get("k") == "v"
+    assert not list(held_locks(client))
+
+
+def test_who_finds_the_value_after_a_lost_reply_keeps_no_lease(cache_and_want, client):
+    cache, want = cache_and_want
+    lease = want.lease(threading.current_thread())
+    steps = partial(obtain._seek, want, lease, b"", monotonic() + 10, False)
+    assert want.server.run(steps())[0] == b"compute"
+    cache.set("k", "v")
+    assert want.server.run(steps()) == (b"value", client.get(":1:k")), (
+        "the same call again, as its reply did not arrive"
+    )
+    assert not list(held_locks(client))
+
+
+@pytest.fixture
+def cache_and_want(redis_url):
+    cache = cache_at(redis_url)
+    server = cache._server_of(":1:k")
+    return cache, Wanted(server, "redislock", ":1:k", str, None, None, 60.0, False, None, False)
+
+
+def test_a_wake_up_that_is_lost_costs_half_a_second(proxy, redis_url, client):
+    there, here = cache_at(redis_url), cache_at(proxy.url)
+    work = Work()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(there.get_or_set, "k", work, 60)
+        assert work.running.wait(10)
+        second = pool.submit(here.get_or_set, "k", lambda: "own", 60)
+        wait_until(lambda: queued(client, "cache::1:k") == 1)
+        proxy.drop_next_reply()  # the message, as it is the next that comes
+        started = time.monotonic()
+        work.end.set()
+        assert first.result(20) == "v"
+        assert second.result(20) == "v"
+        assert time.monotonic() - started < 2
+
+
+def test_a_pool_of_two_connections_serves_sixteen_threads(redis_url, client):
+    pool_of_two = {
+        "CONNECTION_POOL_CLASS": "redis.BlockingConnectionPool",
+        "CONNECTION_POOL_KWARGS": {"max_connections": 2},
+    }
+    cache = cache_at(redis_url, OPTIONS=pool_of_two)
+    work = Work()
+    with ThreadPoolExecutor(16) as pool:
+        futures = [pool.submit(cache.get_or_set, f"k{number}", work, 60, expire=1.8) for number in range(16)]
+        wait_until(lambda: work.calls == 16)
+        lived(2.5)
+        assert len(list(held_locks(client))) == 16, "all are renewed"
+        work.end.set()
+        assert [future.result(20) for future in futures] == ["v"] * 16
+
+
+def test_a_short_socket_timeout_and_long_work(redis_url):
+    cache = cache_at(f"{redis_url}?socket_timeout=0.5")
+    work = Work()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(cache.get_or_set, "k", work, 60, expire=2)
+        assert work.running.wait(10)
+        elsewhere = cache_at(f"{redis_url}?socket_timeout=0.51")  # as if it were another process
+        second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)
+        lived(5)
+        work.end.set()
+        assert first.result(20) == "v"
+        assert second.result(20) == "v"
+
+
+def test_a_full_redis_fails_as_in_the_base_class_and_leaves_no_lease(backend):
+    with RedisServer(maxmemory="8mb", maxmemory_policy="noeviction") as server, server.client() as client:
+        cache = cache_at(server.url, backend)
+        cache.get_or_set("warm", lambda: 1)
+
+        def compute():
+            client.config_set("maxmemory", "1")
+            return "v"
+
+        with pytest.raises(redis.ResponseError, match="maxmemory"):
+            cache.get_or_set("k", compute, 60)
+        client.config_set("maxmemory", "0")
+        assert not list(held_locks(client))
+        assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
+
+
+@pytest.mark.parametrize("size", [10, 40_000])
+def test_what_a_full_redis_does_not_store_goes_to_those_who_wait_where_errors_are_ignored(size):
+    with RedisServer(maxmemory="8mb", maxmemory_policy="noeviction") as server, server.client() as client:
+        cache = cache_at(server.url, OPTIONS=FORGIVING)
+        elsewhere = cache_at(f"{server.url}?socket_timeout=4.9", OPTIONS=FORGIVING)  # as if it were another process
+        for each in (cache, elsewhere):
+            each.get_or_set("warm", lambda: 1)
+        work = Work("v" * size)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(cache.get_or_set, "k", work, 60)
+            assert work.running.wait(10)
+            second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)
+            wait_until(lambda: queued(client, "cache::1:k") == 1)
+            client.config_set("maxmemory", "1")
+            work.end.set()
+            assert first.result(20) == work.value
+            assert second.result(20) == (work.value if size < 100 else "own")
+        assert not list(held_locks(client)), "nobody waits for who has ended"
+        client.config_set("maxmemory", "0")
+        assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
+
+
+def test_a_pattern_is_deleted_without_redis_as_fast_as_by_the_base_class(own_server, monkeypatch):
+    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
+    cache.set("k", "v")
+    own_server.kill()
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    cache.delete_pattern("*")
+    assert sum(pauses) < 0.1
+
+
+# Users with fewer rights
+
+
+WITHOUT_REDIS = {
+    "delete": lambda cache: cache.delete("k"),
+    "delete_many": lambda cache: cache.delete_many(["k", "l"]),
+    "set that deletes": lambda cache: cache.set("k", 1, 0),
+    "short set": lambda cache: cache.set("k", 1, 5),
+    "clear": lambda cache: cache.clear(),
+    "delete_pattern": lambda cache: cache.delete_pattern("k*"),
+    "get_or_set": lambda cache: cache.get_or_set("k", lambda: None),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_REDIS)
+def test_where_errors_are_ignored_a_silent_redis_is_asked_no_more_often_than_by_the_base_class(redis_url, what):
+    asked, answers = [], []
+    for make in (base_at, cache_at):
+        with Proxy(redis_url) as proxy:
+            cache = make(f"{proxy.url}?socket_timeout=0.2&socket_connect_timeout=0.2", OPTIONS=FORGIVING)
+            cache.get_or_set("warm", lambda: 1)
+            proxy.deafen()
+            proxy.cut()
+            answers.append(WITHOUT_REDIS[what](cache))
+            asked.append(proxy.unheard)
+    assert 0 < asked[1] <= asked[0]
+    assert answers[0] is answers[1]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_where_errors_are_ignored_the_log_tells_of_them_once(own_server, caplog, asynchronous):
+    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
+    own_server.kill()
+    for number in range(5):
+        if asynchronous:
+            assert asyncio.run(cache.aget_or_set(f"k{number}", lambda: 1)) == 1
+        else:
+            assert cache.get_or_set(f"k{number}", lambda: 1) == 1
+        cache.delete("k")
+    told = [record for record in caplog.records if record.name == "django_redislock" and record.levelname != "DEBUG"]
+    assert len(told) == 1
+    assert "did not answer" in told[0].message
+
+
+@pytest.fixture
+def as_user(own_server):
+    """Return a function that returns the URL for a user of these rules."""
+
+    def url(*rules):
+        with own_server.client() as admin:
+            admin.execute_command("ACL", "SETUSER", "app", "reset", "on", ">secret", *rules)
+        return own_server.url.replace("//", "//app:secret@")
+
+    return url
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["threads", "tasks"])
+def test_who_may_not_subscribe_waits_by_looking(as_user, own_server, backend, tasks):
+    url = as_user("~*", "resetchannels", "+@all")
+    here, there = cache_at(url, backend), cache_at(f"{url}?socket_timeout=4.9", backend)  # as if in two processes
+    work = Work()
+
+    def get(cache, default):
+        return asyncio.run(cache.aget_or_set("k", default)) if tasks else cache.get_or_set("k", default)
+
+    with ThreadPoolExecutor(2) as pool, own_server.client() as client:
+        first = pool.submit(get, here, work)
+        assert work.running.wait(10)
+        second = pool.submit(get, there, lambda: "own")
+        wait_until(lambda: there.stats().waited + here.stats().waited)
+        work.end.set()
+        assert [first.result(20), second.result(20)] == ["v", "v"]
+        assert not list(held_locks(client))
+
+
+RULES = {
+    "the values' keys": ("~:1:*", "&*", "+@all"),
+    "no scripting": ("~*", "&*", "+@all", "-@scripting"),
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_who_may_use_values_only_has_the_base_class(as_user, own_server, backend, rules, caplog):
+    cache = cache_at(as_user(*RULES[rules]), backend)
+    with own_server.client() as client:
+        assert cache.get_or_set("k", lambda: "v", 60) == "v"
+        assert 50_000 < client.pttl(":1:k") <= 60_000
+        assert cache.delete("k")
+        assert not cache.delete("k")
+        cache.set("k", "short", 1)
+        cache.delete_many(["k"])
+        assert asyncio.run(cache.aget_or_set("k", lambda: "a")) == "a"
+        assert cache.get_or_set_many(["k", "l"], dict.fromkeys) == {"k": "a", "l": None}
+        client.expire(":1:k", 20)
+        assert cache.get_or_set("k", lambda: "new", 60, stale=30) == "new"
+        assert cache.get("k") == "new"
+        assert cache.get_or_set("n", lambda: "v", 60, should_cache=lambda value: False) == "v"
+        assert not cache.has_key("n")
+    told = [record for record in caplog.records if "Values are not computed once" in record.getMessage()]
+    assert len(told) == 1
+
+
+# Tasks
+
+
+def test_tasks_without_redis_fail_as_the_base_class_does_or_compute(own_server, backend):
+    strict = cache_at(own_server.url, backend)
+    forgiving = cache_at(own_server.url, OPTIONS=FORGIVING)
+    work = Work()
+
+    async def main():
+        for cache in (strict, forgiving):
+            assert await cache.aget_or_set("warm", lambda: 1) == 1
+        own_server.kill()
+        with pytest.raises(redis.ConnectionError):
+            await strict.aget_or_set("k", lambda: 1)
+        tasks = [asyncio.ensure_future(forgiving.aget_or_set("k", work, 60)) for _ in range(5)]
+        await asyncio.to_thread(wait_until, lambda: followers() == 4, 60)
+        work.end.set()
+        assert await asyncio.gather(*tasks) == ["v"] * 5
+        assert work.calls == 1
+        own_server.start()
+        assert await forgiving.aget_or_set("k", lambda: "after", 60) == "after"
+        assert await strict.aget_or_set("k", lambda: "never", 60) == "after"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
+def test_redis_dies_before_a_task_stores_its_value(own_server, options):
+    cache = cache_at(own_server.url, OPTIONS=options)
+
+    async def compute():
+        own_server.kill()
+        return "v"
+
+    if options:
+        assert asyncio.run(cache.aget_or_set("k", compute, 60)) == "v"
+    else:
+        with pytest.raises(redis.ConnectionError):
+            asyncio.run(cache.aget_or_set("k", compute, 60))
+
+
+@pytest.mark.parametrize("of", ["lease", "settle"])
+def test_a_lost_reply_loses_nothing_for_tasks(proxy, client, of):
+    cache = cache_at(proxy.url)
+
+    async def compute():
+        if of == "settle":
+            proxy.drop_next_reply(containing=b"EVALSHA")
+        return "v"
+
+    async def main():
+        await cache.aget_or_set("warm", compute) if of == "lease" else await cache.aget_or_set("warm", lambda: 1)
+        if of == "lease":
+            proxy.drop_next_reply(containing=b"EVALSHA")
+        assert await asyncio.wait_for(cache.aget_or_set("k", compute, 60), 5) == "v"
+
+    asyncio.run(main())
+    assert proxy.dropped == 1
+    assert cache.get("k") == "v"
+    assert not list(held_locks(client))
+
+
+def test_a_short_socket_timeout_and_long_work_of_a_task(redis_url):
+    cache = cache_at(f"{redis_url}?socket_timeout=0.5")
+    elsewhere = cache_at(f"{redis_url}?socket_timeout=0.51")  # as if it were another process
+    running = threading.Event()
+
+    async def compute():
+        running.set()
+        await asyncio.sleep(5)  # the work
+        return "v"
+
+    async def main():
+        first = asyncio.ensure_future(cache.aget_or_set("k", compute, 60, expire=1))
+        await asyncio.to_thread(running.wait, 10)
+        assert await elsewhere.aget_or_set("k", lambda: "own", 60) == "v"
+        assert await first == "v"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("forgiving", [False, True])
+def test_a_value_that_cannot_be_read_is_no_error_of_a_lock(own_server, forgiving):
+    """The signal tells of the right to compute alone, for threads and for tasks alike."""
+    told = []
+
+    def note(sender, name, **kwargs):
+        told.append(name)
+
+    cache = cache_at(own_server.url, OPTIONS={"IGNORE_EXCEPTIONS": forgiving})
+    own_server.kill()
+    lock_backend_error.connect(note)
+    try:
+        for get in (cache.get_or_set, lambda *args: asyncio.run(cache.aget_or_set(*args))):
+            told.clear()
+            if forgiving:
+                assert get("k", lambda: "v", 60) == "v"
+            else:
+                with pytest.raises(redis.ConnectionError):
+                    get("k", lambda: "v", 60)
+            assert told == ["cache::1:k"] * forgiving
+    finally:
+        lock_backend_error.disconnect(note)

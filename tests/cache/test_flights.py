@@ -1,0 +1,365 @@
+"""Threads of one process that want the same value: one computes it, the others wait for it without Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from django_redislock.cache import single_flight
+from django_redislock.core import Lock, held_locks
+from django_redislock.exceptions import AcquireTimeout
+from tests.support import BUSY, lived, monitoring, wait_until
+from tests.support.cache_programs import Work, cache_at, commands, followers
+
+
+@pytest.fixture
+def cache(redis_url):
+    return cache_at(redis_url)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(40) as pool:
+        yield pool
+
+
+class Computation(Work):
+    """Work of which each call returns or raises what comes next."""
+
+    def __init__(self, *results):
+        super().__init__(list(results))
+
+    def __call__(self):
+        result = super().__call__().pop(0)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+def outcome(future):
+    error = future.exception(timeout=20)
+    return future.result() if error is None else error
+
+
+def test_25_threads_compute_once_and_send_nothing_while_they_wait(redis_url, backend, client, pool):
+    caches = [cache_at(redis_url, backend) for _ in range(25)]
+    for cache in caches:
+        cache.get_or_set("warm", lambda: 1)
+    work = Computation([1, 2])
+    with monitoring(client) as sent:
+        futures = [pool.submit(cache.get_or_set, "k", work, 60) for cache in caches]
+        wait_until(lambda: followers() == 24)
+        work.end.set()
+        values = [outcome(future) for future in futures]
+    assert values == [[1, 2]] * 25
+    assert len({id(value) for value in values}) == 25, "each has a copy of its own"
+    assert work.calls == 1
+    assert sorted(commands(sent)) == ["EVALSHA"] * 2 + ["GET"] * 25
+    assert not single_flight._flights
+
+
+def test_a_failure_is_shared_with_those_who_waited_and_with_nobody_else(cache, client, pool):
+    error = ValueError("no value")
+    work = Computation(error, "second")
+    futures = [pool.submit(cache.get_or_set, "k", work, 60) for _ in range(10)]
+    wait_until(lambda: followers() == 9)
+    work.end.set()
+    assert [outcome(future) for future in futures] == [error] * 10
+    assert work.calls == 1
+    assert not list(held_locks(client))
+    assert cache.get_or_set("k", work, 60) == "second"
+
+
+def test_a_shared_errors_traceback_does_not_grow_with_every_thread(cache, pool):
+    work = Computation(ValueError("no value"))
+    futures = [pool.submit(cache.get_or_set, "k", work, 60) for _ in range(10)]
+    wait_until(lambda: followers() == 9)
+    work.end.set()
+    errors = [outcome(future) for future in futures]
+    frames, trace = [], errors[0].__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert frames.count("get_or_set") == 1
+    assert frames[-1] == "__call__", "it leads to where it was raised"
+
+
+class SoftTimeLimitExceeded(Exception):
+    """As billiard's, which Celery raises in a task that takes too long."""
+
+
+@pytest.mark.parametrize(
+    "interrupt",
+    [KeyboardInterrupt(), SystemExit(1), GeneratorExit(), asyncio.CancelledError(), SoftTimeLimitExceeded()],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_interruption_of_one_is_nobody_elses(cache, pool, interrupt):
+    work = Computation(interrupt, "v")
+    first = threading.Thread(target=lambda: results.append(caught()))
+    results = []
+
+    def caught():
+        with pytest.raises(type(interrupt)):
+            cache.get_or_set("k", work, 60)
+        return "interrupted"
+
+    first.start()
+    assert work.running.wait(10)
+    others = [pool.submit(cache.get_or_set, "k", work, 60) for _ in range(5)]
+    wait_until(lambda: followers() == 5)
+    work.end.set()
+    first.join(20)
+    assert results == ["interrupted"]
+    assert [outcome(other) for other in others] == ["v"] * 5
+    assert work.calls == 2
+
+
+def test_a_key_may_be_wanted_while_it_is_computed(cache, client):
+    def outer():
+        return ["outer", cache.get_or_set("k", lambda: "inner", 60)]
+
+    started = time.monotonic()
+    assert cache.get_or_set("k", outer, 60) == ["outer", "inner"]
+    assert time.monotonic() - started < 5
+    assert cache.get("k") == ["outer", "inner"]
+
+
+def test_a_needs_b_needs_a_in_one_thread(cache):
+    def a():
+        return ["a", cache.get_or_set("b", b, 60)]
+
+    def b():
+        return ["b", cache.get_or_set("a", lambda: "end", 60)]
+
+    started = time.monotonic()
+    assert cache.get_or_set("a", a, 60) == ["a", ["b", "end"]]
+    assert time.monotonic() - started < 5
+
+
+def test_nested_keys_in_opposite_orders_do_not_wait_for_each_other_for_ever(redis_url, backend, pool):
+    cache = cache_at(redis_url, backend)
+    both = threading.Barrier(2)
+
+    def nest(outer, inner):
+        def compute():
+            both.wait(10)
+            return [outer, cache.get_or_set(inner, lambda: [inner], 60)]
+
+        return cache.get_or_set(outer, compute, 60)
+
+    started = time.monotonic()
+    futures = [pool.submit(nest, "a", "b"), pool.submit(nest, "b", "a")]
+    values = [outcome(future) for future in futures]
+    assert time.monotonic() - started < 5, "far below the 30 s that a caller waits at most"
+    # One of them had to do without the other's.
+    assert values in ([["a", ["b"]], ["b", ["a", ["b"]]]], [["a", ["b", ["a"]]], ["b", ["a"]]])
+
+
+def test_a_circle_of_three(cache, pool):
+    everybody = threading.Barrier(3)
+
+    def nest(outer, inner):
+        def compute():
+            everybody.wait(10)
+            return outer + cache.get_or_set(inner, lambda: inner, 60)
+
+        return cache.get_or_set(outer, compute, 60)
+
+    started = time.monotonic()
+    futures = [pool.submit(nest, *keys) for keys in ("ab", "bc", "ca")]
+    values = [outcome(future) for future in futures]
+    assert time.monotonic() - started < 5
+    assert [value[0] for value in values] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", ["threads", "tasks"])
+def test_a_circle_over_two_databases(server, backend, pool, kind):
+    here, there = cache_at(server.url, backend), cache_at(server.url_of_db(9), backend)
+    there.clear()
+    both, started = threading.Barrier(2), time.monotonic()
+
+    def nest(outer, inner):
+        return outer.get_or_set("k", lambda: (both.wait(10) and None) or [inner.get_or_set("k", lambda: "end", 60)], 60)
+
+    async def anest(outer, inner):
+        async def compute():
+            await asyncio.to_thread(both.wait, 10)
+            return [await inner.aget_or_set("k", lambda: "end", 60)]
+
+        return await outer.aget_or_set("k", compute, 60)
+
+    async def main():
+        return await asyncio.gather(anest(here, there), anest(there, here))
+
+    if kind == "tasks":
+        values = asyncio.run(main())
+    else:
+        futures = [pool.submit(nest, here, there), pool.submit(nest, there, here)]
+        values = [outcome(future) for future in futures]
+    assert time.monotonic() - started < 5
+    assert sorted(map(str, values)) == ["['end']", "[['end']]"]
+
+
+def test_a_nested_key_without_a_circle_is_computed_once(cache, pool):
+    inner = Computation("inner")
+
+    def nest(outer):
+        return cache.get_or_set(outer, lambda: [outer, cache.get_or_set("inner", inner, 60)], 60)
+
+    futures = [pool.submit(nest, outer) for outer in "abcde"]
+    assert inner.running.wait(10)
+    wait_until(lambda: sum(info.waiting for info in held_locks(cache._redis(""))) == 4)
+    inner.end.set()
+    assert [outcome(future) for future in futures] == [[outer, "inner"] for outer in "abcde"]
+    assert inner.calls == 1
+
+
+def test_what_a_background_thread_of_a_computation_wants_later_is_not_nested(cache):
+    """A context outlives the computation it was copied in."""
+    import contextvars
+
+    from django_redislock.cache.lease.request import outer
+
+    contexts = []
+
+    def compute():
+        contexts.append(contextvars.copy_context())
+        return 1
+
+    cache.get_or_set("k", compute)
+    assert contexts[0].run(outer, cache._server_of(":1:k")) == []
+
+
+OTHERS = [
+    {"version": 2},
+    {"params": {"KEY_PREFIX": "other"}},
+    {"params": {"VERSION": 7}},
+    {"db": 9},
+    {"key": "k2"},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_other_versions_prefixes_and_databases_do_not_wait(server, backend, pool, other):
+    cache = cache_at(server.url, backend)
+    work = Computation("v")
+    first = pool.submit(cache.get_or_set, "k", work, 60)
+    assert work.running.wait(10)
+    try:
+        url = server.url_of_db(other["db"]) if "db" in other else server.url
+        elsewhere = cache_at(url, backend, **other.get("params", {}))
+        elsewhere.delete(other.get("key", "k"), version=other.get("version"))
+        with server.client() as client, monitoring(client) as sent:
+            value = elsewhere.get_or_set(other.get("key", "k"), lambda: "other", 60, version=other.get("version"))
+        assert value == "other"
+        assert not [line for line in sent if "SUBSCRIBE" in line]
+        assert not work.end.is_set()
+        elsewhere.delete(other.get("key", "k"), version=other.get("version"))
+    finally:
+        work.end.set()
+    assert outcome(first) == "v"
+
+
+@pytest.mark.parametrize("error", [ValueError, SoftTimeLimitExceeded])
+def test_nothing_is_left_of_a_nested_computation_that_fails(redis_url, client, pool, error):
+    here, there = cache_at(redis_url), cache_at(f"{redis_url}?socket_timeout=4.9")  # as if in two processes
+    inner = Computation("inner")
+
+    def compute():
+        there.get_or_set("inner", inner, 60)
+        raise error
+
+    first = pool.submit(here.get_or_set, "inner", inner, 60)
+    assert inner.running.wait(10)
+    outer = pool.submit(there.get_or_set, "outer", compute, 60)
+    wait_until(lambda: client.hgetall("{redislock}:waits"))
+    inner.end.set()
+    assert outcome(first) == "inner"
+    assert isinstance(outcome(outer), error)
+    assert not client.hgetall("{redislock}:waits")
+
+
+def test_a_thousand_different_keys_do_not_wait_for_each_other(cache):
+    everybody = threading.Barrier(100)
+
+    def compute():
+        everybody.wait(20)  # passes only when all compute at the same time
+        return 1
+
+    with ThreadPoolExecutor(100) as pool:
+        futures = [pool.submit(cache.get_or_set, f"k{number}", compute, 60) for number in range(100)]
+        assert [outcome(future) for future in futures] == [1] * 100
+
+
+# When the wait is over
+
+
+def test_who_has_waited_long_enough_computes_for_itself_once_a_process(cache, pool):
+    slow, fast = Computation("slow"), Computation("fast")
+    first = pool.submit(cache.get_or_set, "k", slow, 60)
+    assert slow.running.wait(10)
+    others = [pool.submit(cache.get_or_set, "k", fast, 60, wait=1) for _ in range(5)]
+    assert fast.running.wait(10)
+    wait_until(lambda: followers() == 4)
+    fast.end.set()
+    assert [outcome(other) for other in others] == ["fast"] * 5
+    assert fast.calls == 1
+    assert cache.get("k") == "fast", "those who come next find it"
+    slow.end.set()
+    assert outcome(first) == "slow", "its own, and no exception"
+    assert cache.get("k") == "fast"
+
+
+def test_one_computes_for_all_whose_wait_is_over_however_long_it_takes(cache, client, pool):
+    work = Computation("own")
+    assert Lock(client, "cache::1:k").acquire()  # somebody computes, and is overtaken
+    futures = [pool.submit(cache.get_or_set, "k", work, 60, wait=0.1) for _ in range(5)]
+    assert work.running.wait(10)
+    lived(0.6)
+    assert work.calls == 1
+    assert followers() == 4
+    work.end.set()
+    assert [outcome(future) for future in futures] == ["own"] * 5
+    assert work.calls == 1
+
+
+def test_who_is_not_to_compute_for_itself_is_told(cache, pool):
+    slow = Computation("slow")
+    first = pool.submit(cache.get_or_set, "k", slow, 60)
+    assert slow.running.wait(10)
+    for wait in (0, 0.2):
+        started = time.monotonic()
+        with pytest.raises(AcquireTimeout, match=r"cache::1:k") as caught:
+            cache.get_or_set("k", slow, 60, wait=wait, on_wait_timeout="raise")
+        assert wait <= time.monotonic() - started < wait + BUSY
+        assert caught.value.timeout == wait
+    slow.end.set()
+    assert outcome(first) == "slow"
+    assert slow.calls == 1
+
+
+def test_the_wait_of_an_alias_is_used(redis_url, pool):
+    cache = cache_at(redis_url, OPTIONS={"LOCK": {"WAIT": 0.1, "ON_WAIT_TIMEOUT": "raise"}})
+    slow = Computation("slow")
+    first = pool.submit(cache.get_or_set, "k", slow, 60)
+    assert slow.running.wait(10)
+    with pytest.raises(AcquireTimeout):
+        cache.get_or_set("k", slow, 60)
+    slow.end.set()
+    assert outcome(first) == "slow"
+
+
+def test_a_leader_that_never_lands_is_waited_for_once_only(cache):
+    """As after a signal between two lines; the next one finds the way free."""
+    place = (cache._server_of(":1:k"), ":1:k")
+    with ExitStack() as stack:
+        single_flight._flights[place] = flight = single_flight.Flight()
+        flight.thread = 0  # that of another one
+        stack.callback(single_flight._flights.pop, place, None)
+        assert cache.get_or_set("k", lambda: "v", 60, wait=0.1) == "v"
+        assert place not in single_flight._flights

@@ -1,0 +1,303 @@
+"""get_or_set: what it returns, what it stores and what it sends, on both backends."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from datetime import timedelta
+
+import pytest
+import redis
+from django.core.exceptions import ImproperlyConfigured
+from django.test import override_settings
+
+from django_redislock.cache import DjangoRedisCache
+from django_redislock.core import held_locks
+from tests.support import counting, monitoring, wait_until
+from tests.support.cache_programs import base_at, cache_at, commands
+
+
+@pytest.fixture
+def cache(redis_url, backend):
+    return cache_at(redis_url, backend)
+
+
+def never():
+    raise AssertionError("computed although nobody should")
+
+
+def test_a_missing_value_is_computed_and_stored(cache):
+    assert cache.get_or_set("k", lambda: {"a": 1}, 60) == {"a": 1}
+    assert cache.get("k") == {"a": 1}
+    assert cache.get_or_set("k", never, 60) == {"a": 1}
+
+
+def test_a_hit_is_one_get_and_nothing_else(cache, client):
+    cache.set("k", "v")
+    threads = threading.active_count()
+    with monitoring(client) as sent:
+        assert cache.get_or_set("k", never) == "v"
+    assert sent == ["GET :1:k"]
+    assert threading.active_count() == threads
+
+
+def test_a_miss_takes_three_round_trips(cache, client):
+    cache.get_or_set("warm", lambda: 1)
+    with monitoring(client) as sent:
+        cache.get_or_set("k", lambda: "v")
+    assert commands(sent) == ["GET", "EVALSHA", "EVALSHA"]
+
+
+def test_what_the_server_does_for_a_miss(cache, client):
+    cache.get_or_set("k", lambda: "warm")
+    cache.delete("k")
+    with counting(client) as ran:
+        cache.get_or_set("k", lambda: "v")
+    assert ran["get"] == 3, "the value by the caller, and by each of two scripts the lease"
+    assert ran["set"] == 4, "the fence, the lease, its witness and the value"
+    assert ran["mget"] == ran["strlen"] == ran["hdel"] == 0, "what only other cases need"
+    now_and_then = ("zrangebyscore", "zrem", "pexpire")  # the index of held locks is swept, or new
+    assert sum(number for name, number in ran.items() if name not in now_and_then) == 15
+
+
+@pytest.mark.parametrize("value", [None, True, False, 0, 7, -(10**30), 1.5, "", "ü", b"\0\xff", [], {"a": [1, (2,)]}])
+def test_every_value_is_computed_once_and_stored_as_the_base_class_stores_it(cache, backend, redis_url, client, value):
+    calls = []
+
+    def compute():
+        calls.append(1)
+        return value
+
+    for _ in range(2):
+        found = cache.get_or_set("k", compute, 60)
+        assert found == value
+        assert type(found) is type(value)
+    assert len(calls) == 1
+    base_at(redis_url, backend).set("base", value, 60)
+    assert client.get(":1:k") == client.get(":1:base")
+    assert 50_000 < client.pttl(":1:k") <= 60_000
+
+
+def test_what_is_returned_is_a_copy_as_a_reader_gets_it(cache):
+    value = [[1]]
+    found = cache.get_or_set("k", lambda: value)
+    assert found == value
+    assert found is not value
+    assert found[0] is not value[0]
+
+
+def test_timeouts_are_those_of_the_base_class(cache, client):
+    cache.get_or_set("default", lambda: 1)
+    assert 290_000 < client.pttl(":1:default") <= 300_000
+    cache.get_or_set("forever", lambda: 1, None)
+    assert client.pttl(":1:forever") == -1
+    cache.get_or_set("minute", lambda: 1, timeout=60, version=3)
+    assert 50_000 < client.pttl(":3:minute") <= 60_000
+
+
+def test_without_a_default_timeout_a_value_stays(redis_url, backend, client):
+    cache_at(redis_url, backend, TIMEOUT=None).get_or_set("k", lambda: 1)
+    assert client.pttl(":1:k") == -1
+
+
+@pytest.mark.parametrize(
+    ("default", "timeout", "options"),
+    [("v", 60, {}), (None, 60, {}), (lambda: "v", 0, {}), (lambda: "v", -1, {}), (lambda: "v", 60, {"lock": False})],
+)
+def test_what_needs_no_lock_is_left_to_the_base_class(cache, backend, redis_url, client, default, timeout, options):
+    base = base_at(redis_url, backend)
+    expected = base.get_or_set("k", default, timeout)
+    stored = client.get(":1:k"), client.exists(":1:k")
+    client.flushdb()
+    with monitoring(client) as sent:
+        assert cache.get_or_set("k", default, timeout, **options) == expected
+    assert "EVALSHA" not in commands(sent)
+    assert (client.get(":1:k"), client.exists(":1:k")) == stored
+
+
+def test_disabled_it_is_the_base_class(cache, client):
+    with override_settings(DJANGO_REDISLOCK={"ENABLED": False}), monitoring(client) as sent:
+        assert cache.get_or_set("k", lambda: "v") == "v"
+        assert cache.delete("k")
+        with cache.lock("l"):
+            pass
+    assert "EVALSHA" not in commands(sent)
+    assert "EVAL" not in commands(sent)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), StopIteration(), KeyboardInterrupt(), SystemExit(3), TimeoutError()]
+)
+def test_the_callers_own_exception_comes_out_and_the_lease_is_free_at_once(cache, client, error):
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        cache.get_or_set("k", fail)
+    assert caught.value is error
+    assert not list(held_locks(client))
+    with monitoring(client) as sent:
+        assert cache.get_or_set("k", lambda: "v") == "v"
+    assert "SUBSCRIBE" not in commands(sent), "nothing to wait for"
+
+
+def test_a_value_that_cannot_be_stored_raises_as_in_the_base_class(cache, backend, redis_url, client):
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever the serializer raises
+        base_at(redis_url, backend).get_or_set("k", lambda: lambda: 1)
+    with pytest.raises(expected.type):
+        cache.get_or_set("k", lambda: lambda: 1)
+    assert not list(held_locks(client))
+
+
+def test_while_it_is_computed_the_lease_is_a_lock_like_any_other(redis_url, backend, client):
+    cache = cache_at(redis_url, backend, KEY_PREFIX="site", OPTIONS={"LOCK": {"EXPIRE": 7, "AUTO_RENEWAL": False}})
+
+    def compute():
+        (info,) = held_locks(client)
+        assert (info.name, info.kind, info.expire, info.auto_renewal) == ("cache:site:2:k", "cache", 7, False)
+        assert 6 < info.ttl <= 7
+        if backend == "RedisCache":
+            assert cache.keys("*", version=2) == []
+        return 1
+
+    cache.get_or_set("k", compute, version=2)
+    cache.get_or_set("k2", lambda: len(list(held_locks(client))), expire=timedelta(seconds=9), auto_renewal=True)
+    assert not list(held_locks(client))
+
+
+def test_no_key_is_left_but_the_value_and_what_its_bucket_has_once(cache, client):
+    for number in range(20):
+        cache.get_or_set(f"k{number}", lambda: 1, 60)
+    left = {key for key in client.keys("*") if not key.startswith(b":1:k")}
+    assert all(key.endswith((b":fence", b":era")) for key in left)
+    assert all(client.pttl(key) > 0 for key in left)
+
+
+def test_who_takes_longer_than_its_right_lasts_is_told_how_to_help_it(cache, client, caplog):
+    def compute():
+        wait_until(lambda: not list(held_locks(client)))
+        return "v"
+
+    assert cache.get_or_set("k", compute, 60, expire=0.1, auto_renewal=False) == "v"
+    assert cache.get("k") == "v", "nothing was deleted meanwhile"
+    assert "took longer than the right to compute lasts" in caplog.text
+
+
+def test_an_invalidation_is_no_warning(cache, caplog):
+    with caplog.at_level("WARNING"):
+        cache.get_or_set("k", lambda: cache.delete("k"), 60)
+        cache.get_or_set("k", lambda: cache.set("k", 1), 60)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("key", ["k" * 240, "ü", "a{b}c", "with:colons"])
+def test_odd_keys(cache, key):
+    assert cache.get_or_set(key, lambda: "v") == "v"
+    assert cache.get_or_set(key, never) == "v"
+
+
+@pytest.mark.filterwarnings("ignore::django.core.cache.CacheKeyWarning")
+def test_keys_longer_than_a_locks_name(cache, client):
+    long, longer = "k" * 3000, "k" * 3000 + "l"
+
+    def compute():
+        assert cache.get_or_set(longer, lambda: "longer") == "longer"
+        names = {info.name for info in held_locks(client)}
+        assert len(names) == 1
+        return "long"
+
+    assert cache.get_or_set(long, compute) == "long"
+    assert cache.get(longer) == "longer"
+
+
+BAD = [
+    ({"wait": -1}, ValueError, "wait"),
+    ({"wait": "5"}, TypeError, "wait"),
+    ({"wait": float("nan")}, ValueError, "wait"),
+    ({"wait": True}, TypeError, "wait"),
+    ({"expire": 0}, ValueError, "expire"),
+    ({"expire": 0.0001}, ValueError, "expire"),
+    ({"expire": "10"}, TypeError, "expire"),
+    ({"max_hold": 0}, ValueError, "max_hold"),
+    ({"max_hold": []}, TypeError, "max_hold"),
+    ({"auto_renewal": 1}, TypeError, "auto_renewal"),
+    ({"on_wait_timeout": "hope"}, ValueError, "on_wait_timeout"),
+    ({"stale": -1}, ValueError, "stale"),
+    ({"refresh_before": "5"}, TypeError, "refresh_before"),
+    ({"refresh": "later"}, ValueError, "refresh"),
+    ({"should_cache": True}, TypeError, "should_cache"),
+    ({"jitter": 1.5}, ValueError, "jitter"),
+    ({"jitter": "1"}, TypeError, "jitter"),
+    ({"lock": "yes"}, TypeError, "lock"),
+    ({"blocking": True}, TypeError, "blocking"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "named"), BAD)
+@pytest.mark.parametrize("stored", [False, True])
+def test_bad_arguments_are_refused_at_once_hit_or_miss(cache, options, error, named, stored):
+    if stored:
+        cache.set("k", 1)
+    with pytest.raises(error, match=named):
+        cache.get_or_set("k", never, 60, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"EXPIRY": 1}, {"EXPIRE": "10"}, {"EXPIRE": 0}, {"ON_WAIT_TIMEOUT": "hope"}, {"WAIT": -1}, 5, None, {"expire": 1}],
+)
+def test_wrong_options_are_refused_at_the_first_use_of_the_cache(redis_url, backend, options):
+    """And not before: Django's checks make every cache, and ours are to report what is wrong, as a message."""
+    cache = cache_at(redis_url, backend, OPTIONS={"LOCK": options})
+    with pytest.raises(ImproperlyConfigured, match=r"\['LOCK'\]"):
+        cache.get_or_set("k", never)
+
+
+def test_options_are_copied_out_and_never_taken_out_of_the_settings(redis_url, backend):
+    params = {"LOCATION": redis_url, "OPTIONS": {"LOCK": {"EXPIRE": 3}, "socket_timeout": 4}}
+    before = copy.deepcopy(params)
+    for _ in range(2):
+        cache = cache_at(redis_url, backend, **params)
+        assert cache.get_or_set("k", lambda: 1) == 1
+    assert params == before
+
+
+def test_a_client_without_locks_makes_it_the_base_class(redis_url, client, caplog):
+    class Odd(DjangoRedisCache):
+        def _redis(self, made, write=True):
+            return object()
+
+    cache = Odd(redis_url, {})
+    with monitoring(client) as sent:
+        assert cache.get_or_set("k", lambda: "v") == "v"
+        assert cache.delete("k")
+    assert "EVALSHA" not in commands(sent)
+    assert "without locks" in caplog.text
+
+
+def test_a_value_that_is_no_string_fails_as_in_the_base_class(cache, backend, redis_url, client):
+    client.rpush(":1:k", "x")
+    for it in (cache, base_at(redis_url, backend)):
+        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+            it.get_or_set("k", lambda: 1)
+
+
+WITHOUT_DJANGO_REDIS = """
+import sys
+sys.modules["django_redis"] = None
+from django.core.exceptions import ImproperlyConfigured
+from django.utils.module_loading import import_string
+cache = import_string("django_redislock.cache.DjangoRedisCache")(args[0], {})
+say(value=cache.get_or_set("k", lambda: 5))
+try:
+    import_string("django_redislock.cache.RedisCache")
+except ImproperlyConfigured as error:
+    say(error=str(error))
+"""
+
+
+@pytest.mark.processes
+def test_without_django_redis_djangos_own_backend_works_and_the_other_says_what_is_missing(redis_url, run_python):
+    process = run_python(WITHOUT_DJANGO_REDIS, redis_url)
+    process.wait_for(value=5)
+    assert "pip install django-redislock[cache]" in process.wait_for()["error"]

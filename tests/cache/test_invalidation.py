@@ -1,0 +1,335 @@
+"""What is computed is never stored over what happened meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+from django.test import override_settings
+
+from django_redislock.cache.lease.invalidate import glob_to_regex
+from django_redislock.core import Lock, held_locks, reset_all
+from tests.support import monitoring, wait_until
+from tests.support.cache_programs import cache_at, commands, followers
+
+
+@pytest.fixture
+def cache(redis_url, backend):
+    return cache_at(redis_url, backend)
+
+
+def in_a_loop(awaitable):
+    """Await it in a loop of a thread's own, as if somewhere else."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, awaitable).result(20)
+
+
+def ended(client):
+    """Let the value come to its end."""
+    client.pexpire(":1:k", 1)
+    wait_until(lambda: client.get(":1:k") is None)
+
+
+EVENTS = {
+    "delete": (lambda cache, client: cache.delete("k"), None),
+    "delete_many": (lambda cache, client: cache.delete_many(k for k in ["other", "k"]), None),
+    "clear": (lambda cache, client: cache.clear(), None),
+    "set": (lambda cache, client: cache.set("k", "newer", 60), "newer"),
+    "set_many": (lambda cache, client: cache.set_many({"k": "newer", "l": 1}, 60), "newer"),
+    "add": (lambda cache, client: cache.add("k", "newer", 60), "newer"),
+    "set that deletes": (lambda cache, client: cache.set("k", "newer", 0), None),
+    "set_many that deletes": (lambda cache, client: cache.set_many({"k": "newer"}, -1), None),
+    "set, then delete": (lambda cache, client: (cache.set("k", "newer"), cache.delete("k")), None),
+    "set, then touch": (lambda cache, client: (cache.set("k", "newer"), cache.touch("k", 90)), "newer"),
+    "set, then touch that deletes": (lambda cache, client: (cache.set("k", "newer"), cache.touch("k", 0)), None),
+    "touch that deletes": (lambda cache, client: cache.touch("k", -1), None),
+    "incr": (lambda cache, client: (cache.set("k", 7), cache.incr("k")), 8),
+    "decr": (lambda cache, client: (cache.set("k", 7), cache.decr("k", 2)), 5),
+    "incr_version": (lambda cache, client: (cache.set("k", "newer"), cache.incr_version("k")), None),
+    "decr_version": (lambda cache, client: (cache.set("k", "newer"), cache.decr_version("k")), None),
+    "incr_version to it": (
+        lambda cache, client: (cache.set("k", "newer", version=0), cache.incr_version("k", version=0)),
+        "newer",
+    ),
+    "get_or_set without a lock": (lambda cache, client: cache.get_or_set("k", lambda: "newer", lock=False), "newer"),
+    "adelete": (lambda cache, client: in_a_loop(cache.adelete("k")), None),
+    "aset": (lambda cache, client: in_a_loop(cache.aset("k", "newer")), "newer"),
+    "adelete_many": (lambda cache, client: in_a_loop(cache.adelete_many(["k"])), None),
+    "atouch": (lambda cache, client: in_a_loop(cache.atouch("k", 0)), None),
+    "aclear": (lambda cache, client: in_a_loop(cache.aclear()), None),
+    "a set that ends": (lambda cache, client: (cache.set("k", "newer", 5), ended(client)), None),
+    "a set_many that ends": (lambda cache, client: (cache.set_many({"k": "newer"}, 5), ended(client)), None),
+    "an add that ends": (lambda cache, client: (cache.add("k", "newer", 5), ended(client)), None),
+    "an aset that ends": (lambda cache, client: (in_a_loop(cache.aset("k", "newer", 5)), ended(client)), None),
+    "set by a plain client": (lambda cache, client: client.set(":1:k", "7"), 7),
+    "flush by a plain client": (lambda cache, client: client.flushall(), None),
+    "force-release": (lambda cache, client: reset_all(client), None),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_nothing_is_stored_over_what_happened_while_it_was_computed(cache, client, event):
+    happen, after = EVENTS[event]
+
+    def compute():
+        happen(cache, client)
+        return "stale"
+
+    assert cache.get_or_set("k", compute, 60) == "stale", "the caller gets its own, and no exception"
+    assert cache.get("k") == after
+    assert not list(held_locks(client))
+    assert cache.get_or_set("k", lambda: "fresh", 60) == after or "fresh"
+    assert cache.get("k") == after or "fresh"
+
+
+def test_a_value_set_by_a_plain_client_that_looks_the_same_is_kept_with_its_life(cache, client):
+    def compute():
+        client.set(":1:k", "7", px=5000)
+        return 7
+
+    assert cache.get_or_set("k", compute, 60) == 7
+    assert client.pttl(":1:k") <= 5000
+
+
+def test_other_keys_are_not_invalidated(cache, client):
+    def compute():
+        cache.delete("other")
+        cache.delete("k", version=2)
+        return "v"
+
+    assert cache.get_or_set("k", compute, 60) == "v"
+    assert cache.get("k") == "v"
+
+
+def test_who_waits_while_the_value_is_deleted_gets_a_fresh_one(cache, client):
+    """It may have come after the delete, and must not get what was computed from before it."""
+    running, end, calls = threading.Event(), threading.Event(), []
+
+    def compute():
+        calls.append(1)
+        if len(calls) == 1:
+            running.set()
+            assert end.wait(20)
+            return "stale"
+        return "fresh"
+
+    with ThreadPoolExecutor(5) as pool:
+        first = pool.submit(cache.get_or_set, "k", compute, 60)
+        assert running.wait(10)
+        cache.delete("k")
+        others = [pool.submit(cache.get_or_set, "k", compute, 60) for _ in range(4)]
+        wait_until(lambda: followers() == 4)
+        end.set()
+        assert first.result(20) == "stale"
+        assert [other.result(20) for other in others] == ["fresh"] * 4
+    assert len(calls) == 2
+    assert cache.get("k") == "fresh"
+
+
+def test_a_delete_costs_one_script_and_returns_what_the_base_class_returns(cache, client):
+    cache.set("k", 1)
+    cache.delete("warm")
+    with monitoring(client) as sent:
+        assert cache.delete("k") is True
+    assert commands(sent) == ["EVALSHA", "DEL"]
+    assert cache.delete("k") is False
+
+
+def test_a_set_costs_nothing_more(cache, client):
+    with monitoring(client) as sent:
+        cache.set("k", 1, 60)
+    assert commands(sent) == ["SET"]
+
+
+def test_many_keys_are_deleted_with_few_scripts(cache, client):
+    keys = [f"k{number}" for number in range(2500)]
+    cache.set_many(dict.fromkeys(keys, 1))
+    cache.delete("warm")
+    with monitoring(client) as sent:
+        cache.delete_many(iter(keys))
+    assert commands(sent) == ["EVALSHA"] * 10 + ["DEL"]
+    assert client.dbsize() == 0
+
+
+def test_deleting_nothing(cache):
+    cache.delete_many([])
+    cache.delete_many(iter([]))
+    cache.set_many({}, 0)
+
+
+def test_a_users_own_lock_is_not_touched_by_a_delete(cache, client):
+    with Lock(client, "k"), Lock(client, ":1:k"):
+        cache.delete("k")
+        assert {info.name for info in held_locks(client)} == {"k", ":1:k"}
+
+
+def test_disabled_a_delete_is_the_base_classs(cache, client):
+    with override_settings(DJANGO_REDISLOCK={"ENABLED": False}), monitoring(client) as sent:
+        cache.delete("k")
+    assert commands(sent) == ["DEL"]
+
+
+def test_a_deletion_when_redis_is_down_fails_as_in_the_base_class(own_server, backend):
+    cache = cache_at(own_server.url, backend)
+    cache.set("k", 1)
+    own_server.kill()
+    with pytest.raises(redis.ConnectionError):
+        cache.delete("k")
+
+
+def test_a_deletion_when_redis_is_down_may_be_forgiven(own_server):
+    cache = cache_at(own_server.url, OPTIONS={"IGNORE_EXCEPTIONS": True})
+    cache.set("k", 1)
+    own_server.kill()
+    assert not cache.delete("k")
+    cache.delete_many(["k"])
+    cache.set("k", 1, 0)
+
+
+ONLY_DJANGO_REDIS = {
+    "delete_pattern": lambda cache: cache.delete_pattern("k*"),
+    "delete_pattern of a class": lambda cache: cache.delete_pattern("[a-k]"),
+    "delete_pattern, prefix": lambda cache: cache.delete_pattern("*", prefix=""),
+    "expire": lambda cache: cache.expire("k", 0),
+    "pexpire": lambda cache: cache.pexpire("k", -1),
+    "expire_at": lambda cache: cache.expire_at("k", 1),
+    "pexpire_at": lambda cache: cache.pexpire_at("k", int(time.time() * 1000) - 5),
+}
+
+
+@pytest.mark.parametrize("event", ONLY_DJANGO_REDIS)
+def test_what_django_redis_deletes_by(redis_url, client, event):
+    cache = cache_at(redis_url)
+    assert cache.get_or_set("k", lambda: (ONLY_DJANGO_REDIS[event](cache) and None) or "stale", 60) == "stale"
+    assert cache.get("k") is None
+    assert not list(held_locks(client))
+
+
+@pytest.mark.parametrize("event", ["expire", "pexpire", "expire_at", "pexpire_at"])
+def test_what_deletes_tries_a_server_that_is_down_once_when_errors_are_ignored(own_server, event, monkeypatch):
+    cache = cache_at(own_server.url, OPTIONS={"IGNORE_EXCEPTIONS": True})
+    cache.set("k", 1)
+    own_server.kill()
+    asked = []
+    monkeypatch.setattr(cache.client, event, lambda *args, **kwargs: asked.append(args))
+    assert ONLY_DJANGO_REDIS[event](cache) is None
+    assert not asked
+
+
+@pytest.mark.parametrize("pattern", ["x*", "k?", "K", r"\*", r"\?", "[a-k]k"])
+def test_a_pattern_that_does_not_match_ends_nothing(redis_url, pattern):
+    cache = cache_at(redis_url)
+    assert cache.get_or_set("k", lambda: cache.delete_pattern(pattern) or "v", 60) == "v"
+    assert cache.get("k") == "v"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*",
+        "a?c",
+        "a[b]c",
+        "[ab]*",
+        "[^b]*",
+        "a[a-c]c",
+        r"a\*c",
+        r"\a*",
+        "a.c",
+        "[",
+        "a[",
+        "a[^b]c",
+        "[a",
+        "]",
+        "[]a]",
+        "[c-a]*",
+        r"a[\]]",
+    ],
+)
+def test_patterns_match_as_those_of_redis(client, pattern):
+    names = ["abc", "a*c", "a.c", "bbc", "a", "[", "]", "a[", "a]", "^"]
+    for name in names:
+        client.set(name, 1)
+    found = {name.decode() for name in client.keys(pattern)}
+    matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
+    missed = {name for name in found if not matches(name)}
+    assert not missed, "more may match, but never less"
+
+
+def test_a_pattern_ends_computations_of_its_own_version_only(redis_url):
+    cache = cache_at(redis_url)
+    assert cache.get_or_set("k", lambda: cache.delete_pattern("*", version=2) or "v", 60) == "v"
+    assert cache.get("k") == "v"
+
+
+@pytest.mark.filterwarnings("ignore::django.core.cache.CacheKeyWarning")
+def test_a_pattern_and_a_key_too_long_for_a_name(redis_url):
+    cache = cache_at(redis_url)
+    long = "k" * 3000
+    assert cache.get_or_set(long, lambda: (cache.delete_pattern("k*") and None) or "v", 60) == "v"
+    assert cache.get(long) is None
+
+
+# While an old value is replaced, there is one in the cache
+
+REPLACED = {
+    "set of the same": (lambda cache: cache.set("k", "old", 500), "old"),
+    "touch": (lambda cache: cache.touch("k", 500), "old"),
+    "delete": (lambda cache: cache.delete("k"), None),
+    "set": (lambda cache: cache.set("k", "newer", 500), "newer"),
+    "touch that deletes": (lambda cache: cache.touch("k", 0), None),
+    "incr_version": (lambda cache: cache.incr_version("k"), None),
+    "clear": (lambda cache: cache.clear(), None),
+    "nothing": (lambda cache: None, "computed"),
+}
+
+
+@pytest.mark.parametrize("event", REPLACED)
+def test_nothing_is_stored_over_what_happened_while_an_old_value_was_replaced(cache, client, event):
+    happen, after = REPLACED[event]
+    cache.set("k", "old", 50)
+
+    def compute():
+        happen(cache)
+        return "computed"
+
+    assert cache.get_or_set("k", compute, 60, refresh_before=55) == "computed"
+    assert cache.get("k") == after
+    assert not list(held_locks(client))
+
+
+def test_a_value_that_lives_long_is_set_in_one_round_trip(cache, client):
+    with monitoring(client) as sent:
+        cache.set("k", "v", 60)
+    assert commands(sent) == ["SET"]
+
+
+RAW = {"KEY_FUNCTION": f"{__name__}.raw", "REVERSE_KEY_FUNCTION": f"{__name__}.raw"}
+EVERYTHING = {
+    "clear": ("RedisCache", lambda cache: cache.clear()),
+    "Django's clear": ("DjangoRedisCache", lambda cache: cache.clear()),
+    "aclear": ("RedisCache", lambda cache: in_a_loop(cache.aclear())),
+    "delete_pattern": ("RedisCache", lambda cache: cache.delete_pattern("*")),
+}
+
+
+def raw(key, prefix="", version=""):
+    return key
+
+
+@pytest.mark.parametrize("how", EVERYTHING)
+def test_what_deletes_everything_leaves_locks(redis_url, client, how):
+    backend, delete = EVERYTHING[how]
+    cache = cache_at(redis_url, backend, **(RAW if how == "delete_pattern" else {}))
+    cache.set_many({f"k{number}": number for number in range(2500)})
+    client.set("somebody else's", "v")
+    with Lock(client, "mine") as lock:
+        delete(cache)
+        lock.extend()
+        left = client.keys("*")
+    assert left
+    assert all(key.startswith(b"{redislock") for key in left)

@@ -1,0 +1,248 @@
+"""`cache_page` with `stale`: copies that outlive their pages, for those who come while a new one is rendered, or fails to be."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from django.core.cache import caches
+from django.http import Http404, HttpResponse
+from django.test import RequestFactory, override_settings
+
+from django_redislock.cache import cache_page
+from tests.support import wait_until
+from tests.support.cache_programs import cache_elsewhere
+
+
+@pytest.fixture(params=["sync", "async"])
+def show(request, redis_url, backend):
+    """``show(render, …)`` returns a view that answers with what render(request) returns, for 60 s, as threads call it."""
+    location = {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}
+
+    def make(render, **options):
+        async def aview(request):
+            return await asyncio.to_thread(render, request)
+
+        view = cache_page(60, **options)(aview if request.param == "async" else render)
+
+        def call(path="/", **headers):
+            asked = RequestFactory().get(path, headers=headers)
+            return asyncio.run(view(asked)) if request.param == "async" else view(asked)
+
+        return call
+
+    with override_settings(CACHES={"default": location}):
+        yield make
+
+
+class Origin:
+    """Renders numbered pages, and fails on demand."""
+
+    def __init__(self):
+        self.calls = 0
+        self.sick = None
+
+    def __call__(self, request):
+        self.calls += 1
+        if isinstance(self.sick, Exception):
+            raise self.sick
+        if self.sick is not None:
+            return HttpResponse("sick", status=self.sick)
+        return HttpResponse(f"page {self.calls} {request.headers.get('Language', '')}", headers={"Vary": "Language"})
+
+
+def end_pages(client):
+    """Let all pages come to their end, and the pauses, but no copy."""
+    ended = [key for key in client.keys("*") if b"redislock.stale" not in key and not key.startswith(b"{")]
+    if ended:
+        client.delete(*ended)
+
+
+def pause_for_ever(client):
+    """Let nobody try again, however slow this machine is."""
+    for key in client.keys("*redislock.page*"):
+        client.persist(key)
+
+
+def test_a_copy_lives_longer_than_its_page(show, client):
+    view = show(Origin(), stale=600)
+    view()
+    lives = sorted(client.ttl(key) for key in client.keys("*views.decorators.cache*") if b"failures" not in key)
+    assert lives[0] <= 60
+    assert 600 < lives[-1] <= 660
+
+
+def test_without_stale_no_copy_is_kept(show, client):
+    show(Origin(), on_error="stale")()
+    assert not client.keys("*stale*")
+
+
+@pytest.mark.parametrize("sick", [ZeroDivisionError("sick"), 500, 503])
+@pytest.mark.parametrize("by", ["argument", "setting"])
+def test_on_error_stale_shows_the_old_page_logs_and_counts(show, client, settings, sick, by, caplog):
+    if by == "setting":
+        settings.DJANGO_REDISLOCK = {"CACHE": {"ON_ERROR": "stale"}}
+    origin = Origin()
+    view = show(origin, stale=600, **({"on_error": "stale"} if by == "argument" else {}))
+    assert view().content == b"page 1 "
+    end_pages(client)
+    origin.sick = sick
+    before = caches["default"].stats()
+    for _ in range(5):
+        page = view()
+        pause_for_ever(client)
+        assert (page.status_code, page.content) == (200, b"page 1 ")
+        assert page["Cache-Control"] == "max-age=0"
+    assert origin.calls == 2, "it is not tried again at once"
+    after = caches["default"].stats()
+    assert after.stale_served - before.stale_served == 5
+    assert after.errors - before.errors == 1
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert "could not be rendered again" in errors[0].message
+    assert not client.keys("*:1:views.decorators.cache.cache_page..GET*"), "the old page is not stored as a new one"
+
+
+def test_the_next_try_waits_for_a_pause_that_grows_and_a_new_page_ends_it(show, client):
+    origin = Origin()
+    view = show(origin, stale=600, on_error="stale")
+    view()
+
+    def pause():
+        end_pages(client)
+        assert view().content.startswith(b"page")
+        return max([client.pttl(mark) / 1000 for mark in client.keys("*redislock.page*")], default=0)
+
+    origin.sick = 503
+    for longest in (1, 2, 4, 8, 16, 32, 60, 60):
+        left = pause()
+        assert left <= longest
+        assert left > longest / 2 or longest < 8, "the shortest may be over on a busy machine"
+    origin.sick = None
+    end_pages(client)
+    assert view().content == b"page 10 "
+    origin.sick = 503
+    assert pause() <= 1
+
+
+def test_without_on_error_only_who_tried_gets_the_failure(show, client):
+    origin = Origin()
+    view = show(origin, stale=600)
+    view()
+    end_pages(client)
+    origin.sick = 503
+    assert view().status_code == 503
+    pause_for_ever(client)
+    assert view().content == b"page 1 "
+    assert origin.calls == 2
+
+
+def test_while_one_renders_a_new_page_the_others_get_the_old_one_at_once(show, client):
+    running, end = threading.Event(), threading.Event()
+    origin = Origin()
+
+    def render(request):
+        if origin.calls:
+            running.set()
+            assert end.wait(20)
+        return origin(request)
+
+    view = show(render, stale=600)
+    view()
+    end_pages(client)
+    with ThreadPoolExecutor(6) as pool:
+        first = pool.submit(view)
+        assert running.wait(10)
+        try:
+            assert {pool.submit(view).result(10).content for _ in range(5)} == {b"page 1 "}
+        finally:
+            end.set()
+        assert first.result(20).content == b"page 2 "
+    assert view().content == b"page 2 "
+    assert origin.calls == 2
+
+
+def test_another_process_that_renders_is_not_waited_for_either(show, client, redis_url, backend):
+    origin = Origin()
+    view = show(origin, stale=600, on_error="stale")
+    view()
+    end_pages(client)
+    running, end = threading.Event(), threading.Event()
+    elsewhere = cache_elsewhere(redis_url, backend)
+
+    def compute():
+        running.set()
+        assert end.wait(20)
+
+    origin.sick = 503
+    view()  # tells the key
+    (key,) = client.keys("*redislock.page*")
+    end_pages(client)
+    with ThreadPoolExecutor(1) as pool:
+        rendering = pool.submit(elsewhere.get_or_set, key.decode().removeprefix(":1:"), compute)
+        assert running.wait(10)
+        try:
+            assert view().content == b"page 1 "
+            assert origin.calls == 2
+        finally:
+            end.set()
+        rendering.result(20)
+
+
+def test_each_kind_of_request_has_an_old_page_of_its_own(show, client):
+    origin = Origin()
+    view = show(origin, stale=600, on_error="stale")
+    assert view(Language="de").content == b"page 1 de"
+    assert view(Language="en").content == b"page 2 en"
+    end_pages(client)
+    origin.sick = 503
+    assert view(Language="de").content == b"page 1 de"
+    assert view(Language="en").content == b"page 2 en"
+    assert view(Language="fr").status_code == 503
+    assert view("/other").status_code == 503
+
+
+@pytest.mark.parametrize("gone", [404, 410, Http404("gone")])
+def test_a_page_that_is_gone_is_not_shown_any_more(show, client, gone):
+    origin = Origin()
+    view = show(origin, stale=600, on_error="stale")
+    view()
+    end_pages(client)
+    origin.sick = gone
+    if isinstance(gone, Http404):
+        with pytest.raises(Http404):
+            view()
+    else:
+        assert view().status_code == gone
+    end_pages(client)
+    origin.sick = 503
+    assert view().status_code == 503
+
+
+def test_no_page_is_shown_in_place_of_a_refusal(show, client):
+    origin = Origin()
+    view = show(origin, stale=600, on_error="stale")
+    view()
+    end_pages(client)
+    origin.sick = 403
+    assert view().status_code == 403
+
+
+def test_the_old_page_ends_with_stale(show, client):
+    origin = Origin()
+    view = show(origin, stale=0.1, on_error="stale")
+    view()
+    origin.sick = 503
+    for key in client.keys("*"):
+        client.pexpire(key, 100)
+    wait_until(lambda: not client.keys("*views*"))
+    assert view().status_code == 503
+
+
+@pytest.mark.parametrize(("options", "error"), [({"stale": -1}, ValueError), ({"on_error": "old"}, ValueError)])
+def test_bad_options(options, error):
+    with pytest.raises(error):
+        cache_page(60, **options)

@@ -1,0 +1,292 @@
+"""One value wanted by many processes: computed by one of them, also when that one is killed, paused, fails or hangs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from django_redislock.core import Lock, held_locks
+from tests.support import cache_programs, counting, lived, monitoring, queued, wait_until
+from tests.support.cache_programs import cache_at, commands
+
+pytestmark = pytest.mark.processes
+
+LOCK = "cache::1:k"
+
+
+def waiting(client):
+    return queued(client, LOCK)
+
+
+def only(lines, event):
+    return [line for line in lines if line["event"] == event]
+
+
+@pytest.fixture
+def asking(client, redis_url, run_python):
+    """``asking(3, …)`` starts processes that ask for "k" when told, and waits until they are ready."""
+
+    def start(count, backend="RedisCache", options=None, lock=None, url=redis_url):
+        processes = [
+            run_python(cache_programs.ask, url, backend, "k", f"by {number}", options or {}, lock)
+            for number in range(count)
+        ]
+        for process in processes:
+            process.wait_for(event="ready")
+        return processes
+
+    return start
+
+
+@pytest.fixture
+def one_computes(client, asking):
+    """Return a process that computes, and others that wait for it."""
+
+    def start(others, **options):
+        first, *rest = asking(1 + others, **options)
+        first.send("ask")
+        first.wait_for(event="computing")
+        for process in rest:
+            process.send("ask")
+        wait_until(lambda: waiting(client) == others)
+        return first, rest
+
+    return start
+
+
+def test_200_clients_in_8_processes_compute_once(client, redis_url, run_python, backend):
+    crowds = [run_python(cache_programs.crowd, redis_url, backend, "k", 25) for _ in range(8)]
+    for crowd in crowds:
+        crowd.wait_for(event="ready")
+    for crowd in crowds:
+        crowd.send()
+    wait_until(lambda: waiting(client) == 7, timeout=30)
+    (computing,) = wait_until(lambda: [crowd for crowd in crowds if only(crowd.lines, "computing")])
+    computing.send()
+    for crowd in crowds:
+        assert crowd.wait_for(event="done")["outcomes"] == [{"by": "one"}] * 25
+    assert client.get("computed") == b"1"
+    assert not list(held_locks(client))
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["thread", "task"])
+def test_a_waiting_process_takes_three_round_trips_at_first_and_two_later(client, redis_url, run_python, tasks):
+    """The first time, the script that joins those who wait goes along with the subscription."""
+    waiter = run_python(cache_programs.wait_for_values, redis_url, tasks)
+    waiter.wait_for(event="ready")
+    cache = cache_at(redis_url)
+    cache.get_or_set("warm", lambda: 1)
+    for key, expected in (("a", ["GET", "EVALSHA", "EVALSHA", "SUBSCRIBE"]), ("b", ["GET", "EVALSHA"])):
+
+        def compute(key=key):
+            waiter.send(key)
+            wait_until(lambda: queued(client, f"cache::1:{key}") == 1)
+            return f"value of {key}"
+
+        with monitoring(client) as sent, counting(client) as counts:
+            cache.get_or_set(key, compute, 60, expire=120)
+            waiter.wait_for(event="got", value=f"value of {key}")
+        own = ["GET", "EVALSHA"], ["EVALSHA"]
+        sent = commands(line for line in sent if not line.startswith(("ZCARD", "INFO")))
+        assert sent == [*own[0], *expected, *own[1]]
+        assert (counts["evalsha"], counts["subscribe"]) == (sent.count("EVALSHA"), sent.count("SUBSCRIBE"))
+
+
+def test_a_large_value_is_fetched_instead_of_being_sent_to_each(client, redis_url, asking):
+    value = "x" * 40_000
+    with client.pubsub() as pubsub:
+        pubsub.psubscribe("redislock:wake:*")
+        first, second, third = asking(3)
+        first.send("ask")
+        first.wait_for(event="computing")
+        second.send("ask")
+        third.send("ask")
+        wait_until(lambda: waiting(client) == 2)
+        first.send(value)
+        for process in (first, second, third):
+            assert process.wait_for(event="got")["value"] == value
+        heard = []
+        wait_until(lambda: heard.append(pubsub.get_message()) or sum(m is not None for m in heard) >= 3)
+    assert all(len(message["data"]) < 100 for message in heard if message and message["type"] == "pmessage")
+
+
+def test_a_killed_computer_is_followed_by_exactly_one(client, one_computes, backend):
+    expire = 1.5
+    first, others = one_computes(4, backend=backend, lock={"EXPIRE": expire})
+    first.kill()
+    killed = time.time()
+    wait_until(lambda: any(only(process.lines, "computing") for process in others), timeout=expire + 5)
+    (next_one,) = [process for process in others if only(process.lines, "computing")]
+    assert only(next_one.lines, "computing")[0]["at"] - killed < expire + 1
+    wait_until(lambda: waiting(client) == 3)
+    next_one.send("second")
+    for process in others:
+        assert process.wait_for(event="got")["value"] == "second"
+    assert sum(len(only(process.lines, "computing")) for process in others) == 1
+
+
+def test_a_computation_of_ten_lives_is_one_computation(client, one_computes):
+    first, others = one_computes(3, lock={"EXPIRE": 0.3})
+    lived(3)
+    first.send("slow")
+    for process in (first, *others):
+        assert process.wait_for(event="got")["value"] == "slow"
+    assert not any(only(process.lines, "computing") for process in others)
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["threads", "tasks"])
+def test_those_who_waited_for_a_failure_get_it(client, redis_url, run_python, backend, tasks):
+    """In all processes, instead of waiting in line for a failure of their own."""
+    crowds = [run_python(cache_programs.crowd, redis_url, backend, "k", 5, tasks) for _ in range(4)]
+    for crowd in crowds:
+        crowd.wait_for(event="ready")
+    for crowd in crowds:
+        crowd.send()
+    wait_until(lambda: waiting(client) == 3, timeout=30)
+    (computing,) = wait_until(lambda: [crowd for crowd in crowds if only(crowd.lines, "computing")])
+    computing.send("raise")
+    for crowd in crowds:
+        outcomes = crowd.wait_for(event="done")["outcomes"]
+        note = ["It was raised in another process, which computed the value for all who waited for it."]
+        assert outcomes == [["ValueError", "no value", [] if crowd is computing else note]] * 5, "unwrapped"
+    assert client.get("computed") == b"1"
+    assert not list(held_locks(client))
+
+
+def test_a_failure_that_cannot_be_sent_is_told_in_words(client, redis_url, one_computes):
+    first, (second,) = one_computes(1, options={}, lock={}, backend="RedisCache", url=redis_url)
+    first.send("raise unsendable")
+    assert first.wait_for(event="failed")["error"] == "Unsendable: never mind"
+    assert "Unsendable: never mind" in second.wait_for(event="failed")["error"]
+    assert second.lines[-1]["error"].startswith("ComputationFailed: ")
+
+
+def test_who_comes_after_a_failure_computes_anew(client, redis_url, one_computes):
+    first, (second,) = one_computes(1)
+    first.send("raise")
+    assert second.wait_for(event="failed")["error"] == first.wait_for(event="failed")["error"]
+    assert cache_at(redis_url).get_or_set("k", lambda: "v", 60) == "v"
+
+
+def test_a_value_that_is_set_while_a_computation_fails_is_what_those_who_wait_get(client, redis_url, one_computes):
+    first, (second,) = one_computes(1)
+    second.pause()
+    cache_at(redis_url).set("k", "set")
+    first.send("raise")
+    first.wait_for(event="failed")
+    second.resume()
+    assert second.wait_for(event="got")["value"] == "set"
+
+
+def test_who_is_interrupted_is_followed_by_one_other(client, redis_url, one_computes):
+    """Celery's soft time limit, say, tells nothing of the value."""
+    first, others = one_computes(2)
+    first.send("be interrupted")
+    first.wait_for(event="failed")
+    wait_until(lambda: any(only(process.lines, "computing") for process in others))
+    (next_one,) = [process for process in others if only(process.lines, "computing")]
+    next_one.send("v")
+    for process in others:
+        assert process.wait_for(event="got")["value"] == "v"
+
+
+def test_who_waits_for_a_deleted_value_computes_anew(client, redis_url, one_computes):
+    first, (second, third) = one_computes(2)
+    cache_at(redis_url).delete("k")
+    wait_until(lambda: only(second.lines, "computing") or only(third.lines, "computing"))
+    fresh, other = (second, third) if only(second.lines, "computing") else (third, second)
+    first.send("stale")
+    assert first.wait_for(event="got")["value"] == "stale"
+    assert client.get(":1:k") is None
+    fresh.send("fresh")
+    assert fresh.wait_for(event="got")["value"] == "fresh"
+    assert other.wait_for(event="got")["value"] == "fresh"
+    assert cache_at(redis_url).get("k") == "fresh"
+
+
+def test_who_waits_for_a_value_that_is_set_meanwhile_gets_that(client, redis_url, one_computes):
+    first, (second,) = one_computes(1)
+    cache_at(redis_url).set("k", "set")
+    assert second.wait_for(event="got", timeout=3)["value"] == "set"
+    assert waiting(client) == 0, "who found it waits no more"
+    first.send("stale")
+    assert first.wait_for(event="got")["value"] == "stale"
+    assert cache_at(redis_url).get("k") == "set"
+
+
+def test_a_force_released_computation_goes_on_for_its_caller_alone(client, redis_url, one_computes):
+    first, (second,) = one_computes(1)
+    assert Lock(client, LOCK).reset()
+    second.wait_for(event="computing")
+    first.send("old")
+    assert first.wait_for(event="got")["value"] == "old"
+    second.send("new")
+    assert second.wait_for(event="got")["value"] == "new"
+    assert cache_at(redis_url).get("k") == "new"
+
+
+def test_a_computer_that_was_paused_past_its_life_overwrites_nothing(client, redis_url, one_computes):
+    first, (second,) = one_computes(1, lock={"EXPIRE": 0.5})
+    first.pause()
+    second.wait_for(event="computing")
+    second.send("new")
+    assert second.wait_for(event="got")["value"] == "new"
+    first.resume()
+    first.send("old")
+    assert first.wait_for(event="got")["value"] == "old", "its own, and no exception"
+    assert cache_at(redis_url).get("k") == "new"
+    assert "Traceback" not in first.errors
+
+
+def test_a_computation_that_hangs_past_max_hold_is_taken_over(client, redis_url, one_computes):
+    first, (second,) = one_computes(1, lock={"EXPIRE": 0.5, "MAX_HOLD": 1})
+    second.wait_for(event="computing", timeout=5)
+    second.send("new")
+    assert second.wait_for(event="got")["value"] == "new"
+    assert not only(first.lines, "got")
+
+
+def test_who_has_waited_long_enough_settles_for_a_computer_that_hangs(client, redis_url, asking):
+    first, patient = asking(2)
+    first.send("ask")
+    first.wait_for(event="computing")
+    patient.send("ask")
+    wait_until(lambda: waiting(client) == 1)
+    cache = cache_at(redis_url)
+    assert cache.get_or_set("k", lambda: "mine", 60, wait=0.1) == "mine"
+    assert patient.wait_for(event="got")["value"] == "mine", "all others are served with it"
+    assert cache.get("k") == "mine"
+    first.send("late")
+    assert first.wait_for(event="got")["value"] == "late"
+    assert cache.get("k") == "mine"
+
+
+def test_nested_keys_in_opposite_orders_in_two_processes(client, redis_url, run_python):
+    nests = [run_python(cache_programs.nest, redis_url, "RedisCache", *keys) for keys in ("ab", "ba")]
+    for nest in nests:
+        nest.wait_for(event="inside")
+    for nest in nests:
+        nest.send()
+    started = time.monotonic()
+    values = [nest.wait_for(event="got")["value"] for nest in nests]
+    assert time.monotonic() - started < 5, "far below the 30 s that a caller waits at most"
+    assert values in (["a(b)", "b(a(b))"], ["a(b(a))", "b(a)"])
+    assert not list(held_locks(client))
+
+
+def test_a_child_forked_while_computing_leaves_the_computation_to_its_parent(client, redis_url, run_python):
+    lines = run_python(cache_programs.fork_inside, redis_url, "RedisCache").finish()
+    assert lines == [
+        {"event": "child", "value": "child's"},
+        {"event": "after the child", "stored": None, "lease": True},
+        {"event": "parent", "value": "parent's", "stored": "parent's"},
+    ]
+
+
+def test_scripts_flushed_in_the_middle_are_not_noticed(client, one_computes):
+    first, (second,) = one_computes(1)
+    client.script_flush()
+    first.send("v")
+    assert first.wait_for(event="got")["value"] == "v"
+    assert second.wait_for(event="got")["value"] == "v"

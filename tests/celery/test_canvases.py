@@ -1,0 +1,148 @@
+"""What happens to a lock, event by event, when its task stands alone, in a chain, in a group and in a chord.
+
+The policies for duplicates are shown with the same four in test_celery_workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import pytest
+from django.db import transaction
+
+from tests.support import BUSY, wait_until
+from tests.support.celery_site import tasks
+from tests.support.celery_site.app import app
+from tests.support.celery_site.harness import KINDS, Stage, ended, ended_with_its_canvas, member, published
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
+
+
+@pytest.fixture
+def stages(crew) -> Iterator[dict[str, Stage]]:
+    stages = {kind: Stage(crew.of("prefork")) for kind in KINDS}
+    yield stages
+    assert [stage.diary.events("overlap") for stage in stages.values()] == [[]] * len(stages)
+
+
+def terminate(stage: Stage, run: dict) -> None:
+    app.control.revoke(run["id"], terminate=True)
+
+
+def unlock(stage: Stage, run: dict) -> None:
+    stage.diary.wait_for("held")
+    assert tasks.losing.unlock(stage.name)
+
+
+class Event(NamedTuple):
+    task: Any
+    how: Any
+    outcome: str | None
+    """The type of the task's error, or what its result begins with; None when nothing is stored."""
+    options: dict = {}
+    do: Callable[[Stage, dict], None] | None = None
+    """What is done to its first run."""
+    life: float = 0
+    """Seconds for which the lock may stay."""
+
+
+EVENTS = {
+    "success": Event(tasks.refuse, "return", "ran "),
+    "failure": Event(tasks.refuse, "fail", "ZeroDivisionError"),
+    "Ignore": Event(tasks.refuse, "ignore", None),
+    "Reject": Event(tasks.refuse, "reject", None),
+    "replace": Event(tasks.refuse, "replace", "plain"),
+    "retry": Event(tasks.refuse, "retry", "2"),
+    "recursion": Event(tasks.nested, 0, "['ran "),
+    "replaced by itself": Event(tasks.queued_and_run, "replace by itself", "plain"),
+    "autoretry": Event(tasks.autoretry, "return", "2"),
+    "soft time limit": Event(tasks.refuse, "sleep", "SoftTimeLimitExceeded", {"soft_time_limit": 1}),
+    "terminated": Event(tasks.refuse, "sleep", "TaskRevokedError", do=terminate),
+    "hard time limit": Event(tasks.mortal, "sleep", "TimeLimitExceeded", {"time_limit": 1}, life=2 + 1),
+    "child killed": Event(tasks.mortal, "once killed", "WorkerLostError", do=Stage.kill_child, life=2 + 1),
+    "delivered again": Event(tasks.dying, "once killed", "ran ", do=Stage.kill_child),
+    "lock lost": Event(tasks.losing, "until lost", "finished", do=unlock),
+}
+
+
+def told(result: Any) -> str:
+    return type(result).__name__ if isinstance(result, Exception) else str(result)
+
+
+def free_within(task: Any, stage: Stage, seconds: float) -> None:
+    wait_until(lambda: task.lock_info(stage.name) is None, seconds, "the lock is free")
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_event(stages, event):
+    task, how, outcome, options, do, life = EVENTS[event]
+    results = {kind: published(kind, stage, task, how, **options) for kind, stage in stages.items()}
+    for stage in stages.values():
+        run = stage.diary.wait_for("start")
+        if do is not None:
+            do(stage, run)
+    for kind, result in results.items():
+        if outcome is None:
+            stages[kind].diary.wait_for("end")
+            continue
+        assert told(ended_with_its_canvas(kind, result)).startswith(outcome)
+    for stage in stages.values():
+        free_within(task, stage, life + BUSY if life else 60)
+    again = [stage.publish(task) for stage in stages.values()]
+    assert [ended(result).state for result in again] == ["SUCCESS"] * len(again)
+
+
+@pytest.mark.parametrize("event", ["revoked", "expired", "purged"])
+def test_messages_that_never_start(stages, event):
+    task = tasks.short_queue if event == "purged" else tasks.job
+    options = {"expires": 1} if event == "expired" else {}
+    results = {kind: published(kind, stage.with_queue_of_its_own(), task, **options) for kind, stage in stages.items()}
+    ones = [member(kind, result) for kind, result in results.items()]
+    (worker,) = stages["single"].workers
+    if event == "revoked":
+        app.control.revoke([one.id for one in ones], destination=[worker.hostname], reply=True, timeout=10)
+    if event == "purged":
+        with app.connection_for_write() as connection:
+            for stage in stages.values():
+                connection.default_channel.queue_purge(stage.queue)
+    if event != "revoked":
+        for stage in stages.values():
+            free_within(task, stage, 1 + BUSY)
+    for stage in stages.values():
+        stage.consume()
+    if event != "purged":
+        assert [ended(one).state for one in ones] == ["REVOKED"] * len(ones)
+    for stage in stages.values():
+        free_within(task, stage, 60)
+        assert stage.diary.events("start") == []
+        assert ended(stage.publish(task)).state == "SUCCESS"
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("task", [tasks.queued, tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
+def test_published_on_commit(stages, task, database):
+    results = {}
+
+    def publish() -> None:
+        for kind, stage in stages.items():
+            results[kind] = published(kind, stage.with_queue_of_its_own(), task)
+
+    def holders() -> list[str | None]:
+        found = [task.lock_info(stage.name) for stage in stages.values()]
+        return [lock and lock.label for lock in found]
+
+    with suppress(ZeroDivisionError), transaction.atomic():
+        transaction.on_commit(publish)
+        raise ZeroDivisionError
+    with transaction.atomic():
+        transaction.on_commit(publish)
+        assert (results, holders()) == ({}, [None] * len(stages))
+    assert holders() == [f"{task.name}[{member(kind, result).id}]" for kind, result in results.items()]
+    for stage in stages.values():
+        stage.consume()
+    for kind, result in results.items():
+        assert ended_with_its_canvas(kind, result).startswith("ran ")
+        free_within(task, stages[kind], 60)
+        assert len(stages[kind].diary.events("start")) == 1

@@ -1,0 +1,78 @@
+"""The code on the page about Celery runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from celery import Celery, _state
+
+from django_redislock import TaskAlreadyRunning
+from django_redislock.celery import DuplicateResult
+from django_redislock.core import Lock, held_locks
+from tests.support import name_of
+
+PAGE = (Path(__file__).parents[2] / "docs" / "celery.rst").read_text()
+
+
+@pytest.fixture(scope="module")
+def page():
+    """All code of the page, as one module."""
+    blocks = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", PAGE)
+    blocks = [block for block in blocks if "set_schema" not in block]  # which test_celery_tenants.py runs
+    code = "\n".join(line[4:] for block in blocks for line in block.splitlines())
+    namespace: dict = {"__name__": "page"}
+    before = _state._tls.current_app
+    with Celery("page", broker="memory://", backend="cache+memory://") as app:
+        app.conf.task_default_queue = "page"
+        exec(compile(code, "celery.rst", "exec"), namespace)
+        yield namespace
+    _state._tls.current_app = before  # other tests' shared tasks belong to other apps
+
+
+def test_the_first_example(client, page):
+    assert page["build_report"].apply((3,)).get() == "built 3"
+
+
+def test_which_scope(client, page, capsys):
+    first = page["ask_for_refresh"](1)
+    again = page["ask_for_refresh"](1)
+    assert (type(again), again.id) == (DuplicateResult, first.id)
+    assert capsys.readouterr().out == f"one waits already: {first.id}\n"
+
+
+def test_operators(client, page):
+    assert page["who_builds"](3) is None
+    name = name_of(page["build_report"], 3)
+    Lock(client, name, label="page.build_report[id]").acquire()
+    assert page["who_builds"](3)[0] == "page.build_report[id]"
+    assert page["let_it_be_built_again"](3) is True
+    assert page["who_builds"](3) is None
+
+
+def test_from_celery_once(client, page):
+    task = page["send_digest"]
+    task.delay(1)
+    with pytest.raises(TaskAlreadyRunning):
+        task.delay(1, verbose=True)
+    (info,) = held_locks(client)
+    assert 590 < info.ttl <= 600
+    assert task.apply((2,)).get() == "digest for 2"
+
+
+def test_from_celery_singleton(client, page):
+    task = page["import_contacts"]
+    assert task.delay(1).id == task.delay(1, source="phone").id
+    assert task.apply((2,)).get() == "contacts of 2"
+
+
+def test_from_the_cookbook(client, page):
+    task = page["import_feed"]
+    with Lock(client, name_of(task, "https://example.org")):
+        assert task.apply(("https://example.org",)).get() is None
+    assert task.apply(("https://example.org",)).get() == "imported https://example.org"
+
+
+def test_in_tests(page):
+    page["test_a_report_is_built_alone"]()

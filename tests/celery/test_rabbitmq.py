@@ -1,0 +1,129 @@
+"""What depends on the broker, with RabbitMQ: tests of the other modules, on workers of every pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from celery.result import AsyncResult
+
+from tests.celery.test_faults import test_child_killed_and_its_message_delivered_again  # noqa: F401
+from tests.celery.test_redelivery import (  # noqa: F401
+    test_the_only_copy_runs_when_the_child_was_killed,
+    test_the_only_copy_runs_when_the_child_was_killed_before_its_result_was_stored,
+)
+from tests.celery.test_scopes import (  # noqa: F401
+    only_prefork,
+    stage,
+    task,
+    test_a_purged_message_frees_its_lock_within_its_life,
+    test_a_revoked_message_frees_its_lock,
+    test_canvases_end_though_a_duplicate_waits,
+    test_job_lasts_over_retries,
+    test_of_queued_and_run_one_waits_and_one_runs,
+    test_while_one_waits_none_is_published,
+)
+from tests.celery.test_workers import (  # noqa: F401
+    gated,
+    holder,
+    test_a_crowd_on_few_keys,
+    test_raise_ends_everything_at_once,
+    test_reschedule_runs_later_under_the_same_id_without_a_retry,
+    test_skip_ends_everything_at_once_with_its_result,
+    test_the_lock_is_released_however_a_task_ends,
+    test_wait_runs_one_after_the_other,
+)
+from tests.support import Proxy, wait_until
+from tests.support.celery_site import tasks
+from tests.support.celery_site.app import BROKER
+from tests.support.celery_site.harness import POOLS, Stage, Workers, ended, workers
+from tests.support.worker import Worker
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
+
+
+@pytest.fixture(scope="module")
+def crew(server, rabbitmq, tmp_path_factory) -> Iterator[Workers]:
+    with workers(server, tmp_path_factory.mktemp("rabbitmq"), rabbitmq.url) as crew:
+        crew.start_all()
+        yield crew
+
+
+@pytest.fixture(params=POOLS)
+def pool(request) -> str:
+    return request.param
+
+
+def pytest_generate_tests(metafunc) -> None:
+    """Kill only the children of prefork workers: the others have none, and would be killed themselves."""
+    if "pool" in metafunc.fixturenames and "killed" in metafunc.function.__name__:
+        metafunc.definition.add_marker(only_prefork)
+
+
+# Every policy: with RabbitMQ, copies come of a connection that is gone, at once
+
+
+LATE = tasks.COPIED[1::2]
+
+
+def received(worker: Worker, results: list[AsyncResult]) -> None:
+    """Wait until the worker has all of these in its memory."""
+    wait_until(lambda: all(f"[{result.id}] received" in worker.log for result in results))
+
+
+def taken_over(stages: list[Stage], crew: Workers) -> None:
+    """Let another worker take the messages of these stages, which have one queue."""
+    stages[0].workers = crew.of("prefork")
+    stages[0].consume()
+
+
+def test_when_the_whole_worker_was_killed_each_of_its_messages_runs_once_to_its_end(crew):
+    """What ran runs again when its lock has ended; what waited in its memory has never run."""
+    doomed = crew.start("prefork", 0, "--prefetch-multiplier=20", name="doomed", concurrency=len(LATE)).wait_ready()
+    running = {Stage([doomed]): each for each in LATE}
+    waiting = {Stage([doomed]): each for each in tasks.COPIED}
+    cut_off = [one.publish(each, "once killed") for one, each in running.items()]
+    for one in running:
+        one.diary.wait_for("start")
+    others = [one.publish(each) for one, each in waiting.items()]
+    received(doomed, others)
+    assert "amqp://" in doomed.log
+    doomed.kill()
+    taken_over([*running], crew)
+    for result in [*cut_off, *others]:
+        assert ended(result).result == f"ran {result.id}"
+    for one in [*running, *waiting]:
+        assert len(one.diary.events("start")) == (2 if one in running else 1)
+        assert len(one.diary.events("end")) == 1
+        assert one.diary.events("overlap") == []
+
+
+def test_when_the_connection_was_lost_no_message_runs_beside_the_worker_that_has_it_nor_again(crew, rabbitmq):
+    """The broker gives all to another worker, while this one runs a part of them, and then starts the rest."""
+    with Proxy(rabbitmq.url) as proxy:
+        broker = {BROKER: rabbitmq.url.replace(f":{rabbitmq.port}/", f":{proxy.port}/")}
+        options = ("--prefetch-multiplier=20",)
+        cut_off = crew.start("threads", 0, *options, name="cut-off", concurrency=len(LATE), env=broker).wait_ready()
+        running = {Stage([cut_off], gated=True): each for each in LATE}
+        waiting = {Stage([cut_off]): each for each in tasks.COPIED}
+        first = [one.publish(each) for one, each in running.items()]
+        for one in running:
+            one.diary.wait_for("start")
+        others = [one.publish(each) for one, each in waiting.items()]
+        received(cut_off, others)
+        proxy.lead_to("amqp://127.0.0.1:1")
+        taken_over([*running], crew)
+        for result in others:
+            assert ended(result).result == f"ran {result.id}"
+        (heir,) = crew.of("prefork")
+        wait_until(lambda: all(f"[{result.id}] runs or has died" in heir.log for result in first))
+        for one in running:
+            one.diary.open_gate()
+        for result in first:
+            assert ended(result).result == f"ran {result.id}"
+        wait_until(lambda: all(f"[{result.id}] has been processed; this copy" in heir.log for result in first))
+        wait_until(lambda: all(f"[{result.id}] has been processed; this copy" in cut_off.log for result in others))
+        for one in [*running, *waiting]:
+            assert len(one.diary.events("start")) == 1
+        assert {result.state for result in [*first, *others]} == {"SUCCESS"}
+        cut_off.kill()

@@ -1,0 +1,147 @@
+"""Workers whose children are killed at random: nothing overlaps, no lock is left, every id ends, no message runs twice.
+
+For some seconds; for five minutes each with REDISLOCK_SOAK_SECONDS=300 and pytest's ``-o faulthandler_timeout=600``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+import pytest
+from celery import states
+from celery.result import AsyncResult
+
+from django_redislock import TaskAlreadyRunning
+from django_redislock.core import held_locks
+from tests.celery.test_copies import impatient, nothing_is_left
+from tests.support import wait_until
+from tests.support.celery_site import tasks
+from tests.support.celery_site.app import app
+from tests.support.celery_site.harness import Stage, ended, workers
+
+pytestmark = pytest.mark.processes
+
+SECONDS = float(os.environ.get("REDISLOCK_SOAK_SECONDS", "20"))
+KEYS = 20
+TASKS = [tasks.mortal, tasks.mortal_queued, tasks.mortal_job, tasks.late, tasks.late_queued, tasks.late_job]
+"""Every scope that excludes, acknowledged early and late."""
+BACKLOG = 30
+
+
+class Reaper:
+    """Kills a child of these workers now and then."""
+
+    def __init__(self, workers: Iterable[Any], pause: tuple[float, float]) -> None:
+        self._workers = list(workers)
+        self._pause = pause
+        self._next = time.monotonic() + random.uniform(*pause)
+        self.killed: list[int] = []
+
+    def pass_by(self) -> None:
+        """Kill one, if it is time."""
+        if time.monotonic() < self._next:
+            return
+        children = psutil.Process(random.choice(self._workers).pid).children()
+        if children:
+            child = random.choice(children)
+            child.kill()
+            self.killed.append(child.pid)
+            self._next = time.monotonic() + random.uniform(*self._pause)
+
+
+def test_children_killed_at_random(server, client, tmp_path):
+    with workers(server, tmp_path) as crew:
+        crowd = [crew.start("prefork", number, concurrency=3) for number in range(2)]
+        stages = [(Stage([worker.wait_ready() for worker in crowd]), TASKS[n % len(TASKS)]) for n in range(KEYS)]
+        results: dict[str, AsyncResult] = {}
+        open_ones: list[AsyncResult] = []
+        reaper = Reaper(crowd, (0.2, 1))
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            open_ones = [result for result in open_ones if result.state not in states.READY_STATES]
+            if len(open_ones) < BACKLOG:
+                stage, task = random.choice(stages)
+                result = stage.publish(task, "brief")
+                if results.setdefault(result.id, result) is result:
+                    open_ones.append(result)
+            reaper.pass_by()
+        for result in results.values():
+            ended(result, timeout=90)
+        wait_until(lambda: not list(held_locks(client)), 15, "no lock is left")
+        starts, ends, overlaps = (
+            [event for stage, _ in stages for event in stage.diary.events(name)] for name in ("start", "end", "overlap")
+        )
+        print(
+            f"{SECONDS:.0f} s: {len(results)} ids, {len(starts)} starts, {len(ends)} ends, {len(reaper.killed)} killed"
+        )
+        assert overlaps == []
+        assert len(starts) > len(ends) > 0, "no run was cut off"
+
+
+def test_with_an_impatient_broker_each_message_runs_once_or_again_when_a_kill_hit_its_run(server, client, tmp_path):
+    """Of what waits or runs for more than two seconds, the broker gives out a copy; every policy, acknowledged early and late."""
+    with workers(server, tmp_path) as crew, impatient(crew, "soak") as crowd:
+        stages = [(Stage(crowd.workers), task) for task in tasks.SOAKED for _ in range(2)]
+        published: dict[str, AsyncResult] = {}
+        open_ones: list[AsyncResult] = []
+        reaper = Reaper(crowd.workers, (0.5, 1.5))
+        end = time.monotonic() + SECONDS / 2
+        while time.monotonic() < end:
+            open_ones = [result for result in open_ones if result.state not in states.READY_STATES]
+            if len(open_ones) < 2 * BACKLOG:
+                stage, task = random.choice(stages)
+                how, countdown = random.choice([("brief", None)] * 5 + [("brief", 3), ("brief", 5), ("slow", None)])
+                result = stage.publish(task, how, countdown=countdown)
+                if published.setdefault(result.id, result) is result:
+                    open_ones.append(result)
+            reaper.pass_by()
+        for result in published.values():
+            ended(result, timeout=90)
+        nothing_is_left([stage for stage, _ in stages])
+        wait_until(lambda: not list(held_locks(client)), 15, "no lock is left")
+        found = [
+            Found(id, [event for stage, _ in stages for event in stage.diary.events()], reaper.killed)
+            for id in published
+        ]
+        print(f"{len(found)} ids, {len(reaper.killed)} killed: {Counter(one.verdict for one in found)}")
+        assert [one for one in found if one.verdict == "wrong"] == []
+        assert " has been processed; this copy of its message is dropped" in crowd.log, "there were copies"
+
+
+class Found:
+    """What became of one id."""
+
+    def __init__(self, id: str, events: list[dict[str, Any]], killed: list[int]) -> None:
+        self.id = id
+        self.starts, self.ends = (
+            [one for one in events if (one.get("id"), one["event"]) == (id, kind)] for kind in ("start", "end")
+        )
+        over = {one["run"] for one in self.ends}
+        last = {one["pid"]: one for one in events}  # what each process noted last
+        self.cut_off = [one for one in self.starts if one["run"] not in over and one["pid"] in killed]
+        self.unconfirmed = [one for one in self.ends if one["pid"] in killed and last[one["pid"]] is one]
+        result = app.AsyncResult(id)  # one that was asked before keeps what it has seen
+        self.state, self.result = result.state, result.result
+
+    @property
+    def verdict(self) -> str:
+        """Say in a word what became of it."""
+        refused = (
+            isinstance(self.result, TaskAlreadyRunning) or self.result == "skipped" or "decided" in str(self.result)
+        )
+        if self.state not in states.READY_STATES or len(self.ends) > 1 + len(self.unconfirmed):
+            return "wrong"
+        if self.cut_off or self.unconfirmed or type(self.result).__name__ == "WorkerLostError":
+            return "hit"
+        if refused:
+            return "wrong" if self.starts else "refused"
+        return "ran" if len(self.starts) == 1 and self.result == f"ran {self.id}" else "wrong"
+
+    def __repr__(self) -> str:
+        return f"{self.id}: {self.state} {self.result!r}, {self.starts}, {self.ends}"

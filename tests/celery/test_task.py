@@ -1,0 +1,517 @@
+"""The lock around one execution, in this process: ``apply()`` runs a task as a worker does, through Celery's own tracer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import random
+import signal
+import threading
+import time
+from contextvars import copy_context
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from celery import Celery
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+
+from django_redislock import LockBackendError, LockLost, TaskAlreadyRunning
+from django_redislock.celery import SingleInstanceTask, running as task_module, single_instance
+from django_redislock.celery.publishing import KEY_HEADER
+from django_redislock.celery.republish import REPORTS_RETRIES
+from django_redislock.core import Lock, held_locks
+from django_redislock.core.contention import Waits, contention
+from django_redislock.core.lease import Lease
+from django_redislock.signals import lock_conflict, task_rescheduled, task_skipped
+from tests.support import Interrupted, counting, free_port, interruptions, name_of, wait_until
+
+
+@pytest.fixture(scope="module")
+def app():
+    with Celery("in-process", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        yield app
+
+
+@pytest.fixture
+def make(app, request):
+    """Make a task from a function, with options of ``@single_instance``."""
+    numbers = itertools.count()
+
+    def make(function, *, task_options=None, **options):
+        function.__name__ = "body"  # Celery makes code of it, which "<lambda>" is not
+        name = f"{request.node.name}.{next(numbers)}"
+        marked = single_instance(**options)(function)
+        return app.task(name=name, bind=True, shared=False, lazy=False, **task_options or {})(marked)
+
+    return make
+
+
+@contextlib.contextmanager
+def held(client, task, *args):
+    """Let somebody else run the task with these arguments."""
+    with Lock(client, name_of(task, *args), label="somebody", kind="celery") as lock:
+        yield lock
+
+
+def names(client):
+    return [info.name for info in held_locks(client)]
+
+
+def test_the_lock_is_held_while_the_body_runs_and_names_the_task(client, make):
+    seen = []
+
+    def body(self, a, b=2):
+        seen.extend(held_locks(client))
+        return a + b
+
+    task = make(body, key="{a}")
+    result = task.apply((1,))
+    assert result.get() == 3
+    (info,) = seen
+    assert (info.name, info.kind) == (f"celery:{task.name}:1", "celery")
+    assert info.label == f"{task.name}[{result.id}]"
+    assert names(client) == []
+
+
+def test_a_coroutine_that_a_body_runs_sees_the_bodys_lock_and_calls_the_task_under_it(client, make):
+    seen, contexts = [], []
+
+    async def run(self, depth):
+        seen.append(self.single_instance.lock.fence)
+        await sync_to_async(lambda: seen.append(self.single_instance.lock.fence))()
+        await sync_to_async(self, thread_sensitive=False)(depth + 1)
+        contexts.append(copy_context())
+
+    def body(self, depth):
+        if depth:
+            return seen.append(self.single_instance.lock.fence)
+        return async_to_sync(run)(self, depth)
+
+    task = make(body, key=[], lock_direct_calls=True)
+    task.apply((0,)).get()
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+    (left,) = contexts
+    assert left.run(lambda: task.single_instance.lock) is None, "the run is over, wherever its context went"
+    left.run(task, 1)
+    assert seen[-1] > seen[0], "it took a lock of its own"
+
+
+def test_an_execution_costs_two_commands(client, make):
+    task = make(lambda self: None)
+    task.apply().get()
+    with counting(client) as counts:
+        task.apply().get()
+    assert counts["evalsha"] + counts["eval"] == 2
+
+
+@pytest.mark.parametrize(("on_conflict", "duplicates"), [("skip", 1), ("raise", 1), ("reschedule", 0), ("wait", 1)])
+def test_duplicates_and_waits_are_counted_for_the_page_about_contention(client, make, on_conflict, duplicates):
+    task = make(lambda self: None, on_conflict=on_conflict, **{"wait": 2} if on_conflict == "wait" else {})
+    task.apply()
+    assert contention(client).names == {}
+    with held(client, task):
+        task.apply()
+    counted = contention(client).names.get(name_of(task), Waits())
+    waits = int(on_conflict == "wait")
+    assert (counted.duplicates, counted.waits, counted.gave_up) == (duplicates, waits, waits)
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError, Ignore, Reject, SoftTimeLimitExceeded, SystemExit, KeyboardInterrupt]
+)
+def test_the_lock_is_released_however_the_body_ends(client, make, error):
+    def body(self):
+        assert names(client) == [f"celery:{self.name}"]
+        raise error
+
+    task = make(body, key=[])
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        task.apply()
+    assert names(client) == []
+
+
+def test_a_retried_execution_competes_again_and_is_not_its_own_duplicate(client, make):
+    def body(self):
+        assert names(client) == [f"celery:{self.name}"]
+        if self.request.retries < 2:
+            raise self.retry(countdown=0)
+        return self.request.retries
+
+    assert make(body, key=[]).apply().get() == 2
+    assert names(client) == []
+
+
+def test_a_retry_waits_for_its_former_run_to_end(client, make, monkeypatch):
+    """That run has published the retry before it ends, and the retry may be faster."""
+    monkeypatch.setattr(task_module, "MOMENT", 60)
+    task = make(lambda self: "ran")
+    former = Lock(client, name_of(task), label=f"{task.name}[the-id]")
+    former.acquire()
+    results = []
+    thread = threading.Thread(target=lambda: results.append(task.apply(task_id="the-id").result))
+    thread.start()
+    wait_until(lambda: former.owner().waiting == 1)
+    former.release()
+    thread.join(timeout=60)
+    assert results == ["ran"]
+
+
+def test_a_duplicate_is_told_who_runs(client, make, caplog):
+    task = make(lambda self, a: "ran")
+    caplog.set_level(logging.INFO, logger="django_redislock")
+    heard = []
+    lock_conflict.connect(receiver := lambda **data: heard.append(data))
+    with held(client, task, 1):
+        result = task.apply((1,))
+        assert task.apply((2,)).get() == "ran"
+    lock_conflict.disconnect(receiver)
+    error = result.result
+    assert type(error) is TaskAlreadyRunning
+    assert error.key == name_of(task, 1)
+    assert error.holder.startswith("somebody on ")
+    assert 0 < error.ttl <= 30
+    assert "finds the lock held for" in caplog.text
+    assert "by somebody on " in caplog.text
+    (data,) = heard
+    assert (data["name"], data["holder"].label, data["task"], data["on_conflict"]) == (
+        error.key,
+        "somebody",
+        task.name,
+        "raise",
+    )
+    assert data["task_id"] == result.id
+
+
+def test_skip_returns_its_result_and_tells_it_once(client, make, caplog):
+    task = make(lambda self: pytest.fail("the body ran"), on_conflict="skip", skip_result="busy")
+    caplog.set_level(logging.INFO, logger="django_redislock")
+    heard = []
+    task_skipped.connect(receiver := lambda **data: heard.append(data))
+    with held(client, task):
+        result = task.apply()
+    task_skipped.disconnect(receiver)
+    assert [(data["task"], data["task_id"]) for data in heard] == [(task.name, result.id)]
+    assert (result.state, result.result) == ("SUCCESS", "busy")
+    (record,) = [record for record in caplog.records if record.name == "django_redislock"]
+    assert record.levelname == "INFO", "it is wanted"
+    assert "is skipped" in record.getMessage()
+    assert "by somebody on " in record.getMessage()
+
+
+def test_wait_waits_and_then_raises(client, make):
+    task = make(lambda self: "ran", on_conflict="wait", wait=0.3)
+    with held(client, task):
+        before = time.monotonic()
+        assert type(task.apply().result) is TaskAlreadyRunning
+        assert time.monotonic() - before >= 0.3
+    patient = make(lambda self: "ran", on_conflict="wait", wait=60)
+    with held(client, patient) as lock:
+        results = []
+        thread = threading.Thread(target=lambda: results.append(patient.apply().get(disable_sync_subtasks=False)))
+        thread.start()
+        wait_until(lambda: lock.owner().waiting == 1)
+    thread.join(timeout=60)
+    assert results == ["ran"]
+
+
+def test_a_callable_decides(client, make):
+    def decide(task, error):
+        if task.request.args == [2]:
+            raise error
+        return [task.name, type(error)]
+
+    task = make(lambda self, a: "ran", key=[], on_conflict=decide)
+    assert task.apply([1]).get() == "ran"
+    with held(client, task, 1):
+        assert task.apply([1]).get() == [task.name, TaskAlreadyRunning]
+        assert type(task.apply([2]).result) is TaskAlreadyRunning
+
+
+@pytest.mark.parametrize("on_conflict", ["reschedule", "raise"])
+def test_what_cannot_be_done_later_is_raised(client, make, on_conflict):
+    task = make(lambda self: "ran", on_conflict=on_conflict, lock_direct_calls=True)
+    with held(client, task):
+        assert type(task.apply().result) is TaskAlreadyRunning
+        with pytest.raises(TaskAlreadyRunning):
+            task()
+
+
+def test_the_settings_give_the_policy(client, make, settings):
+    task = make(lambda self: "ran")
+    settings.DJANGO_REDISLOCK = {"CELERY": {"ON_CONFLICT": "skip"}}
+    with held(client, task):
+        assert task.apply().get() is None
+
+
+def test_nothing_is_locked_where_locks_are_off(client, make, settings):
+    task = make(lambda self: [self.single_instance.lost, names(client)])
+    settings.DJANGO_REDISLOCK = {"ENABLED": False}
+    with Lock(client, name_of(task)):
+        assert task.apply().get() == [None, [name_of(task)]], "of the holder, who is not in the way"
+        assert task.lock_info() is None
+
+
+# Direct calls and recursion
+
+
+def test_a_direct_call_takes_no_lock_unless_asked(client, make):
+    task = make(lambda self: names(client))
+    with held(client, task):
+        assert len(task()) == 1
+    locking = make(lambda self: [info.label for info in held_locks(client)], lock_direct_calls=True, key=[])
+    assert locking() == [f"{locking.name}[direct call]"]
+    with held(client, locking), pytest.raises(TaskAlreadyRunning):
+        locking()
+    assert names(client) == []
+
+
+def test_the_same_request_enters_again(client, make):
+    """A task that calls or applies itself does not wait for itself; the outermost releases."""
+
+    def body(self, depth=0):
+        assert len(names(client)) == 1
+        if depth == 3:
+            return [depth]
+        direct, applied = self(depth + 1), self.apply((depth + 1,)).get(disable_sync_subtasks=False)
+        assert len(names(client)) == 1
+        assert direct == applied
+        return [depth, *direct]
+
+    assert make(body, key=[]).apply().get() == [0, 1, 2, 3]
+    assert make(body, key=[], lock_direct_calls=True).apply().get() == [0, 1, 2, 3]
+    assert make(body, key=[], lock_direct_calls=True)() == [0, 1, 2, 3]
+    assert names(client) == []
+
+
+def test_another_key_within_a_run_is_another_lock(client, make):
+    def body(self, a):
+        if a == 1:
+            return self.apply((2,)).get(disable_sync_subtasks=False)
+        return sorted(names(client))
+
+    task = make(body, key="{a}")
+    assert task.apply((1,)).get() == [f"celery:{task.name}:1", f"celery:{task.name}:2"]
+    with held(client, task, 2):
+        assert type(task.apply((1,)).result) is TaskAlreadyRunning
+
+
+def test_a_direct_call_within_a_run_takes_no_other_lock(client, make):
+    def body(self, a):
+        return self(2) if a == 1 else names(client)
+
+    task = make(body, key="{a}")
+    with held(client, task, 2):
+        assert task.apply((1,)).get() == [f"celery:{task.name}:1", f"celery:{task.name}:2"]
+
+
+def test_another_thread_does_not_enter_again(client, make):
+    def body(self, nested=False):
+        if nested:
+            return "ran"
+        results = []
+        thread = threading.Thread(target=lambda: results.append(self.apply((True,)).result))
+        thread.start()
+        thread.join(timeout=60)
+        return results
+
+    (result,) = make(body, key=[]).apply().get()
+    assert type(result) is TaskAlreadyRunning
+
+
+@pytest.fixture
+def eager(app):
+    app.conf.task_always_eager = True
+    yield
+    app.conf.task_always_eager = False
+
+
+def test_eager_mode_locks_and_leaves_no_thread_of_its_own(client, make, eager):
+    task = make(lambda self, a: len(names(client)))
+    assert task.delay(0).get() == 1
+    before = set(threading.enumerate())
+    for a in range(20):
+        assert task.delay(a).get() == 1
+    assert set(threading.enumerate()) == before
+    with held(client, task, 1):
+        assert type(task.delay(1).result) is TaskAlreadyRunning
+
+
+# The key
+
+
+def test_the_key_in_the_message_wins(client, make):
+    task = make(lambda self, a: names(client), key="{a}")
+    assert task.apply((1,), headers={KEY_HEADER: "of another version"}).get() == [
+        f"celery:{task.name}:of another version"
+    ]
+    assert task.apply((1,)).get() == [f"celery:{task.name}:1"]
+    assert task.apply((1,), headers={KEY_HEADER: 5}).get() == [f"celery:{task.name}:1"]
+
+
+def test_lock_info_and_unlock_take_the_arguments_of_the_task(client, make):
+    task = make(lambda self, a, b=2: [task.lock_info(a), task.lock_info(a=a, b=2), task.lock_info(a, 3)])
+    one, other, third = task.apply((1,)).get()
+    assert one.label == other.label
+    assert one.fence == other.fence
+    assert third is None
+    lock = Lock(client, name_of(task, 1, 2))
+    lock.acquire()
+    assert task.unlock(1) is True
+    assert task.unlock(1) is False
+    assert task.lock_info(1) is None
+
+
+# Faults
+
+
+def test_a_lost_lock_is_told_to_the_body_and_its_result_stands(client, make, caplog):
+    def body(self):
+        self.single_instance.raise_if_lost()
+        assert self.unlock()
+        wait_until(lambda: self.single_instance.lost)
+        with pytest.raises(LockLost):
+            self.single_instance.raise_if_lost()
+        return "finished"
+
+    task = make(body, key=[], expire=5)
+
+    def told():
+        records = [(record.levelname, record.getMessage()) for record in caplog.records]
+        return [level for level, text in records if f"'celery:{task.name}'" in text and " was lost: " in text]
+
+    assert task.apply().get() == "finished"
+    wait_until(told)  # a thread of its own tells
+    assert told() == ["ERROR"]
+
+
+def test_the_loss_of_the_lock_leaves_its_successor_alone(client, make):
+    def body(self):
+        self.unlock()
+        taken.append(Lock(client, f"celery:{self.name}"))
+        assert taken[0].acquire(timeout=5)
+        raise ZeroDivisionError
+
+    taken = []
+    assert type(make(body, key=[], expire=1.5).apply().result) is ZeroDivisionError
+    assert taken[0].owned()
+    taken[0].release()
+
+
+@pytest.fixture
+def dead(settings):
+    """Nobody answers where the locks should be."""
+    settings.DJANGO_REDISLOCK = {"URL": f"redis://127.0.0.1:{free_port()}"}
+    return settings
+
+
+@pytest.mark.parametrize("policy", ["raise", "reschedule"])
+def test_without_redis_a_task_fails_with_a_typed_error(make, dead, policy):
+    task = make(lambda self: pytest.fail("the body ran"), on_backend_error=policy)
+    assert type(task.apply().result) is LockBackendError
+
+
+def test_without_redis_a_task_may_run_without_its_lock(make, dead, caplog):
+    task = make(lambda self: self.single_instance.lost or "ran", on_backend_error="run")
+    assert task.apply().get() == "ran"
+    assert "runs without its lock, because Redis does not answer" in caplog.text
+
+
+@pytest.mark.parametrize("outcome", ["finished", ZeroDivisionError])
+def test_when_redis_goes_away_the_outcome_of_the_body_stands(own_server, make, settings, caplog, outcome, monkeypatch):
+    monkeypatch.setattr(Lease, "retry_for", 0.3)
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url}
+
+    def body(self):
+        own_server.kill()
+        if outcome == "finished":
+            return outcome
+        raise outcome
+
+    result = make(body, expire=4).apply()
+    assert result.result == outcome or type(result.result) is outcome
+    assert "could not release its lock, which ends by its expiry" in caplog.text
+
+
+def test_a_redis_that_goes_away_after_a_refusal_is_no_reason_to_run(own_server, make, settings, monkeypatch):
+    """That somebody holds the lock is known, whatever ``on_backend_error`` says."""
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url}
+    task = make(lambda self: pytest.fail("the body ran"), key=[], on_backend_error="run")
+    with own_server.client() as client:
+        Lock(client, f"celery:{task.name}", auto_renewal=False).acquire()
+    owner = Lock.owner
+
+    def die_first(self):
+        own_server.kill()
+        return owner(self)
+
+    monkeypatch.setattr(Lock, "owner", die_first)
+    assert type(task.apply().result) is TaskAlreadyRunning
+
+
+# The alarm also hits destructors, which swallow what it raises.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
+def test_an_interruption_at_any_point_leaves_nothing_beyond_the_life_of_the_lock(client, make):
+    """As the soft time limit does it; the lock is held, released or ends by its life, and the next run succeeds."""
+    task = make(lambda self: time.sleep(random.uniform(0, 0.0005)), key=[], expire=1)
+    task.apply()
+    interrupted = 0
+    with interruptions(Interrupted) as interrupted_after:
+        for _ in range(150):
+            try:
+                interrupted_after(random.uniform(0.0001, 0.003))
+                task.apply()
+                time.sleep(0.1)
+            except Interrupted:
+                interrupted += 1
+            finally:
+                interrupted_after(0)
+            wait_until(lambda: not names(client))
+    assert interrupted > 100
+    assert task.apply().state == "SUCCESS"
+
+
+def test_reschedule_publishes_the_same_message_again(client, app):
+    """Seen from inside a request that did not come from apply(): the message keeps all that Celery sends along."""
+
+    @app.task(base=SingleInstanceTask, name="again", single_instance={"on_conflict": "reschedule", "key": "{a}"})
+    def task(a):
+        pytest.fail("the body ran")
+
+    request = {
+        "headers": {"mine": "kept", KEY_HEADER: "theirs"},
+        "retries": 2,
+        "chain": [],
+        "group": "g",
+        "shadow": "s",
+    }
+    with held_name(client, "celery:again:theirs"), app.connection_for_write() as connection:
+        task.backend  # noqa: B018 - connect before the tracer does
+        task.request_stack.push(context := task.request.__class__({"id": "the-id", "args": [1], **request}))
+        context.called_directly = False
+        heard = []
+        task_rescheduled.connect(receiver := lambda **data: heard.append(data))
+        try:
+            with pytest.raises(Retry if REPORTS_RETRIES else Ignore, match=r"published again.* is already running"):
+                task(1)
+        finally:
+            task.request_stack.pop()
+            task_rescheduled.disconnect(receiver)
+        (data,) = heard
+        assert (data["task"], data["task_id"], data["often"]) == ("again", "the-id", 1)
+        assert 5 <= data["delay"] <= 15
+        with connection.SimpleQueue("celery") as queue:
+            message = queue.get(timeout=30)
+    assert task.AsyncResult("the-id").state == "RETRY"
+    headers = message.headers
+    assert (headers["id"], headers["retries"], headers["group"], headers["shadow"]) == ("the-id", 2, "g", "s")
+    assert (headers["mine"], headers[KEY_HEADER], headers["single_instance_rescheduled"]) == ("kept", "theirs", 1)
+    assert headers["eta"]
+
+
+@contextlib.contextmanager
+def held_name(client, name):
+    with Lock(client, name) as lock:
+        yield lock

@@ -1,0 +1,177 @@
+"""Keys that begin with the tenant: the page's recipe for a site with one schema for each, and the option without a worker."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+from celery import Celery
+from django.core.checks import run_checks
+from django.core.exceptions import ImproperlyConfigured
+from hypothesis import assume, example, given, strategies as st
+
+from django_redislock.celery import DuplicateResult, single_instance
+from django_redislock.celery.key import of_tenant
+from django_redislock.checks import TAG
+from django_redislock.core import held_locks
+from tests.support import name_of, wait_until
+from tests.support.celery_site import tenants
+from tests.support.celery_site.app import app as site
+from tests.support.celery_site.harness import Stage, ended
+from tests.support.celery_site.tenants import connection, recipe
+
+PATH = "tests.support.celery_site.tenants.schema"
+
+
+@pytest.fixture
+def app():
+    with Celery("tenants", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        app.conf.task_default_queue = "tenants"  # that broker is shared by all tests of a process
+        yield app
+
+
+@pytest.fixture
+def make(app, request):
+    numbers = itertools.count()
+
+    def make(**options):
+        def body(a=1):
+            return "ran"
+
+        name = f"{request.node.name}.{next(numbers)}"
+        return app.task(name=name, shared=False, lazy=False)(single_instance(**options)(body))
+
+    return make
+
+
+@given(*[st.text(st.characters(), max_size=4)] * 4)
+@example("a", "b:c", "a:b", "c")
+@example("", "a:b", "a", "b")
+@example("a", "", "", "a")
+@example("a%3Ab", "", "a:b", "")
+def test_two_tenants_never_share_a_key(tenant, key, other, other_key):
+    assume((tenant, key) != (other, other_key))
+    assert of_tenant(lambda: tenant, key) != of_tenant(lambda: other, other_key)
+
+
+@pytest.mark.parametrize("scope", ["queued", "queued+run", "job"])
+@pytest.mark.parametrize("key", [None, [], ["a"], "{a}", lambda a: str(a)])
+@pytest.mark.parametrize("tenant", [PATH, tenants.schema])
+def test_every_key_begins_with_the_tenant_that_the_settings_tell(client, make, settings, scope, key, tenant):
+    task = make(scope=scope, key=key)
+    settings.DJANGO_REDISLOCK = {"CELERY": {"TENANT": tenant}}
+    with connection.schema("acme"):
+        first = task.delay()
+        assert task.delay().id == first.id
+        assert task.lock_info().label.endswith(f"[{first.id}]")
+    with connection.schema("umbrella"):
+        assert task.lock_info() is None
+        assert not isinstance(task.delay(), DuplicateResult)
+    keys = sorted(info.name.split(":")[2] for info in held_locks(client))
+    assert keys == ["acme", "umbrella"]
+    with connection.schema("acme"):
+        assert task.unlock()
+    assert len(list(held_locks(client))) == 1
+
+
+def test_a_task_may_be_one_for_all_tenants(client, make, settings):
+    task = make(scope="job", tenant=None)
+    settings.DJANGO_REDISLOCK = {"CELERY": {"TENANT": PATH}}
+    with connection.schema("acme"):
+        first = task.delay()
+    with connection.schema("umbrella"):
+        assert task.delay().id == first.id
+
+
+def test_a_tenant_that_is_no_text_is_a_type_error(client, make):
+    task = make(tenant=lambda: None)
+    with pytest.raises(TypeError, match="the callable given as tenant must return a str, not NoneType"):
+        task.delay()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (
+            "tests.support.celery_site.tenants.nothing",
+            'Module "tests.support.celery_site.tenants" does not define a "nothing" attribute',
+        ),
+        ("nowhere.schema", "No module named 'nowhere'"),
+        ("tests.support.celery_site.tenants.connection", "is no callable"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_an_error_of_the_system_check_and_of_publishing(make, settings, path, said):
+    task = make()
+    settings.DJANGO_REDISLOCK = {"CELERY": {"TENANT": path}}
+    with pytest.raises(ImproperlyConfigured, match=said):
+        task.delay()
+    gc.collect()
+    messages = [message.msg for message in run_checks(tags=[TAG]) if message.id == "redislock.E014"]
+    (message,) = [message for message in messages if task.name in message]
+    assert message.startswith(f"The task {task.name} has no key. The tenant {path!r} ")
+    assert said in message
+
+
+# The recipe, with a worker
+
+
+@pytest.fixture(scope="module")
+def workers(crew):
+    env = {"REDISLOCK_TEST_TENANTS": "1"}
+    return {pool: crew.start(pool, name=f"tenants-{pool}", env=env) for pool in ("prefork", "threads")}
+
+
+@pytest.fixture(params=["prefork", "threads"])
+def stage(workers, request):
+    kept = recipe()
+    stage = Stage([workers[request.param].wait_ready()], gated=True)
+    yield stage
+    stage.diary.open_gate()
+    del kept
+    gc.collect()
+
+
+def publish(stage, tenant, task, *args):
+    with connection.schema(tenant):
+        return stage.publish(task, *args)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("no_lock_is_left")
+def test_each_tenant_has_its_own_job(stage):
+    """With the schema in a header alone, the second was given the result of the first."""
+    first, second = publish(stage, "acme", tenants.job), publish(stage, "umbrella", tenants.job)
+    assert not isinstance(second, DuplicateResult)
+    stage.diary.wait_for("start", 2)
+    assert [publish(stage, tenant, tenants.job).id for tenant in ("acme", "umbrella")] == [first.id, second.id]
+    stage.diary.open_gate()
+    assert [ended(result).result[0] for result in (first, second)] == ["acme", "umbrella"]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("no_lock_is_left")
+def test_what_is_retried_or_rescheduled_stays_with_its_tenant(stage):
+    retried = publish(stage, "acme", tenants.job, "retry after a second")
+    first = publish(stage, "umbrella", tenants.rescheduled)
+    stage.diary.wait_for("start", 2)
+    put_off = publish(stage, "umbrella", tenants.rescheduled)
+    wait_until(lambda: put_off.state == "RETRY")
+    stage.diary.open_gate()
+    wait_until(lambda: retried.state == "RETRY")
+    assert publish(stage, "acme", tenants.job).id == retried.id
+    assert [ended(result).result[0] for result in (retried, first, put_off)] == ["acme", "umbrella", "umbrella"]
+    assert {event["schema"] for event in stage.diary.events("schema") if event["id"] == retried.id} == {"acme"}
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("no_lock_is_left")
+def test_a_message_without_our_headers_has_the_tenant_of_its_worker(stage):
+    result = site.send_task(tenants.rescheduled.name, (stage.name,), queue=stage.queue, headers={"schema": "acme"})
+    stage.diary.wait_for("start")
+    with connection.schema("acme"):
+        assert tenants.rescheduled.lock_info(stage.name).label == f"{tenants.rescheduled.name}[{result.id}]"
+        assert ":acme:" in name_of(tenants.rescheduled, stage.name)
+    assert tenants.rescheduled.lock_info(stage.name) is None
+    stage.diary.open_gate()
+    assert ended(result).result[0] == "acme"

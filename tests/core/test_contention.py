@@ -1,0 +1,156 @@
+"""The counts of waits: what they say, what they cost, and what room they take."""
+
+from __future__ import annotations
+
+import redis
+from django.core.cache import caches
+
+from django_redislock.celery.execution_lock import count_duplicate
+from django_redislock.core import Lock, scripts
+from django_redislock.core.contention import contention
+from django_redislock.core.driver.server import server_of
+from django_redislock.core.keys import lock_keys
+from tests.support import counting, wait_in_a_thread
+
+COUNTS = ("*}:waits:*", "*}:waited:*", "*}:saves:*", "*}:saved:*")
+
+
+def kept(client: redis.Redis) -> list[bytes]:
+    """Return the keys that hold counts."""
+    return [key for pattern in COUNTS for key in client.scan_iter(pattern, count=1000)]
+
+
+def test_waits_are_counted_by_name_and_minute(client: redis.Redis) -> None:
+    for _ in range(2):
+        wait_in_a_thread(client, "often")
+    with Lock(client, "late"):
+        assert not Lock(client, "late").acquire(timeout=2)
+    found = contention(client)
+    assert (found.names["often"].waits, found.names["often"].gave_up) == (2, 0)
+    assert (found.names["late"].waits, found.names["late"].gave_up) == (1, 1)
+    assert found.names["late"].seconds >= 0.5  # the time of its first try is none of the wait
+    assert list(found.names) == sorted(found.names, key=lambda name: -found.names[name].seconds)
+    assert sum(minute.waits for minute in found.minutes[-5:]) == 3
+    assert sum(minute.waits for minute in found.minutes) == 3
+    assert sum(minute.seconds for minute in found.minutes) >= 0.5
+
+
+def test_what_did_not_wait_leaves_nothing(client: redis.Redis) -> None:
+    with Lock(client, "a"):
+        assert not Lock(client, "a").acquire(blocking=False)
+    assert kept(client) == []
+    assert contention(client).names == {}
+
+
+def test_an_uncontended_lock_pays_nothing(client: redis.Redis) -> None:
+    with Lock(client, "a"):
+        pass
+    with counting(client) as counts:
+        for _ in range(10):
+            with Lock(client, "a"):
+                pass
+    assert counts["evalsha"] == 20
+    assert not {"zincrby", "hincrby", "hdel", "zcard"} & counts.keys()
+
+
+def test_a_wait_is_counted_without_a_command_of_its_own(client: redis.Redis) -> None:
+    """A first try where nobody listens yet, a place in the queue, the end of the wait: three calls at most, as without counts."""
+    with Lock(client, "a"):
+        assert not Lock(client, "a").acquire(timeout=0.05)
+        with counting(client) as counts:
+            assert not Lock(client, "a").acquire(timeout=0.4)
+    assert counts["zincrby"] == 1
+    assert counts["evalsha"] <= 3
+
+
+def value_waited_for(client: redis.Redis, key: str, waiters: int) -> None:
+    """Compute a value while so many other processes wait for it since two seconds, by what they leave in Redis."""
+    cache = caches["default"]
+    queue = lock_keys("redislock", f"cache:{cache.make_key(key)}").queue
+    since = (client.time()[0] - 2) * 1_000_000
+
+    def compute() -> int:
+        if waiters:
+            client.zadd(queue, {f"of a process\n{number}": since for number in range(waiters)})
+        return 1
+
+    assert cache.get_or_set(key, compute) == 1
+    assert client.zcard(queue) == 0
+
+
+def test_recomputations_avoided(client: redis.Redis) -> None:
+    value_waited_for(client, "report", 3)
+    value_waited_for(client, "asked for by one", 0)
+    [(name, found)] = contention(client).names.items()
+    assert name.endswith("report")
+    assert (found.waits, found.avoided, found.duplicates, found.gave_up) == (3, 3, 0, 0)
+    assert found.seconds >= 3  # 2 each
+
+
+def test_a_value_that_nobody_waits_for_leaves_nothing(client: redis.Redis) -> None:
+    value_waited_for(client, "a", 0)
+    assert kept(client) == []
+
+
+def test_what_saves_most_stays_among_many(client: redis.Redis) -> None:
+    server = server_of(client)
+    for number in range(60):
+        count_duplicate(server, "hot", lock_keys("redislock", "hot"))
+        for other in range(30):  # of the same bucket
+            count_duplicate(server, f"cold:{number}:{other}", lock_keys("redislock", "hot"))
+    found = contention(client).names
+    assert next(iter(found)) == "hot"
+    assert found["hot"].duplicates == 60
+    windows = {key.rpartition(b":")[2] for key in kept(client)}
+    assert len(found) <= 16 * len(windows)
+    for key in client.scan_iter("*}:saved:*", count=1000):
+        assert client.hlen(key) <= 16
+
+
+def wait_for(client: redis.Redis, pipe: redis.client.Pipeline, name: str) -> None:
+    """Let a wait of this name end as the protocol does, without the sleep: a last call with the ticket drawn before."""
+    keys = lock_keys("redislock", name)
+    ticket = (client.time()[0] - 1) * 1_000_000
+    pipe.set(keys.lock, "other\n1\n1\n{}", px=60_000)
+    pipe.evalsha(scripts.ACQUIRE.sha.decode(), 4, *keys[:4], "me", 1000, name, "{}", "channel", "0", ticket)
+    pipe.delete(keys.lock)
+
+
+def test_ten_thousand_names_take_bounded_room(client: redis.Redis) -> None:
+    with Lock(client, "known"):  # so that the script is
+        pass
+    sizes = []
+    for start in range(0, 10_000, 5_000):
+        pipe = client.pipeline(transaction=False)
+        for number in range(start, start + 5_000):
+            wait_for(client, pipe, f"name:{number:05}")
+        pipe.execute()
+        sizes.append(sum(client.zcard(key) for key in client.scan_iter(COUNTS[0], count=1000)))
+    windows = {key.rpartition(b":")[2] for key in kept(client)}
+    assert len(windows) <= 2
+    assert max(sizes) <= 64 * 16 * len(windows)
+    assert all(0 < client.pttl(key) <= 80 * 60_000 for key in kept(client))
+    assert sum(client.hlen(key) for key in client.scan_iter(COUNTS[1], count=1000)) <= 64 * len(windows) * (2 * 16 + 20)
+    assert sum(minute.waits for minute in contention(client).minutes) == 10_000
+
+
+def test_one_waited_for_long_stays_among_many(client: redis.Redis) -> None:
+    with Lock(client, "known"):
+        pass
+    pipe = client.pipeline(transaction=False)
+    for number in range(200):
+        wait_for(client, pipe, "hot")
+        for other in range(10):
+            wait_for(client, pipe, f"cold:{number}:{other}")
+    pipe.execute()
+    found = contention(client)
+    assert next(iter(found.names)) == "hot"
+    assert found.names["hot"].waits == 200
+
+
+def test_counts_that_cannot_be_kept_harm_no_lock(client: redis.Redis) -> None:
+    wait_in_a_thread(client, "a")
+    for key in kept(client):
+        client.set(key, "of another type")
+    wait_in_a_thread(client, "a")
+    assert not Lock(client, "a").locked()

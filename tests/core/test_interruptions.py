@@ -1,0 +1,139 @@
+"""Signal handlers and destructors that use locks or the cache, at whatever point they interrupt the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+from django_redislock.core import Lock
+from django_redislock.core.driver import os_threads
+from tests.support import Proxy, interrupted_programs, queued, wait_until
+from tests.support.interruptions import TimeLimit
+
+pytestmark = pytest.mark.processes
+
+QUICK = {"PYTHONDEVMODE": ""}
+SOON = 15
+"""Seconds in which a waiter that was woken has its lock on any machine; one that was not looks after 30 only."""
+
+
+class HoldingProxy(Proxy):
+    """Holds back the first subscription until it is told to let it go."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.subscribing = threading.Event()
+        self.let_go = threading.Event()
+
+    def _note_request(self, link, data):
+        super()._note_request(link, data)
+        if b"\nSUBSCRIBE" in data and not self.subscribing.is_set():
+            self.subscribing.set()
+            assert self.let_go.wait(60)
+
+    def close(self):
+        self.let_go.set()
+        super().close()
+
+
+def test_a_handler_that_waits_while_its_thread_subscribes_gets_its_lock(client, redis_url, run_python):
+    main, inside = Lock(client, "main"), Lock(client, "inside")
+    assert main.acquire()
+    assert inside.acquire()
+    with HoldingProxy(redis_url) as proxy:
+        process = run_python(interrupted_programs.acquire_in_a_handler, proxy.url, "main", "inside", {})
+        assert proxy.subscribing.wait(30)
+        os.kill(process.pid, signal.SIGUSR1)
+        process.wait_for(who="handler", got=None)
+        wait_until(lambda: queued(client, "inside") == 1, timeout=SOON)
+        inside.release()
+        process.wait_for(timeout=SOON, who="handler", got=True)
+        proxy.let_go.set()
+        wait_until(lambda: queued(client, "main") == 1)
+        main.release()
+        process.wait_for(timeout=SOON, who="main", got=True)
+        process.finish()
+
+
+def test_threads_that_wait_for_a_subscription_have_the_one_of_a_handler_that_interrupted_it(
+    client, redis_url, run_python
+):
+    """The handler may wait for what they hold."""
+    locks = {name: Lock(client, name) for name in ("main", "inside", "other")}
+    for lock in locks.values():
+        assert lock.acquire()
+    with HoldingProxy(redis_url) as proxy:
+        process = run_python(
+            interrupted_programs.acquire_in_a_handler, proxy.url, "main", "inside", {"other": "thread"}
+        )
+        assert proxy.subscribing.wait(30)
+        process.wait_for(who="thread", got=None)
+        os.kill(process.pid, signal.SIGUSR1)
+        wait_until(lambda: queued(client, "inside") == queued(client, "other") == 1, timeout=SOON)
+        locks["other"].release()
+        process.wait_for(timeout=SOON, who="thread", got=True)
+        locks["inside"].release()
+        process.wait_for(timeout=SOON, who="handler", got=True)
+        locks["main"].release()
+        proxy.let_go.set()
+        process.wait_for(who="main", got=True)
+        process.finish()
+
+
+def test_a_handler_that_waits_while_its_thread_reads_wakes_everybody(client, redis_url, run_python):
+    names = ("main", "inside", "other")
+    locks = {name: Lock(client, name, expire=120) for name in names}
+    for lock in locks.values():
+        assert lock.acquire()
+    process = run_python(interrupted_programs.acquire_in_a_handler, redis_url, "main", "inside", {"other": "thread"})
+    wait_until(lambda: queued(client, "main") == queued(client, "other") == 1)
+    os.kill(process.pid, signal.SIGUSR1)
+    wait_until(lambda: queued(client, "inside") == 1)
+    locks["other"].release()
+    process.wait_for(timeout=SOON, who="thread", got=True)
+    locks["inside"].release()
+    process.wait_for(timeout=SOON, who="handler", got=True)
+    locks["main"].release()
+    process.wait_for(timeout=SOON, who="main", got=True)
+    process.finish()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_connections": 1}], ids=["", "one connection"])
+def test_thousands_of_handlers_and_destructors_that_use_locks_end_and_count(redis_url, run_python, options):
+    process = run_python(interrupted_programs.count_under_locks, redis_url, 1000, options, env=QUICK)
+    said = process.wait_for(free=True)
+    assert said["counts"] == said["done"]
+    process.finish()
+
+
+@pytest.mark.parametrize(("backend", "times"), [("RedisCache", 1000), ("DjangoRedisCache", 200)])
+def test_a_hit_in_a_handler_ends_and_is_counted(redis_url, backend, run_python, times):
+    process = run_python(interrupted_programs.hit, redis_url, backend, times, env=QUICK)
+    said = process.finish()[-1]
+    assert said["hits"] == said["expected"] >= 20 * times
+
+
+def test_a_handler_that_wants_the_value_that_its_thread_computes_gets_it(redis_url, backend, run_python):
+    process = run_python(interrupted_programs.compute, redis_url, backend, 500, env=QUICK)
+    said = process.finish()[-1]
+    assert said["computed"] >= said["keys"]
+    assert said["errors"] == 0
+
+
+def test_what_a_handler_raises_as_soon_as_a_thread_runs_is_raised(monkeypatch):
+    """The clean-up of `threading` fails then."""
+    name = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
+    started, ran = getattr(threading, name), threading.Event()
+
+    def start(*args, **kwargs):
+        started(*args, **kwargs)
+        assert ran.wait(30)
+        raise TimeLimit
+
+    monkeypatch.setattr(threading, name, start)
+    with pytest.raises(TimeLimit):
+        os_threads.start_here(ran.set, "test")

@@ -1,0 +1,125 @@
+"""What looks at all locks goes about it in pieces, so that no script keeps the server busy for long, whatever is held."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import redis
+
+from django_redislock.core import Lock, operations, reset_all
+from django_redislock.core.contention import contention
+from django_redislock.core.driver.server import server_of
+from django_redislock.core.keys import BUCKETS, held_keys, lock_keys
+from django_redislock.core.listing import held_locks
+from django_redislock.core.watchdog import BATCH
+from django_redislock.exceptions import LockBackendError
+from tests.support import RedisServer, counting
+
+MANY = 100_000
+
+
+@pytest.fixture
+def many(client: redis.Redis) -> list[str]:
+    """The names of many locks, as the index has them."""
+    names = [f"lock:{number}" for number in range(MANY)]
+    buckets: dict[int, dict[str, float]] = defaultdict(dict)
+    for name in names:
+        buckets[zlib.crc32(name.encode()) % BUCKETS][name] = 9e15
+    for bucket, members in buckets.items():
+        client.zadd(held_keys("redislock")[bucket], members)
+    return names
+
+
+def replies(client: redis.Redis, steps: Any) -> tuple[list[Any], Any]:
+    """Do what the steps ask for, and return all replies, and what they return."""
+    server, all_of_them, reply = server_of(client), [], None
+    while True:
+        try:
+            effect = steps.send(reply)
+        except StopIteration as stop:
+            return all_of_them, stop.value
+        reply = server.call(effect)
+        all_of_them.append(reply)
+
+
+def test_a_count_costs_a_count(client: redis.Redis, many: list[str]) -> None:
+    client.zadd(held_keys("redislock")[0], {"ended": 1})
+    with counting(client) as counts:
+        [reply], number = replies(client, operations.count("redislock"))
+    assert number == MANY
+    assert isinstance(reply, int)
+    assert (counts["zcount"], counts["zscan"], counts["zrangebyscore"]) == (64, 0, 0)
+
+
+def test_the_names_of_many_locks_come_in_pieces(client: redis.Redis, many: list[str]) -> None:
+    found, names = replies(client, operations.names("redislock"))
+    assert sorted(names) == sorted(many)
+    assert max(len(lengths.split()) for _, _, lengths, _ in found) < 2500
+    assert len(found) < 150
+
+
+def test_the_names_of_few_locks_come_at_once(client: redis.Redis) -> None:
+    client.zadd(held_keys("redislock")[63], {"last": 9e15, "ended": 1})
+    found, names = replies(client, operations.names("redislock"))
+    assert (len(found), names) == (1, ["last"])
+
+
+def test_locks_are_read_and_reset_in_pieces(client: redis.Redis) -> None:
+    with client.pipeline(transaction=False) as pipe:
+        for number in range(450):
+            keys = lock_keys("redislock", name := f"lock:{number}")
+            pipe.set(keys.lock, f"id\n{number + 1}\n1\n{{}}", px=60_000).zadd(keys.held, {name: 9e15})
+        pipe.execute()
+    with counting(client) as counts:
+        assert sum(1 for _ in held_locks(client)) == 450
+    assert (counts["evalsha"], counts["mget"]) == (1 + 3, 3)
+    assert reset_all(client) == 450
+    assert not list(held_locks(client))
+
+
+def test_renewals_go_in_pieces() -> None:
+    assert BATCH <= 250, "5 ms of the server at most"
+
+
+def test_the_counts_of_many_names_come_in_pieces(client: redis.Redis) -> None:
+    window = client.time()[0] // 600
+    with client.pipeline(transaction=False) as pipe:
+        for bucket in range(BUCKETS):
+            tag = f"{{redislock:{bucket}}}:"
+            for at in range(window - 5, window + 1):
+                names = [f"{bucket}:{number}" for number in range(16)]
+                pipe.zadd(f"{tag}waits:{at}", dict.fromkeys(names, 1000))
+                fields = {f"n{name}": 1 for name in names} | {f"ms:{at * 10}": 16000, f"waits:{at * 10}": 16}
+                pipe.hset(f"{tag}waited:{at}", mapping=fields)
+                pipe.zadd(f"{tag}saves:{at}", dict.fromkeys(names, 1))
+                pipe.hset(f"{tag}saved:{at}", mapping={f"d{name}": 1 for name in names})
+        pipe.execute()
+    with counting(client) as counts:
+        found = contention(client)
+    assert counts["evalsha"] >= 20
+    assert len(found.names) == 64 * 16
+    assert {(waits.seconds, waits.waits, waits.duplicates) for waits in found.names.values()} == {(6.0, 6, 6)}
+    assert sum(minute.waits for minute in found.minutes) >= 5 * 16 * 64
+
+
+@pytest.mark.processes
+def test_a_refusal_is_told_as_one_and_names_no_prefix_as_a_lock(own_server: RedisServer) -> None:
+    with own_server.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "app", "reset", "on", ">secret", "~*", "&*", "+@connection")
+    with redis.Redis.from_url(own_server.url.replace("//", "//app:secret@")) as client:
+        with pytest.raises(
+            LockBackendError, match=r"^Redis refused a command for the held locks: NoPermissionError: .*"
+        ) as raised:
+            list(held_locks(client))
+        assert raised.value.refused
+        with pytest.raises(LockBackendError, match=r"^Redis refused a command for lock 'a': NoPermissionError"):
+            Lock(client, "a").acquire(blocking=False)
+    own_server.kill()
+    with (
+        own_server.client() as client,
+        pytest.raises(LockBackendError, match=r"^Redis did not answer for the held locks"),
+    ):
+        list(held_locks(client))

@@ -1,0 +1,260 @@
+"""Processes that wait for a lock and do not answer any more: frozen ones hold it up once, killed ones are nobody who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from django_redislock.core import AsyncLock, Lock, held_locks, scripts
+from django_redislock.core.driver.effects import Call
+from django_redislock.core.driver.server import server_of
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.listing import read_queue
+from tests.support import BUSY, PythonProcess, counting, listening, queued, wait_until
+from tests.support.lock_programs import wait_in_forks
+
+KEYS = lock_keys("redislock", "a")
+TOGETHER = 1.0
+"""Seconds for which frozen processes may hold up a lock."""
+
+
+def in_a_thread(wait: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def attempt(client: redis.Redis, id: str, ticket: int | None = None, waits: bool = True) -> Any:
+    """Try for the lock as the waiter of that id, whose channel has the same name."""
+    arguments = (id, "60000", "a", "{}", id, "1" if waits else "0", "" if ticket is None else str(ticket))
+    return server_of(client).call(Call(scripts.ACQUIRE, KEYS[:4], tuple(part.encode() for part in arguments)))
+
+
+def give_up(client: redis.Redis, id: str) -> None:
+    arguments = (id.encode(), b"a", id.encode(), b"")
+    server_of(client).call(Call(scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), arguments))
+
+
+def unclaimed(client: redis.Redis, channel: str, *entries: str) -> None:
+    """Leave a reservation that was not claimed, and a queue."""
+    client.set(KEYS.lock, f"{channel}\n0\n{client.time()[0] * 1000 - 2000}\n{channel}", px=60_000)
+    client.zadd(KEYS.queue, {f"{id}\n{id}": number for number, id in enumerate(entries, 1)})
+    client.expire(KEYS.queue, 60)
+
+
+def queue(client: redis.Redis) -> list[str]:
+    return [entry.partition(b"\n")[2].decode() for entry in client.zrange(KEYS.queue, 0, -1)]
+
+
+def after_the_roll_call(client: redis.Redis) -> None:
+    end = int(client.get(KEYS.lock).split(b"\n")[2])
+    wait_until(lambda: client.time()[0] * 1000 + client.time()[1] // 1000 > end)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("by", ["thread", "task"])
+def test_ten_frozen_processes_ahead_hold_up_a_free_lock_for_no_longer_than_a_second(
+    client: redis.Redis, redis_url: str, run_python: Callable[..., PythonProcess], by: str
+) -> None:
+    taken = []
+
+    def wait() -> None:
+        with Lock(client, "a", timeout=30):
+            taken.append(time.monotonic())
+
+    async def await_it() -> None:
+        async with AsyncLock(client, "a", timeout=30):
+            taken.append(time.monotonic())
+
+    with Lock(client, "a", expire=60):
+        frozen = run_python(wait_in_forks, redis_url, "a", 10).wait_for()["pids"]
+        wait_until(lambda: queued(client, "a") == 10)
+        signal_all(frozen, signal.SIGSTOP)
+        thread = in_a_thread(wait if by == "thread" else lambda: asyncio.run(await_it()))
+        wait_until(lambda: queued(client, "a") == 11)
+    freed = time.monotonic()
+    thread.join(30)
+    assert taken[0] - freed < TOGETHER + BUSY, "ten times half a second would be 5"
+    signal_all(frozen, signal.SIGCONT)  # told of it, they came back, and are served
+    wait_until(lambda: queued(client, "a") == 0 and not client.exists(KEYS.lock))
+
+
+def test_those_who_answer_a_roll_call_are_served_in_their_order(client: redis.Redis) -> None:
+    with listening(client, "frozen 1", "frozen 2", "first", "second") as told:
+        unclaimed(client, "frozen 1", "frozen 2", "first", "second")
+        left, _, up = attempt(client, "second", 3)
+        assert up == 1
+        assert 0 < left <= 200
+        assert told() == ["frozen 2", "first"], "those ahead of it"
+        assert attempt(client, "first", 2)[2:] == [1], "frozen 2 might answer still"
+        assert attempt(client, "second", 3)[2:] == []
+        assert attempt(client, "newcomer")[2:] == []
+        after_the_roll_call(client)
+        assert isinstance(attempt(client, "second", 3), list)
+        assert told() == ["frozen 2", "first"], "the one to come back when it can, the other because it is its turn"
+        assert isinstance(attempt(client, "first", 2), int)
+        assert queue(client) == ["second", "newcomer"]
+        assert attempt(client, "frozen 2", 1)[2:] == []
+        assert queue(client) == ["frozen 2", "second", "newcomer"], "thawed, it has its place again"
+
+
+def test_whoever_answers_a_roll_call_as_the_first_in_the_queue_waits_for_nobody(client: redis.Redis) -> None:
+    with listening(client, "frozen", "first", "second") as told:
+        unclaimed(client, "frozen", "first", "second")
+        assert attempt(client, "second", 2)[2:] == [1]
+        assert isinstance(attempt(client, "first", 1), int)
+        assert queue(client) == ["second"]
+        assert told() == ["first"]
+
+
+def test_other_waiters_of_the_process_that_did_not_answer_are_not_waited_for(client: redis.Redis) -> None:
+    with listening(client, "frozen", "first") as told:
+        unclaimed(client, "frozen", "first")
+        client.zadd(KEYS.queue, {"frozen\nother thread": 0})
+        assert isinstance(attempt(client, "first", 1), int)
+        assert told() == ["other thread"]
+        assert queue(client) == []
+
+
+def test_who_answered_a_roll_call_and_died_is_followed_by_another(client: redis.Redis) -> None:
+    with listening(client, "frozen 1", "frozen 2", "second"):
+        unclaimed(client, "frozen 1", "frozen 2", "second")
+        with listening(client, "first"):
+            client.zadd(KEYS.queue, {"first\nfirst": 1.5})
+            assert attempt(client, "first", 2)[2:] == [1]
+        after_the_roll_call(client)
+        assert isinstance(attempt(client, "second", 2), int)
+        assert queue(client) == []
+
+
+def test_who_answered_a_roll_call_and_gave_up_is_followed_by_another(client: redis.Redis) -> None:
+    with listening(client, "frozen 1", "frozen 2", "first", "second"):
+        unclaimed(client, "frozen 1", "frozen 2", "first", "second")
+        assert attempt(client, "first", 2)[2:] == [1]
+        give_up(client, "first")
+        assert queue(client) == ["second"]
+        assert client.get(KEYS.lock).startswith(b"frozen 2\n0\n")
+
+
+def test_the_last_try_of_who_answered_a_roll_call_takes_the_lock(client: redis.Redis) -> None:
+    with listening(client, "frozen 1", "frozen 2", "first"):
+        unclaimed(client, "frozen 1", "frozen 2", "first")
+        assert attempt(client, "first", 2)[2:] == [1]
+        assert isinstance(attempt(client, "first", 2, waits=False), int)
+        assert queue(client) == []
+
+
+def test_frozen_processes_alone_do_not_keep_others_out(client: redis.Redis) -> None:
+    with listening(client, "frozen 1", "frozen 2", "frozen 3") as told:
+        unclaimed(client, "frozen 1", "frozen 2", "frozen 3")
+        assert not Lock(client, "a").acquire(blocking=False)
+        assert not Lock(client, "a").acquire(blocking=False)
+        after_the_roll_call(client)
+        assert Lock(client, "a").acquire(blocking=False)
+        assert queue(client) == []
+        assert told() == ["frozen 2", "frozen 3", "frozen 2", "frozen 3"]
+
+
+def test_a_roll_call_is_no_holder(client: redis.Redis) -> None:
+    with listening(client, "frozen 1", "frozen 2"):
+        unclaimed(client, "frozen 1", "frozen 2")
+        assert not Lock(client, "a").acquire(blocking=False)
+        lock = Lock(client, "a")
+        assert client.get(KEYS.lock).startswith(b"\n0\n")
+        assert not lock.locked()
+        assert not lock.reset()
+        assert client.pttl(KEYS.lock) > 0
+
+
+def test_the_dead_of_a_queue_are_passed_over_in_bounded_pieces(client: redis.Redis) -> None:
+    lock = Lock(client, "a")
+    lock.acquire()
+    client.zadd(KEYS.queue, {f"gone {number}\n{number}": number for number in range(2500)})
+    lock.release()
+    assert 0 < client.zcard(KEYS.queue) <= 1500
+    assert lock.acquire(timeout=5)
+    lock.release()
+    assert not client.exists(KEYS.lock, KEYS.queue)
+
+
+# Killed ones
+
+
+def leave_entries(client: redis.Redis, number: int) -> None:
+    """Leave the places in the queue of so many processes that are gone."""
+    client.zadd(KEYS.queue, {f"redislock:wake:{i}:{i}:host\nid-{i}": i + 1 for i in range(number)})
+    client.expire(KEYS.queue, 60)
+
+
+def waiting(client: redis.Redis) -> int:
+    [info] = held_locks(client)
+    return info.waiting
+
+
+@pytest.mark.processes
+def test_killed_waiters_do_not_count_as_waiting(
+    client: redis.Redis, redis_url: str, run_python: Callable[..., PythonProcess]
+) -> None:
+    with Lock(client, "a", expire=60) as lock:
+        pids = run_python(wait_in_forks, redis_url, "a", 5).wait_for()["pids"]
+        wait_until(lambda: queued(client, "a") == 5)
+        assert waiting(client) == 5
+        signal_all(pids[:3], signal.SIGKILL)
+        wait_until(lambda: waiting(client) == 2)
+        assert queued(client, "a") == 2, "their places went when somebody looked"
+        signal_all(pids[3:], signal.SIGKILL)
+        wait_until(lambda: lock.owner().waiting == 0)
+
+
+def test_of_a_thousand_killed_waiters_and_a_living_one_one_waits(client: redis.Redis) -> None:
+    with Lock(client, "a", expire=60):
+        leave_entries(client, 1000)
+        with listening(client, "living"):
+            attempt(client, "living")
+            assert waiting(client) == 1
+            leave_entries(client, 30)
+            [only] = read_queue(client, "a", "redislock")
+            assert only.seconds < 60
+            assert queue(client) == ["living"]
+
+
+def test_more_waiters_than_are_looked_at_are_an_upper_bound(client: redis.Redis) -> None:
+    with Lock(client, "a", expire=60):
+        leave_entries(client, 1500)
+        assert [waiting(client) for _ in range(3)] == [476, 0, 0]
+
+
+def test_the_waiters_of_many_locks_are_asked_for_once_each_process(client: redis.Redis) -> None:
+    locks = [Lock(client, f"lock {number}", expire=60) for number in range(30)]
+    for lock in locks:
+        lock.acquire()
+        client.zadd(lock_keys("redislock", lock.name).queue, {"one process\nid": 1, "another\nid": 2})
+    with listening(client, "another"), counting(client) as counts:
+        assert sum(info.waiting for info in held_locks(client)) == 30
+    assert counts["pubsub|numsub"] <= 2
+    for lock in locks:
+        lock.release()
+
+
+def test_a_user_who_may_not_ask_who_listens_counts_all(client: redis.Redis, redis_url: str) -> None:
+    client.acl_setuser("blind", enabled=True, nopass=True, keys="*", channels="*", commands=["+@all", "-pubsub"])
+    try:
+        with redis.Redis.from_url(redis_url, username="blind", password="any") as blind, Lock(blind, "a", expire=60):
+            leave_entries(client, 3)
+            assert waiting(blind) == 3
+            assert waiting(client) == 0
+    finally:
+        client.acl_deluser("blind")

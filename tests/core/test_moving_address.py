@@ -1,0 +1,322 @@
+"""One address whose server becomes a replica while connections to it stay open: a managed failover, a moving IP, DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from contextlib import contextmanager
+
+import pytest
+import redis
+
+from django_redislock.core import AsyncLock, Lock
+from django_redislock.core.driver.async_server import async_server_of
+from django_redislock.core.driver.effects import Call, Calls, Commands
+from django_redislock.core.driver.resp import NotPrimary, Replies
+from django_redislock.core.driver.server import server_of
+from django_redislock.core.lease import Lease
+from django_redislock.exceptions import LockBackendError
+from tests.support import Proxy, RedisServer, command_counts, counting, lived, queued, wait_until
+
+pytestmark = pytest.mark.processes
+
+
+class Address(Proxy):
+    """An address of two servers, of which one is the primary."""
+
+    def __init__(self, primary, replica):
+        super().__init__(primary.url)
+        self.primary, self.replica = primary, replica
+
+    def demote(self):
+        """Let the other server be the primary and this one its replica; the address leads to this one still."""
+        self.primary, self.replica = self.replica, self.primary
+        with self.primary.client() as promoted, self.replica.client() as demoted:
+            promoted.replicaof("no", "one")
+            demoted.replicaof("127.0.0.1", self.primary.port)
+            wait_until(lambda: demoted.info("replication")["master_link_status"] == "up")
+
+    def move(self):
+        """Lead new connections to the primary."""
+        self.lead_new_to(self.primary.url)
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with (
+        RedisServer(repl_diskless_sync_delay="0") as one,
+        RedisServer(repl_diskless_sync_delay="0", replicaof=f"127.0.0.1 {one.port}") as other,
+    ):
+        yield one, other
+
+
+@pytest.fixture
+def address(servers):
+    primary, replica = servers
+    with primary.client() as on_primary, replica.client() as on_replica:
+        on_primary.replicaof("no", "one")
+        on_primary.flushdb()
+        on_replica.replicaof("127.0.0.1", primary.port)
+        wait_until(lambda: on_replica.info("replication")["master_link_status"] == "up")
+    with Address(primary, replica) as address:
+        yield address
+
+
+@contextmanager
+def client_of(url):
+    with redis.Redis.from_url(url, socket_timeout=2) as client:
+        yield client
+
+
+@pytest.fixture
+def client(address):
+    with client_of(address.url) as client:
+        yield client
+
+
+def subscribers(server):
+    with server.client() as client:
+        return len(client.pubsub_channels("redislock:wake:*"))
+
+
+def subscriptions(server):
+    """How often somebody subscribed there."""
+    with server.client() as client:
+        return command_counts(client)["subscribe"]
+
+
+def test_locks_are_acquired_and_released_and_kept_when_the_address_has_moved(address, client):
+    lost = []
+    held, other = (Lock(client, name, expire=3, on_lost=lost.append) for name in ("held", "other"))
+    held.acquire()
+    other.acquire()
+    address.demote()
+    address.move()
+    other.release()
+    for number in range(5):
+        with Lock(client, f"a{number}", timeout=2):
+            pass
+    assert Lock(client, "b").acquire(blocking=False)
+    lived(3.5)
+    assert held.owned()
+    held.release()
+    assert not lost
+
+
+class Script:
+    """Writes, as all that take or free a lock do."""
+
+    text = b"return redis.call('SET', KEYS[1], '1', 'PX', '1000')"
+    sha = hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()
+
+
+WRITE = Call(Script, (b"{redislock:0}:x",), ())
+READ = (b"GET", b"{redislock:0}:x")
+
+
+CALLS = {
+    "a script": lambda server: server.call(WRITE),
+    "many scripts": lambda server: server.call(Calls((WRITE, WRITE))),
+    "commands": lambda server: server.call(Commands(((b"SET", b"{redislock:0}:x", b"1"), READ))),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_every_kind_of_call_gives_up_the_connection_and_works_the_next_time(address, client, call):
+    server = server_of(client)
+    call(server)
+    address.demote()
+    address.move()
+    with pytest.raises(NotPrimary):
+        call(server)
+    call(server)
+
+
+def test_a_connection_that_was_in_use_meanwhile_is_not_used_again(address, client):
+    server = server_of(client)
+    server.call(WRITE)
+    in_use = server.links.take()
+    (other := server.links.wait()).call(WRITE)
+    server.links.free.append(other)
+    address.demote()
+    address.move()
+    with pytest.raises(NotPrimary):
+        server.call(WRITE)
+    server.links.free.append(in_use)
+    server.call(WRITE)
+
+
+def test_waiting_threads_listen_at_the_new_primary(address, client):
+    with address.primary.client() as before:
+        for name in "ab":
+            Lock(before, name, id=f"holder-{name}", expire=60).acquire()
+    results = []
+
+    def wait(name):
+        lock = Lock(client, name)
+        results.append(lock.acquire(timeout=30))
+        lock.release()
+
+    threads = [threading.Thread(target=wait, args=(name,)) for name in "aab"]
+    for thread in threads:
+        thread.start()
+    with address.primary.client() as at_primary:
+        wait_until(lambda: (queued(at_primary, "a"), queued(at_primary, "b")) == (2, 1))
+    address.demote()
+    before = subscriptions(address.replica)
+    lived(1.2)  # they have seen it, and find no primary
+    address.move()
+    wait_until(lambda: subscribers(address.primary) == 1)
+    assert subscribers(address.replica) == 0
+    assert subscriptions(address.replica) == before
+    with address.primary.client() as after:
+        wait_until(lambda: (queued(after, "a"), queued(after, "b")) == (2, 1))
+        for name in "ab":
+            Lock(after, name, id=f"holder-{name}").release()
+    for thread in threads:
+        thread.join(20)
+    assert results == [True] * 3
+
+
+def test_an_address_that_leads_to_a_replica_for_good_is_a_clear_error_after_the_retry_time(
+    address, client, monkeypatch
+):
+    monkeypatch.setattr(Lease, "retry_for", 0.5)
+    address.demote()
+    with address.replica.client() as there:
+        for acquire in (Lock(client, "a").acquire, lambda: asyncio.run(AsyncLock(client, "a").acquire())):
+            with (
+                counting(there) as counts,
+                pytest.raises(
+                    LockBackendError, match="NotPrimary: READONLY You can't write against a read only replica"
+                ),
+            ):
+                acquire()
+            assert counts["evalsha"] >= 3, "it was tried again"
+
+
+def test_a_primary_without_enough_replicas_is_asked_for_anew(address, client):
+    with address.primary.client() as cut_off:
+        lock = Lock(client, "a")
+        lock.acquire()
+        cut_off.config_set("min-replicas-to-write", 3)
+        try:
+            with pytest.raises(LockBackendError, match="NOREPLICAS"):
+                Lock(client, "b").acquire(blocking=False)
+            address.demote()
+            address.move()
+            lock.release()
+            assert Lock(client, "b").acquire(blocking=False)
+        finally:
+            cut_off.config_set("min-replicas-to-write", 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "READONLY You can't write against a read only replica.",
+        "READONLY You can't write against a read only replica. script: 67ed14c1, on @user_script:1.",
+        "ERR Error running script (call to f_67ed): @user_script:5: @user_script: 5: -READONLY You can't write against it.",
+        "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+        "NOREPLICAS Not enough good replicas to write. script: 67ed14c1, on @user_script:1.",
+        "LOADING Redis is loading the dataset in memory",
+    ],
+)
+def test_what_servers_say_that_are_no_primary_is_known(line):
+    replies = Replies()
+    replies.add(b"-%b\r\n" % line.encode())
+    reply = replies.next()
+    assert isinstance(reply, NotPrimary)
+    assert str(reply) == line
+
+
+@pytest.mark.parametrize("line", ["ERR READONLY You can't", "WRONGTYPE Operation -READONLY ", "READONLYX a"])
+def test_other_errors_are_not_taken_for_that(line):
+    replies = Replies()
+    replies.add(b"-%b\r\n" % line.encode())
+    reply = replies.next()
+    assert isinstance(reply, redis.RedisError)
+    assert not isinstance(reply, NotPrimary)
+
+
+# asyncio
+
+
+def test_tasks_acquire_and_release_and_keep_their_locks_when_the_address_has_moved(address, client):
+    lost = []
+
+    async def main():
+        held, other = (AsyncLock(client, name, expire=3, on_lost=lost.append) for name in ("held", "other"))
+        await held.acquire()
+        await other.acquire()
+        await asyncio.to_thread(address.demote)
+        address.move()
+        await other.release()
+        for number in range(5):
+            async with AsyncLock(client, f"a{number}", timeout=2):
+                pass
+        assert await AsyncLock(client, "b").acquire(blocking=False)
+        await asyncio.sleep(3.5)
+        assert await held.owned()
+        await held.release()
+
+    asyncio.run(main())
+    assert not lost
+
+
+def test_of_the_requests_of_a_loop_only_those_that_write_are_refused(address, client):
+    async def main():
+        server = async_server_of(server_of(client))
+        await server.call(WRITE)
+        line = server._commands.line
+        await asyncio.to_thread(address.demote)
+        address.move()
+        read, refused, also_read = await asyncio.gather(
+            server.ask(Commands((READ,))), server.call(WRITE), server.ask(Commands((READ,))), return_exceptions=True
+        )
+        assert (read, also_read) == ([b"1"], [b"1"])
+        assert isinstance(refused, NotPrimary)
+        assert server._commands.line is None
+        await line.lost
+        with pytest.raises(NotPrimary):  # several commands are one request
+            await server.call(WRITE)
+            await asyncio.to_thread(address.demote)
+            address.move()
+            await server.ask(Commands((READ, (b"SET", b"{redislock:0}:x", b"1"))))
+        assert await server.call(WRITE) == b"OK"
+
+    asyncio.run(main())
+
+
+def test_waiting_tasks_listen_at_the_new_primary(address, client):
+    with address.primary.client() as before:
+        for name in "ab":
+            Lock(before, name, id=f"holder-{name}", expire=60).acquire()
+
+    async def wait(name):
+        async with AsyncLock(client, name, timeout=30):
+            return True
+
+    async def main():
+        tasks = [asyncio.create_task(wait(name)) for name in "aab"]
+
+        def all_wait():
+            with address.primary.client() as at_primary:
+                wait_until(lambda: (queued(at_primary, "a"), queued(at_primary, "b")) == (2, 1))
+
+        await asyncio.to_thread(all_wait)
+        await asyncio.to_thread(address.demote)
+        before = subscriptions(address.replica)
+        await asyncio.sleep(1.2)  # they have seen it, and find no primary
+        address.move()
+        await asyncio.to_thread(wait_until, lambda: subscribers(address.primary) == 1)
+        assert subscribers(address.replica) == 0
+        assert subscriptions(address.replica) == before
+        await asyncio.to_thread(all_wait)
+        with address.primary.client() as after:
+            for name in "ab":
+                Lock(after, name, id=f"holder-{name}").release()
+        assert await asyncio.gather(*tasks) == [True] * 3
+
+    asyncio.run(main())

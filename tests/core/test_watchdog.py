@@ -1,0 +1,345 @@
+"""The watchdog: many locks, several servers, and what must not disturb it."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+
+import pytest
+import redis
+
+from django_redislock.core import Lock
+from django_redislock.core.clock import monotonic
+from django_redislock.core.driver.server import server_of
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.watchdog import watchdog
+from django_redislock.exceptions import LockBackendError, LockLost
+from tests.support import Proxy, RedisServer, key_of, lived, wait_until, watchdogs_of
+
+
+def calls(client):
+    return client.info("commandstats")["cmdstat_evalsha"]["calls"]
+
+
+def test_a_thousand_locks_cost_one_thread_and_five_commands_a_second(client):
+    """With redis-py's default pool, and none is lost."""
+    told = []
+    locks = [Lock(client, f"lock {i}", expire=3, on_lost=told.append) for i in range(1000)]
+    for lock in locks:
+        lock.acquire()
+    lived(3)  # they were taken one after another, and fall into step
+    before, seconds = calls(client), 6
+    lived(seconds)
+    assert calls(client) - before <= 5 * seconds, "no call renews more than 250"
+    assert watchdogs_of(client) == 1
+    assert not told
+    assert all(lock.lost is None for lock in locks)
+    assert client.exists(*(key_of(lock.name) for lock in locks)) == 1000
+    for lock in locks:
+        lock.release()
+
+
+@pytest.mark.processes
+def test_frozen_servers_do_not_keep_the_locks_of_another_one_from_being_renewed(client):
+    told = []
+    with ExitStack() as stack:
+        servers = [stack.enter_context(RedisServer()) for _ in range(4)]
+        frozen = [
+            Lock(stack.enter_context(server.client()), f"lock {i}", expire=3) for server in servers for i in range(3)
+        ]
+        mine = Lock(client, "mine", expire=3, on_lost=told.append)
+        mine.acquire()
+        for lock in frozen:
+            lock.acquire()
+        for server in servers:
+            server.pause()
+        lived(4.5)
+        assert not told
+        assert mine.owned()
+        mine.release()
+        for server in servers:
+            server.resume()
+        for lock in frozen:
+            with pytest.raises((LockLost, LockBackendError)):
+                lock.release()
+
+
+def renew_now(lock):
+    """Have the lock renewed ahead of time, and return its acquisition."""
+    lease = lock._latest()
+    lease.next_renewal = monotonic()
+    watchdog.hurry(lease)
+    return lease
+
+
+@pytest.fixture
+def slow_names(monkeypatch):
+    """The name "localhost" is not resolved until the event is set that is returned."""
+    resolved, resolve = threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host, *args, **kwargs):
+        if host == "localhost":
+            resolved.wait(60)
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    yield resolved
+    resolved.set()
+
+
+def by_name(proxy, **options):
+    return redis.Redis(host="localhost", port=proxy.port, **options)
+
+
+def test_a_lock_that_is_taken_while_another_server_is_frozen_is_renewed(client, own_server):
+    """The frozen one's locks are long, and its client has all the patience of the defaults."""
+    told = []
+    with own_server.client() as frozen:
+        long = Lock(frozen, "long", expire=40)
+        long.acquire()
+        own_server.pause()
+        asked = renew_now(long)
+        wait_until(lambda: asked.asked)
+        short = Lock(client, "short", expire=2, on_lost=told.append)
+        short.acquire()
+        lived(3)
+        assert short.owned()
+        assert not told
+        short.release()
+        own_server.resume()
+        long.release()
+
+
+@pytest.mark.parametrize("nearby", [True, False], ids=["nearby", "on the same server"])
+def test_a_short_life_does_not_cut_the_patience_for_a_long_one_on_a_distant_server(redis_url, client, nearby):
+    told = []
+    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as distant:
+        long = Lock(distant, "long", expire=3, on_lost=told.append)
+        long.acquire()
+        proxy.delay_replies(0.1)
+        end = monotonic() + 4
+        while monotonic() < end:
+            # A busy machine may take what little time it has.
+            with suppress(LockLost), Lock(client if nearby else distant, "short", expire=0.3):
+                lived(0.25)
+        assert not told
+        assert long.owned()
+        long.release()
+
+
+def test_a_name_that_is_resolved_slowly_costs_no_lock_of_another_server_its_renewal(client, redis_url, slow_names):
+    """And who holds the lock there is told at its end, although nobody knows yet where the server is."""
+    lost, kept = [], []
+    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as first:
+        slow_names.set()
+        with by_name(proxy) as named:
+            away = Lock(named, "away", expire=3, on_lost=lost.append)
+            away.acquire()
+            slow_names.clear()
+            proxy.cut()
+            wait_until(lambda: away._latest().asked)
+            here = Lock(client, "here", expire=1.5, on_lost=kept.append)
+            here.acquire()
+            wait_until(lambda: lost)
+            assert not slow_names.is_set()
+            lived(1)
+            assert here.owned()
+            assert not kept
+            here.release()
+            slow_names.set()
+            with pytest.raises(LockLost, match="no answer"):
+                away.release()
+        first.ping()
+
+
+def test_a_loss_is_told_while_the_answer_about_a_longer_lock_of_the_same_server_is_waited_for(own_server):
+    told = []
+    with own_server.client() as frozen:
+        long, short = Lock(frozen, "long", expire=60), Lock(frozen, "short", expire=2, on_lost=told.append)
+        long.acquire()
+        short.acquire()
+        own_server.pause()
+        asked = renew_now(long)
+        wait_until(lambda: told)
+        assert asked.asked
+        assert told == [short]
+        own_server.resume()
+        with pytest.raises(LockLost):
+            short.release()
+        long.release()
+
+
+def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(redis_url, client):
+    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as distant:
+        long, short = Lock(distant, "long", expire=60), Lock(distant, "short", expire=1.8)
+        long.acquire()
+        proxy.delay_replies(4.5)
+        before = calls(client)
+        asked = renew_now(long)
+        wait_until(lambda: calls(client) > before)
+        lived(0.2)  # until the reply has come as far as the proxy
+        proxy.delay_replies(0)
+        short.acquire()
+        lived(2.5)
+        assert asked.asked
+        assert short.lost is None
+        assert short.owned()
+        short.release()
+        wait_until(lambda: not asked.asked)
+        long.release()
+        wait_until(lambda: watchdogs_of(distant) == 1)
+
+
+def test_each_server_has_one_thread_also_after_it_was_away(client, own_server):
+    """Whoever kept watch meanwhile goes."""
+    with own_server.client() as other:
+        locks = [Lock(one, f"lock {i}", expire=40) for i in range(20) for one in (client, other)]
+        for lock in locks:
+            lock.acquire()
+        own_server.pause()
+        short = Lock(client, "short", expire=2.4)
+        short.acquire()
+        for lock in locks:
+            renew_now(lock)
+        wait_until(lambda: any(lock._latest().asked for lock in locks))
+        lived(1)
+        own_server.resume()
+        wait_until(lambda: not any(lock._latest().asked for lock in locks))
+        wait_until(lambda: watchdogs_of(client) == watchdogs_of(other) == 1)
+        assert short.owned()
+        for lock in [*locks, short]:
+            lock.release()
+
+
+def test_a_renewal_needs_no_connection_beyond_that_of_the_calls(client, own_server):
+    with own_server.client() as observer, own_server.client(client_name="held") as used:
+        lock = Lock(used, "a", expire=2.4)
+        with lock:
+            lived(2)
+            assert lock.owned()
+            assert [one["name"] for one in observer.client_list()].count("held") == 1
+
+
+def test_a_renewal_waits_for_no_connection_that_callers_use(redis_url):
+    with redis.Redis.from_url(redis_url, max_connections=1) as small:
+        server = server_of(small)
+        lock = Lock(small, "a", expire=1)
+        lock.acquire()
+        used = server.links.free.pop()  # somebody is about to call, and takes his time
+        before = lock._latest().deadline
+        wait_until(lambda: lock._latest().deadline > before + 1)
+        assert lock.lost is None
+        server.links.free.append(used)
+        lock.release()
+        assert len(server.links.free) <= 2
+
+
+def test_a_call_has_its_own_time_after_a_renewal_used_its_connection(own_server):
+    with own_server.client(socket_timeout=7, socket_connect_timeout=6) as client:
+        lock = Lock(client, "a", expire=2)
+        lock.acquire()
+        before = lock._latest().deadline
+        wait_until(lambda: lock._latest().deadline > before)
+        (link,) = wait_until(lambda: server_of(client).links.free)
+        assert link.connection._sock.gettimeout() == 7
+        assert (link.connection.socket_timeout, link.connection.socket_connect_timeout) == (7, 6)
+        lock.release()
+
+
+def test_a_key_that_something_else_wrote_costs_no_other_lock_its_renewal(client):
+    told = []
+    locks = [Lock(client, f"lock {i}", expire=2.4, on_lost=told.append) for i in range(10)]
+    for lock in locks:
+        lock.acquire()
+    client.delete(key_of("lock 3"))
+    client.rpush(key_of("lock 3"), "what is this")
+    client.delete(lock_keys("redislock", "lock 5").held)
+    client.set(lock_keys("redislock", "lock 5").held, "nor this")
+    lived(3)
+    wait_until(lambda: told)
+    assert told == [locks[3]]
+    assert all(lock.owned() for lock in locks if lock is not locks[3])
+    client.delete(lock_keys("redislock", "lock 5").held)
+    locks.remove(locks[3])
+    for lock in locks:
+        lock.release()
+
+
+def test_who_is_told_of_a_loss_may_take_his_time(client):
+    """A slow receiver does not keep the watchdog from renewing other locks."""
+    told, done = threading.Event(), threading.Event()
+
+    def slow(lock):
+        told.set()
+        done.wait(20)
+
+    doomed, kept = Lock(client, "doomed", expire=0.6, on_lost=slow), Lock(client, "kept", expire=2)
+    doomed.acquire()
+    kept.acquire()
+    client.delete(key_of("doomed"))
+    assert told.wait(20)
+    lived(3)
+    owned = kept.owned()
+    done.set()
+    assert owned
+    kept.release()
+
+
+# Extensions
+
+
+def test_a_life_that_was_shortened_is_renewed_in_time(client):
+    lock = Lock(client, "a", expire=30)
+    with lock:
+        lock.extend(2)
+        lived(3)
+        assert lock.owned()
+        lock.raise_if_lost()
+
+
+def test_an_extension_that_is_not_answered_does_not_leave_a_belief_that_outlives_the_lock(client, redis_url):
+    """The server may have set the shorter life, and it may not."""
+    with Proxy(redis_url) as proxy, ExitStack() as stack:
+        behind = stack.enter_context(redis.Redis.from_url(proxy.url, socket_timeout=0.5))
+        lock = Lock(behind, "a", expire=30, auto_renewal=False)
+        lock.acquire()
+        lock.extend()  # the server knows the script from now on: what is asked for once arrives at once
+        proxy.stall()
+        with pytest.raises(LockBackendError):
+            lock.extend(2)
+        proxy.heal()
+        wait_until(lambda: Lock(client, "a").ttl() is None)
+        assert lock.lost is not None
+        with pytest.raises(LockLost):
+            lock.release()
+
+
+# Releases
+
+
+def test_a_renewal_that_races_a_release_reports_nothing_and_revives_nothing(client, caplog):
+    """Each release comes while the watchdog renews the lock, or a moment after."""
+    told, stop = [], time.monotonic() + 4
+
+    def cycle(name):
+        chance = random.Random(name)
+        while time.monotonic() < stop:
+            lock = Lock(client, name, on_lost=told.append)
+            lock.acquire()
+            lease = lock._latest()
+            lease.next_renewal = monotonic()
+            watchdog.hurry(lease)
+            lived(chance.choice((0, 0, 0.005)))
+            lock.release()
+
+    threads = [threading.Thread(target=cycle, args=(f"lock {i}",)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not told
+    assert "was lost" not in caplog.text
+    assert not client.exists(*(key_of(f"lock {i}") for i in range(8)))

@@ -1,0 +1,339 @@
+"""Locks that the watchdog does not renew, or not any more: who holds them still is found out, and their end is told."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import gc
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+import redis.asyncio
+
+from django_redislock.core import AsyncLock, Lock, QuorumLock, RLock
+from django_redislock.core.clock import monotonic
+from django_redislock.core.driver import os_threads
+from django_redislock.core.driver.server import server_of
+from django_redislock.exceptions import LockLost
+from django_redislock.signals import lock_lost
+from tests.support import RedisServer, lived, wait_until, watchdogs_of
+
+
+@pytest.fixture
+def told():
+    """What the signal `lock_lost` carried."""
+    records = []
+
+    def receive(record, **kwargs):
+        records.append(record)
+
+    lock_lost.connect(receive)
+    yield records
+    lock_lost.disconnect(receive)
+
+
+# Who cannot be asked
+
+
+class OwnTask(asyncio.tasks._PyTask):
+    """What nest_asyncio makes of every task: the one in pure Python, which is no `asyncio.Task`."""
+
+
+@pytest.mark.parametrize("kind", [asyncio.tasks._PyTask, OwnTask])
+def test_tasks_of_a_foreign_task_factory_keep_their_locks_and_those_of_others(redis_url, client, kind, caplog):
+    told = []
+    other = Lock(client, "other", expire=2.4, on_lost=told.append)
+    other.acquire()
+
+    async def hold():
+        assert not isinstance(asyncio.current_task(), asyncio.Task)
+        async with (
+            redis.asyncio.Redis.from_url(redis_url) as aclient,
+            AsyncLock(aclient, "a", expire=2.4, on_lost=told.append) as lock,
+        ):
+            await asyncio.sleep(3)
+            assert await lock.owned()
+
+    async def main():
+        asyncio.get_running_loop().set_task_factory(lambda loop, run, **more: kind(run, loop=loop, **more))
+        await asyncio.create_task(hold())
+
+    asyncio.run(main())
+    assert other.owned()
+    assert not told
+    assert "failed" not in caplog.text
+    other.release()
+
+
+def test_a_foreign_task_that_ends_without_releasing_is_noticed_and_told_in_its_loop(redis_url, client, caplog):
+    told = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(lambda loop, run, **more: OwnTask(run, loop=loop, **more))
+        async with redis.asyncio.Redis.from_url(redis_url) as aclient:
+            lock = AsyncLock(aclient, "a", expire=2, on_lost=lambda _: told.append(threading.current_thread()))
+
+            async def take():
+                await lock.acquire()
+
+            await asyncio.create_task(take())
+            while not told:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert told == [threading.current_thread()]
+    assert "ended without releasing" in caplog.text
+
+
+class Stranger:
+    """Neither a thread nor a task."""
+
+
+class Rude(Stranger):
+    """Looks like a task, and cannot be asked."""
+
+    def get_loop(self):
+        raise RuntimeError("ask somebody else")
+
+    done = get_loop
+
+
+@pytest.mark.parametrize("kind", [Stranger, Rude])
+def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(client, caplog, monkeypatch, kind):
+    owner = type(f"New{kind.__name__}", (kind,), {})()
+
+    class Strange(Lock):
+        def _me(self):
+            return owner
+
+    strange, other = Strange(client, "strange", expire=2.4), Lock(client, "other", expire=2.4)
+    strange.acquire()
+    other.acquire()
+    lived(3)
+    assert other.owned()
+    assert strange.owned()
+    strange.release()
+    other.release()
+    assert [record.levelname for record in caplog.records if "is not known" in record.message] == ["WARNING"]
+    assert "failed" not in caplog.text
+
+
+# Threads that Python did not start
+
+
+def test_the_end_of_a_raw_thread_is_noticed(client, caplog):
+    """Python takes it for alive for ever, and gives its number to the next one."""
+    lock, acquired = Lock(client, "a", expire=2), threading.Event()
+
+    def run():
+        lock.acquire()
+        acquired.set()
+
+    _thread.start_new_thread(run, ())
+    assert acquired.wait(20)
+    stop = threading.Event()
+    for _ in range(5):  # they get its number
+        _thread.start_new_thread(stop.wait, ())
+    wait_until(lambda: "ended without releasing" in caplog.text)
+    stop.set()
+    wait_until(lambda: Lock(client, "a").ttl() is None)
+
+
+def test_a_raw_thread_that_lives_keeps_its_lock(client, caplog):
+    go, held = threading.Event(), []
+
+    def run():
+        with Lock(client, "a", expire=2.4) as lock:
+            held.append(lock)
+            go.wait(20)
+            held.append(lock.lost)
+        held.append("released")
+
+    _thread.start_new_thread(run, ())
+    wait_until(lambda: held)
+    gc.collect()
+    lived(3)
+    go.set()
+    wait_until(lambda: held[1:] == [None, "released"])
+    assert "not renewed" not in caplog.text
+
+
+@pytest.mark.parametrize("auto_renewal", [True, False])
+def test_where_no_thread_can_be_started_a_lock_is_held_for_its_life_and_the_log_says_so(
+    own_server, caplog, monkeypatch, auto_renewal
+):
+    """As in functions of `atexit`, from Python 3.12 on."""
+
+    def start(*args):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(os_threads, "start", start)
+    with own_server.client() as client, Lock(client, "a", auto_renewal=auto_renewal) as lock:
+        assert lock.owned()
+    assert ("can't create new thread" in caplog.text) is auto_renewal
+
+
+# Their end is told
+
+
+@pytest.mark.parametrize("kind", [Lock, RLock])
+def test_the_end_of_a_lock_that_is_not_renewed_is_told_without_anybody_asking(client, caplog, told, kind):
+    heard = []
+    lock = kind(client, "a", expire=0.5, auto_renewal=False, on_lost=heard.append)
+    lock.acquire()
+    fence = lock.fence
+    sent = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+    wait_until(lambda: heard)
+    assert heard == [lock]
+    assert [(record.name, record.fence) for record in told] == [("a", fence)]
+    assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
+        f"Lock 'a' (fence {fence}) was lost: its life of 0.5 s ended without a renewal."
+    ]
+    assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == sent, "nobody asked Redis"
+    with pytest.raises(LockLost):
+        lock.release()
+    assert len(told) == len(heard) == 1
+
+
+def test_the_end_of_an_asyncio_lock_that_is_not_renewed_is_told_in_its_loop(redis_url, told):
+    heard = []
+
+    async def main():
+        async with redis.asyncio.Redis.from_url(redis_url) as aclient:
+            lock = AsyncLock(aclient, "a", expire=0.5, auto_renewal=False, on_lost=heard.append)
+            await lock.acquire()
+            while not heard:
+                await asyncio.sleep(0.01)
+            with pytest.raises(LockLost):
+                await lock.release()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert [record.name for record in told] == ["a"]
+
+
+def test_after_max_hold_the_end_is_told(client, caplog, told):
+    heard = []
+    lock = Lock(client, "a", expire=2, max_hold=1, on_lost=heard.append)
+    lock.acquire()
+    wait_until(lambda: heard)
+    assert "max_hold = 1 s" in caplog.text
+    assert len(told) == 1
+    with pytest.raises(LockLost):
+        lock.raise_if_lost()
+
+
+def test_the_end_of_what_an_ended_thread_left_is_told_to_those_who_go_on(client, caplog, told):
+    """Its work may have been handed to another thread."""
+    heard = []
+    lock = Lock(client, "a", expire=2, on_lost=heard.append)
+    thread = threading.Thread(target=lock.acquire)
+    thread.start()
+    thread.join()
+    wait_until(lambda: heard)
+    assert "ended without releasing" in caplog.text
+    assert len(told) == 1
+
+
+def test_an_extension_puts_off_the_end_that_is_told(client, told):
+    lock = Lock(client, "a", expire=0.8, auto_renewal=False)
+    lock.acquire()
+    lock.extend(60)
+    lived(1.2)
+    assert not told
+    assert lock.owned()
+    lock.extend(0.5)
+    wait_until(lambda: told)
+    with pytest.raises(LockLost):
+        lock.release()
+
+
+def test_nothing_is_told_of_a_lock_that_was_released_or_whose_object_is_gone(client, caplog, told):
+    kept = Lock(client, "kept", expire=0.5, auto_renewal=False)
+    with kept:
+        pass
+    dropped = Lock(client, "dropped", expire=0.5, auto_renewal=False)
+    dropped.acquire()
+    del dropped
+    gc.collect()
+    last = Lock(client, "last", expire=0.7, auto_renewal=False)
+    last.acquire()
+    wait_until(lambda: told)
+    assert [record.name for record in told] == ["last"]
+    assert "kept" not in caplog.text
+    assert "dropped" not in caplog.text
+
+
+def test_a_release_that_races_the_end_is_a_loss_that_is_told_or_a_release(client, told):
+    """Each release comes about when the life ends: it is told once that the lock was lost, or not at all."""
+    outcomes, names = [], [f"lock {i}" for i in range(60)]
+
+    def cycle(name, late):
+        lock = Lock(client, name, expire=0.2, auto_renewal=False)
+        lock.acquire()
+        lease = lock._latest()
+        wait_until(lambda: lease.deadline - monotonic() < late)
+        try:
+            lock.release()
+        except LockLost:
+            outcomes.append(name)
+
+    threads = [threading.Thread(target=cycle, args=(name, i / 3000 - 0.01)) for i, name in enumerate(names)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_until(lambda: sorted(record.name for record in told) == sorted(outcomes))
+
+
+def test_locks_that_are_not_renewed_send_nothing_and_wake_nobody(client):
+    """Neither while they are held, nor when they are released one after another."""
+    lock = Lock(client, "a", auto_renewal=False)
+    with lock:
+        pass
+    post = server_of(client).watchdog._post
+    for _ in range(100):
+        with lock:
+            pass
+    assert not post.alarm.silence()
+    assert watchdogs_of(client) == 1
+
+
+def test_a_quorum_lock_that_is_not_renewed_is_told_of_its_end_once(client, own_server, told):
+    heard = []
+    with RedisServer() as third, own_server.client() as b, third.client() as c:
+        lock = QuorumLock([client, b, c], "q", expire=0.8, auto_renewal=False, on_lost=heard.append)
+        lock.acquire()
+        wait_until(lambda: heard)
+        assert heard == [lock]
+        assert [record.name for record in told] == ["q"]
+        with pytest.raises(LockLost):
+            lock.release()
+
+
+ASKING = """
+import signal, sys, redis
+from django_redislock.core import Lock
+
+lock = Lock(redis.Redis.from_url(sys.argv[1]), "a", expire=300, auto_renewal=False)
+lock.acquire()
+lease, seen = lock._latest(), []
+signal.signal(signal.SIGALRM, lambda *_: seen.append(lease.note_loss(lease.ending)))
+signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
+while len(seen) < 3000:
+    lease._losses.clear()
+    lease.note_loss(lease.ending)
+signal.setitimer(signal.ITIMER_REAL, 0)
+print("done")
+"""
+
+
+@pytest.mark.processes
+def test_a_signal_handler_that_asks_for_the_loss_that_is_being_noted_hangs_nobody(redis_url):
+    run = subprocess.run(
+        [sys.executable, "-c", ASKING, redis_url], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.stdout, run.stderr) == ("done\n", "")

@@ -1,0 +1,359 @@
+"""``@locked``: which functions it takes, how it names their locks, and that none of them runs without its lock."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from django_redislock import AcquireTimeout, alock, held_locks, lock, locked
+
+
+class User:
+    id = 7
+
+
+def names():
+    return [info.name for info in held_locks()]
+
+
+# Which functions
+
+
+def generator():
+    yield
+
+
+async def async_generator():
+    yield
+
+
+class AsyncCall:
+    async def __call__(self):
+        return 1
+
+
+class GeneratorCall:
+    def __call__(self):
+        yield
+
+
+@pytest.mark.parametrize("decorate", [locked, locked("a"), locked(), locked("a", on_conflict="skip")])
+@pytest.mark.parametrize(
+    "function",
+    [
+        generator,
+        async_generator,
+        AsyncCall(),
+        GeneratorCall(),
+        functools.partial(generator),
+        functools.partial(async_generator),
+        functools.partial(AsyncCall()),
+        functools.partial(functools.partial(generator)),
+        User,
+        classmethod(generator),
+        staticmethod(names),
+        property(names),
+        5,
+    ],
+)
+def test_what_would_run_without_its_lock_is_refused_where_it_is_decorated(decorate, function):
+    if decorate is locked and not callable(function):
+        decorate = locked("a")
+    with pytest.raises(TypeError, match=r"locked\(\) (does not take|decorates functions)"):
+        decorate(function)
+
+
+def test_a_plain_function_that_returns_a_coroutine_is_refused_when_it_is_called(client):
+    async def work():
+        raise AssertionError("runs without the lock")
+
+    with pytest.raises(TypeError, match="returned a coroutine, which would run without the lock"):
+        locked("a")(lambda: work())()
+    assert names() == []
+
+
+def test_partials_and_objects_that_can_be_called_run_under_the_lock(client):
+    class Job:
+        def __call__(self, number):
+            return number, names()
+
+    assert locked("job:{number}")(Job())(5) == (5, ["job:5"])
+    assert locked("job:{number}")(functools.partial(Job(), number=6))() == (6, ["job:6"])
+    for nameless in (Job(), functools.partial(Job(), 1)):
+        with pytest.raises(TypeError, match=r"locked\(\) needs a name for"):
+            locked(nameless)
+
+
+def test_methods_run_under_a_lock_named_by_their_object(client):
+    class Account:
+        pk = 3
+
+        @locked("account:{self.pk}")
+        def close(self):
+            return names()
+
+        @staticmethod
+        @locked("all")
+        def close_all():
+            return names()
+
+        @classmethod
+        @locked("{cls.pk}")
+        async def aclose(cls):
+            return names()
+
+    assert Account().close() == ["account:3"]
+    assert Account.close_all() == ["all"]
+    assert asyncio.run(Account.aclose()) == ["3"]
+
+
+def test_a_coroutine_function_takes_the_lock_by_asyncio(client):
+    @locked("report:{user}", expire=9)
+    async def report(user, *, fail=False):
+        """Make it."""
+        assert [(info.name, info.expire) for info in held_locks()] == [(f"report:{user}", 9)]
+        assert not lock(f"report:{user}").acquire(blocking=False)
+        await asyncio.sleep(0)
+        return 1 / 0 if fail else user
+
+    async def main():
+        return await asyncio.gather(report(1), report(1), report(1))
+
+    assert inspect.iscoroutinefunction(report)
+    assert (report.__name__, report.__doc__) == ("report", "Make it.")
+    assert asyncio.run(main()) == [1, 1, 1]
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(report(1, fail=True))
+    assert names() == []
+
+
+@pytest.mark.parametrize("on_conflict", ["raise", "skip", "wait"])
+def test_a_coroutine_function_in_conflict_waits_or_raises_or_is_skipped(client, on_conflict):
+    options = {"timeout": 0} if on_conflict == "wait" else {}
+
+    @locked("a", on_conflict=on_conflict, **options)
+    async def function():
+        return "run"
+
+    async def main():
+        assert await function() == "run"
+        async with alock("a"):
+            if on_conflict == "skip":
+                assert await function() is None
+            else:
+                with pytest.raises(AcquireTimeout):
+                    await function()
+
+    asyncio.run(main())
+
+
+def test_until_commit_is_refused_for_coroutine_functions():
+    async def function():
+        pass
+
+    with pytest.raises(TypeError, match="until_commit"):
+        locked("a", until_commit=True)(function)
+
+
+def test_a_function_may_call_itself_under_a_reentrant_lock(client):
+    @locked("tree", reentrant=True)
+    def depth(number):
+        assert names() == ["tree"]
+        return 1 + depth(number - 1) if number else 0
+
+    @locked("tree", reentrant=True)
+    async def adepth(number):
+        return 1 + await adepth(number - 1) if number else 0
+
+    assert depth(3) == asyncio.run(adepth(3)) == 3
+    assert names() == []
+
+
+# Their names
+
+
+@locked
+def plain(number):
+    return number, names()
+
+
+@locked
+async def plain_async(number):
+    return number, names()
+
+
+def test_bare_it_decorates_the_function_and_names_the_lock_like_it(client):
+    assert plain(1) == (1, ["tests.django.test_decorator.plain"])
+    assert asyncio.run(plain_async(2)) == (2, ["tests.django.test_decorator.plain_async"])
+    assert locked(expire=5)(plain.__wrapped__)(3) == (3, ["tests.django.test_decorator.plain"])
+
+    @locked
+    def inner():
+        return names()
+
+    (name,) = inner()
+    assert name.endswith("test_bare_it_decorates_the_function_and_names_the_lock_like_it.<locals>.inner")
+
+
+@pytest.mark.parametrize(
+    "options", [{"on_conflict": "skip"}, {"expire": 5}, {"name": "a"}], ids=["on_conflict", "expire", "name"]
+)
+def test_a_function_by_position_with_options_is_refused_because_it_may_be_meant_to_make_the_name(options):
+    with pytest.raises(TypeError, match=r"locked\(name=\.\.\.\)"):
+        locked(generator, **options)
+
+
+def test_a_lambda_by_position_is_refused_because_it_is_meant_to_make_the_name():
+    with pytest.raises(TypeError, match=r"locked\(name=\.\.\.\)"):
+        locked(lambda user: f"user:{user}")
+
+
+def test_a_function_makes_the_name(client):
+    @locked(name=lambda user, *, day: f"{user.id} on {day}")
+    def function(user, *, day):
+        return names()
+
+    assert function(User(), day=3) == ["7 on 3"]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("report:{customer}", "name names 'customer', which is no parameter of .*function: user, day"),
+        ("{customer.id}", "name names 'customer'"),
+        ("{user} {day:{width}}", "name names 'width'"),
+        ("{}", "name names '', which is no parameter"),
+        ("{0}", "name names '0', which is no parameter"),
+        ("report:{user", "name is no format string"),
+        ("}", "name is no format string"),
+        ("", "name must have 1 to 1000 characters"),
+    ],
+)
+def test_a_name_that_does_not_fit_the_function_is_refused_where_it_is_decorated(template, said):
+    def function(user, day=1):
+        raise AssertionError
+
+    async def coroutine_function(user, day=1):
+        raise AssertionError
+
+    for each in (function, coroutine_function):
+        with pytest.raises(ValueError, match=said):
+            locked(template)(each)
+
+
+@pytest.mark.parametrize("name", [5, b"a", ["a"]])
+def test_a_name_of_another_type_is_refused(name):
+    with pytest.raises(TypeError, match="name must be a str"):
+        locked(name)
+
+
+def test_a_name_is_made_of_the_bound_arguments(client):
+    @locked("{user.id}:{rest[0]}:{extra}:{day}:{{}}")
+    def function(user, *rest, day=3, **kwargs):
+        return names()
+
+    assert function(User(), "x", extra="y") == ["7:x:y:3:{}"]
+    with pytest.raises(TypeError, match=r"does not fit the arguments: KeyError: 'extra'"):
+        function(User(), "x")
+    with pytest.raises(TypeError, match=r"does not fit the arguments: IndexError"):
+        function(User(), extra=1)
+    with pytest.raises(TypeError, match=r"does not fit the arguments: AttributeError"):
+        function(5, 1, extra=1)
+    with pytest.raises(TypeError, match="missing a required argument: 'user'"):
+        function(extra=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"expire": 0}, ValueError),
+        ({"timeout": -1}, ValueError),
+        ({"timeout": 1, "on_conflict": "skip"}, ValueError),
+        ({"max_hold": "5"}, TypeError),
+        ({"label": 5}, TypeError),
+        ({"auto_renewal": 1}, TypeError),
+        ({"on_lost": 5}, TypeError),
+        ({"until_commit": 1}, TypeError),
+        ({"reentrant": None}, TypeError),
+        ({"blocking": False}, TypeError),
+        ({"expires": 5}, TypeError),
+    ],
+)
+def test_a_bad_option_is_refused_where_it_is_written(options, error):
+    with pytest.raises(error, match=next(iter(options))):
+        locked("a", **options)
+
+
+# Its types
+
+TYPED = """
+    from collections.abc import Callable, Coroutine
+    from typing import Any, assert_type
+
+    from django_redislock import locked
+
+    @locked
+    def bare(number: int) -> str: return ""
+    @locked("a")
+    def named(number: int) -> str: return ""
+    @locked(name=lambda number: "a", on_conflict="raise", timeout=None)
+    def made(number: int) -> str: return ""
+    @locked("a", on_conflict="skip")
+    def skipped(number: int) -> str: return ""
+    @locked
+    async def abare(number: int) -> str: return ""
+    @locked("a", expire=3)
+    async def anamed(number: int) -> str: return ""
+    @locked("a", on_conflict="skip")
+    async def askipped(number: int) -> str: return ""
+
+    assert_type(bare(1), str)
+    assert_type(named(number=1), str)
+    assert_type(made(1), str)
+    assert_type(skipped(1), str | None)
+
+    async def main() -> None:
+        assert_type(await abare(1), str)
+        assert_type(await anamed(1), str)
+        assert_type(await askipped(1), str | None)
+
+    bare("x")  # refused
+    named("x")  # refused
+    skipped("x")  # refused
+    anamed("x")  # refused
+    askipped("x")  # refused
+    locked("a", expires=3)  # refused
+"""
+
+
+@pytest.mark.processes
+def test_a_decorated_function_keeps_its_signature_for_type_checkers(tmp_path):
+    code = textwrap.dedent(TYPED)
+    file = tmp_path / "typed.py"
+    file.write_text(code)
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nstrict = true\nfollow_imports = silent\ndisable_error_code = unused-coroutine\n"
+    )
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--config-file",
+            str(tmp_path / "mypy.ini"),
+            "--cache-dir",
+            str(tmp_path),
+            str(file),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    refused = [number for number, line in enumerate(code.splitlines(), 1) if line.endswith("# refused")]
+    told = {int(line.split(":")[1]) for line in run.stdout.splitlines() if ": error:" in line}
+    assert sorted(told) == refused, run.stdout + run.stderr

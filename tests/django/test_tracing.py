@@ -1,0 +1,183 @@
+"""Spans of commands, of cached values, and of what computes them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from django.core.cache import caches
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode, get_current_span
+
+from django_redislock import tasks, tracing
+from django_redislock.cache import ComputeOnceMixin, cached, celery_refresh
+from django_redislock.core import AsyncLock, Lock
+from django_redislock.core.driver.server import Server
+from tests.support import lived, wait_until
+from tests.support.cache_programs import cache_at, order
+
+
+@pytest.fixture
+def cache(redis_url, backend):
+    return cache_at(redis_url, backend)
+
+
+@pytest.fixture
+def tracer():
+    provider = TracerProvider()
+    provider.exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(provider.exporter))
+    end = tracing.install(provider)
+    yield provider
+    end()
+    provider.shutdown()
+
+
+def spans_of(tracer, name):
+    return [span for span in tracer.exporter.get_finished_spans() if span.name == name]
+
+
+def test_the_commands_of_a_lock_are_spans_of_a_database_within_another_span(client, tracer):
+    with tracer.get_tracer("view").start_as_current_span("view") as view, Lock(client, "a"):
+        pass
+    for name in ("redislock.acquire", "redislock.release"):
+        (span,) = spans_of(tracer, name)
+        assert span.parent.span_id == view.get_span_context().span_id
+        assert span.attributes["db.system.name"] == "redis"
+        assert span.attributes["db.operation.name"] == "EVALSHA"
+        assert span.attributes["db.stored_procedure.name"] == name
+        assert span.attributes["server.port"] == client.connection_pool.connection_kwargs["port"]
+    with Lock(client, "b"):
+        pass
+    assert len(spans_of(tracer, "redislock.acquire")) == 1  # none where nobody traces
+
+
+def test_the_commands_of_a_lock_of_a_task_are_spans(client, tracer):
+    async def hold():
+        with tracer.get_tracer("view").start_as_current_span("view"):
+            async with AsyncLock(client, "a"):
+                pass
+
+    asyncio.run(hold())
+    assert spans_of(tracer, "redislock.acquire")
+    assert spans_of(tracer, "redislock.release")
+
+
+def test_a_miss_is_a_span_with_that_of_the_computation_in_it(cache, tracer):
+    assert cache.get_or_set("k", lambda: 5, 60) == 5
+    assert cache.get_or_set("k", lambda: 6, 60) == 5
+    miss, hit = spans_of(tracer, "redislock get_or_set")
+    (compute,) = spans_of(tracer, "redislock compute")
+    assert compute.parent.span_id == miss.context.span_id
+    assert miss.attributes["redislock.key"] == "k"
+    assert (miss.attributes["redislock.outcome"], hit.attributes["redislock.outcome"]) == ("computed", "returned")
+
+
+def test_those_of_tasks_and_of_many_keys_are_seen_too(cache, tracer):
+    async def load():
+        return 5
+
+    async def load_many(keys):
+        return dict.fromkeys(keys, 7)
+
+    async def use():
+        assert await cache.aget_or_set("k", load, 60) == 5
+        assert await cache.aget_or_set_many(["k", "l"], load_many, 60) == {"k": 5, "l": 7}
+
+    asyncio.run(use())
+    assert cache.get_or_set_many(["k", "m"], lambda keys: dict.fromkeys(keys, 8), 60) == {"k": 5, "m": 8}
+    for name in ("aget_or_set", "aget_or_set_many", "get_or_set_many"):
+        (span,) = spans_of(tracer, f"redislock {name}")
+        assert span.attributes["redislock.outcome"] == "computed"
+    assert len(spans_of(tracer, "redislock compute")) == 3
+
+
+def test_the_read_of_a_task_is_a_span_with_the_address_of_its_server(cache, client, tracer):
+    async def read():
+        with tracer.get_tracer("view").start_as_current_span("view"):
+            return await cache.aget_or_set("k", lambda: 6, 60)
+
+    cache.set("k", 5)
+    assert asyncio.run(read()) == 5
+    (span,) = spans_of(tracer, "GET")
+    assert span.attributes["server.port"] == client.connection_pool.connection_kwargs["port"]
+
+
+def test_a_function_that_returns_a_coroutine_is_within_its_span_until_the_value_is_there(cache, tracer):
+    inside = []
+
+    async def load():
+        inside.append(get_current_span().name)
+        return 5
+
+    assert asyncio.run(cache.aget_or_set("k", lambda: load(), 60)) == 5
+    assert inside == ["redislock compute"]
+
+
+def test_keys_and_defaults_may_be_given_by_name(cache, tracer):
+    assert cache.get_or_set(key="k", default=lambda: 5, timeout=60) == 5
+    assert cache.get_or_set_many(keys=["a"], default=lambda keys: dict.fromkeys(keys, 1)) == {"a": 1}
+    assert len(spans_of(tracer, "redislock compute")) == 2
+
+
+def test_a_refresh_in_a_thread_leaves_the_ended_span_of_its_call_alone(cache, tracer, caplog):
+    computed = threading.Event()
+    cache.get_or_set("k", lambda: 1, 1, stale=60)
+    lived(1.1)
+    assert cache.get_or_set("k", lambda: computed.set() or 2, 60, stale=60, refresh="thread") == 1
+    assert computed.wait(30)
+    wait_until(lambda: len(spans_of(tracer, "redislock compute")) == 2)
+    assert "ended span" not in caplog.text
+
+
+def test_a_computation_that_fails_is_an_error_of_its_span(cache, tracer):
+    with pytest.raises(ZeroDivisionError):
+        cache.get_or_set("k", lambda: 1 / 0, 60)
+    (compute,) = spans_of(tracer, "redislock compute")
+    assert compute.status.status_code is StatusCode.ERROR
+
+
+def test_only_commands_are_spans_of_a_database(cache, client, tracer):
+    """New Relic shows nothing that happens within such a span, and counts it as time of the database."""
+    with tracer.get_tracer("view").start_as_current_span("view"), Lock(client, "a"):
+        cache.get_or_set("k", lambda: 5, 60)
+    kinds = {span.name: span.kind for span in tracer.exporter.get_finished_spans()}
+    assert kinds["redislock.acquire"] is kinds["redislock.lease"] is SpanKind.CLIENT
+    assert kinds["redislock get_or_set"] is kinds["redislock hold"] is SpanKind.INTERNAL
+
+
+@pytest.mark.parametrize("due", [True, False], ids=["due", "replaced meanwhile"])
+def test_what_a_celery_worker_computes_is_seen(client, settings, server, backend, tracer, due):
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    caches["default"].set("k", "old", 25)
+    tasks.refresh("default", order(client) if due else order(client, old="another"))
+    (refresh,) = spans_of(tracer, "redislock refresh")
+    assert refresh.attributes["redislock.key"] == "k"
+    assert refresh.attributes["redislock.outcome"] == ("computed" if due else "returned")
+    computed = spans_of(tracer, "redislock compute")
+    assert [span.parent.span_id for span in computed] == [refresh.context.span_id] * due
+
+
+def test_cached_functions_are_seen_by_their_keys(redis_url, tracer):
+    @cached(60, key="user:{number}")
+    def load(number):
+        return number
+
+    assert [load(1), load(1)] == [1, 1]
+    assert [span.attributes["redislock.key"] for span in spans_of(tracer, "redislock get_or_set")] == ["user:1"] * 2
+    assert len(spans_of(tracer, "redislock compute")) == 1
+
+
+def test_the_end_of_it_leaves_everything_as_it_was():
+    def wrapped():
+        kind = ComputeOnceMixin
+        return Server.call, kind.get_or_set, kind.aget_or_set_many, kind.refresh_ordered, celery_refresh._default_of
+
+    before = wrapped()
+    end = tracing.install(TracerProvider())
+    assert not set(wrapped()) & set(before)
+    end()
+    assert wrapped() == before

@@ -1,0 +1,166 @@
+"""``manage.py redislock watch``."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import redis
+from django.core.management import call_command
+from django.core.management.base import CommandError
+
+from tests.support import wait_until
+from tests.support.admin_pages import hold, next_millisecond
+from tests.support.processes import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _settings(settings: Any, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": redis_url}
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(*arguments: str) -> str:
+    output = io.StringIO()
+    call_command("redislock", "watch", "--once", *arguments, stdout=output, stderr=io.StringIO())
+    return output.getvalue()
+
+
+def test_once_as_a_table(client: redis.Redis) -> None:
+    lock = hold(client, "invoice:42", label="billing", expire=90)
+    next_millisecond(client)
+    hold(client, "celery:rebuild", kind="celery")
+    summary, heading, first, second = run().splitlines()
+    assert summary.strip().endswith("2 held")
+    assert heading.split()[:2] == ["NAME", "KIND"]
+    assert first.startswith("invoice:42 ")
+    for text in ("billing on ", "not renewed"):
+        assert text in first
+    assert str(lock.fence) not in first
+    assert "url" not in first  # the only connection
+    assert second.startswith("celery:rebuild ")
+    assert "celery:rebuild" not in run("--kind", "lock")
+
+
+def test_nothing_of_a_name_or_holder_is_cut_in_a_narrow_terminal(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    name, label = (
+        "celery:reports.tasks.rebuild_report:" + "5f1c9a" * 8,
+        "reports.tasks.rebuild_report[0b6c8f0e-3b60-4a52]",
+    )
+    hold(client, name, kind="celery", label=label, expire=4000)
+    output = run()
+    assert "…" not in output
+    assert max(map(len, output.splitlines())) <= 100
+    _, heading, *lines = output.splitlines()
+    begins, kind, holder = (heading.index(word) for word in ("NAME", "KIND", "HOLDER"))
+    assert "".join(line[begins:kind].strip() for line in lines) == name
+    assert "".join(line[holder:].strip() for line in lines).startswith(label[:20])
+    assert len(lines) <= 4
+
+
+def test_once_as_json(client: redis.Redis) -> None:
+    hold(client, "invoice:42")
+    [lock] = json.loads(run("--format", "json"))["locks"]
+    assert lock["name"] == "invoice:42"
+
+
+def test_ids_are_shown_only_when_asked_for(client: redis.Redis) -> None:
+    id = str(hold(client, "a").id)
+    for form in ("table", "json"):
+        assert id not in run("--format", form)
+        assert id in run("--format", form, "--id")
+
+
+def test_names_are_no_markup_and_no_escape_sequences(client: redis.Redis) -> None:
+    hold(client, "[red]x[/red]\x1b[2J")
+    output = run()
+    assert r"[red]x[/red]\x1b[2J" in output
+    assert "\x1b" not in output
+
+
+def test_a_connection_that_is_down(settings: Any) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
+    for form in ("table", "json"):
+        output = io.StringIO()
+        with pytest.raises(CommandError, match="'url' could not be read"):
+            call_command("redislock", "watch", "--once", "--format", form, stdout=output, stderr=io.StringIO())
+        assert "0 held" not in output.getvalue()
+
+
+def test_without_rich_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, client: redis.Redis) -> None:
+    for name in [name for name in sys.modules if name == "rich" or name.startswith("rich.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.delitem(sys.modules, "django_redislock.management.watch_table", raising=False)
+    with pytest.raises(CommandError, match=r"pip install 'django-redislock\[watch\]'"):
+        run()
+    assert json.loads(run("--format", "json"))["locks"] == []
+
+
+# A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from django.core.management import execute_from_command_line
+execute_from_command_line(["manage.py", "redislock", "watch", *sys.argv[1:]])
+"""
+
+
+class Terminal:
+    """A process in a terminal of its own, and everything that it writes."""
+
+    def __init__(self, *command: str) -> None:
+        ours, theirs = pty.openpty()
+        env = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.settings", "TERM": "xterm", "LINES": "40"}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        self._file = ours
+        self.written = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while piece := os.read(self._file, 65536):
+                self.written += piece
+        except OSError:  # what Linux answers when the other end is closed
+            pass
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        os.close(self._file)
+
+
+@pytest.mark.processes
+def test_live_in_a_terminal_until_interrupted(client: redis.Redis) -> None:
+    first = hold(client, "first-lock")
+    terminal = Terminal(sys.executable, "-c", PROGRAM, "--interval", "0.1s")
+    try:
+        wait_until(lambda: b"first-lock" in terminal.written)
+        hold(client, "second-lock")
+        wait_until(lambda: b"second-lock" in terminal.written)
+        first.release()
+
+        def gone() -> bool:
+            seen = len(terminal.written)
+            wait_until(lambda: b"1 held" in terminal.written[seen:])
+            return b"first-lock" not in terminal.written[seen:]
+
+        wait_until(gone)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.close()

@@ -1,0 +1,116 @@
+"""The floors of the package: no module imports a module of a higher floor, and no modules import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import django_redislock
+
+PACKAGE = Path(django_redislock.__file__).parent
+FLOORS = [
+    {"exceptions", "core.clock", "core.events", "core.keys", "core.validation", "name_template", "unknown_backend"},
+    {"core.driver"},
+    {"core"},
+    {"cache.lease", "cache.stats", "celery.execution_lock", "task_names"},
+    {"conf", "connections", "locks", "decorator", "transactions", "fencing", "signals", "inventory", "models"},
+    {"checks", "doctor", "doctor_trials", "admin", "cache", "celery", "management", "metrics", "tracing", "testing"},
+    {"apps", "tasks", "pytest_plugin", ""},
+]
+"""The modules and packages of each floor, from the lowest; the name that fits most exactly counts. "" is the package itself."""
+BESIDE = {
+    ("checks", "doctor"),
+    ("doctor_trials", "doctor"),
+    ("management", "doctor"),
+    ("management", "doctor_trials"),
+}
+"""The features of the same floor that may import each other."""
+LAZY = {
+    ("cache.celery_refresh", "tasks"),
+    ("checks", "celery.decorator"),
+    ("doctor_trials", "cache"),
+    ("tracing", "cache.calling"),
+    ("tracing", "cache.celery_refresh"),
+    ("tracing", "cache.compute_once"),
+}
+"""The imports within a function that lead up or aside: they need an extra, or Django's apps."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> Iterator[tuple[str, bool]]:
+    """Yield the modules that the module imports, also for type checkers only, and whether a function does it."""
+    path = MODULES[name]
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    tree = ast.parse(path.read_text())
+    lazy = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package.split(".") if package else []
+            base = base[: len(base) + 1 - node.level] + (node.module or "").split(".")
+            target = ".".join(filter(None, base))
+            for alias in node.names:
+                within = f"{target}.{alias.name}".lstrip(".")
+                yield (within if within in MODULES else target), id(node) in lazy
+
+
+def floor_of(name: str) -> int:
+    while True:
+        for number, floor in enumerate(FLOORS):
+            if name in floor:
+                return number
+        assert name, "the package itself has a floor"
+        name = name.rpartition(".")[0]
+
+
+def test_no_module_imports_a_module_of_a_higher_floor():
+    wrong = [
+        f"{name} (floor {floor_of(name)}) imports {other} (floor {floor_of(other)})"
+        for name in MODULES
+        for other, lazy in imports(name)
+        if floor_of(other) > floor_of(name) and not (lazy and (name, other) in LAZY)
+    ]
+    assert wrong == []
+
+
+def test_the_features_do_not_import_each_other():
+    features = FLOORS[5]
+    wrong = []
+    for name in MODULES:
+        for other, lazy in imports(name):
+            pair = name.partition(".")[0], other.partition(".")[0]
+            if floor_of(name) == floor_of(other) == 5 and pair[0] != pair[1] and set(pair) <= features:
+                if pair not in BESIDE and not (lazy and (name, other) in LAZY):
+                    wrong.append(f"{name} imports {other}")
+    assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {name: {other for other, lazy in imports(name) if not lazy and other != name} for name in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_every_exception_from_the_floors_is_needed():
+    seen = {(name, other) for name in MODULES for other, _ in imports(name)}
+    pairs = {(name.partition(".")[0], other.partition(".")[0]) for name, other in seen}
+    assert {pair for pair in BESIDE if pair not in pairs} == set()
+    assert {pair for pair in LAZY if pair not in seen} == set()

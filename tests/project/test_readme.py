@@ -1,0 +1,70 @@
+"""The README's code runs, and its settings are the real defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from django_redislock import conf
+
+README = (Path(__file__).parents[2] / "README.rst").read_text()
+
+
+def blocks():
+    found = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", README)
+    return ["\n".join(line[4:] for line in block.splitlines()) for block in found]
+
+
+def block(word):
+    (found,) = [block for block in blocks() if word in block]
+    return found
+
+
+def test_the_lock_and_the_cache_run_as_printed(redis_url):
+    code = f"import django; django.setup()\n{block('rebuild(7)')}\n{block('locked_atomic')}\n{block('cache.get_or_set')}\n{block('load_user')}"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"DJANGO_SETTINGS_MODULE": "tests.settings"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.count("computing, once") == 1
+    assert "report of 7" in run.stdout
+
+
+def test_the_tasks_run_as_printed(run_python):
+    code = "\n".join(
+        [
+            "from celery import Celery",
+            "app = Celery(set_as_current=True)",
+            "app.conf.task_always_eager = True",
+            block("@single_instance"),
+            "say(result=build_report.delay(3).get())",
+            "say(state=sync.delay(3).state)",
+        ]
+    )
+    assert run_python(code).finish() == [{"result": "built 3"}, {"state": "SUCCESS"}]
+
+
+def test_the_settings_are_the_real_defaults():
+    namespace: dict = {}
+    exec(block("DJANGO_REDISLOCK = {"), namespace)
+    printed = namespace["DJANGO_REDISLOCK"]
+    typed, problems = conf.read(printed)
+    assert problems == []
+    assert typed == conf.Settings()
+    for part in ("CACHE", "CELERY"):
+        assert printed[part].keys() == {key.name.upper() for key in fields(getattr(typed, part.lower()))}, part
+
+
+def test_the_install_block_is_valid():
+    namespace: dict = {}
+    exec(block("INSTALLED_APPS"), namespace)
+    assert namespace["CACHES"]["default"]["BACKEND"] == "django_redislock.cache.RedisCache"

@@ -1,0 +1,295 @@
+"""Caches for the tests, and what the processes of the cache tests do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import redis
+from django.utils.module_loading import import_string
+
+from django_redislock.cache import refreshable, single_flight
+from django_redislock.cache.lease.store import digest
+from django_redislock.core.driver import wakeups_tasks, wakeups_threads
+from tests.support import say
+
+
+def cache_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:
+    """Return a new cache backend, as Django makes one for every thread."""
+    return import_string(f"django_redislock.cache.{backend}")(location, params)
+
+
+def cache_elsewhere(url: str, backend: str = "RedisCache") -> Any:
+    """Return a cache that shares no flight and no knowledge with the one at this URL, as that of another process."""
+    return cache_at(url.replace("127.0.0.1", "localhost"), backend)
+
+
+def getter(cache: Any, by_task: bool) -> Callable[..., Any]:
+    """Return ``get(key, default, …)``, called in a thread, or in a task with a default that runs in a thread."""
+
+    def get(*args: Any, **options: Any) -> Any:
+        if by_task:
+            return asyncio.run(cache.aget_or_set(*args, **options))
+        return cache.get_or_set(*args, **options)
+
+    return get
+
+
+def base_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:
+    """Return the backend that ours is made from."""
+    bases = {"RedisCache": "django_redis.cache", "DjangoRedisCache": "django.core.cache.backends.redis"}
+    return import_string(f"{bases[backend]}.RedisCache")(location, params)
+
+
+def commands(sent: Iterable[str]) -> list[str]:
+    """Return the names of the commands that were sent, without those that a new connection begins with."""
+    names = [line.split()[0] for line in sent]
+    return [name for name in names if name not in ("HELLO", "CLIENT", "SELECT")]
+
+
+def followers() -> int:
+    """Return how many threads of this process wait for another one's flight."""
+    return sum(flight.followers for flight in list(single_flight._flights.values()))
+
+
+def order(client: redis.Redis, **changes: Any) -> dict[str, Any]:
+    """Return what a worker is sent to compute "k" anew."""
+    usual: dict[str, Any] = {
+        "key": "k",
+        "version": None,
+        "timeout": 60,
+        "args": ["worker"],
+        "kwargs": {"year": 2026},
+        "options": {},
+        "stale": 30.0,
+        "timeout_for": None,
+        "should_cache": None,
+        "old": digest(client.get(":1:k")).decode(),
+        "id": "an-id",
+        "default": "tests.support.cache_programs.celebrate",
+    }
+    return usual | changes
+
+
+class Work:
+    """A default that runs until the test lets it end."""
+
+    def __init__(self, value: Any = "v") -> None:
+        self.value = value
+        self.calls = 0
+        self.running = threading.Event()
+        self.end = threading.Event()
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        self.running.set()
+        assert self.end.wait(30)
+        return self.value
+
+
+def ask(
+    url: str, backend: str, key: str, answer: Any, options: dict[str, Any], lock: dict[str, Any] | None = None
+) -> None:
+    """At each line that comes, ask for the value; say so when it is to be computed here, and wait for another line."""
+    cache = cache_at(url, backend, OPTIONS={"LOCK": lock or {}})
+    cache.get_or_set(f"warm {os.getpid()}", lambda: 1)  # connections and scripts are there
+
+    def compute() -> Any:
+        say(event="computing", at=time.time())
+        line = input()
+        match line:
+            case "raise":
+                raise ValueError(f"computed by {os.getpid()}")
+            case "raise unsendable":
+                raise type("Unsendable", (Exception,), {})("never mind")
+            case "be interrupted":
+                raise type("SoftTimeLimitExceeded", (Exception,), {})
+        return line or answer
+
+    say(event="ready")
+    while input() == "ask":
+        try:
+            say(event="got", value=cache.get_or_set(key, compute, 60, **options), at=time.time())
+        except Exception as error:
+            say(event="failed", error=f"{type(error).__name__}: {error}")
+
+
+def crowd(url: str, backend: str, key: str, size: int, tasks: bool = False) -> None:
+    """At a line, ask in many threads or tasks at once; who computes says so and waits for another line ("raise" fails)."""
+    cache = cache_at(url, backend)
+    counter = redis.Redis.from_url(url)
+    outcomes: list[Any] = []
+    start = threading.Barrier(size + 1)
+
+    def compute() -> Any:
+        at_once = counter.incr("computing now")
+        counter.incr("computed")
+        say(event="computing", at_once=at_once)
+        line = input()
+        counter.decr("computing now")
+        if line == "raise":
+            raise ValueError("no value")
+        return {"by": "one"}
+
+    def one() -> None:
+        start.wait()
+        try:
+            outcomes.append(cache.get_or_set(key, compute, 60))
+        except ValueError as error:
+            outcomes.append(_told(error))
+
+    async def all_at_once() -> None:
+        for outcome in await asyncio.gather(
+            *[cache.aget_or_set(key, compute, 60) for _ in range(size)], return_exceptions=True
+        ):
+            outcomes.append(_told(outcome) if isinstance(outcome, Exception) else outcome)
+
+    if tasks:
+        say(event="ready")
+        input()
+        asyncio.run(all_at_once())
+        say(event="done", outcomes=outcomes)
+        return
+    threads = [threading.Thread(target=one) for _ in range(size)]
+    for thread in threads:
+        thread.start()
+    say(event="ready")
+    input()
+    start.wait()
+    for thread in threads:
+        thread.join()
+    say(event="done", outcomes=outcomes)
+
+
+def _told(error: Exception) -> Any:
+    return [type(error).__name__, str(error), getattr(error, "__notes__", [])]
+
+
+def nest(url: str, backend: str, outer: str, inner: str) -> None:
+    """Compute the outer key, and while it computes, want the inner one."""
+    cache = cache_at(url, backend)
+
+    def compute() -> str:
+        say(event="inside")
+        input()
+        return f"{outer}({cache.get_or_set(inner, lambda: inner, 60)})"
+
+    say(event="got", value=cache.get_or_set(outer, compute, 60))
+
+
+def fork_inside(url: str, backend: str) -> None:
+    """Fork while computing; the child comes back first, with a value of its own."""
+    cache = cache_at(url, backend)
+    children = []
+
+    def compute() -> str:
+        child = os.fork()
+        if child == 0:
+            return "child's"
+        children.append(child)
+        os.waitpid(child, 0)
+        say(event="after the child", stored=cache.get("k"), lease=cache_is_computing(cache, "k"))
+        return "parent's"
+
+    value = cache.get_or_set("k", compute, 60)
+    if not children:
+        os.write(1, b'{"event": "child", "value": "%s"}\n' % value.encode())
+        os._exit(0)
+    say(event="parent", value=value, stored=cache.get("k"))
+
+
+def cache_is_computing(cache: Any, key: str) -> bool:
+    """Return whether anybody computes the value of the key now."""
+    from django_redislock.core import Lock
+
+    made = cache._made(key, None)
+    return Lock(cache._redis(made), f"cache:{made}").locked()
+
+
+@refreshable
+def celebrate(whom: str, year: int) -> dict[str, Any]:
+    """Compute a value in whatever process it is."""
+    return {"greeting": f"{whom} {year}", "pid": os.getpid()}
+
+
+@refreshable
+async def acelebrate(whom: str, year: int) -> dict[str, Any]:
+    return celebrate(whom, year)
+
+
+def compute_many_keys(url: str, count: int, tasks: bool) -> None:
+    """At a line, want so many keys at once, each computed in 10 ms; say how many this process computed."""
+    # A loop that is busy with a thousand tasks takes its time to notice that it is connected.
+    patience = {"SOCKET_TIMEOUT": 60, "SOCKET_CONNECT_TIMEOUT": 60}
+    cache = cache_at(url, OPTIONS={"LOCK": {"WAIT": 60, "ON_WAIT_TIMEOUT": "raise"}, **patience})
+    cache.get_or_set(f"warm {os.getpid()}", lambda: 1)
+    computed = []
+
+    def compute(key: str) -> str:
+        computed.append(key)
+        time.sleep(0.01)  # the work
+        return f"value of {key}"
+
+    async def acompute(key: str) -> str:
+        computed.append(key)
+        await asyncio.sleep(0.01)  # the work
+        return f"value of {key}"
+
+    async def all_at_once() -> list[str]:
+        return await asyncio.gather(*[cache.aget_or_set(key, partial(acompute, key), 60) for key in keys])
+
+    keys = [f"k{number}" for number in range(count)]
+    random.shuffle(keys)
+    say(event="ready")
+    input()
+    if tasks:
+        values = asyncio.run(all_at_once())
+    else:
+        with ThreadPoolExecutor(50) as pool:
+            values = list(pool.map(lambda key: cache.get_or_set(key, partial(compute, key), 60), keys))
+    assert values == [f"value of {key}" for key in keys]
+    assert not single_flight._flights
+    say(event="done", computed=len(computed), threads=threading.active_count())
+
+
+def work_in_steps(url: str, steps: int) -> None:
+    """Compute in steps, each begun by a line."""
+    cache = cache_at(url, OPTIONS={"LOCK": {"EXPIRE": 1}})
+
+    def compute() -> str:
+        for step in range(steps):
+            say(event="step", step=step)
+            input()
+        return "v"
+
+    say(event="got", value=cache.get_or_set("k", compute, 60))
+
+
+def wait_for_values(url: str, tasks: bool) -> None:
+    """At each line, want the key that it names, which somebody else computes; wake-ups alone end the wait."""
+    for room in (wakeups_threads, wakeups_tasks):
+        assert room.LOOK_EVERY < 60
+        room.LOOK_EVERY = 60.0
+    cache = cache_at(url)
+    with asyncio.Runner() as runner:
+
+        def get(key: str, default: Any) -> Any:
+            if tasks:
+                return runner.run(_awaited(cache.aget_or_set(key, default, 60)))
+            return cache.get_or_set(key, default, 60)
+
+        get(f"warm {os.getpid()}", lambda: 1)  # connections and scripts are there
+        say(event="ready")
+        while key := input():
+            say(event="got", value=get(key, lambda: "not computed here"))
+
+
+async def _awaited(coroutine: Any) -> Any:
+    return await coroutine

@@ -1,0 +1,350 @@
+"""Tasks that note when they run; what they do in between comes with the arguments."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+from celery import chain, shared_task, signals
+from celery.exceptions import Ignore, Reject
+
+from django_redislock.celery import single_instance
+from tests.support.celery_site.diary import Diary
+
+
+class Deadly:
+    """A result that kills the process which is about to store it."""
+
+    def __json__(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def act(task: Any, name: str, how: str = "return") -> Any:
+    """Start, wait at the gate if the name asks for it, and end in the way that is asked for."""
+    diary = Diary(name)
+    with diary.run(task.request.id):
+        if name.startswith("gated"):
+            diary.wait_at_gate()
+        match how:
+            case "return":
+                return f"ran {task.request.id}"
+            case "fail":
+                raise ZeroDivisionError(name)
+            case "retry" | "retry after a second":
+                if task.request.retries < 2:
+                    # Not at once: Celery stores RETRY after it has published the retry, at times over its result.
+                    raise task.retry(countdown=0.3 if how == "retry" else 1.0, max_retries=2)
+                return task.request.retries
+            case "retry elsewhere":  # with other arguments, which are another key
+                raise task.retry(args=(f"{name}-elsewhere",), countdown=1)
+            case "retry late":
+                if task.request.retries < 1:
+                    raise task.retry(countdown=4, max_retries=2)
+                return task.request.retries
+            case "retry and die":
+                if task.request.retries < 1:
+                    task.retry(countdown=30, throw=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return task.request.retries
+            case "ignore":
+                raise Ignore
+            case "reject":
+                raise Reject("not wanted")
+            case "replace":
+                raise task.replace(plain.si(name).set(queue=task.request.delivery_info["routing_key"]))
+            case "replace by itself":
+                members = [each.si(name).set(queue=task.request.delivery_info["routing_key"]) for each in (task, plain)]
+                raise task.replace(chain(*members))
+            case "exit":
+                raise SystemExit(1)
+            case "brief":
+                time.sleep(random.uniform(0, 0.3))
+                return f"ran {task.request.id}"
+            case "slow":  # longer than an impatient broker waits
+                time.sleep(random.uniform(2, 3))
+                return f"ran {task.request.id}"
+            case "sleep":  # until a signal comes
+                time.sleep(60)
+            case "once killed":
+                if len(diary.events("start")) == 1:
+                    time.sleep(60)
+                return f"ran {task.request.id}"
+            case "result kills":
+                return Deadly() if len(diary.events("start")) == 1 else "never mind"
+            case "deaf":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(60)
+            case "until lost":
+                diary.note("held", fence=task.single_instance.lock.fence)
+                deadline = time.monotonic() + 60
+                while task.single_instance.lost is None and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                try:
+                    task.single_instance.raise_if_lost()
+                except Exception as error:
+                    diary.note("told", error=type(error).__name__)
+                return "finished all the same"
+    raise ValueError(how)
+
+
+@signals.task_prerun.connect
+def _before_the_start(args: Any = (), **others: Any) -> None:
+    if "killed before the start" in args:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "deaf before the start" in args:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@shared_task
+def plain(name: str) -> str:
+    """A task without a lock."""
+    Diary(name).note("plain")
+    return "plain"
+
+
+@shared_task
+def gather(results: list[Any]) -> int:
+    """The body of a chord."""
+    return len(results)
+
+
+@shared_task
+def note_error(request: Any, error: BaseException, traceback: object, name: str = "") -> None:
+    Diary(name).note("errback", error=type(error).__name__)
+
+
+# One for each policy. A life of ten minutes, so that a lock that is left behind does not look like one that is released.
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, reschedule_delay=0.3)
+def refuse(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, on_conflict="skip", skip_result="skipped")
+def skip(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, on_conflict="wait", wait=60)
+def wait(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, on_conflict="wait", wait=0.2)
+def wait_shortly(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True, max_retries=0)
+@single_instance(key="{name}", expire=600, on_conflict="reschedule", reschedule_delay=0.2, reschedule_limit=None)
+def reschedule(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=1)
+def reschedule_shortly(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+def decide(task: Any, error: Exception) -> Any:
+    """Return the holder as the duplicate's result."""
+    return ["decided", type(error).__name__, task.name]
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, on_conflict=decide)
+def call(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600)
+def nested(self: Any, name: str, depth: int = 0) -> Any:
+    """A task that calls itself, like a function and through Celery."""
+    if depth:
+        return f"ran {self.request.id}"
+    Diary(name).note("start")
+    return [self(name, 1), self.apply((name, 1)).get(disable_sync_subtasks=False)]
+
+
+if "REDISLOCK_TEST_NEW_CODE" in os.environ:
+
+    @shared_task(bind=True, name="deployed")
+    @single_instance(expire=600)
+    def deployed(self: Any, name: str, how: str = "return", also: int = 0) -> Any:
+        return act(self, name, how)
+
+else:
+
+    @shared_task(bind=True, name="deployed")
+    @single_instance(expire=600)
+    def deployed(self: Any, name: str, how: str = "return") -> Any:
+        return act(self, name, how)
+
+
+# For the deaths of workers: a life that a test can wait for.
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=2)
+def mortal(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+# For a loss: a life that nobody outsleeps before the test takes the lock away, and yet a renewal soon that tells of it.
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=6)
+def losing(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True, acks_late=True, reject_on_worker_lost=True)
+@single_instance(key="{name}", expire=2, reschedule_delay=0.3)
+def mortal_late(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True, autoretry_for=(Exception,), retry_backoff=False, default_retry_delay=0.3, max_retries=3)
+@single_instance(key="{name}", expire=600)
+def autoretry(self: Any, name: str, how: str = "return") -> Any:
+    diary = Diary(name)
+    with diary.run(self.request.id):
+        if name.startswith("gated"):
+            diary.wait_at_gate()
+        if self.request.retries < 2:
+            raise ZeroDivisionError(name)
+        return self.request.retries
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=2, on_backend_error="run")
+def run_without(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=2, on_backend_error="reschedule", reschedule_delay=0.5)
+def try_later(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+# One for each scope that begins with publishing.
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, scope="queued")
+def queued(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, scope="queued+run", reschedule_delay=0.2, on_conflict="reschedule")
+def queued_and_run(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, scope="queued+run")
+def queued_and_run_refuse(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, scope="job")
+def job(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(expire=600, scope="job")
+def job_of_all_arguments(self: Any, name: str, how: str = "return", more: Any = ()) -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, scope="job", on_conflict="skip", skip_result="skipped")
+def job_skip(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=2, scope="job")
+def mortal_job(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=2, scope="queued+run", on_conflict="reschedule", reschedule_delay=0.3)
+def mortal_queued(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=4, scope="queued+run", on_conflict="wait", wait=60)
+def mortal_waiting(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, keep_for=60)
+def throttled(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+@shared_task(bind=True)
+@single_instance(key="{name}", expire=600, scope="job", queue_life=1)
+def short_queue(self: Any, name: str, how: str = "return") -> Any:
+    return act(self, name, how)
+
+
+# Acknowledged late: one for each scope under which a message that is delivered again must not run beside its first run, and
+# those whose first run dies: all with a life that a test can wait for, as a copy looks again at its end.
+def late_task(name: str, scope: str, expire: float = 5) -> Any:
+    def body(self: Any, name: str, how: str = "return") -> Any:
+        return act(self, name, how)
+
+    body.__qualname__ = body.__name__ = name
+    marked = single_instance(key="{name}", expire=expire, scope=scope, reschedule_delay=0.3)(body)
+    return shared_task(bind=True, name=f"late.{name}", acks_late=True, reject_on_worker_lost=True)(marked)
+
+
+late = late_task("late", "run")
+late_queued = late_task("late_queued", "queued+run")
+late_job = late_task("late_job", "job")
+dying = late_task("dying", "run", expire=2)
+dying_job = late_task("dying_job", "job", expire=2)
+
+
+# Of which copies come in any order: one for each policy and scope, and acknowledgement.
+def copied_task(number: int, *, late: bool, **options: Any) -> Any:
+    def body(self: Any, name: str, how: str = "return") -> Any:
+        return act(self, name, how)
+
+    body.__qualname__ = body.__name__ = f"copied_{number}_{'late' if late else 'early'}"
+    marked = single_instance(key="{name}", **{"expire": 2, "reschedule_delay": 60, **options})(body)
+    return shared_task(bind=True, name=f"copied.{body.__name__}", acks_late=late, reject_on_worker_lost=late)(marked)
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"on_conflict": "raise"},
+    {"on_conflict": "skip", "skip_result": "skipped"},
+    {"on_conflict": "reschedule"},
+    {"on_conflict": "wait", "wait": 20},
+    {"on_conflict": decide},
+    {"scope": "queued"},
+    {"scope": "queued+run"},
+    {"scope": "job"},
+]
+COPIED = [
+    copied_task(number, late=late, **options) for number, options in enumerate(POLICIES) for late in (False, True)
+]
+
+# The same, with a shorter delay, for the soak.
+SOAKED = [
+    copied_task(100 + number, late=late, **options, reschedule_delay=1)
+    for number, options in enumerate(POLICIES)
+    for late in (False, True)
+]

@@ -1,0 +1,157 @@
+"""What the processes of the interruption tests do: signal handlers and destructors that use locks and the cache."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import redis
+
+from django_redislock.core import Lock
+from django_redislock.core.driver.server import server_of
+from tests.support import say, wait_until
+from tests.support.cache_programs import cache_at
+
+
+def acquire_in_a_handler(url: str, main: str, inside: str, others: dict[str, str]) -> None:
+    """Wait for the lock `main`; at each SIGUSR1 the handler waits for the lock `inside`. Other threads wait for others, after
+    the main thread: it is the one that subscribes, and then reads, for all."""
+    client = redis.Redis.from_url(url)
+
+    def acquire(name: str, who: str) -> None:
+        lock = Lock(client, name, expire=120)
+        if who == "thread":
+            room = server_of(client).room
+            wait_until(lambda: len(room._waiters) == 1)
+            say(who=who, got=None)
+        assert lock.acquire(timeout=60)
+        say(who=who, got=True)
+        lock.release()
+
+    def handler(*args: object) -> None:
+        say(who="handler", got=None)
+        acquire(inside, "handler")
+
+    signal.signal(signal.SIGUSR1, handler)
+    threads = [threading.Thread(target=acquire, args=other) for other in others.items()]
+    for thread in threads:
+        thread.start()
+    acquire(main, "main")
+    for thread in threads:
+        thread.join()
+
+
+@contextmanager
+def interrupted(handle: Callable[[int], object], times: int) -> Iterator[Callable[[], bool]]:
+    """Call the function in a signal handler again and again, at random points; yield what tells whether it was so often.
+
+    A handler may be interrupted by another one, but not by many; it is told how many it interrupts.
+    """
+    depth = count = 0
+    ended = False
+
+    def handler(*args: object) -> None:
+        nonlocal depth, count
+        if ended:
+            return
+        if depth < 2:
+            depth += 1
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.003))
+            handle(depth - 1)
+            count += 1
+            depth -= 1
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.003))
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    yield lambda: count >= times
+    ended = True
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def count_under_locks(url: str, times: int, options: dict[str, int]) -> None:
+    """Count under two locks in threads, in the main thread, in handlers that interrupt it, and in destructors."""
+    client = redis.Redis.from_url(url, **options)
+    ended = threading.Event()
+    counts = dict.fromkeys("abc", 0)
+    done: list[str] = []
+
+    def count(name: str) -> None:
+        with Lock(client, name, timeout=60):
+            seen = counts[name]
+            time.sleep(0)
+            counts[name] = seen + 1
+        done.append(name)
+
+    def keep_counting(name: str) -> None:
+        while not ended.is_set():
+            count(name)
+
+    class Forgotten:
+        def __init__(self) -> None:
+            self.me = self  # so that it is collected at any allocation
+
+        def __del__(self) -> None:
+            lock = Lock(client, "d")  # held by what may wait for others, so nobody waits for it
+            if not ended.is_set() and lock.acquire(blocking=False):
+                lock.release()
+
+    threads = [threading.Thread(target=keep_counting, args=(name,)) for name in "abbc"]
+    for thread in threads:
+        thread.start()
+    gc.set_threshold(300)
+    with interrupted(lambda depth: count("bc"[depth]), times) as enough:  # not what it holds itself
+        while not enough():
+            Forgotten()
+            count("a")
+    ended.set()
+    for thread in threads:
+        thread.join()
+    free = all(Lock(client, name).acquire(blocking=False) for name in "abcd")
+    say(counts=counts, done={name: done.count(name) for name in counts}, free=free)
+
+
+def hit(url: str, backend: str, times: int) -> None:
+    """Read a value that is there, and read it in handlers that interrupt that."""
+    cache = cache_at(url, backend)
+    cache.set("k", "v", 600)
+
+    def read() -> None:
+        assert cache.get_or_set("k", dict) == "v"
+
+    inside = 0
+
+    def handle(depth: int) -> None:
+        nonlocal inside
+        read()
+        inside += 1
+
+    outside = 0
+    with interrupted(handle, times) as enough:
+        while not enough() or outside < 20 * times:
+            read()
+            outside += 1
+    say(hits=cache.stats().hits, expected=inside + outside)
+
+
+def compute(url: str, backend: str, times: int) -> None:
+    """Compute values that nobody has, also in handlers that interrupt that and want the same value."""
+    cache = cache_at(url, backend)
+    number = 0
+
+    def want(depth: int = 0) -> None:
+        key = f"k{number}"
+        assert cache.get_or_set(key, lambda: key, 60, wait=20) == key
+
+    want()  # with all imports, which nobody can interrupt by others
+    with interrupted(want, times) as enough:
+        while not enough():
+            number += 1
+            want()
+    stats = cache.stats()
+    say(keys=number + 1, computed=stats.computed, errors=stats.errors)
