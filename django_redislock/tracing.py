@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, ge
 
 from .core import events
 from .core.driver.async_server import AsyncServer
-from .core.driver.effects import Call, Calls, Commands
+from .core.driver.effects import Pipeline, ScriptBatch, ScriptCall
 from .core.driver.server import Server
 
 REMEMBERED = 10_000
@@ -55,17 +55,17 @@ class Spans:
                 lost = data["record"].reason if event == "lost" else None
                 self._span("redislock hold", data, since, now, {"redislock.fence": key[1]}, lost)
 
-    def command(self, place: Any, call: Call | Calls | Commands) -> AbstractContextManager[object]:
+    def command(self, place: Any, call: ScriptCall | ScriptBatch | Pipeline) -> AbstractContextManager[object]:
         """Return the span of a command, by the conventions for databases; none outside of another span."""
         if not get_current_span().get_span_context().is_valid:
             return nullcontext()
         about: dict[str, Any] = {"db.system.name": "redis", "db.operation.name": "EVALSHA"}
         match call:
-            case Call():
+            case ScriptCall():
                 name = about["db.stored_procedure.name"] = f"redislock.{call.script.name}"
-            case Calls():
+            case ScriptBatch():
                 name = "redislock batch"
-            case Commands():
+            case Pipeline():
                 name = about["db.operation.name"] = call.commands[0][0].decode()
         if isinstance(place, tuple) and len(place) == 3 and place[1].isdecimal():
             about |= {"server.address": place[0], "server.port": int(place[1]), "db.namespace": place[2]}

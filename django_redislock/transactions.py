@@ -24,7 +24,7 @@ from .exceptions import LockError, LockLost
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from .core.driver.effects import Steps
+    from .core.driver.effects import Operation
 
 
 class UntilCommitLock(RLock):
@@ -73,7 +73,7 @@ class UntilCommitLock(RLock):
 class Watched(BaseLock):
     """Makes a lock say so, once for each place in the code, when it is released before the commit by mistake."""
 
-    def _release(self) -> Steps[None]:
+    def _release(self) -> Operation[None]:
         _warn_before_commit(self.name)
         return super()._release()
 
@@ -85,8 +85,8 @@ class WatchedLock(Watched, Lock):
 class WatchedRLock(Watched, RLock):
     """A re-entrant one; to leave an inner block of it is no release."""
 
-    def _release(self) -> Steps[None]:
-        return super()._release() if self._own().entries == 1 else RLock._release(self)
+    def _release(self) -> Operation[None]:
+        return super()._release() if self._own().hold_count == 1 else RLock._release(self)
 
 
 class _Ending:

@@ -74,19 +74,19 @@ class Demo:
 
     def start_valkey(self) -> str:
         """Start Valkey on a free port and return its URL."""
-        attempt = 0
+        with_retries = 0
         while True:
-            attempt += 1
+            with_retries += 1
             with listen(0) as free:
                 port = free.getsockname()[1]
             options = ("--bind", "127.0.0.1", "--port", port, "--save", "", "--dir", self.directory)
-            valkey = self.run(f"valkey-{attempt}", get_binary_path(), *options)
+            valkey = self.run(f"valkey-{with_retries}", get_binary_path(), *options)
             try:
                 valkey.wait_for("Ready to accept connections")
             except Failed:
                 self.processes.remove(valkey)
                 valkey.end(grace=0)
-                if attempt == 5:  # somebody may take the port in between, but not every time
+                if with_retries == 5:  # somebody may take the port in between, but not every time
                     raise
             else:
                 return f"redis://127.0.0.1:{port}/0"

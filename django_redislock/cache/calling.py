@@ -14,14 +14,14 @@ from asgiref.sync import AsyncToSync, _restore_context, iscoroutinefunction, syn
 from django.core.cache import caches
 
 from ..core.driver.async_server import async_server_of
-from ..core.driver.effects import Steps
+from ..core.driver.effects import Operation
 from ..core.driver.server import Server
 from .lease.request import computing
 
 T = TypeVar("T")
 
 
-async def read(server: Server, steps: Steps[T]) -> T:
+async def read(server: Server, steps: Operation[T]) -> T:
     """Run steps that only read, in a task.
 
     The loop of an asynchronous view under WSGI lives for one request only. There the thread behind the loop runs them,

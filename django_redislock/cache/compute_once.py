@@ -24,7 +24,7 @@ from .failures import packed, unpacked
 from .instrumentation import ShownMixin
 from .invalidation import InvalidatingMixin
 from .lease.obtain import peek
-from .lease.request import MISSING, Wanted
+from .lease.request import MISSING, ValueRequest
 from .locks import LocksMixin
 from .many import ManyMixin
 from .options import PLAIN, Asked, GetOrSetOptions, Options, Timeout, checked, lengthened, timeout_for
@@ -259,7 +259,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin, S
         if given.settings:
             own = replace(own, **given.settings)
         unpack = partial(self._unpack, made)
-        want = Wanted(
+        want = ValueRequest(
             server=server,
             prefix=settings.key_prefix,
             key=made,

@@ -11,7 +11,7 @@ from redis import Redis
 
 from .. import conf
 from ..core import Lock, held_locks
-from ..core.driver.effects import Steps
+from ..core.driver.effects import Operation
 from ..core.granted import Granted
 from ..core.lease import Lease
 from ..core.null_server import NULL_SERVER
@@ -80,7 +80,7 @@ class CacheLock(Lock):
             raise TypeError("extend() takes additional_time or expire, and not both")
         return self._server.run(self._extend_by(check_expire(additional_time, "additional_time")))
 
-    def _extend_by(self, seconds: float) -> Steps[Literal[True]]:
+    def _extend_by(self, seconds: float) -> Operation[Literal[True]]:
         holder = yield from self._owner()
         mine = holder is not None and holder.id == self._own().id
         return (yield from self._extend(holder.ttl + seconds if mine and holder is not None else None))
@@ -96,7 +96,7 @@ class CacheLock(Lock):
 
     def _of_any_thread(self) -> Lease | None:
         leases: list[Lease] = list(self._leases.values()) if self._any_thread else []
-        return next((lease for lease in leases if not lease.foreign), None)
+        return next((lease for lease in leases if not lease.inherited_by_fork), None)
 
 
 class GrantedCacheLock(Granted, CacheLock):

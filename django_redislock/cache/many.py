@@ -17,7 +17,7 @@ from ..exceptions import LockBackendError
 from .backends.base import RedisBackend
 from .calling import called, current_task, read
 from .lease.obtain import peek_many
-from .lease.request import MISSING, Landing, Wanted
+from .lease.request import MISSING, Outcome, ValueRequest
 from .lease.store import ABSENT
 from .options import PLAIN, ManyOptions, Options, Timeout, checked, timeout_for
 from .single_flight import Caller, brought, values_of
@@ -173,9 +173,9 @@ class _Call:
         if self.cache._is_watched("get_many"):
             self.cache._show("get_many", self.values(), self.keys, version=self.version)
 
-    def missing(self, one: Callable[[Any], Any]) -> list[tuple[Server, list[Wanted]]]:
+    def missing(self, one: Callable[[Any], Any]) -> list[tuple[Server, list[ValueRequest]]]:
         """Return the missing values by their servers; `one` computes the value of one of the caller's keys."""
-        by_server: dict[Server, list[Wanted]] = {}
+        by_server: dict[Server, list[ValueRequest]] = {}
         for made, key in self.made.items():
             if made not in self.found:
                 asked = self.cache._asked(key, None, self.timeout, self.version, self.given)
@@ -184,7 +184,7 @@ class _Call:
                 by_server.setdefault(want.server, []).append(want)
         return list(by_server.items())
 
-    def take(self, landings: dict[str, Landing]) -> None:
+    def take(self, landings: dict[str, Outcome]) -> None:
         """Take in what was computed."""
         for made, landing in landings.items():
             self.found[made] = brought(landing)

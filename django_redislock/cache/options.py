@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from ..core.validation import Seconds, check_expire, check_share, check_timeout
 from .calling import is_asynchronous
-from .lease.request import Wanted
+from .lease.request import ValueRequest
 
 Timeout = float | Callable[[Any], float | None] | None
 """A value's life in seconds (None: for ever), or a function of the value that returns it."""
@@ -174,7 +174,7 @@ def _pack(
 class Asked(NamedTuple):
     """A value that is wanted, and what its caller said of it."""
 
-    want: Wanted
+    want: ValueRequest
     wait: float | None
     on_wait_timeout: Any
     given: Options

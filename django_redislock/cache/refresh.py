@@ -13,14 +13,14 @@ from ..core.driver.async_server import async_server_of
 from ..core.driver.os_threads import start_here
 from ..core.events import log
 from .calling import as_here, current_task
-from .lease.request import Landing, Wanted, computing
+from .lease.request import Outcome, ValueRequest, computing
 from .single_flight import Caller, hush, is_flying, is_quiet, refresh
 
 _tasks: set[asyncio.Task[Any]] = set()
 """The loop itself keeps only weak references."""
 
 
-def in_thread(want: Wanted, old: bytes) -> None:
+def in_thread(want: ValueRequest, old: bytes) -> None:
     """Compute a new value in a thread, in the caller's context, unless somebody does so already."""
     if is_flying(want) or is_quiet(want):
         return
@@ -41,7 +41,7 @@ def in_thread(want: Wanted, old: bytes) -> None:
         log.exception("The value of %r could not be computed anew.", want.key)
 
 
-def in_task(want: Wanted, old: bytes) -> None:
+def in_task(want: ValueRequest, old: bytes) -> None:
     """Compute a new value in a task of the running loop, unless somebody does so already."""
     if is_flying(want) or is_quiet(want):
         return
@@ -59,6 +59,6 @@ def in_task(want: Wanted, old: bytes) -> None:
     task.add_done_callback(_tasks.discard)
 
 
-def _report(want: Wanted, landing: Landing) -> None:
+def _report(want: ValueRequest, landing: Outcome) -> None:
     if landing.error is not None:
         log.error("The value of %r could not be computed anew.", want.key, exc_info=landing.error)

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from asgiref.sync import SyncToAsync
 
 from ..core.clock import monotonic
-from ..core.driver.effects import Follow, Steps
+from ..core.driver.effects import Operation, WaitForFuture
 from ..core.driver.fork import after_in_child
 from ..core.events import log
 from ..exceptions import AcquireTimeout, LockBackendError
 from .lease.obtain import fly, fly_together
-from .lease.request import MISSING, Landing, Owner, Wanted, is_below, is_interruption, outer
+from .lease.request import MISSING, Outcome, Owner, ValueRequest, is_below, is_interruption, outer
 
 SPREAD = 0.1
 """Those who are to compute when their wait is over wait longer by up to this share, so that not all do so at once."""
@@ -48,8 +48,8 @@ class Flight:
         self.loop = None if caller is None else caller.loop
         self.thread = threading.get_ident()
         self.waiting: list[None] = []
-        self.outcome = Landing()
-        self.landed: Future[Landing] = Future()
+        self.outcome = Outcome()
+        self.landed: Future[Outcome] = Future()
 
     @property
     def followers(self) -> int:
@@ -77,7 +77,7 @@ _quiet: dict[Hashable, float] = {}
 """Until when."""
 
 
-def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) -> Steps[Landing]:
+def value_of(want: ValueRequest, caller: Caller, wait: float | None, on_timeout: Any) -> Operation[Outcome]:
     """Return the value, or what `want.default` raised: by one of all the threads, tasks and processes that want it now.
 
     Waits for another one's for `wait` seconds. Then `on_timeout` decides: "compute" it here, once for all of this process
@@ -94,7 +94,7 @@ def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) 
             if on_timeout == "raise":
                 raise AcquireTimeout(want.name, wait)
             if not compute:
-                return Landing(value=on_timeout() if callable(on_timeout) else on_timeout)
+                return Outcome(value=on_timeout() if callable(on_timeout) else on_timeout)
             # Who leads this one does not wait any more; those who follow would compute all at once.
             ends = math.inf if want.max_hold is None else monotonic() + want.max_hold
             landing = yield from _share((*place, "alone"), ends, want, caller, last=True)
@@ -105,12 +105,14 @@ def value_of(want: Wanted, caller: Caller, wait: float | None, on_timeout: Any) 
             return landing
 
 
-def renewed(want: Wanted, caller: Caller, old: bytes, value: Any, wait: float, on_error: str) -> Steps[Landing]:
+def renewed(
+    want: ValueRequest, caller: Caller, old: bytes, value: Any, wait: float, on_error: str
+) -> Operation[Outcome]:
     """Return a new value in place of an old one, or the old one where somebody else makes a new one.
 
     Waits `wait` seconds for that; 0: not at all. With `on_error` "stale" the old one is also returned in place of an error.
     """
-    landing = Landing()
+    landing = Outcome()
     if wait or not is_quiet(want):
         landing = yield from refresh(want, caller, old, monotonic() + wait if wait else -math.inf)
         landing = _own_copy(landing, want)
@@ -123,10 +125,10 @@ def renewed(want: Wanted, caller: Caller, old: bytes, value: Any, wait: float, o
             "The value of %r could not be computed anew; the old one is returned.", want.key, exc_info=landing.error
         )
     want.tally.count("stale_served")
-    return Landing(value=value)
+    return Outcome(value=value)
 
 
-def refresh(want: Wanted, caller: Caller, old: bytes, until: float) -> Steps[Landing]:
+def refresh(want: ValueRequest, caller: Caller, old: bytes, until: float) -> Operation[Outcome]:
     """Replace an old value, or wait for who does."""
     landing = yield from _share((want.server, want.key), until, want, caller, old=old)
     if landing.empty or landing.error is not None:
@@ -134,7 +136,7 @@ def refresh(want: Wanted, caller: Caller, old: bytes, until: float) -> Steps[Lan
     return landing
 
 
-def hush(want: Wanted) -> None:
+def hush(want: ValueRequest) -> None:
     """Note that somebody replaces the old value, or failed to: this process leaves it alone for a moment."""
     now = monotonic()
     if len(_quiet) >= MANY:
@@ -144,14 +146,14 @@ def hush(want: Wanted) -> None:
     _quiet[(want.server.place, want.key)] = now + MOMENT
 
 
-def is_quiet(want: Wanted) -> bool:
+def is_quiet(want: ValueRequest) -> bool:
     """Whether the old value is to be left alone now."""
     return monotonic() < _quiet.get((want.server.place, want.key), -math.inf)
 
 
 def values_of(
-    wants: list[Wanted], default: Callable[[list[Any]], Any], caller: Caller, wait: float | None, on_timeout: Any
-) -> Steps[dict[str, Landing]]:
+    wants: list[ValueRequest], default: Callable[[list[Any]], Any], caller: Caller, wait: float | None, on_timeout: Any
+) -> Operation[dict[str, Outcome]]:
     """Return many values, by their keys in Redis: each computed once over all who want it now.
 
     The values that nobody computes yet are computed together by one call of `default`. Only then the caller waits for
@@ -168,7 +170,7 @@ def values_of(
         if compute and want.key not in landings and monotonic() >= until:
             late = [other for other in wants[number:] if other.key not in landings]
             landings.update((yield from _share_many(late, default, caller, -math.inf, last=True)))
-        landing = _own_copy(landings.pop(want.key, Landing()), want)
+        landing = _own_copy(landings.pop(want.key, Outcome()), want)
         if landing.value is MISSING and not landing.absent:
             left = None if until == math.inf else max(0.0, until - monotonic())
             landing = yield from value_of(want, caller, left, on_timeout)
@@ -180,15 +182,15 @@ def values_of(
 
 
 def _share_many(
-    wants: list[Wanted], default: Callable[[list[Any]], Any], caller: Caller, until: float, last: bool = False
-) -> Steps[dict[str, Landing]]:
+    wants: list[ValueRequest], default: Callable[[list[Any]], Any], caller: Caller, until: float, last: bool = False
+) -> Operation[dict[str, Outcome]]:
     """Lead the flights that nobody leads; return the landings in time. `last`: the caller does not wait any more."""
     alone = ("alone",) if last else ()
     flights: dict[str, Flight] = {}
-    ended: dict[str, Landing] = {}
+    ended: dict[str, Outcome] = {}
     nested = bool(outer(wants[0].server))
 
-    def land(want: Wanted, landing: Landing) -> None:
+    def land(want: ValueRequest, landing: Outcome) -> None:
         ended[want.key] = landing
         flight = flights.pop(want.key, None)
         if flight is not None:
@@ -212,7 +214,7 @@ def _share_many(
             cause = error.__cause__ or error
             for want in mine:
                 if want.key not in ended:
-                    land(want, Landing(error=cause, trace=cause.__traceback__, shared=True))
+                    land(want, Outcome(error=cause, trace=cause.__traceback__, shared=True))
         return ended
     finally:
         for want in wants:
@@ -220,12 +222,12 @@ def _share_many(
                 _close((want.server, want.key, *alone), flights[want.key])
 
 
-def is_flying(want: Wanted) -> bool:
+def is_flying(want: ValueRequest) -> bool:
     """Whether somebody in this process is after the value now."""
     return (want.server, want.key) in _flights
 
 
-def brought(landing: Landing) -> Any:
+def brought(landing: Outcome) -> Any:
     """Return the value, or raise the error: not in the generators, which no StopIteration gets out of."""
     if landing.error is None:
         return landing.value
@@ -235,15 +237,15 @@ def brought(landing: Landing) -> Any:
         del landing  # or the error's traceback would hold the error
 
 
-def _own_copy(landing: Landing, want: Wanted) -> Landing:
+def _own_copy(landing: Outcome, want: ValueRequest) -> Outcome:
     if landing.value is MISSING and landing.data is not None:
         return landing._replace(value=want.unpack(landing.data))
     return landing
 
 
 def _share(
-    place: Hashable, until: float, want: Wanted, caller: Caller, last: bool = False, old: bytes | None = None
-) -> Steps[Landing]:
+    place: Hashable, until: float, want: ValueRequest, caller: Caller, last: bool = False, old: bytes | None = None
+) -> Operation[Outcome]:
     """Lead the flight to this place or wait for who does; an empty landing when the time is over."""
     if is_below(want.server, want.name):
         return (yield from _lead(want, caller, until, last=True, old=old))
@@ -263,18 +265,18 @@ def _share(
         finally:
             _close(place, flight)
         if until == -math.inf:
-            return Landing()
+            return Outcome()
         if found.blocked_by(caller):
             return (yield from _lead(want, caller, until, last=True, old=old))
         if not waited:
             want.tally.count("waited")
         waited, began = True, monotonic()
         found.waiting.append(None)
-        followed = yield Follow(found.landed, until)
+        followed = yield WaitForFuture(found.landed, until)
         want.tally.count("seconds_waited", monotonic() - began)
         if followed is None:
             _close(place, found, wake=False)  # should its leader never come back, it is not waited for again
-            return Landing()
+            return Outcome()
         if followed.shared:
             return followed  # type: ignore[no-any-return]
 
@@ -286,15 +288,15 @@ def _close(place: Hashable, flight: Flight, wake: bool = True) -> None:
         flight.landed.set_result(flight.outcome)
 
 
-def _lead(want: Wanted, caller: Caller, until: float, last: bool, old: bytes | None = None) -> Steps[Landing]:
+def _lead(want: ValueRequest, caller: Caller, until: float, last: bool, old: bytes | None = None) -> Operation[Outcome]:
     try:
         return (yield from fly(want, caller.owner, until, caller.room.open, last, old))
     except LockBackendError as error:
         cause = error.__cause__ or error  # as the backend without locks would raise it
-        return Landing(error=cause, trace=cause.__traceback__, shared=True)
+        return Outcome(error=cause, trace=cause.__traceback__, shared=True)
 
 
-def _shareable(landing: Landing) -> bool:
+def _shareable(landing: Outcome) -> bool:
     """Whether the landing concerns all: not if its leader alone was interrupted."""
     return landing.shared and (landing.error is None or not is_interruption(landing.error))
 

@@ -18,7 +18,7 @@ from django.core.checks import CheckMessage, Error, Warning
 from django.core.exceptions import ImproperlyConfigured
 
 from .. import conf
-from .options import Mark, SingleInstanceOptions, check_parameters
+from .options import Declaration, SingleInstanceOptions, check_parameters
 from .running import SingleInstanceMixin
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ATTRIBUTE = "__single_instance__"
 
 
-_marks: WeakSet[Mark] = WeakSet()
+_marks: WeakSet[Declaration] = WeakSet()
 
 
 @overload
@@ -73,7 +73,7 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
         # A partial() and other callables are refused: their parameters are not those of the function that they call.
         if not callable(function) or not hasattr(function, "__code__") or inspect.ismethod(function):
             raise TypeError(f"@single_instance marks functions, not {function!r}; options are given by name")
-        mark = Mark(function, options)
+        mark = Declaration(function, options)
         setattr(function, ATTRIBUTE, mark)
         _marks.add(mark)
         return function

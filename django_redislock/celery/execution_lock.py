@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, Self
 from ..core import events, operations, records, scripts
 from ..core.base import TOLD
 from ..core.clock import monotonic
-from ..core.driver.effects import Call, Steps
-from ..core.driver.retry import attempt
+from ..core.driver.effects import Operation, ScriptCall
+from ..core.driver.retry import with_retries
 from ..core.driver.script import Script
 from ..core.driver.server import Server
 from ..core.keys import LockKeys, lock_keys, milliseconds
@@ -52,7 +52,7 @@ class Delivery(NamedTuple):
     """How often it was published again: of the copies, those of the last version count."""
 
 
-class Ending(NamedTuple):
+class AfterRelease(NamedTuple):
     """What is left behind by an execution."""
 
     marked: float = 0.0
@@ -71,7 +71,7 @@ class ExecutionLock(Lock):
     delivery: Delivery | None = None
     details: Mapping[str, Any] = {}
     """What more is told to those who ask who holds it."""
-    ending = Ending()
+    ending = AfterRelease()
     """What `release` leaves behind."""
     processed = False
     """Whether the lock was refused because the message has been processed, or published again."""
@@ -110,11 +110,11 @@ class ExecutionLock(Lock):
             events.emit("acquired", TOLD["acquired"], self.name, fence, name=self.name, fence=fence)
         return fence > 0
 
-    def _take(self, fresh: bool) -> Steps[int]:
+    def _take(self, fresh: bool) -> Operation[int]:
         id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
         args = (id, milliseconds(self.expire), name, self._record(), b"", b"0", b"")
-        call = Call(scripts.ACQUIRE, keys[:4] if fresh else keys, args)
-        _, reply = yield from attempt(self.name, call, 0.0, self._server)
+        call = ScriptCall(scripts.ACQUIRE, keys[:4] if fresh else keys, args)
+        _, reply = yield from with_retries(self.name, call, 0.0, self._server)
         return abs(reply) if isinstance(reply, int) else 0
 
     def free(self) -> bool:
@@ -136,7 +136,7 @@ class ExecutionLock(Lock):
                 self.confirm(life)
             return True
         args = (*_copies(delivery), os.urandom(4).hex().encode(), state.encode(), milliseconds(life))
-        reply = self._server.run(self._mark(Call(CLAIM, (self._keys.lock, mark_key(self._keys, delivery)), args)))
+        reply = self._server.run(self._mark(ScriptCall(CLAIM, (self._keys.lock, mark_key(self._keys, delivery)), args)))
         return self._is_granted(reply)
 
     def confirm(self, life: float, version: int | None = None, *, alone: bool = True) -> None:
@@ -147,10 +147,10 @@ class ExecutionLock(Lock):
         if self.delivery is not None and self.delivery.message:
             state = b"done" if version is None else b"%d" % version
             args = (state, milliseconds(life), b"" if alone else b"1")
-            self._server.run(self._mark(Call(DONE, (mark_key(self._keys, self.delivery),), args)))
+            self._server.run(self._mark(ScriptCall(DONE, (mark_key(self._keys, self.delivery),), args)))
 
-    def _mark(self, call: Call) -> Steps[int]:
-        _, reply = yield from attempt(self.name, call, 0.0)
+    def _mark(self, call: ScriptCall) -> Operation[int]:
+        _, reply = yield from with_retries(self.name, call, 0.0)
         return int(reply)
 
     @property
@@ -167,21 +167,21 @@ class ExecutionLock(Lock):
         """Tell whether the holder of the lock is an execution of the same message."""
         return holder is not None and self.delivery is not None and holder.id.startswith(f"{self.delivery.message}:")
 
-    def _new_claim(self, timeout: float | None) -> operations.Claim:
+    def _new_claim(self, timeout: float | None) -> operations.AcquireRequest:
         delivery = self.delivery
         if delivery is None:
             return super()._new_claim(timeout)
         lease = self._new_lease(self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}")
         keys = (mark_key(self._keys, delivery),)
         args = (delivery.id.encode(), b"1" if delivery.known else b"0", *_copies(delivery))
-        return operations.Claim(lease, self._record(), timeout, self._given_id is not None, START, keys, args)
+        return operations.AcquireRequest(lease, self._record(), timeout, self._given_id is not None, START, keys, args)
 
     def _begins(self, lease: Lease) -> bool:
         return self._is_granted(lease.fence)
 
-    def _release(self) -> Steps[None]:
+    def _release(self) -> Operation[None]:
         delivery = self.delivery
-        if delivery is None or self.ending == Ending():
+        if delivery is None or self.ending == AfterRelease():
             yield from super()._release()
             return
         lease = self._own()
@@ -192,10 +192,10 @@ class ExecutionLock(Lock):
         self._raise_loss(lease)
         self._tell("released", lease)
 
-    def _leave(self, lease: Lease, delivery: Delivery) -> Steps[bool]:
+    def _leave(self, lease: Lease, delivery: Delivery) -> Operation[bool]:
         keys, ending = lease.keys, self.ending
         id = lease.id.encode()
-        call = Call(
+        call = ScriptCall(
             LEAVE,
             (keys.lock, keys.held, keys.queue, keys.receipts, mark_key(keys, delivery)),
             (
@@ -210,7 +210,7 @@ class ExecutionLock(Lock):
             ),
         )
         # Also after a loss of the lock, because the message has been processed all the same.
-        _, reply = yield from attempt(lease.name, call, lease.deadline, lease)
+        _, reply = yield from with_retries(lease.name, call, lease.deadline, lease)
         return bool(reply)
 
     def _record(self) -> bytes:
@@ -234,5 +234,5 @@ def count_duplicate(server: Server, name: str, keys: LockKeys) -> None:
         server.run(_count_duplicate(name, keys))
 
 
-def _count_duplicate(name: str, keys: LockKeys) -> Steps[None]:
-    yield from attempt(name, Call(DUPLICATE, (keys.held,), (name.encode(),)), monotonic())
+def _count_duplicate(name: str, keys: LockKeys) -> Operation[None]:
+    yield from with_retries(name, ScriptCall(DUPLICATE, (keys.held,), (name.encode(),)), monotonic())

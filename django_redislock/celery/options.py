@@ -108,7 +108,7 @@ class Options(conf.CelerySettings):
 NAMES = tuple(each.name for each in fields(conf.CelerySettings))
 
 
-class Mark:
+class Declaration:
     """What ``@single_instance`` leaves on a function."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:

@@ -23,10 +23,10 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
 from .duplicates import life
 from .execution import Execution, executions, leave_queue, release
-from .execution_lock import Ending, ExecutionLock
+from .execution_lock import AfterRelease, ExecutionLock
 from .key import lock_name
 from .message import KEY_HEADER, REFUSED_HEADER, header, mark_life
-from .options import Mark, Options
+from .options import Declaration, Options
 from .publishing import MOMENT
 from .republish import Elsewhere, RepublishedTask
 
@@ -57,7 +57,7 @@ class SingleInstanceMixin(RepublishedTask):
         if "single_instance" in cls.__dict__:
             given = cls.__dict__["single_instance"]
             del cls.single_instance  # so that the property of that name shows
-            if isinstance(given, Mark):
+            if isinstance(given, Declaration):
                 given.effective = True
                 given = given.options
             cls._given_options = {**cls._given_options, **options_of.check(given, run)}
@@ -175,7 +175,7 @@ class SingleInstanceMixin(RepublishedTask):
         if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
             # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
             if options.scope == "job" and late and delivery is not None:
-                lock.ending = Ending(keep_id=delivery.id, keep=options.queue_life)
+                lock.ending = AfterRelease(keep_id=delivery.id, keep=options.queue_life)
             return
         marked = 0.0
         if delivery is not None and delivery.message:
@@ -186,7 +186,7 @@ class SingleInstanceMixin(RepublishedTask):
                 keep_id, keep = delivery.id, life(self.app, options.queue_life, None, error.when, None)
         elif options.keep_for and options.scope != "queued" and not isinstance(error, (Ignore, Reject)):
             keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
-        lock.ending = Ending(marked, not late, keep_id, keep)
+        lock.ending = AfterRelease(marked, not late, keep_id, keep)
         if marked and late and request is not None:
             request.update(single_instance_lock=lock)
 

@@ -21,7 +21,7 @@ from .lease import Lease
 
 class Acquisition(Protocol):
     @property
-    def foreign(self) -> bool: ...
+    def inherited_by_fork(self) -> bool: ...
     @property
     def loss(self) -> LossRecord | None: ...
 
@@ -72,7 +72,7 @@ class Acquirers(dict[Any, A]):
         if mine is not None or self.ended(me):
             return mine
         others = list(self.values())
-        here = [each for each in others if not each.foreign] or others
+        here = [each for each in others if not each.inherited_by_fork] or others
         return here[0] if len(here) == 1 else None
 
     @contextmanager
@@ -100,7 +100,7 @@ class Holders:
 
     def add(self, lease: Lease) -> None:
         """Note that the lease's owner holds it."""
-        leases, key = self._leases, _key(lease.server, lease.keys, lease.owner)
+        leases, key = self._leases, _key(lease.server, lease.keys, lease.acquirer)
         before = leases.get(key)
         mine = (weakref.ref(lease),)
         leases[key] = mine if before is None else (*_living(before), *mine)  # lost, perhaps, and not left yet
@@ -112,7 +112,7 @@ class Holders:
 
     def remove(self, lease: Lease) -> None:
         """Note that the lease's owner does not hold it any more."""
-        key = _key(lease.server, lease.keys, lease.owner)
+        key = _key(lease.server, lease.keys, lease.acquirer)
         refs = self._leases.pop(key, ())
         if refs and (len(refs) > 1 or refs[0]() is not lease):
             left = tuple(ref for ref in refs if ref() not in (None, lease))
@@ -124,7 +124,7 @@ class Holders:
         refs = self._leases.get(_key(server, keys, owner))
         if refs is None:
             return []
-        return [lease for ref in reversed(refs) if (lease := ref()) is not None and lease.owner is owner]
+        return [lease for ref in reversed(refs) if (lease := ref()) is not None and lease.acquirer is owner]
 
     def clear(self) -> None:
         """Forget all: a forked child holds nothing of its parent's."""

@@ -17,7 +17,7 @@ from ..exceptions import AcquireTimeout
 from . import token as tokens
 from .base import BaseLock
 from .driver.async_server import acting_for, async_server_of
-from .driver.effects import Steps
+from .driver.effects import Operation
 from .lease import Lease
 from .records import LockInfo
 from .reentrant import Reentrant
@@ -62,10 +62,10 @@ class AsyncLock(BaseLock):
     def _me(self) -> Any:
         return acting_for.get() or _current_task() or _works_for.get()()
 
-    def _run(self, steps: Callable[[bool], Steps[T]]) -> Coroutine[Any, Any, T]:
+    def _run(self, steps: Callable[[bool], Operation[T]]) -> Coroutine[Any, Any, T]:
         return self._run_for(_current_task(), steps)
 
-    async def _run_for(self, caller: asyncio.Task[Any] | None, steps: Callable[[bool], Steps[T]]) -> T:
+    async def _run_for(self, caller: asyncio.Task[Any] | None, steps: Callable[[bool], Operation[T]]) -> T:
         try:
             server = async_server_of(self._server)
         except RuntimeError:
@@ -190,7 +190,7 @@ class AsyncLock(BaseLock):
 
     # The steps, where a task differs from a thread
 
-    def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
+    def _acquire(self, timeout: float | None, listening: bool) -> Operation[bool]:
         me = self._me()
         if me is None:
             raise RuntimeError("an AsyncLock is acquired by a task")
@@ -200,7 +200,7 @@ class AsyncLock(BaseLock):
     def _is_kept_waiting(self, me: Any) -> bool:
         return _current_task() is me  # and not another task that it made for that, which it may let wait
 
-    def _release(self) -> Steps[None]:
+    def _release(self) -> Operation[None]:
         lease = self._own()
         try:
             yield from super()._release()
@@ -209,9 +209,9 @@ class AsyncLock(BaseLock):
             raise
 
     def _call_on_lost(self, lease: Lease) -> None:
-        if hasattr(lease.owner, "get_loop"):  # not every task is one of asyncio's own
+        if hasattr(lease.acquirer, "get_loop"):  # not every task is one of asyncio's own
             with suppress(RuntimeError):  # its loop is closed, and there is nobody left to be told
-                lease.owner.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)
+                lease.acquirer.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)
 
 
 class AsyncRLock(Reentrant, AsyncLock):

@@ -14,7 +14,7 @@ from . import events, operations, records
 from .acquirers import Acquirers, holders
 from .clock import monotonic
 from .driver import process
-from .driver.effects import Steps
+from .driver.effects import Operation
 from .driver.server import server_of
 from .keys import lock_keys
 from .lease import Lease
@@ -32,7 +32,7 @@ from .validation import (
     unexpected,
     wait_of,
 )
-from .watchdog import owner_ended, watchdog
+from .watchdog import acquirer_ended, watchdog
 
 DEFAULT_EXPIRE = 30.0
 TOLD = {"acquired": "Lock %r acquired (fence %d).", "released": "Lock %r released (fence %d)."}
@@ -176,7 +176,7 @@ class BaseLock(ABC):
         lease = self._latest()
         if lease is None:
             self._raise_if_ended()
-        self._raise_loss(self._own() if lease is None or lease.foreign else lease)
+        self._raise_loss(self._own() if lease is None or lease.inherited_by_fork else lease)
 
     @property
     def local(self) -> Local:
@@ -185,7 +185,7 @@ class BaseLock(ABC):
 
     # The steps of each operation; `Lock` and `AsyncLock` have them done
 
-    def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
+    def _acquire(self, timeout: float | None, listening: bool) -> Operation[bool]:
         me, turn = self._me(), object()
         # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart; one would wait for itself.
         # In a forked child, acquisitions that the parent's threads began never end.
@@ -196,14 +196,18 @@ class BaseLock(ABC):
             if self._leases:
                 self._forget_the_gone()
                 for other, before in list(self._leases.items()):
-                    if (other is me or self._given_id is not None) and not before.foreign and before.loss is None:
+                    if (
+                        (other is me or self._given_id is not None)
+                        and not before.inherited_by_fork
+                        and before.loss is None
+                    ):
                         raise AlreadyAcquired(self.name)
             return (yield from self._acquire_now(me, timeout, listening))
         finally:
             if self._coming.get(key) is turn:
                 del self._coming[key]
 
-    def _acquire_now(self, me: Any, timeout: float | None, listening: bool) -> Steps[bool]:
+    def _acquire_now(self, me: Any, timeout: float | None, listening: bool) -> Operation[bool]:
         claim = self._new_claim(timeout)
         lease = claim.lease
         try:
@@ -235,7 +239,7 @@ class BaseLock(ABC):
         """Whether the holder to be can do nothing else while it waits."""
         return True
 
-    def _acquire_again(self, claim: operations.Claim, mine: list[Lease], listening: bool) -> Steps[bool]:
+    def _acquire_again(self, claim: operations.AcquireRequest, mine: list[Lease], listening: bool) -> Operation[bool]:
         """Acquire what the caller may hold already, or tell it that it would wait for itself."""
         timeout, since = claim.timeout, monotonic()
         claim.timeout = 0.0  # what was lost unnoticed may be free
@@ -249,16 +253,18 @@ class BaseLock(ABC):
         claim.timeout = None if timeout is None else max(0.0, since + timeout - monotonic())
         return (yield from operations.acquire(claim, listening))
 
-    def _new_claim(self, timeout: float | None) -> operations.Claim:
+    def _new_claim(self, timeout: float | None) -> operations.AcquireRequest:
         token = self._tokens.get(self._me()) if self._tokens else None
         if token is not None:
-            return operations.Claim(self._new_lease(token.id), token.marked(self._record()), timeout, given_id=True)
+            return operations.AcquireRequest(
+                self._new_lease(token.id), token.marked(self._record()), timeout, given_id=True
+            )
         lease = self._new_lease(self._given_id or records.new_id())
-        return operations.Claim(lease, self._record(), timeout, given_id=self._given_id is not None)
+        return operations.AcquireRequest(lease, self._record(), timeout, given_id=self._given_id is not None)
 
     def _begins(self, lease: Lease) -> bool:
         """Tell whether this answer of the server begins an acquisition."""
-        token = self._tokens.get(lease.owner) if self._tokens else None
+        token = self._tokens.get(lease.acquirer) if self._tokens else None
         if token is not None:
             token.refused = lease.shared and not token.mine
             return not token.refused
@@ -268,7 +274,7 @@ class BaseLock(ABC):
         """Return the record about the holder, for `owner()` and lists."""
         return records.record(self.kind, self.label, self.expire, self.auto_renewal)
 
-    def _release(self) -> Steps[None]:
+    def _release(self) -> Operation[None]:
         lease = self._own()
         self._stop(lease)
         if lease.loss is None:
@@ -287,9 +293,9 @@ class BaseLock(ABC):
             self._raise_loss(lease)
         self._tell("released", lease)
 
-    def _exit(self, error: BaseException | None) -> Steps[None]:
+    def _exit(self, error: BaseException | None) -> Operation[None]:
         lease = self._leases.get(self._me())
-        if lease is not None and lease.foreign:  # a forked child leaves its copy of the parent's block
+        if lease is not None and lease.inherited_by_fork:  # a forked child leaves its copy of the parent's block
             self._forget(lease)
             return
         try:
@@ -300,7 +306,7 @@ class BaseLock(ABC):
             events.log.warning("Lock %r could not be released after its block failed: %s", self.name, failure)
             chain(error, failure)
 
-    def _extend(self, expire: Seconds | None) -> Steps[Literal[True]]:
+    def _extend(self, expire: Seconds | None) -> Operation[Literal[True]]:
         seconds = None if expire is None else check_expire(expire)
         lease = self._own()
         if lease.loss is None:
@@ -311,7 +317,7 @@ class BaseLock(ABC):
         self._raise_loss(lease)
         return True
 
-    def _renew(self, lease: Lease) -> Steps[None]:
+    def _renew(self, lease: Lease) -> Operation[None]:
         if not (yield from operations.renew(lease)):
             watchdog.remove(lease)
             lease.lose((yield from find_cause(lease)))
@@ -319,18 +325,18 @@ class BaseLock(ABC):
     def _token(self) -> str | None:
         """Return the id of the caller's acquisition, or the given id."""
         lease = self._leases.get(self._me())
-        return lease.id if lease is not None and not lease.foreign else self._given_id
+        return lease.id if lease is not None and not lease.inherited_by_fork else self._given_id
 
-    def _owner(self) -> Steps[LockInfo | None]:
+    def _owner(self) -> Operation[LockInfo | None]:
         (held,) = yield from operations.read([self.name], [self._keys])
         return None if held is None else held.info
 
-    def _owned(self) -> Steps[bool]:
+    def _owned(self) -> Operation[bool]:
         mine = self._token()
         holder = yield from self._owner()
         return holder is not None and holder.id == mine
 
-    def _reset(self, fence: int | None, by: object, reason: str) -> Steps[bool]:
+    def _reset(self, fence: int | None, by: object, reason: str) -> Operation[bool]:
         check_reason(reason)
         freed = (yield from operations.reset(self.name, self._keys, fence, by, reason)) == 1
         if freed:
@@ -349,12 +355,12 @@ class BaseLock(ABC):
     def _own(self) -> Lease:
         """Return the caller's acquisition, or that of the given id, wherever it was acquired."""
         lease = self._leases.get(self._me())
-        if lease is not None and not lease.foreign:
+        if lease is not None and not lease.inherited_by_fork:
             return lease
         if self._given_id is None or lease is not None:
             raise NotAcquired(self.name)
         lease = self._new_lease(self._given_id)
-        lease.begin(0, monotonic())
+        lease.note_acquired(0, monotonic())
         return lease
 
     def _latest(self) -> Lease | None:
@@ -375,13 +381,15 @@ class BaseLock(ABC):
     def _forget_the_gone(self) -> None:
         """Forget acquisitions that nobody will ask for: left through another object, or lost, of threads and tasks that ended."""
         for lease in list(self._leases.values()):
-            if not lease.foreign and (not lease.entries or (lease.loss is not None and owner_ended(lease))):
+            if not lease.inherited_by_fork and (
+                not lease.hold_count or (lease.loss is not None and acquirer_ended(lease))
+            ):
                 self._forget(lease)
 
     def _forget(self, lease: Lease) -> None:
-        lease.entries = 0
-        if self._leases.get(lease.owner) is lease:
-            self._leases.end(lease.owner, lease.noted_loss)
+        lease.hold_count = 0
+        if self._leases.get(lease.acquirer) is lease:
+            self._leases.end(lease.acquirer, lease.noted_loss)
 
     def _call_on_lost(self, lease: Lease) -> None:
         if self.on_lost is not None:
@@ -404,7 +412,7 @@ class BaseLock(ABC):
 
 def _is_endless(lease: Lease) -> bool:
     """Whether the acquisition is renewed for as long as its owner lives."""
-    holder = lease.holder()
+    holder = lease.lock_ref()
     return lease.max_hold is None and (holder is None or holder.auto_renewal)
 
 

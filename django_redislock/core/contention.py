@@ -14,8 +14,8 @@ from redis import Redis
 
 from . import scripts
 from .clock import monotonic
-from .driver.effects import Call, Steps
-from .driver.retry import attempt
+from .driver.effects import Operation, ScriptCall
+from .driver.retry import with_retries
 from .driver.server import Server, server_of
 from .keys import held_keys
 from .validation import check_prefix
@@ -60,15 +60,15 @@ def contention(client: Redis | Server, prefix: str = "redislock", *, retry_for: 
     return server_of(client).run(_read(check_prefix(prefix), monotonic() + retry_for))
 
 
-def _read(prefix: str, until: float) -> Steps[Contention]:
+def _read(prefix: str, until: float) -> Operation[Contention]:
     keys = tuple(held_keys(prefix))
     by_name: list[bytes] = []
     by_minute: list[Any] = []
     saved: list[bytes] = []
     now, bucket = 0, 1
     while bucket:
-        call = Call(scripts.WAITS, keys, (b"%d" % bucket,))
-        _, (now, some, minutes_of_some, saved_of_some, bucket) = yield from attempt("", call, until)
+        call = ScriptCall(scripts.WAITS, keys, (b"%d" % bucket,))
+        _, (now, some, minutes_of_some, saved_of_some, bucket) = yield from with_retries("", call, until)
         by_name += some
         by_minute += minutes_of_some
         saved += saved_of_some

@@ -8,7 +8,7 @@ from contextlib import suppress
 from ..exceptions import NotAcquired
 from .async_lock import AsyncLock, AsyncRLock
 from .base import BaseLock
-from .driver.effects import Steps
+from .driver.effects import Operation
 from .lease import Lease
 from .lock import Lock, RLock
 from .records import LockInfo, parse
@@ -36,13 +36,13 @@ class Granted(BaseLock):
     def _watch(self, lease: Lease) -> None:
         """Let it last until its release."""
 
-    def _owner(self) -> Steps[LockInfo | None]:
+    def _owner(self) -> Operation[LockInfo | None]:
         yield from ()
         with suppress(NotAcquired):
             return self._told(self._latest())
         return None
 
-    def _owned(self) -> Steps[bool]:
+    def _owned(self) -> Operation[bool]:
         yield from ()
         with suppress(NotAcquired):
             return self._told(self._own()) is not None

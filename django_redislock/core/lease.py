@@ -18,7 +18,7 @@ from .driver import process
 from .keys import LockKeys
 
 if TYPE_CHECKING:
-    from .driver.effects import Call
+    from .driver.effects import ScriptCall
     from .driver.server import Server
 
 
@@ -70,14 +70,14 @@ class Lease:
             "id",
             "expire",
             "max_hold",
-            "owner",
-            "holder",
+            "acquirer",
+            "lock_ref",
             "pid",
             "fence",
-            "entries",
+            "hold_count",
         ),
         *("acquired", "deadline", "next_renewal", "failures", "farewell"),
-        *("renewing", "asked", "shared", "_owner_life", "_losses"),
+        *("renewing", "asked", "shared", "_acquirer_life", "_losses"),
     )  # a thousand locks may be held at once
 
     def __init__(
@@ -87,9 +87,9 @@ class Lease:
         keys: LockKeys,
         id: str,
         expire: float,
-        owner: threading.Thread | asyncio.Task[Any],
+        acquirer: threading.Thread | asyncio.Task[Any],
         max_hold: float | None,
-        holder: Callable[[], Any],
+        lock_ref: Callable[[], Any],
     ) -> None:
         self.server = server
         self.name = name
@@ -97,11 +97,11 @@ class Lease:
         self.id = id
         self.expire = expire
         self.max_hold = max_hold
-        self.owner = owner
-        self.holder = holder
+        self.acquirer = acquirer
+        self.lock_ref = lock_ref
         self.pid = process.pid
         self.fence = 0
-        self.entries = 1
+        self.hold_count = 1
         """How often its owner is inside; more than once through an RLock only."""
         self.acquired = 0.0
         self.deadline = 0.0
@@ -109,27 +109,27 @@ class Lease:
         self.failures = 0
         self.shared = False
         """Whether its id held the lock before, so that another holder may believe in its life."""
-        self.farewell: Call | None = None
+        self.farewell: ScriptCall | None = None
         """The call that releases the lock, if it was packed ahead; of an id that nobody else acquires by."""
         self.renewing = False
         """Whether the watchdog renews it; else it waits for its end only."""
         self.asked = False
         """Whether a renewal is on its way."""
-        self._owner_life: weakref.ref[Any] | None = None
+        self._acquirer_life: weakref.ref[Any] | None = None
         # The first one counts. A lock would not do: a signal handler may ask while the code that it interrupted holds it.
         self._losses: list[LossRecord] = []
 
-    def begin(self, fence: int, sent: float) -> None:
+    def note_acquired(self, fence: int, sent: float) -> None:
         """Note that the lock was acquired by a command sent at `sent`."""
         self.fence = fence
         self.acquired = sent
         self.renewed(sent, self.expire)
 
-    def watch_owner(self) -> None:
+    def watch_acquirer(self) -> None:
         """Have the end of the thread noticed that calls, and that acquired the lock."""
         # Of a thread that Python started, Python knows; and a task is asked itself.
-        if isinstance(self.owner, _DummyThread) or not isinstance(self.owner, (threading.Thread, asyncio.Task)):
-            self._owner_life = _life()
+        if isinstance(self.acquirer, _DummyThread) or not isinstance(self.acquirer, (threading.Thread, asyncio.Task)):
+            self._acquirer_life = _life()
 
     def renewed(self, sent: float, life: float) -> None:
         """Note that the lock got a new life by a command sent at `sent`."""
@@ -150,7 +150,7 @@ class Lease:
         self.next_renewal = min(self.next_renewal, now + expire / 3)
 
     @property
-    def mark(self) -> bytes:
+    def value_prefix(self) -> bytes:
         """What the value of the lock begins with while it is held by this acquisition, or by the id that was given."""
         return f"{self.id}\n{self.fence}".encode() if self.fence else self.id.encode()
 
@@ -160,24 +160,24 @@ class Lease:
         return self.server.retry_for
 
     @property
-    def foreign(self) -> bool:
+    def inherited_by_fork(self) -> bool:
         """Whether the acquisition belongs to the process that this one was forked from."""
         return self.pid != process.pid
 
     @property
-    def owner_ended(self) -> bool:
+    def acquirer_ended(self) -> bool:
         """Whether the thread or task that acquired the lock ended without releasing it.
 
-        Raises what the owner raises, and TypeError for one that is neither.
+        Raises what the acquirer raises, and TypeError for one that is neither.
         """
-        owner: Any = self.owner
-        if hasattr(owner, "get_loop"):  # a task of asyncio's, or of whoever makes tasks instead
-            return bool(owner.done() or owner.get_loop().is_closed())
-        if not hasattr(owner, "is_alive"):
-            raise TypeError(f"{type(owner).__module__}.{type(owner).__qualname__} is neither a thread nor a task")
-        if self._owner_life is not None and getattr(self._owner_life(), "dead", True):
+        acquirer: Any = self.acquirer
+        if hasattr(acquirer, "get_loop"):  # a task of asyncio's, or of whoever makes tasks instead
+            return bool(acquirer.done() or acquirer.get_loop().is_closed())
+        if not hasattr(acquirer, "is_alive"):
+            raise TypeError(f"{type(acquirer).__module__}.{type(acquirer).__qualname__} is neither a thread nor a task")
+        if self._acquirer_life is not None and getattr(self._acquirer_life(), "dead", True):
             return True
-        return not owner.is_alive()
+        return not acquirer.is_alive()
 
     @property
     def next_look(self) -> float:
@@ -192,7 +192,7 @@ class Lease:
     @property
     def loss(self) -> LossRecord | None:
         """Why and when the lock was lost, or None while it is held; local and free."""
-        if not self._losses and monotonic() >= self.deadline and not self.foreign:
+        if not self._losses and monotonic() >= self.deadline and not self.inherited_by_fork:
             self.lose(self.ending)
         return self.noted_loss
 
@@ -223,6 +223,6 @@ class Lease:
             return
         message = "Lock %r (fence %d) was lost: %s."
         events.emit("lost", message, self.name, self.fence, loss.reason, name=self.name, fence=self.fence, record=loss)
-        holder = self.holder()
+        holder = self.lock_ref()
         if holder is not None and holder.on_lost is not None:
             holder._call_on_lost(self)

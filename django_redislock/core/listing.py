@@ -11,9 +11,9 @@ from redis import Redis
 
 from . import operations, scripts
 from .clock import monotonic
-from .driver.effects import Call, Steps
+from .driver.effects import Operation, ScriptCall
 from .driver.interleave import together
-from .driver.retry import attempt
+from .driver.retry import with_retries
 from .driver.server import Server, server_of
 from .keys import lock_keys
 from .lock import Lock
@@ -79,9 +79,9 @@ def read_queue(client: Redis | Server, name: str, prefix: str, *, retry_for: flo
     return server_of(client).run(_read_queue(name, prefix, monotonic() + retry_for))
 
 
-def _read_queue(name: str, prefix: str, until: float) -> Steps[list[Waiting]]:
+def _read_queue(name: str, prefix: str, until: float) -> Operation[list[Waiting]]:
     queue = lock_keys(prefix, name).queue
-    _, (micros, entries) = yield from attempt(name, Call(scripts.QUEUE, (queue,), (b"%d" % QUEUE,)), until)
+    _, (micros, entries) = yield from with_retries(name, ScriptCall(scripts.QUEUE, (queue,), (b"%d" % QUEUE,)), until)
     now = int(micros) / 1e6
     waiting = []
     for entry, ticket in zip(entries[::2], entries[1::2], strict=True):

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from ..exceptions import LockBackendError
 from . import events, scripts
 from .clock import monotonic
-from .driver.effects import Call, Steps
+from .driver.effects import Operation, ScriptCall
 from .driver.process import HOST
-from .driver.retry import attempt
+from .driver.retry import with_retries
 from .keys import LockKeys
 from .lease import Cause, Lease
 
@@ -51,20 +51,20 @@ def report_reset(what: str, name: str, fence: int | None, by: object, reason: st
     events.emit("force_released", message, what, who, why, name=name, fence=fence, user=by, reason=reason)
 
 
-def find_cause(lease: Lease) -> Steps[Cause]:
+def find_cause(lease: Lease) -> Operation[Cause]:
     """Ask the server why this acquisition lost its lock. It is asked once, because an explanation is worth no wait."""
     in_time = monotonic() < lease.deadline
     replies = None
     if lease.fence:  # else this process did not acquire the lock, and there is no loss to report
         with suppress(LockBackendError):
-            _, replies = yield from attempt(lease.name, cause_call([lease]), monotonic())
+            _, replies = yield from with_retries(lease.name, cause_call([lease]), monotonic())
     return causes_of([lease], [in_time], replies)[0]
 
 
-def cause_call(leases: Sequence[Lease]) -> Call:
+def cause_call(leases: Sequence[Lease]) -> ScriptCall:
     """Return one call that asks for the causes of all these losses."""
     keys = [key for lease in leases for key in (lease.keys.receipts, notes_key(lease.keys, lease.name))]
-    return Call(scripts.CAUSE, tuple(keys), tuple(b"%d" % lease.fence for lease in leases))
+    return ScriptCall(scripts.CAUSE, tuple(keys), tuple(b"%d" % lease.fence for lease in leases))
 
 
 def causes_of(leases: Sequence[Lease], in_time: Sequence[bool], replies: list[bytes] | None) -> list[Cause]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from . import scripts
 from .driver.async_server import AsyncServer
-from .driver.connection import Link, Wire
-from .driver.effects import Call, Calls, Commands
-from .driver.pool import Links
+from .driver.connection import RespConnection, ScriptConnection
+from .driver.effects import Pipeline, ScriptBatch, ScriptCall
+from .driver.pool import ConnectionPool
 from .driver.server import DEFAULT_TIMEOUT, Server
 from .driver.wakeups_threads import WaitingRoom
 
@@ -22,18 +22,18 @@ class NullServer(Server):
     def __init__(self) -> None:
         self.views = {}
         self.connection_class, self.settings, self.timeout, self.place = None, {}, DEFAULT_TIMEOUT, None
-        self.room = WaitingRoom(lambda: Wire(self.connection()), self.patience)
-        self.links = Links(0, 0.0, lambda: Link(self.connection()))
+        self.room = WaitingRoom(lambda: RespConnection(self.connection()), self.patience)
+        self.links = ConnectionPool(0, 0.0, lambda: ScriptConnection(self.connection()))
 
-    def renew(self, call: Call, patience: float) -> Any:
+    def renew(self, call: ScriptCall, patience: float) -> Any:
         """Grant it."""
         return self.call(call)
 
-    def call(self, call: Call | Calls | Commands) -> Any:
+    def call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
         """Grant it."""
-        if isinstance(call, Calls):
+        if isinstance(call, ScriptBatch):
             return [self.call(each) for each in call.calls]
-        if isinstance(call, Commands):
+        if isinstance(call, Pipeline):
             return [None] * len(call.commands)
         match call.script:
             case scripts.ACQUIRE:
@@ -54,7 +54,7 @@ class NullServer(Server):
 class AsyncNullServer(AsyncServer):
     """A server that grants everything and remembers nothing."""
 
-    async def call(self, call: Call) -> Any:
+    async def call(self, call: ScriptCall) -> Any:
         """Grant it."""
         return NULL_SERVER.call(call)
 

@@ -30,7 +30,7 @@ from . import events, operations
 from .acquirers import Acquirers
 from .base import chain
 from .clock import monotonic
-from .driver.effects import Steps
+from .driver.effects import Operation
 from .driver.server import server_of
 from .lock import Lock
 from .loss import check_reason, report_reset
@@ -135,7 +135,7 @@ class QuorumLock:
         loss = self.lost
         if loss is not None:
             raise LockLost(self.name, loss)
-        if holding is None or holding.foreign:
+        if holding is None or holding.inherited_by_fork:
             raise NotAcquired(self.name)
 
     # The operations
@@ -257,7 +257,7 @@ class QuorumLock:
 
     # Steps
 
-    def _ask(self, question: Callable[[float], Steps[T]]) -> list[T]:
+    def _ask(self, question: Callable[[float], Operation[T]]) -> list[T]:
         """Return the answers of the servers that answer at once; raises LockBackendError when they are too few."""
         answers, cause = [], ""
         for server in self._servers:
@@ -271,7 +271,7 @@ class QuorumLock:
 
     def _mine(self) -> Holding | None:
         holding = self._held.get(threading.current_thread())
-        return None if holding is None or holding.foreign else holding
+        return None if holding is None or holding.inherited_by_fork else holding
 
     def _own(self) -> Holding:
         holding = self._mine()

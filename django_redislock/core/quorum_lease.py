@@ -27,7 +27,7 @@ class _PartLease(Lease):
     retry_for = 0.0
 
     def report_loss(self) -> None:
-        part = self.holder()
+        part = self.lock_ref()
         holding = None if part is None else part.holding()
         if holding is not None:
             holding.report_loss()
@@ -70,7 +70,7 @@ class Holding:
         self._lost: Seat[LossRecord] = Seat()
 
     @property
-    def foreign(self) -> bool:
+    def inherited_by_fork(self) -> bool:
         """Whether the acquisition belongs to the process that this one was forked from."""
         return self._pid != process.pid
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .acquirers import holders
 from .base import BaseLock
-from .driver.effects import Steps
+from .driver.effects import Operation
 from .lease import Lease
 
 
@@ -24,23 +24,23 @@ class Reentrant(BaseLock):
         me = self._me()
         mine = self._leases.get(me)
         if mine is not None:
-            if mine.foreign:
+            if mine.inherited_by_fork:
                 return None
-            if mine.entries:
+            if mine.hold_count:
                 return mine
             self._forget(mine)
         held = holders.leases_of(self._server, self._keys, me)
         return next((lease for lease in held if isinstance(lease, ReentrantLease)), None)
 
-    def _acquire(self, timeout: float | None, listening: bool) -> Steps[bool]:
+    def _acquire(self, timeout: float | None, listening: bool) -> Operation[bool]:
         lease = self._inside()
         if lease is None:
             return (yield from super()._acquire(timeout, listening))
         if lease.loss is None:
             yield from self._renew(lease)
         self._raise_loss(lease)
-        lease.entries += 1
-        self._leases[lease.owner] = lease
+        lease.hold_count += 1
+        self._leases[lease.acquirer] = lease
         return True
 
     def _own(self) -> Lease:
@@ -49,16 +49,18 @@ class Reentrant(BaseLock):
     def _latest(self) -> Lease | None:
         return self._leases.told() or self._inside() or super()._latest()
 
-    def _release(self) -> Steps[None]:
+    def _release(self) -> Operation[None]:
         lease = self._own()
-        if lease.entries > 1:
-            lease.entries -= 1
+        if lease.hold_count > 1:
+            lease.hold_count -= 1
             self._raise_loss(lease)
             return
         yield from super()._release()
 
     def _forget(self, lease: Lease) -> None:
-        if lease.foreign and lease.entries > 1:  # a forked child leaves its copies of the parent's blocks one by one
-            lease.entries -= 1
+        if (
+            lease.inherited_by_fork and lease.hold_count > 1
+        ):  # a forked child leaves its copies of the parent's blocks one by one
+            lease.hold_count -= 1
             return
         super()._forget(lease)

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import operations
 from .clock import monotonic
-from .driver.effects import Pause, Steps
+from .driver.effects import Operation, Sleep
 from .records import Held, new_id
 from .validation import check_token
 
@@ -40,7 +40,7 @@ class Token:
         return self.mark in held.record
 
 
-def acquire(lock: Any, token: object, timeout: float | None, listening: bool) -> Steps[bool]:
+def acquire(lock: Any, token: object, timeout: float | None, listening: bool) -> Operation[bool]:
     """Acquire the lock by this token."""
     until = math.inf if timeout is None else monotonic() + timeout
     me = lock._me()
@@ -60,7 +60,7 @@ def acquire(lock: Any, token: object, timeout: float | None, listening: bool) ->
             elif left == 0.0:
                 return False
             else:
-                yield Pause(LOOK_EVERY if left is None else min(LOOK_EVERY, left))
+                yield Sleep(LOOK_EVERY if left is None else min(LOOK_EVERY, left))
     finally:
         lock._tokens = {other: token for other, token in lock._tokens.items() if other is not me}
 

@@ -44,7 +44,7 @@ class Post:
     __slots__ = ("alarm", "away", "next", "relief", "server")
 
     def __init__(self, away: bool = False) -> None:
-        self.alarm = os_threads.Alarm()
+        self.alarm = os_threads.OsEvent()
         self.away = away
         self.next = math.inf
         """When it is looked again from here; set by its own thread alone, so that an interrupted `add` leaves no false belief."""
@@ -80,7 +80,7 @@ class ServerWatchdog:
                 self._post.alarm.ring()
 
         lease.renewing = renew
-        lease.watch_owner()
+        lease.watch_acquirer()
         self._leases[key] = weakref.ref(lease, abandoned)
         try:
             self._hurry(lease)
@@ -198,7 +198,7 @@ class ServerWatchdog:
         # Those that are due soon go along, so that many locks settle into few calls.
         if lease.asked or not lease.renewing or lease.next_renewal > now + lease.expire / 6:
             return False
-        if owner_ended(lease):
+        if acquirer_ended(lease):
             reason = "the thread or task that acquired it ended without releasing it"
         elif lease.max_hold is not None and now >= lease.acquired + lease.max_hold:
             reason = f"it has been held for max_hold = {lease.max_hold:g} s"
@@ -291,11 +291,11 @@ _unknown: set[type] = set()
 """Kinds of owners of which was said that they cannot be asked."""
 
 
-def owner_ended(lease: Lease) -> bool:
+def acquirer_ended(lease: Lease) -> bool:
     try:
-        return lease.owner_ended
+        return lease.acquirer_ended
     except Exception as error:
-        kind = type(lease.owner)
+        kind = type(lease.acquirer)
         if kind not in _unknown:
             _unknown.add(kind)
             message = (

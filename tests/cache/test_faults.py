@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from django_redislock.cache.lease import obtain
-from django_redislock.cache.lease.request import Wanted
+from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.core import held_locks
 from django_redislock.core.clock import monotonic
 from django_redislock.signals import lock_backend_error
@@ -148,7 +148,7 @@ def test_who_finds_the_value_after_a_lost_reply_keeps_no_lease(cache_and_want, c
 def cache_and_want(redis_url):
     cache = cache_at(redis_url)
     server = cache._server_of(":1:k")
-    return cache, Wanted(server, "redislock", ":1:k", str, None, None, 60.0, False, None, False)
+    return cache, ValueRequest(server, "redislock", ":1:k", str, None, None, 60.0, False, None, False)
 
 
 def test_a_wake_up_that_is_lost_costs_half_a_second(proxy, redis_url, client):

@@ -14,7 +14,7 @@ from django.test import override_settings
 from django_redislock.cache import single_flight
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.driver.async_server import AsyncServer
-from django_redislock.core.driver.effects import Call, Calls
+from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
 from django_redislock.core.driver.server import Server
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import cache_programs, monitoring, queued, wait_until
@@ -100,7 +100,11 @@ def test_however_many_are_missing_they_take_three_round_trips(many, cache, clien
     note(AsyncServer)
     with monitoring(client) as sent:
         assert many(keys, lambda missing: client.echo("computing") and upper(missing)) == upper(keys)
-    assert [effect.removesuffix("s") for effect in asked if effect != "Commands"] == ["Call", "Compute", "Call"]
+    assert [effect.replace("ScriptBatch", "ScriptCall") for effect in asked if effect != "Pipeline"] == [
+        "ScriptCall",
+        "Invoke",
+        "ScriptCall",
+    ]
     assert commands(sent) == ["MGET", *["EVALSHA"] * count, "ECHO", *["EVALSHA"] * count]
 
 
@@ -332,8 +336,8 @@ def test_however_many_another_process_computes_they_are_asked_for_twice_and_wait
         wait_until(lambda: all(queued(client, f"cache::1:{key}") == 1 for key in keys))
         work.end.set()
         assert waiter.result(20) == leader.result(20) == upper(keys)
-    asks = [len(effect.calls) for effect in asked if isinstance(effect, Calls)]
-    assert not any(isinstance(effect, Call) for effect in asked)
+    asks = [len(effect.calls) for effect in asked if isinstance(effect, ScriptBatch)]
+    assert not any(isinstance(effect, ScriptCall) for effect in asked)
     assert len([number for number in asks if number > 1]) == 2, "whether it is to compute, and to be told"
     assert sum(number for number in asks if number > 1) <= 2 * count, "but for one look twice a second"
     assert not any(queued(client, f"cache::1:{key}") for key in keys)

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from django_redislock.cache import single_flight
 from django_redislock.cache.lease.obtain import PIECE, _fetch
-from django_redislock.cache.lease.request import Wanted
+from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.store import digest
 from django_redislock.core import held_locks
 from django_redislock.core.driver.server import server_of
@@ -70,7 +70,7 @@ def test_waiting_processes_get_a_value_of_20_megabytes_and_the_server_needs_no_r
 
 def test_a_large_value_that_is_replaced_while_it_is_fetched_is_fetched_anew(redis_url, client):
     server = server_of(client)
-    made = Wanted(server, "redislock", "k", None, None, None, 10, True, None, False)
+    made = ValueRequest(server, "redislock", "k", None, None, None, 10, True, None, False)
     old, new = b"a" * MEGABYTE, b"b" * MEGABYTE
     client.set("k", old)
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from django_redislock import LockLost, NotAcquired
-from django_redislock.celery.execution_lock import CLAIM, Delivery, Ending, ExecutionLock, mark_key
+from django_redislock.celery.execution_lock import CLAIM, AfterRelease, Delivery, ExecutionLock, mark_key
 from django_redislock.core import Lock
 from django_redislock.task_names import waiting_id
 from tests.support import BUSY, lived, wait_until
@@ -63,7 +63,7 @@ def test_another_message_of_the_same_id_is_no_copy(lock):
     assert not retry.acquire(blocking=False)
     assert not retry.refused
     assert not retry.is_copy(retry.owner())
-    execution.ending = Ending(marked=30)
+    execution.ending = AfterRelease(marked=30)
     execution.release()
     assert retry.acquire(blocking=False)
     retry.release()
@@ -74,7 +74,7 @@ def test_a_message_that_nothing_tells_from_others_is_not_asked_about(lock):
     for _ in range(2):
         execution = lock(delivery=unknown)
         assert execution.acquire(blocking=False)
-        execution.ending = Ending(marked=30)
+        execution.ending = AfterRelease(marked=30)
         execution.release()
     copy = lock(delivery=unknown._replace(known=True))
     assert not copy.acquire(blocking=False)
@@ -135,7 +135,7 @@ def test_what_is_not_confirmed_ends_with_the_life_of_its_mark(lock):
     """Whoever ran it died before its result was stored: then a copy may be the only one."""
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
     execution.acquire()
-    execution.ending = Ending(marked=1, confirmed=False)
+    execution.ending = AfterRelease(marked=1, confirmed=False)
     execution.release()
     assert not copy.acquire(timeout=10), "it does not wait for that"
     assert not copy.processed
@@ -147,7 +147,7 @@ def test_what_is_not_confirmed_ends_with_the_life_of_its_mark(lock):
 def test_what_is_confirmed_is_processed(client, lock):
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
     execution.acquire()
-    execution.ending = Ending(marked=30, confirmed=False)
+    execution.ending = AfterRelease(marked=30, confirmed=False)
     execution.release()
     execution.confirm(30)
     assert not copy.acquire(timeout=10)
@@ -165,7 +165,7 @@ def test_the_copy_that_waits_learns_that_it_was_processed(client, lock):
     def run(one):
         answers.append(one.acquire(timeout=20))
         if answers[-1]:
-            one.ending = Ending(marked=30)
+            one.ending = AfterRelease(marked=30)
             one.release()
 
     threads = [threading.Thread(target=run, args=(one,)) for one in (execution, copy)]
@@ -185,7 +185,7 @@ def test_a_mark_is_left_also_where_the_lock_was_lost(client, lock):
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
     execution.acquire()
     execution.reset()
-    execution.ending = Ending(marked=30, confirmed=False)
+    execution.ending = AfterRelease(marked=30, confirmed=False)
     with pytest.raises(LockLost):
         execution.release()
     assert not copy.acquire(blocking=False)
@@ -194,7 +194,7 @@ def test_a_mark_is_left_also_where_the_lock_was_lost(client, lock):
 def test_a_lock_that_is_kept_is_somebody_elses_for_its_life(lock):
     execution = lock(delivery=FIRST)
     execution.acquire()
-    execution.ending = Ending(keep_id="task", keep=20)
+    execution.ending = AfterRelease(keep_id="task", keep=20)
     execution.release()
     with pytest.raises(NotAcquired):
         execution.release()

@@ -20,7 +20,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.test import override_settings
 
 from django_redislock import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired, alock
-from django_redislock.cache.lease.obtain import Wanted, fly
+from django_redislock.cache.lease.obtain import ValueRequest, fly
 from django_redislock.core import AsyncLock, AsyncRLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.resp import pack
@@ -973,7 +973,7 @@ def test_values_can_be_computed_by_tasks(aclient, client):
         return "v"
 
     def want():
-        return Wanted(
+        return ValueRequest(
             *(server, "redislock", "k", compute, lambda value: (pickle.dumps(value), 60000), pickle.loads),
             expire=10,
             auto_renewal=False,

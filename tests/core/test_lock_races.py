@@ -16,7 +16,7 @@ import redis
 from django_redislock.core import AsyncLock, Lock, RLock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver import wakeups
-from django_redislock.core.driver.connection import Link
+from django_redislock.core.driver.connection import ScriptConnection
 from django_redislock.core.driver.server import server_of
 from django_redislock.core.keys import milliseconds
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
@@ -403,7 +403,7 @@ def test_an_interrupted_call_keeps_no_lock_alive(client, monkeypatch):
     lock = Lock(client, "a")
     gone = weakref.ref(lock)
     with monkeypatch.context() as patch:
-        patch.setattr(Link, "call", interrupt)
+        patch.setattr(ScriptConnection, "call", interrupt)
         gc.disable()
         try:
             with suppress(KeyboardInterrupt):

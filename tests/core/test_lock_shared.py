@@ -140,7 +140,7 @@ def test_on_lost_is_told_of_the_lost_acquisition_though_another_one_holds_the_lo
     wait_until(lambda: len(seen) == 2)
     told = seen[0][1:]
     assert told == (lease.fence, lease.id, one(lambda: shared.lost))
-    assert seen[0][0] is not lease.owner
+    assert seen[0][0] is not lease.acquirer
     two(shared.release)
     with pytest.raises(LockLost):
         one(shared.release)

@@ -12,7 +12,7 @@ import redis
 
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.effects import Call, Calls, Commands
+from django_redislock.core.driver.effects import Pipeline, ScriptBatch, ScriptCall
 from django_redislock.core.driver.resp import NotPrimary, Replies
 from django_redislock.core.driver.server import server_of
 from django_redislock.core.lease import Lease
@@ -111,14 +111,14 @@ class Script:
     sha = hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()
 
 
-WRITE = Call(Script, (b"{redislock:0}:x",), ())
+WRITE = ScriptCall(Script, (b"{redislock:0}:x",), ())
 READ = (b"GET", b"{redislock:0}:x")
 
 
 CALLS = {
     "a script": lambda server: server.call(WRITE),
-    "many scripts": lambda server: server.call(Calls((WRITE, WRITE))),
-    "commands": lambda server: server.call(Commands(((b"SET", b"{redislock:0}:x", b"1"), READ))),
+    "many scripts": lambda server: server.call(ScriptBatch((WRITE, WRITE))),
+    "commands": lambda server: server.call(Pipeline(((b"SET", b"{redislock:0}:x", b"1"), READ))),
 }
 
 
@@ -273,7 +273,7 @@ def test_of_the_requests_of_a_loop_only_those_that_write_are_refused(address, cl
         await asyncio.to_thread(address.demote)
         address.move()
         read, refused, also_read = await asyncio.gather(
-            server.ask(Commands((READ,))), server.call(WRITE), server.ask(Commands((READ,))), return_exceptions=True
+            server.ask(Pipeline((READ,))), server.call(WRITE), server.ask(Pipeline((READ,))), return_exceptions=True
         )
         assert (read, also_read) == ([b"1"], [b"1"])
         assert isinstance(refused, NotPrimary)
@@ -283,7 +283,7 @@ def test_of_the_requests_of_a_loop_only_those_that_write_are_refused(address, cl
             await server.call(WRITE)
             await asyncio.to_thread(address.demote)
             address.move()
-            await server.ask(Commands((READ, (b"SET", b"{redislock:0}:x", b"1"))))
+            await server.ask(Pipeline((READ, (b"SET", b"{redislock:0}:x", b"1"))))
         assert await server.call(WRITE) == b"OK"
 
     asyncio.run(main())

@@ -9,8 +9,8 @@ import pytest
 from redis.exceptions import InvalidResponse
 
 from django_redislock.core.driver import resp
-from django_redislock.core.driver.connection import Wire
-from django_redislock.core.driver.effects import Call
+from django_redislock.core.driver.connection import RespConnection
+from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.driver.resp import Incomplete, Replies, pack
 from django_redislock.core.scripts import COUNT
 
@@ -33,7 +33,7 @@ class Source:
 def test_the_reads_of_a_large_reply_grow() -> None:
     item = b"$4\r\nlock\r\n"
     source = Source(b"*50000\r\n" + item * 50_000)
-    assert Wire(SimpleNamespace(_sock=source)).receive() == [b"lock"] * 50_000
+    assert RespConnection(SimpleNamespace(_sock=source)).receive() == [b"lock"] * 50_000
     assert source.reads <= 9  # 4 kB, then each time as much as there is
 
 
@@ -75,20 +75,20 @@ def test_what_was_read_of_a_large_reply_is_not_kept_twice() -> None:
 @pytest.mark.parametrize("piece", range(1, 12))
 def test_numbers_are_read_in_whatever_pieces_they_arrive(piece: int) -> None:
     numbers = [1_795_321_234_567_890, 1, -12, 0, 7]
-    numbered = Wire(SimpleNamespace(_sock=Source(b"".join(b":%d\r\n" % number for number in numbers), piece)))
+    numbered = RespConnection(SimpleNamespace(_sock=Source(b"".join(b":%d\r\n" % number for number in numbers), piece)))
     assert [numbered.receive() for _ in numbers] == numbers
 
 
 @pytest.mark.parametrize("reply", [b":1a\r\n", b":\r\n", b"1\r\n"])
 def test_what_is_no_reply_is_told(reply: bytes) -> None:
     with pytest.raises(InvalidResponse):
-        Wire(SimpleNamespace(_sock=Source(reply))).receive()
+        RespConnection(SimpleNamespace(_sock=Source(reply))).receive()
 
 
 @pytest.mark.parametrize("many", [0, 1, 12])
 def test_a_call_is_packed_as_any_command(many: int) -> None:
     parts = tuple(b"p" * number for number in range(many))
     assert pack(b"GET", b"k\r\n") == b"*2\r\n$3\r\nGET\r\n$3\r\nk\r\n\r\n"
-    assert Call(COUNT, (b"k", *parts), parts).request == pack(
+    assert ScriptCall(COUNT, (b"k", *parts), parts).request == pack(
         b"EVALSHA", COUNT.sha, b"%d" % (1 + many), b"k", *parts, *parts
     )

@@ -21,11 +21,11 @@ from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver import idle
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.effects import Commands
+from django_redislock.core.driver.effects import Pipeline
 from django_redislock.core.driver.server import server_of
 from tests.support import counting, in_a_fork, lived, queued, wait_until
 
-PING = Commands(((b"PING",),))
+PING = Pipeline(((b"PING",),))
 KEEPALIVE = {"socket_keepalive": True, "socket_keepalive_options": {4: 30}}
 
 

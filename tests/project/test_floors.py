@@ -95,9 +95,9 @@ def test_the_features_do_not_import_each_other():
     for name in MODULES:
         for other, lazy in imports(name):
             pair = name.partition(".")[0], other.partition(".")[0]
-            if floor_of(name) == floor_of(other) == 5 and pair[0] != pair[1] and set(pair) <= features:
-                if pair not in BESIDE and not (lazy and (name, other) in LAZY):
-                    wrong.append(f"{name} imports {other}")
+            beside = floor_of(name) == floor_of(other) == 5 and pair[0] != pair[1] and set(pair) <= features
+            if beside and pair not in BESIDE and not (lazy and (name, other) in LAZY):
+                wrong.append(f"{name} imports {other}")
     assert wrong == []
 
 

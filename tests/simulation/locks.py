@@ -99,7 +99,7 @@ class History:
 
     def program(self, thread: Thread, rounds: int) -> Generator[Any, Any, None]:
         """Acquire and release, in one of the ways that the package offers."""
-        from django_redislock.core.driver.effects import Pause
+        from django_redislock.core.driver.effects import Sleep
 
         world, chance, process = self.world, self.chance, thread.process
         lock = SimulatedLock.__new__(SimulatedLock)
@@ -115,7 +115,7 @@ class History:
             except LockError as error:
                 world.tell(thread, f"acquire raised {error}")
                 self._is_back(thread, timeout, asked, freezes)
-                yield Pause(chance.uniform(0, 0.2))
+                yield Sleep(chance.uniform(0, 0.2))
                 continue
             self._is_back(thread, timeout, asked, freezes)
             if not got:
@@ -124,7 +124,7 @@ class History:
             self.begins(thread, lock)
             held = chance.choice([0.0, 0.01, 0.2, 1.0, 4.0]) * chance.uniform(0.5, 1.0)
             if held:
-                yield Pause(held)
+                yield Sleep(held)
             if chance.random() < 0.1:
                 try:
                     yield from lock._extend(chance.choice([None, expire * 2, expire / 2]))
@@ -142,7 +142,7 @@ class History:
                     self.fail(f"{thread} was told of a loss that there was not")
             self._is_free(lease.fence)
             if chance.random() < 0.7:
-                yield Pause(chance.choice([0.0, 0.001, 0.1]))
+                yield Sleep(chance.choice([0.0, 0.001, 0.1]))
 
     def _is_back(self, thread: Thread, timeout: float | None, asked: float, freezes: int) -> None:
         """See that an acquisition with a deadline came back in time.

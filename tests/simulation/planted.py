@@ -43,13 +43,13 @@ def _earlier_deadline(self: lease.Lease, sent: float, life: float) -> None:
     self.deadline, self.next_renewal = sent + life, sent + life / 3
 
 
-def _no_undo(claim: operations.Claim, channel: bytes, join: bool, ticket: bytes) -> operations.Call:
+def _no_undo(claim: operations.AcquireRequest, channel: bytes, join: bool, ticket: bytes) -> operations.ScriptCall:
     call = _call(claim, channel, join, ticket)
     call.undo = None
     return call
 
 
-_call = operations.Claim.call
+_call = operations.AcquireRequest.call
 
 A, R, N = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW
 PLANTED = {
@@ -89,12 +89,12 @@ PLANTED = {
 NOT_FOUND = {
     "an answer that comes late shortens the belief": lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
     "a renewal does not ask whose lock it is": lambda: script(N, "and is_of(value, holder)", ""),
-    "a renewal asks for the id only": lambda: attribute(lease.Lease, "mark", property(lambda self: self.id.encode())),
+    "a renewal asks for the id only": lambda: attribute(lease.Lease, "value_prefix", property(lambda self: self.id.encode())),
     "a reservation has no end": lambda: script(A, "return left, left <= 0 or", "return left, false and"),
     "who is gone is handed the lock": lambda: script(
         R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"
     ),
     "fences come from the clock alone": lambda: script(A, "if last and tonumber(last) >= now then", "if false then"),
-    "a try that was not answered is not undone": lambda: attribute(operations.Claim, "call", _no_undo),
+    "a try that was not answered is not undone": lambda: attribute(operations.AcquireRequest, "call", _no_undo),
 }
 """What no oracle sees yet, or only one history in thousands shows: given ids, clocks that step, and waits while something is wrong."""

@@ -13,7 +13,7 @@ from typing import Any
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from django_redislock.core.base import BaseLock
-from django_redislock.core.driver.effects import Await, Call, Calls, Join, Leave, Pause
+from django_redislock.core.driver.effects import ScriptBatch, ScriptCall, Sleep, Subscribe, Unsubscribe, WaitForWakeup
 from django_redislock.core.driver.server import Server
 from django_redislock.core.driver.wakeups import LOOK_EVERY, Waiter, Waiters
 from django_redislock.core.lease import Lease
@@ -129,7 +129,7 @@ class Process(Server):
 
     # Requests
 
-    def request(self, calls: list[Call], answer: Callable[[Any], None], patience: float = SOCKET_TIMEOUT) -> None:
+    def request(self, calls: list[ScriptCall], answer: Callable[[Any], None], patience: float = SOCKET_TIMEOUT) -> None:
         """Send scripts over a connection of their own; `answer` gets the replies, or the error."""
         world, chance = self.world, self.world.random
         fate = "well" if chance.random() >= world.faults else chance.choice(FATES)
@@ -175,7 +175,7 @@ class Process(Server):
         else:
             self.soon(patience, give_up)
 
-    def _undo(self, call: Call) -> None:
+    def _undo(self, call: ScriptCall) -> None:
         with suppress(ResponseError):
             self.world.server.run(call.script.text, call.keys, call.args)
 
@@ -412,18 +412,18 @@ class Thread:
     def _do(self, effect: Any) -> None:
         process = self.process
         match effect:
-            case Call():
+            case ScriptCall():
                 process.request([effect], self._replied)
-            case Calls(calls):
+            case ScriptBatch(calls):
                 process.request(list(calls), self.go_on)
-            case Join(lock, id, _):
+            case Subscribe(lock, id, _):
                 process.room.join(lock, id, lambda result: process.soon(0, partial(self.go_on, result)))
-            case Await(waiter, until, look):
+            case WaitForWakeup(waiter, until, look):
                 process.room.wait(waiter, until, look, self.go_on)
-            case Leave(waiter):
+            case Unsubscribe(waiter):
                 process.room.leave(waiter)
                 process.soon(0, partial(self.go_on, None))
-            case Pause(seconds):
+            case Sleep(seconds):
                 process.soon(seconds, partial(self.go_on, None))
             case _:
                 raise NotImplementedError(effect)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ...core import scripts
 from ...core.clock import monotonic
-from ...core.driver.effects import Await, Call, Calls, Commands, Effect, Join, Leave
+from ...core.driver.effects import Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
 from ...core.null_server import NullServer
 
 NOTES = 16
@@ -50,11 +50,11 @@ class LocalServer(NullServer):
     def leave(self) -> None:
         """Do nothing: there are no connections to close."""
 
-    def call(self, call: Call | Calls | Commands) -> Any:
+    def call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
         """Do the work of the script."""
-        if isinstance(call, Calls):
+        if isinstance(call, ScriptBatch):
             return [self.call(each) for each in call.calls]
-        if isinstance(call, Commands):
+        if isinstance(call, Pipeline):
             return super().call(call)
         with self._changed:
             now = monotonic()
@@ -125,16 +125,16 @@ class LocalServer(NullServer):
 
     def _do(self, effect: Effect) -> Any:
         match effect:
-            case Join():
+            case Subscribe():
                 return SimpleNamespace(channel=b"local", seen=self._releases)
-            case Await(waiter, until, look):
+            case WaitForWakeup(waiter, until, look):
                 with self._changed:
                     while self._releases == waiter.seen and (left := min(until, look) - monotonic()) > 0:
                         if not self._changed.wait(min(left, threading.TIMEOUT_MAX)):
                             break
                     waiter.seen = self._releases
                 return None
-            case Leave():
+            case Unsubscribe():
                 return None
         return super()._do(effect)
 

@@ -7,8 +7,8 @@ import re
 from redis.exceptions import RedisError
 
 from ...core.clock import monotonic
-from ...core.driver.effects import Call, Calls, Commands, Steps
-from ...core.driver.retry import attempt
+from ...core.driver.effects import Operation, Pipeline, ScriptBatch, ScriptCall
+from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.driver.server import Server
 from ...core.keys import LockKeys, held_keys, lock_keys, witness_key
@@ -26,7 +26,7 @@ BATCH = 250
 NamedLease = tuple[str, LockKeys]
 
 
-def invalidate(server: Server, prefix: str, keys: list[str], level: int | None = None) -> Steps[int]:
+def invalidate(server: Server, prefix: str, keys: list[str], level: int | None = None) -> Operation[int]:
     """End the leases of the values, so that what is being computed is not stored, and return how many there were.
 
     `level` is the log level of the record when the server does not answer.
@@ -42,17 +42,17 @@ def invalidate(server: Server, prefix: str, keys: list[str], level: int | None =
     return (yield from invalidate(server, prefix, keys, level))
 
 
-def _end(server: Server, leases: list[NamedLease], level: int | None = None, *more: bytes) -> Steps[int]:
+def _end(server: Server, leases: list[NamedLease], level: int | None = None, *more: bytes) -> Operation[int]:
     ended = 0
     if not is_clustered(server):
         for start in range(0, len(leases), BATCH):
             call = _call(leases[start : start + BATCH], *more)
-            _, reply = yield from attempt(leases[start][0], call, monotonic(), level=level)
+            _, reply = yield from with_retries(leases[start][0], call, monotonic(), level=level)
             ended += reply
         return ended
     for start in range(0, len(leases), BATCH):
         calls = tuple(_call([lease]) for lease in leases[start : start + BATCH])
-        _, replies = yield from attempt(leases[start][0], Calls(calls), monotonic(), level=level)
+        _, replies = yield from with_retries(leases[start][0], ScriptBatch(calls), monotonic(), level=level)
         for reply in replies:
             if isinstance(reply, RedisError):
                 raise LockBackendError(leases[start][0], str(reply)) from reply
@@ -60,12 +60,12 @@ def _end(server: Server, leases: list[NamedLease], level: int | None = None, *mo
     return ended
 
 
-def _call(leases: list[NamedLease], *more: bytes) -> Call:
+def _call(leases: list[NamedLease], *more: bytes) -> ScriptCall:
     keys = [key for name, each in leases for key in (each.lock, each.held, each.queue, witness_key(each, name))]
-    return Call(INVALIDATE, (*keys, *more), tuple(name.encode() for name, _ in leases))
+    return ScriptCall(INVALIDATE, (*keys, *more), tuple(name.encode() for name, _ in leases))
 
 
-def leases_like(server: Server, prefix: str, pattern: str) -> Steps[int]:
+def leases_like(server: Server, prefix: str, pattern: str) -> Operation[int]:
     """End the leases of the values whose keys match a pattern of Redis, and return how many there were."""
     known = is_clustered(server)
     try:
@@ -74,7 +74,7 @@ def leases_like(server: Server, prefix: str, pattern: str) -> Steps[int]:
         else:
             # The names of ended leases are not known, so all witnesses become void.
             eras = [held.removesuffix(b"held") + b"era" for held in held_keys(prefix)]
-            yield from attempt(prefix, Commands(((b"DEL", *eras),)), monotonic())
+            yield from with_retries(prefix, Pipeline(((b"DEL", *eras),)), monotonic())
             leases = [(name, lock_keys(prefix, name)) for name in (yield from names(prefix, monotonic()))]
     except LockBackendError as error:
         if known or not is_crossing(error, server):
@@ -90,14 +90,14 @@ def leases_like(server: Server, prefix: str, pattern: str) -> Steps[int]:
     return (yield from _end(server, wanted))
 
 
-def _leases_in_slots(prefix: str) -> Steps[list[NamedLease]]:
+def _leases_in_slots(prefix: str) -> Operation[list[NamedLease]]:
     """Find the leases of a server in cluster mode by a scan, as no index covers all slots, and void all witnesses."""
     found: list[NamedLease] = []
     ours = b"{" + re.sub(rb"([*?[\\])", rb"\\\1", prefix.encode()) + b":*}:*"
     cursor, tags = b"", set()
     while cursor != b"0":
         scan = (b"SCAN", cursor or b"0", b"MATCH", ours, b"COUNT", b"1000")
-        _, ((cursor, keys),) = yield from attempt(prefix, Commands((scan,)), monotonic())
+        _, ((cursor, keys),) = yield from with_retries(prefix, Pipeline((scan,)), monotonic())
         for key in keys:
             tag, _, rest = key.partition(b"}:")
             tags.add(tag + b"}")
@@ -106,7 +106,7 @@ def _leases_in_slots(prefix: str) -> Steps[list[NamedLease]]:
                 found.append((name, keys_in(tag + b"}", name)))
     if tags:
         voided = tuple((b"DEL", era_key(keys_in(tag, ""))) for tag in tags)
-        yield from attempt(prefix, Commands(voided), monotonic())
+        yield from with_retries(prefix, Pipeline(voided), monotonic())
     return found
 
 

@@ -18,15 +18,15 @@ from redis.exceptions import ClusterCrossSlotError, NoPermissionError, RedisErro
 
 from ...core.clock import monotonic
 from ...core.driver.effects import (
-    Call,
-    Commands,
-    Join,
-    Leave,
-    Pause,
-    Steps,
+    Operation,
+    Pipeline,
+    ScriptCall,
+    Sleep,
+    Subscribe,
+    Unsubscribe,
 )
 from ...core.driver.interleave import together
-from ...core.driver.retry import attempt
+from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.driver.server import Server
 from ...core.driver.wakeups import LOOK_EVERY
@@ -37,10 +37,10 @@ from ...exceptions import LockBackendError
 from .cluster_slots import is_crossing, lease_keys
 from .request import (
     MISSING,
-    Landing,
+    Outcome,
     Owner,
     ValueLease,
-    Wanted,
+    ValueRequest,
     is_forbidden,
     is_refusal,
     lease_name,
@@ -48,7 +48,7 @@ from .request import (
     note_told,
     outer,
 )
-from .store import ABSENT, Ticket, compute, digest, failures, waits, witness
+from .store import ABSENT, ComputeJob, compute, digest, failures, waits, witness
 
 LEASE = Script("lease", "index", "take", home=__package__)
 
@@ -63,8 +63,8 @@ _without_channels: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
 def fly(
-    want: Wanted, owner: Owner, until: float, listening: bool, last: bool = False, old: bytes | None = None
-) -> Steps[Landing]:
+    want: ValueRequest, owner: Owner, until: float, listening: bool, last: bool = False, old: bytes | None = None
+) -> Operation[Outcome]:
     """Get the value: as stored, or from whoever computes it, or by computing it.
 
     Waits until this time on the monotonic clock; `last`: not at all, and who is not to compute for all does so for itself.
@@ -73,18 +73,18 @@ def fly(
     lease = want.lease(owner)
     verdict, told, replaced, value = yield from look(want, lease, -math.inf if last else until, listening, old)
     if verdict == b"value":
-        return Landing(told, value, shared=True)
+        return Outcome(told, value, shared=True)
     if verdict == b"failed":
-        return Landing(error=want.unpack_failure(told), shared=True)
+        return Outcome(error=want.unpack_failure(told), shared=True)
     if verdict == b"wait" and (not last or (old is not None and not told)):
-        return Landing()
-    (landing,) = yield from compute([Ticket(want, lease, verdict, told, replaced)], want.default)
+        return Outcome()
+    (landing,) = yield from compute([ComputeJob(want, lease, verdict, told, replaced)], want.default)
     return landing
 
 
 def look(
-    want: Wanted, lease: ValueLease, until: float, listening: bool, old: bytes | None = None
-) -> Steps[tuple[bytes, bytes, bytes, Any]]:
+    want: ValueRequest, lease: ValueLease, until: float, listening: bool, old: bytes | None = None
+) -> Operation[tuple[bytes, bytes, bytes, Any]]:
     """Return a verdict as `_seek` does, the digest of the old value that is to be replaced, and the value if there is one.
 
     Where Redis may be missing, the verdict is b"unreachable" then; b"forbidden" where permissions are.
@@ -121,7 +121,7 @@ def look(
         return b"unreachable", b"", replaced, MISSING
 
 
-def _fetch(want: Wanted, told: bytes) -> Steps[bytes | None]:
+def _fetch(want: ValueRequest, told: bytes) -> Operation[bytes | None]:
     """Get a large value: in pieces, if its length and digest are told, or the server would copy it for each who waits."""
     key = want.key.encode()
     if told:
@@ -131,19 +131,19 @@ def _fetch(want: Wanted, told: bytes) -> Steps[bytes | None]:
         found = bytearray()
         while len(found) < int(length):
             command = (b"GETRANGE", key, b"%d" % len(found), b"%d" % (len(found) + PIECE - 1))
-            _, (piece,) = yield from attempt(want.name, Commands((command,)), math.inf)
+            _, (piece,) = yield from with_retries(want.name, Pipeline((command,)), math.inf)
             found += piece
             if not piece:
                 break
         if digest(data := bytes(found)) == expected:  # else another value came while this one was read
             return data
-    _, (whole,) = yield from attempt(want.name, Commands(((b"GET", key),)), math.inf)
+    _, (whole,) = yield from with_retries(want.name, Pipeline(((b"GET", key),)), math.inf)
     return whole  # type: ignore[no-any-return]
 
 
 def _seek(
-    want: Wanted, lease: ValueLease, replaced: bytes, until: float, listening: bool, has_old: bool = False
-) -> Steps[tuple[bytes, bytes]]:
+    want: ValueRequest, lease: ValueLease, replaced: bytes, until: float, listening: bool, has_old: bool = False
+) -> Operation[tuple[bytes, bytes]]:
     """Return b"value" and it, b"compute" and the fence, b"wait" and the fence of who computes still (b"": nobody does, because
     who did so a moment ago failed, and the caller has an old value), b"cycle" and b"",
     b"large" and by what to know the value, if that was told, or b"failed" and how who computed it for all failed."""
@@ -159,10 +159,10 @@ def _seek(
     asked = b""
     look_after = 0.02
 
-    def ask(channel: bytes, join: bool = True) -> Call:
+    def ask(channel: bytes, join: bool = True) -> ScriptCall:
         nonlocal asked
         asked = channel
-        return Call(
+        return ScriptCall(
             LEASE,
             (*keys[:4], want.key.encode(), *witness(lease), *others),
             (
@@ -183,29 +183,31 @@ def _seek(
 
     try:
         if listening and until > monotonic():
-            waiter = yield Join(keys.lock, id)
+            waiter = yield Subscribe(keys.lock, id)
         while True:
             last = monotonic() >= until
             patience = monotonic() if want.forgiving else until
             level = level_of(want.server, want.forgiving)
             if reply is None or last:
                 call = ask(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
-                sent, reply = yield from attempt(name, call, patience, want.server, level)
+                sent, reply = yield from with_retries(name, call, patience, want.server, level)
             if reply[0] == b"cycle":
                 return b"cycle", b""
             if reply[0] == b"paused":
                 return b"wait", b""
             if reply[0] == b"compute":
-                lease.begin(int(reply[1]), sent)
+                lease.note_acquired(int(reply[1]), sent)
                 return b"compute", b" ".join(reply[1:3])
             if reply[0] in (b"value", b"large") and reply[2]:  # by a reservation or a lost reply
-                yield from attempt(name, give_back(lease), patience, lease, level)
+                yield from with_retries(name, give_back(lease), patience, lease, level)
             if reply[0] == b"large":
                 return b"large", b""
             if reply[0] == b"wait" and not last:
                 if waiter is None and want.server not in _without_channels:
                     try:
-                        sent, waiter = yield from attempt(name, Join(keys.lock, id, ask), patience, want.server, level)
+                        sent, waiter = yield from with_retries(
+                            name, Subscribe(keys.lock, id, ask), patience, want.server, level
+                        )
                         reply = waiter.said
                         continue
                     except LockBackendError as error:
@@ -217,7 +219,7 @@ def _seek(
                     want.tally.count("waited")
                 began = monotonic()
                 if waiter is None:
-                    yield Pause(max(0.0, min(look_after, until - began)))
+                    yield Sleep(max(0.0, min(look_after, until - began)))
                     want.tally.count("seconds_waited", monotonic() - began)
                     reply, look_after = None, min(2 * look_after, LOOK_EVERY)
                     continue
@@ -236,29 +238,29 @@ def _seek(
         raise
     finally:
         if waiter is not None:
-            yield Leave(waiter)
+            yield Unsubscribe(waiter)
 
 
-def take(want: Wanted, owner: Owner, old: bytes) -> Steps[bool]:
+def take(want: ValueRequest, owner: Owner, old: bytes) -> Operation[bool]:
     """Take the right to replace an old value for whom the id of the lease is given to; False when another one has it."""
     verdict, *_ = yield from look(want, want.lease(owner), -math.inf, listening=False, old=old)
     return verdict == b"compute"
 
 
-def give_up(want: Wanted) -> Steps[None]:
+def give_up(want: ValueRequest) -> Operation[None]:
     """End that right."""
     with suppress(LockBackendError):
-        yield from attempt(want.name, give_back(want.lease(threading.current_thread())), monotonic())
+        yield from with_retries(want.name, give_back(want.lease(threading.current_thread())), monotonic())
 
 
 def fly_together(
-    wants: list[Wanted],
+    wants: list[ValueRequest],
     owner: Owner,
     default: Callable[[list[Any]], Any],
     until: float,
-    landed: Callable[[Wanted, Landing], None],
+    landed: Callable[[ValueRequest, Outcome], None],
     last: bool = False,
-) -> Steps[None]:
+) -> Operation[None]:
     """Get many values: those that nobody computes are computed here, together; then the caller waits for the others.
 
     `landed` gets each landing as soon as there is one. It gets none of a value that another caller still computes at
@@ -268,20 +270,20 @@ def fly_together(
     leases = [want.lease(owner) for want in wants]
     found: dict[int, tuple[bytes, bytes, bytes, Any]] = {}
 
-    def take_in() -> Steps[bool]:
+    def take_in() -> Operation[bool]:
         """Compute the values that this caller has the right to; False after a failure."""
-        tickets: list[Ticket] = []
+        tickets: list[ComputeJob] = []
         failed = False
         for number in sorted(found):
             verdict, told, replaced, value = found.pop(number)
             want = wants[number]
             if verdict == b"value":
-                landed(want, Landing(told, value, shared=True))
+                landed(want, Outcome(told, value, shared=True))
             elif verdict == b"failed":
                 failed = True
-                landed(want, Landing(error=want.unpack_failure(told), shared=True))
+                landed(want, Outcome(error=want.unpack_failure(told), shared=True))
             elif verdict != b"wait" or last:
-                tickets.append(Ticket(want, leases[number], verdict, told, replaced))
+                tickets.append(ComputeJob(want, leases[number], verdict, told, replaced))
         if tickets:
             asked = [ticket.want for ticket in tickets]
 
@@ -307,21 +309,21 @@ def fly_together(
         raise
 
 
-def peek_many(keys: list[str]) -> Steps[list[bytes | None]]:
+def peek_many(keys: list[str]) -> Operation[list[bytes | None]]:
     """Read many values."""
     name, raw = lease_name(keys[0]), [key.encode() for key in keys]
     try:
-        _, replies = yield from attempt(name, Commands(((b"MGET", *raw),)), monotonic())
+        _, replies = yield from with_retries(name, Pipeline(((b"MGET", *raw),)), monotonic())
         return list(replies[0])
     except LockBackendError as error:
         if not isinstance(error.__cause__, ClusterCrossSlotError):
             raise
-    _, replies = yield from attempt(name, Commands(tuple((b"GET", key) for key in raw)), monotonic())
+    _, replies = yield from with_retries(name, Pipeline(tuple((b"GET", key) for key in raw)), monotonic())
     return list(replies)
 
 
-def peek(key: str, with_life: bool) -> Steps[tuple[bytes | None, int]]:
+def peek(key: str, with_life: bool) -> Operation[tuple[bytes | None, int]]:
     """Read a value, and how many milliseconds it has left (-1: it stays; -2: unknown, or it has just ended)."""
     commands = ((b"GET", key.encode()),) + (((b"PTTL", key.encode()),) if with_life else ())
-    _, replies = yield from attempt(lease_name(key), Commands(commands), monotonic())
+    _, replies = yield from with_retries(lease_name(key), Pipeline(commands), monotonic())
     return replies[0], replies[1] if with_life else -2

@@ -52,7 +52,7 @@ computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ValueRequest:
     """A value that is wanted, and how to come by it."""
 
     server: Server
@@ -92,7 +92,7 @@ class Wanted:
         return ValueLease(self.server, name, keys, self.id or new_id(), self.expire, owner, self.max_hold, lambda: None)
 
 
-class Landing(NamedTuple):
+class Outcome(NamedTuple):
     """How a flight for a value ended."""
 
     data: bytes | None = None

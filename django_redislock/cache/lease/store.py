@@ -11,16 +11,26 @@ from redis.exceptions import RedisError, ResponseError
 
 from ...core import events
 from ...core.clock import monotonic
-from ...core.driver.effects import Call, Commands, Compute, Steps
+from ...core.driver.effects import Invoke, Operation, Pipeline, ScriptCall
 from ...core.driver.interleave import together
-from ...core.driver.retry import attempt
+from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.keys import witness_key
 from ...core.operations import give_back
 from ...core.watchdog import watchdog
 from ...exceptions import LockBackendError
 from .cluster_slots import is_clustered
-from .request import MISSING, Landing, ValueLease, Wanted, computing, era_key, is_interruption, level_of, note_told
+from .request import (
+    MISSING,
+    Outcome,
+    ValueLease,
+    ValueRequest,
+    computing,
+    era_key,
+    is_interruption,
+    level_of,
+    note_told,
+)
 
 SETTLE = Script("settle", "counts", home=__package__)
 
@@ -37,10 +47,10 @@ ABSENT: Any = object()
 """In place of a value that was asked for together with others, and did not come."""
 
 
-class Ticket(NamedTuple):
+class ComputeJob(NamedTuple):
     """A value that is to be computed, and what Redis said to that."""
 
-    want: Wanted
+    want: ValueRequest
     lease: ValueLease
     verdict: bytes
     told: bytes
@@ -73,10 +83,10 @@ class Ticket(NamedTuple):
 
 
 def compute(
-    tickets: Sequence[Ticket],
+    tickets: Sequence[ComputeJob],
     function: Callable[[], Any],
     values_of: Callable[[Any], list[Any]] = lambda value: [value],
-) -> Steps[list[Landing]]:
+) -> Operation[list[Outcome]]:
     """Call the function once, store what it returns, and return how it went; `values_of` takes that apart, one a ticket."""
     mine = [ticket for ticket in tickets if ticket.mine]
     token = computing.set((*computing.get(), *[ticket.lease for ticket in mine])) if mine else None
@@ -85,21 +95,21 @@ def compute(
             want.tally.count("taken_over")
         watchdog.add(lease, want.auto_renewal)
     try:
-        result, error = yield Compute(function)
+        result, error = yield Invoke(function)
         values = [ABSENT] * len(tickets)
         if error is None:
             try:
                 values = values_of(result)
             except Exception as failure:
                 error = failure
-        landings: dict[int, Landing] = {}
+        landings: dict[int, Outcome] = {}
         each = [_land(ticket, value, error) for ticket, value in zip(tickets, values, strict=True)]
         yield from together(each, landings)
         return [landings[number] for number in range(len(each))]
     except BaseException:
         for _, lease, *_ in mine:
             watchdog.remove(lease)
-            if not lease.foreign and not lease.ended:
+            if not lease.inherited_by_fork and not lease.ended:
                 with suppress(RedisError):
                     yield give_back(lease)
         raise
@@ -111,7 +121,7 @@ def compute(
                 computing.reset(token)
 
 
-def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Landing]:
+def _land(ticket: ComputeJob, value: Any, error: BaseException | None) -> Operation[Outcome]:
     want, lease, verdict, _, _ = ticket
     tally = want.tally
     if error is None and value is not ABSENT:
@@ -127,19 +137,19 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
     if error is not None or value is ABSENT:
         if error is not None:
             tally.count("errors")
-        if ticket.mine and not lease.foreign:
+        if ticket.mine and not lease.inherited_by_fork:
             if error is None or is_interruption(error):
                 yield from _abandon(ticket)
             else:
                 yield from _tell_failure(ticket, error)
         lease.ended = True
         if error is None:
-            return Landing(absent=True)
-        return Landing(error=error, trace=error.__traceback__, shared=True)
-    landing = Landing(data, value if copy is MISSING else copy, shared=verdict in (b"unreachable", b"forbidden"))
+            return Outcome(absent=True)
+        return Outcome(error=error, trace=error.__traceback__, shared=True)
+    landing = Outcome(data, value if copy is MISSING else copy, shared=verdict in (b"unreachable", b"forbidden"))
     if verdict == b"forbidden" and life != 0:
         yield from _store_plainly(ticket, data, life)
-    if not ticket.fence or lease.foreign:
+    if not ticket.fence or lease.inherited_by_fork:
         return landing
     try:
         stored = yield from _settle(ticket, data, life)
@@ -158,7 +168,7 @@ def _land(ticket: Ticket, value: Any, error: BaseException | None) -> Steps[Land
     return landing._replace(shared=stored)
 
 
-def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
+def _settle(ticket: ComputeJob, data: bytes, life: int | None) -> Operation[bool]:
     """Store the value if the lease of that fence stands and nothing newer is there; wake everybody.
 
     With a life of 0 it is only told to those who wait. What it replaces is known by its digest and by when it ends.
@@ -168,18 +178,18 @@ def _settle(ticket: Ticket, data: bytes, life: int | None) -> Steps[bool]:
     ready: tuple[bytes, ...] = ()
     if len(data) > (SMALL if life == 0 else LARGE):
         ready = (keys.held.removesuffix(b"held") + b"ready:" + lease.id.encode(),)
-        yield from attempt(lease.name, _pieces(ready[0], data), monotonic() + lease.retry_for)
+        yield from with_retries(lease.name, _pieces(ready[0], data), monotonic() + lease.retry_for)
         data = b"%d %b" % (len(data), digest(data)) + (b" " + ready[0] if life == 0 else b"")
     call = _settlement(ticket, b"" if life is None else b"%d" % life, data, *ready)
     now = monotonic()
     level = level_of(want.server, want.forgiving)
-    _, reply = yield from attempt(lease.name, call, now if want.forgiving else now + lease.retry_for, lease, level)
+    _, reply = yield from with_retries(lease.name, call, now if want.forgiving else now + lease.retry_for, lease, level)
     if reply != 1:
         _tell(ticket, reply)
     return bool(reply > 0)
 
 
-def _tell(ticket: Ticket, reply: int) -> None:
+def _tell(ticket: ComputeJob, reply: int) -> None:
     """Count and log why a value was not stored, or why its lease ended early."""
     want, lease = ticket.want, ticket.lease
     late = bool(lease.fence) and lease.loss is not None and lease.loss.code in ("expired", "no_answer")
@@ -205,47 +215,47 @@ def _tell(ticket: Ticket, reply: int) -> None:
         events.log.info("The value computed for %r was not stored: %s.", lease.name, why)
 
 
-def _store_plainly(ticket: Ticket, data: bytes, life: int | None) -> Steps[None]:
+def _store_plainly(ticket: ComputeJob, data: bytes, life: int | None) -> Operation[None]:
     """Store the value as the base class does, where there are no leases."""
     expiry = () if life is None else (b"PX", b"%d" % life)
     command = (b"SET", ticket.want.key.encode(), data, *expiry, *(() if ticket.replaced else (b"NX",)))
     try:
-        yield from attempt(ticket.lease.name, Commands((command,)), monotonic())
+        yield from with_retries(ticket.lease.name, Pipeline((command,)), monotonic())
     except LockBackendError:
         if not ticket.want.forgiving:
             raise
 
 
-def _settlement(ticket: Ticket, life: bytes, data: bytes, *ready: bytes) -> Call:
+def _settlement(ticket: ComputeJob, life: bytes, data: bytes, *ready: bytes) -> ScriptCall:
     want, lease = ticket.want, ticket.lease
     keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, want.key.encode(), *witness(lease))
     if lease.has_waited or ticket.replaced or ready:
         keys += (waits(want, lease), failures(lease), *ready)
     name, own = lease.name.encode(), b"%d" % ticket.mine
-    return Call(SETTLE, keys, (ticket.fence, name, life, ticket.replaced, ticket.ends, data, own))
+    return ScriptCall(SETTLE, keys, (ticket.fence, name, life, ticket.replaced, ticket.ends, data, own))
 
 
-def _pieces(key: bytes, data: bytes) -> Commands:
+def _pieces(key: bytes, data: bytes) -> Pipeline:
     end = len(data) - 1
     pieces = [(b"SETRANGE", key, b"%d" % at, data[at : at + LARGE]) for at in range(0, len(data), LARGE)]
     # The last byte first, so that room is made once.
-    return Commands(((b"SETRANGE", key, b"%d" % end, data[end:]), (b"PEXPIRE", key, b"%d" % READY_FOR), *pieces))
+    return Pipeline(((b"SETRANGE", key, b"%d" % end, data[end:]), (b"PEXPIRE", key, b"%d" % READY_FOR), *pieces))
 
 
-def _tell_failure(ticket: Ticket, error: BaseException) -> Steps[None]:
+def _tell_failure(ticket: ComputeJob, error: BaseException) -> Operation[None]:
     """End the lease without a value, and tell those who wait why: they would only find out one after another."""
     data = ticket.want.pack_failure(error)  # type: ignore[arg-type]
     with suppress(LockBackendError):
-        yield from attempt(ticket.lease.name, _settlement(ticket, b"!", data), monotonic())
+        yield from with_retries(ticket.lease.name, _settlement(ticket, b"!", data), monotonic())
 
 
-def _abandon(ticket: Ticket) -> Steps[None]:
+def _abandon(ticket: ComputeJob) -> Operation[None]:
     """End the lease without a value: one of those who wait computes next."""
     want, lease = ticket.want, ticket.lease
     waited_for = (b"HDEL", waits(want, lease), lease.name.encode())
     with suppress(LockBackendError):
-        yield from attempt(lease.name, give_back(lease), monotonic())
-        yield from attempt(lease.name, Commands((waited_for, (b"UNLINK", witness(lease)[0]))), monotonic())
+        yield from with_retries(lease.name, give_back(lease), monotonic())
+        yield from with_retries(lease.name, Pipeline((waited_for, (b"UNLINK", witness(lease)[0]))), monotonic())
 
 
 def digest(data: bytes) -> bytes:
@@ -263,7 +273,7 @@ def witness(lease: ValueLease) -> tuple[bytes, bytes]:
     return witness_key(lease.keys, lease.name), era_key(lease.keys)
 
 
-def waits(want: Wanted, lease: ValueLease) -> bytes:
+def waits(want: ValueRequest, lease: ValueLease) -> bytes:
     """Return the key that tells which computation waits for which."""
     if is_clustered(want.server):
         return lease.keys.held[: -len(b"held")] + b"waits"

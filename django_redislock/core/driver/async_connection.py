@@ -21,7 +21,7 @@ GRACE = 0.02
 """Seconds for a loop that was blocked to read what came meanwhile, before it calls the server silent."""
 
 
-class Line(asyncio.Protocol):
+class AsyncConnection(asyncio.Protocol):
     """An open connection whose answers come in the order of the requests.
 
     It counts as silent when no byte has come for `patience` seconds, as for the socket of a thread: a large answer
@@ -164,21 +164,21 @@ def _settle(answer: asyncio.Future[Any] | None, reply: Any) -> None:
         answer.set_result(reply)
 
 
-class SharedLine:
+class SharedConnection:
     """A line that is opened by the first who needs it, for all; nobody waits longer than `patience` seconds for others."""
 
-    def __init__(self, connect: Callable[..., Coroutine[Any, Any, Line]], patience: float) -> None:
+    def __init__(self, connect: Callable[..., Coroutine[Any, Any, AsyncConnection]], patience: float) -> None:
         self._connect = connect
         self._patience = patience
-        self._line: Line | None = None
+        self._line: AsyncConnection | None = None
         self._opening: asyncio.Future[Exception | None] | None = None
 
     @property
-    def line(self) -> Line | None:
+    def line(self) -> AsyncConnection | None:
         """The line, if it is open."""
         return self._line if self._line is not None and self._line.usable else None
 
-    async def open(self, *given: Any) -> Line:
+    async def open(self, *given: Any) -> AsyncConnection:
         """Return the line; raises redis-py's errors when it cannot be had. What is given goes to whatever connects."""
         give_up: float | None = None
         while (line := self.line) is None:

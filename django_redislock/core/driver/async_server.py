@@ -15,9 +15,21 @@ from typing import Any, TypeVar
 from redis.exceptions import ConnectionError, NoScriptError, RedisError
 
 from ..clock import monotonic
-from .async_connection import Line, SharedLine
-from .connection_kinds import asyncio_twin
-from .effects import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
+from .async_connection import AsyncConnection, SharedConnection
+from .connection_kinds import new_async_connection
+from .effects import (
+    Effect,
+    Invoke,
+    Operation,
+    Pipeline,
+    ScriptBatch,
+    ScriptCall,
+    Sleep,
+    Subscribe,
+    Unsubscribe,
+    WaitForFuture,
+    WaitForWakeup,
+)
 from .resp import NotPrimary, pack
 from .server import Server
 from .wakeups_tasks import AsyncWaitingRoom
@@ -41,14 +53,14 @@ class AsyncServer:
         self._loop = asyncio.get_running_loop()
         self.place = server.place
         self._kind, self._settings, self._patience = server.connection_class, server.settings, server.timeout
-        self._commands = SharedLine(self._connect, server.patience)
+        self._commands = SharedConnection(self._connect, server.patience)
         self.room = AsyncWaitingRoom(self._connect, server.patience)
-        self._lines: set[Line] = set()
+        self._lines: set[AsyncConnection] = set()
         self._running = 0
         self._loop_watch: AsyncGenerator[None, None] | None = None
         self._ends = False
 
-    async def run(self, steps: Steps[T], owner: asyncio.Task[Any] | None = None) -> T:
+    async def run(self, steps: Operation[T], owner: asyncio.Task[Any] | None = None) -> T:
         """Do what the steps ask for, and return their result; the steps take `owner` for the task that they are done for.
 
         Cancelled, it tells the server what is to be undone, but does not wait for the answers.
@@ -79,30 +91,30 @@ class AsyncServer:
 
     async def _do(self, effect: Effect, cancelled: bool) -> Any:
         match effect:
-            case Call():
+            case ScriptCall():
                 return await (self._send(effect) if cancelled else self.call(effect))
-            case Calls(calls):
+            case ScriptBatch(calls):
                 return await asyncio.gather(*map(self.call, calls), return_exceptions=True)
-            case Commands():
+            case Pipeline():
                 return await self.ask(effect)
-            case Join(lock, id, along):
+            case Subscribe(lock, id, along):
                 return await self.room.join(lock, id, along)
-            case Await(waiter, until, look):
+            case WaitForWakeup(waiter, until, look):
                 return await self.room.wait(waiter, until, look)
-            case Leave(waiter):
+            case Unsubscribe(waiter):
                 return self.room.leave(waiter)
-            case Pause(seconds):
+            case Sleep(seconds):
                 return await asyncio.sleep(seconds)
-            case Compute(function):
+            case Invoke(function):
                 try:
                     value = function()
                     return await value if inspect.isawaitable(value) else value, None
                 except Exception as error:  # cancelled, the task is not to be kept waiting by what comes after it
                     return None, error
-            case Follow(made, until):
+            case WaitForFuture(made, until):
                 return await _outcome(made, until)
 
-    async def call(self, call: Call) -> Any:
+    async def call(self, call: ScriptCall) -> Any:
         """Run a script and return its reply."""
         line = await self._commands.open()
         undo = None if call.undo is None else partial(_undoing, call.undo)
@@ -115,7 +127,7 @@ class AsyncServer:
             self.room.distrust()
             raise
 
-    async def ask(self, commands: Commands) -> list[Any]:
+    async def ask(self, commands: Pipeline) -> list[Any]:
         """Send commands and return their replies."""
         line = await self._commands.open()
         try:
@@ -126,18 +138,18 @@ class AsyncServer:
             self.room.distrust()
             raise
 
-    async def _send(self, call: Call) -> None:
+    async def _send(self, call: ScriptCall) -> None:
         """Have a script run without waiting for the reply."""
         with suppress(RedisError, OSError):
             async with asyncio.timeout(UNDO_WITHIN):
                 line = await self._commands.open()
             line.tell(call.whole)
 
-    async def _connect(self, hear: Callable[[Any], None] | None = None) -> Line:
+    async def _connect(self, hear: Callable[[Any], None] | None = None) -> AsyncConnection:
         if self._loop_watch is None and not self._ends:
             self._loop_watch = self._until_the_loop_ends()
             await anext(self._loop_watch)
-        connection = asyncio_twin(self._kind, self._settings)
+        connection = new_async_connection(self._kind, self._settings)
         try:
             await connection.connect()
         except BaseException:
@@ -146,7 +158,7 @@ class AsyncServer:
         if connection._reader.at_eof():  # which nobody would notice later
             connection._close()
             raise ConnectionError("Connection closed by server.")
-        line = Line(connection, self._patience, hear)
+        line = AsyncConnection(connection, self._patience, hear)
         self._lines.add(line)
         line.lost.add_done_callback(lambda _: self._lines.discard(line))
         return line
@@ -206,7 +218,7 @@ async def _outcome(made: Future[Any], until: float) -> Any:
     return made.result(0) if made.done() else None
 
 
-def _undoing(undo: Callable[[], Call]) -> bytes:
+def _undoing(undo: Callable[[], ScriptCall]) -> bytes:
     return undo().whole
 
 

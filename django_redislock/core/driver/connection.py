@@ -12,7 +12,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, RedisError, ResponseError, TimeoutError
 
-from .effects import Call, Calls, Commands
+from .effects import Pipeline, ScriptBatch, ScriptCall
 from .resp import INTEGER, Incomplete, Replies, pack
 
 LEAST, MOST = 4096, 1 << 20
@@ -24,7 +24,7 @@ LEAST, MOST = 4096, 1 << 20
 codecs.lookup("idna")
 
 
-class Wire:
+class RespConnection:
     """A connection of redis-py, for one thread at a time."""
 
     def __init__(self, connection: Any) -> None:
@@ -104,7 +104,7 @@ class Wire:
         self.connection.disconnect()
 
 
-class Link(Wire):
+class ScriptConnection(RespConnection):
     """One connection on which scripts are called."""
 
     seated = False
@@ -114,7 +114,7 @@ class Link(Wire):
     idle_since = 0.0
     """When it was last used."""
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: ScriptCall) -> Any:
         """Run the script and return its reply.
 
         Any failure closes the connection, so that no reply is left behind.
@@ -135,7 +135,7 @@ class Link(Wire):
             self._abort(call)
             raise
 
-    def call_all(self, calls: Calls) -> list[Any]:
+    def call_all(self, calls: ScriptBatch) -> list[Any]:
         """Run the scripts and return their replies, an error in place of what was refused, as `call` does."""
         try:
             self.send(b"".join([call.request for call in calls.calls]))
@@ -159,7 +159,7 @@ class Link(Wire):
         except ResponseError as error:
             return error
 
-    def ask(self, commands: Commands) -> list[Any]:
+    def ask(self, commands: Pipeline) -> list[Any]:
         """Send the commands and return their replies; any failure closes the connection."""
         try:
             self.send(b"".join([pack(*command) for command in commands.commands]))
@@ -168,7 +168,7 @@ class Link(Wire):
             self.close()
             raise
 
-    def _abort(self, *calls: Call) -> None:
+    def _abort(self, *calls: ScriptCall) -> None:
         """Close the connection, and have undone what the call may still do: on the same connection it comes after it."""
         try:
             for call in calls:

@@ -22,7 +22,7 @@ _ASYNCIO = {of_threads: of_asyncio for of_asyncio, of_threads in _THREADS.items(
 _APART = frozenset({"parser_class", "command_packer"})
 
 
-def thread_twin(kind: type, settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
+def sync_connection_kind(kind: type, settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
     """Return the class and the settings of the connections for threads that do as these asyncio connections.
 
     Raises TypeError when there are none.
@@ -35,7 +35,7 @@ def thread_twin(kind: type, settings: dict[str, Any]) -> tuple[type, dict[str, A
     return _THREADS[kind], {key: value for key, value in settings.items() if key not in _APART}
 
 
-def asyncio_twin(kind: type, settings: dict[str, Any]) -> Any:
+def new_async_connection(kind: type, settings: dict[str, Any]) -> Any:
     """Return a new connection for asyncio, not connected yet, that does as those for threads.
 
     Raises TypeError when there is none.

@@ -1,7 +1,7 @@
 """What an algorithm asks for, and how it goes on: each is written once, without I/O, for threads and for asyncio.
 
-An algorithm is a generator: it yields what it wants done (`Call` a script, `Join` the waiting room, `Await` a wake-up, `Pause`,
-`Leave`, …) and is sent the result, or has the error thrown into it. A driver, synchronous or asyncio, does the rest.
+An algorithm is a generator: it yields what it wants done (`ScriptCall` a script, `Subscribe` the waiting room, `WaitForWakeup` a wake-up, `Sleep`,
+`Unsubscribe`, …) and is sent the result, or has the error thrown into it. A driver, synchronous or asyncio, does the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .resp import PART, pack, sized
 from .script import Script
 
 
-class Call:
+class ScriptCall:
     """Run a script; the result is its reply.
 
     When there is no answer, `undo` is sent after it, so that it leaves nothing behind should the server come to it later.
@@ -29,7 +29,7 @@ class Call:
         script: Script,
         keys: tuple[bytes, ...],
         args: tuple[bytes, ...],
-        undo: Callable[[], Call] | None = None,
+        undo: Callable[[], ScriptCall] | None = None,
     ) -> None:
         self.script = script
         self.keys = keys
@@ -51,19 +51,19 @@ def _format(sha: bytes, keys: int, args: int) -> bytes:
     return b"*%d\r\n" % (3 + keys + args) + head + PART * (keys + args)
 
 
-class Commands(NamedTuple):
+class Pipeline(NamedTuple):
     """Send plain commands, all at once; the result is a list of their replies."""
 
     commands: tuple[tuple[bytes, ...], ...]
 
 
-class Calls(NamedTuple):
+class ScriptBatch(NamedTuple):
     """Run many scripts, all at once; the result is a list of their replies, an error in place of what the server refused."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ScriptCall, ...]
 
 
-class Join(NamedTuple):
+class Subscribe(NamedTuple):
     """Make sure that wake-ups arrive, and enter the waiting room; the result is a waiter with a `channel`.
 
     `along` gets the channel. The call that it returns is sent in the same breath with the subscription, if there is none yet:
@@ -72,10 +72,10 @@ class Join(NamedTuple):
 
     lock: bytes
     id: bytes
-    along: Callable[[bytes], Call] | None = None
+    along: Callable[[bytes], ScriptCall] | None = None
 
 
-class Await(NamedTuple):
+class WaitForWakeup(NamedTuple):
     """Sleep until the waiter is woken or until this time on the monotonic clock; the result is what it was told, or None.
 
     `look` is when what holds the lock ends: then the first waiter of each process is up.
@@ -86,25 +86,25 @@ class Await(NamedTuple):
     look: float
 
 
-class Leave(NamedTuple):
+class Unsubscribe(NamedTuple):
     """Leave the waiting room."""
 
     waiter: Any
 
 
-class Pause(NamedTuple):
+class Sleep(NamedTuple):
     """Sleep for so many seconds."""
 
     seconds: float
 
 
-class Compute(NamedTuple):
+class Invoke(NamedTuple):
     """Call the function; the result is what it returned and None, or None and what it raised."""
 
     function: Callable[[], Any]
 
 
-class Follow(NamedTuple):
+class WaitForFuture(NamedTuple):
     """Wait for what another thread or task of this process makes, until this time on the monotonic clock; the result is
     that, or None when the time is over."""
 
@@ -112,6 +112,6 @@ class Follow(NamedTuple):
     until: float
 
 
-Effect = Call | Calls | Commands | Join | Await | Leave | Pause | Compute | Follow
+Effect = ScriptCall | ScriptBatch | Pipeline | Subscribe | WaitForWakeup | Unsubscribe | Sleep | Invoke | WaitForFuture
 T = TypeVar("T")
-Steps = Generator[Effect, Any, T]
+Operation = Generator[Effect, Any, T]

@@ -11,7 +11,7 @@ from typing import Any, Generic
 from redis.exceptions import RedisError
 
 from ..clock import monotonic
-from .effects import Await, Call, Calls, Effect, Join, Leave, Pause, Steps, T
+from .effects import Effect, Operation, ScriptBatch, ScriptCall, Sleep, Subscribe, T, Unsubscribe, WaitForWakeup
 from .wakeups import LOOK_EVERY
 
 
@@ -20,8 +20,8 @@ class Abandoned(BaseException):
 
 
 def together(
-    many: Sequence[Steps[T]], ended: dict[int, T], before_waiting: Callable[[], Steps[bool]] | None = None
-) -> Steps[None]:
+    many: Sequence[Operation[T]], ended: dict[int, T], before_waiting: Callable[[], Operation[bool]] | None = None
+) -> Operation[None]:
     """Run many steps side by side; `ended` gets the result of each.
 
     The steps of `before_waiting` run whenever all others only wait; once their result is False the others are
@@ -50,7 +50,7 @@ def together(
             yield from group.wait()
     finally:
         if group.sleeper is not None:
-            yield Leave(group.sleeper)
+            yield Unsubscribe(group.sleeper)
     if group.failure is not None:
         raise group.failure
 
@@ -58,20 +58,20 @@ def together(
 class _Abreast(Generic[T]):
     """The next effect that each of the steps wants."""
 
-    def __init__(self, many: Sequence[Steps[T]], ended: dict[int, T]) -> None:
+    def __init__(self, many: Sequence[Operation[T]], ended: dict[int, T]) -> None:
         self._many = many
         self._ended = ended
         self.failure: BaseException | None = None
-        self._calls: dict[int, Call] = {}
-        self._pauses: dict[int, Pause] = {}
-        self._joins: dict[int, Join] = {}
-        self._sleeps: dict[int, Await] = {}
+        self._calls: dict[int, ScriptCall] = {}
+        self._pauses: dict[int, Sleep] = {}
+        self._joins: dict[int, Subscribe] = {}
+        self._sleeps: dict[int, WaitForWakeup] = {}
         self._others: dict[int, Effect] = {}
         self._kinds: dict[type, dict[int, Any]] = {
-            Call: self._calls,
-            Pause: self._pauses,
-            Join: self._joins,
-            Await: self._sleeps,
+            ScriptCall: self._calls,
+            Sleep: self._pauses,
+            Subscribe: self._joins,
+            WaitForWakeup: self._sleeps,
         }
         self._wanted: list[dict[int, Any]] = [*self._kinds.values(), self._others]
         self.sleeper: Any = None
@@ -107,7 +107,7 @@ class _Abreast(Generic[T]):
             self.failure = self.failure or raised
         else:
             self._kinds.get(type(effect), self._others)[number] = effect
-            if isinstance(effect, Await):
+            if isinstance(effect, WaitForWakeup):
                 self._new.append(number)
 
     def abandon(self) -> None:
@@ -115,15 +115,15 @@ class _Abreast(Generic[T]):
         for number in self._unended():
             self.proceed(number, error=Abandoned())
 
-    def work(self) -> Steps[None]:
+    def work(self) -> Operation[None]:
         """Run the effect of one, or all wanted calls together."""
         if self._others:
             number, effect = next(iter(self._others.items()))
             yield from self._do([number], effect)
         else:
-            yield from self._do(list(self._calls), Calls(tuple(self._calls.values())))
+            yield from self._do(list(self._calls), ScriptBatch(tuple(self._calls.values())))
 
-    def wait(self) -> Steps[None]:
+    def wait(self) -> Operation[None]:
         """Enter the waiting room, pause, or sleep."""
         if self._joins:
             number, join = next(iter(self._joins.items()))
@@ -133,18 +133,18 @@ class _Abreast(Generic[T]):
             yield from self._do([number], join._replace(lock=self._lock))
         elif self._pauses:
             longest = max(pause.seconds for pause in self._pauses.values())
-            yield from self._do(list(self._pauses), Pause(longest))
+            yield from self._do(list(self._pauses), Sleep(longest))
         else:
             yield from self._sleep()
 
-    def _sleep(self) -> Steps[None]:
+    def _sleep(self) -> Operation[None]:
         """Sleep until one of them is woken, or its time is over."""
         if self.sleeper is None:
             first = next(iter(self._sleeps.values())).waiter
             try:
-                self.sleeper = yield Join(first.lock, first.id + b"+")
+                self.sleeper = yield Subscribe(first.lock, first.id + b"+")
             except RedisError:  # there will be no wake-ups now
-                yield from self._do(list(self._sleeps), Pause(LOOK_EVERY))
+                yield from self._do(list(self._sleeps), Sleep(LOOK_EVERY))
                 return
             self.sleeper.told = deque()
         told = self.sleeper.told
@@ -158,7 +158,7 @@ class _Abreast(Generic[T]):
                 if waiter.woken:  # before it had a sleeper
                     told.append(waiter)
         if not told:
-            yield from self._do([], Await(self.sleeper, self._until, math.inf))
+            yield from self._do([], WaitForWakeup(self.sleeper, self._until, math.inf))
         while told:
             waiter = told.popleft()
             if waiter.woken and self._numbers[waiter] in self._sleeps:
@@ -175,13 +175,13 @@ class _Abreast(Generic[T]):
     def _unended(self) -> list[int]:
         return [number for wanted in self._wanted for number in wanted]
 
-    def _do(self, numbers: list[int], effect: Effect) -> Steps[None]:
+    def _do(self, numbers: list[int], effect: Effect) -> Operation[None]:
         """Run the effect for these; any error that is not of Redis interrupts all."""
         replies: list[Any] = []
         error: BaseException | None = None
         try:
             result = yield effect
-            replies = result if isinstance(effect, Calls) else [result]
+            replies = result if isinstance(effect, ScriptBatch) else [result]
         except BaseException as raised:
             error = raised
             if not isinstance(error, RedisError):

@@ -62,7 +62,7 @@ def greenlets() -> bool:
     return _original() is not None
 
 
-class Alarm:
+class OsEvent:
     """Lets one thread sleep until a time, or until another thread rings; with a lock of `threading`'s, one greenlet."""
 
     __slots__ = ("_lock",)

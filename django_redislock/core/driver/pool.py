@@ -14,32 +14,32 @@ from weakref import ref
 from redis.exceptions import TimeoutError
 
 from ..clock import monotonic
-from .connection import Link
-from .os_threads import Alarm
+from .connection import ScriptConnection
+from .os_threads import OsEvent
 from .seat import Seat
 
 
-class Links:
+class ConnectionPool:
     """The connections that there are, those in use too, and who waits for one.
 
     `make` returns a further one. A thread waits for `timeout` seconds at most.
     """
 
-    def __init__(self, limit: int, timeout: float, make: Callable[[], Link]) -> None:
-        self.free: list[Link] = []
+    def __init__(self, limit: int, timeout: float, make: Callable[[], ScriptConnection]) -> None:
+        self.free: list[ScriptConnection] = []
         """The last one is taken next, so that the first ones are not used for long."""
         self.users: set[int] = set()
         """The threads that have a connection, or are about to."""
         self._timeout = timeout
         self._make = make
-        self._seats: list[Seat[ref[Link]]] = [Seat() for _ in range(limit)]
+        self._seats: list[Seat[ref[ScriptConnection]]] = [Seat() for _ in range(limit)]
         """One for each connection; one that is lost to a signal leaves its seat."""
         self._era = object()
         """What the connections have in common that were made since the last one was given up."""
-        self._extra: Seat[ref[Link]] = Seat()
+        self._extra: Seat[ref[ScriptConnection]] = Seat()
         self._seekers: list[_Seeker] = []
 
-    def take(self) -> Link:
+    def take(self) -> ScriptConnection:
         """Return a free connection; raises IndexError when there is none."""
         link = self.free.pop()
         if link.era is not self._era:
@@ -47,14 +47,14 @@ class Links:
             link.era = self._era
         return link
 
-    def take_extra(self) -> Link:
+    def take_extra(self) -> ScriptConnection:
         """Return a connection without waiting: one more than callers may have, if there is none."""
         try:
             return self.take()
         except IndexError:
             return self._seated(self._extra) or self._made()
 
-    def give_back(self, link: Link) -> None:
+    def give_back(self, link: ScriptConnection) -> None:
         """Let the next one have the connection; one that is too many is closed."""
         link.idle_since = monotonic()
         if link.seated:
@@ -89,7 +89,7 @@ class Links:
                 return since
         return math.inf
 
-    def wait(self, nested: bool = False) -> Link:
+    def wait(self, nested: bool = False) -> ScriptConnection:
         """Return a connection, as soon as there is one.
 
         `nested`: the caller interrupted its own thread, and must not wait for what that one uses. Raises TimeoutError when none becomes free in time, and what another thread got that tried to connect meanwhile.
@@ -142,14 +142,14 @@ class Links:
             first = seeker.told or any(other.thread == seeker.thread for other in list(self._seekers))
             self._seekers.insert(0 if first else len(self._seekers), seeker)
 
-    def _further(self) -> Link | None:
+    def _further(self) -> ScriptConnection | None:
         for seat in self._seats:
             link = self._seated(seat)
             if link is not None:
                 return link
         return None
 
-    def _seated(self, seat: Seat[ref[Link]]) -> Link | None:
+    def _seated(self, seat: Seat[ref[ScriptConnection]]) -> ScriptConnection | None:
         """Return a further connection that has the seat, unless another one has it."""
         if seat.taken_by is not None:
             return None
@@ -158,7 +158,7 @@ class Links:
         link.seated = seat.take(taken) is taken
         return link if link.seated else None
 
-    def _made(self) -> Link:
+    def _made(self) -> ScriptConnection:
         link = self._make()
         link.era = self._era
         return link
@@ -169,6 +169,6 @@ class _Seeker:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.alarm = Alarm(threading.Lock())
+        self.alarm = OsEvent(threading.Lock())
         self.told = False
         self.error: Exception | None = None

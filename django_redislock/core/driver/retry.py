@@ -10,7 +10,7 @@ from redis.exceptions import AuthenticationError, ClusterCrossSlotError, Connect
 from ...exceptions import LockBackendError
 from .. import events
 from ..clock import monotonic
-from .effects import Call, Calls, Commands, Join, Pause, Steps
+from .effects import Operation, Pipeline, ScriptBatch, ScriptCall, Sleep, Subscribe
 
 RETRY_FOR = 5.0
 retry_for: float | None = None
@@ -24,13 +24,13 @@ class Patient(Protocol):
     def retry_for(self) -> float: ...
 
 
-def attempt(
+def with_retries(
     name: str,
-    effect: Call | Calls | Commands | Join,
+    effect: ScriptCall | ScriptBatch | Pipeline | Subscribe,
     until: float,
     patient: Patient | None = None,
     level: int | None = None,
-) -> Steps[tuple[float, Any]]:
+) -> Operation[tuple[float, Any]]:
     """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
 
     Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that
@@ -52,17 +52,17 @@ def attempt(
             if not broken or (tries and monotonic() + pause >= give_up):
                 raise _backend_error(name, error, effect, level) from error
         tries += 1
-        yield Pause(pause)
+        yield Sleep(pause)
 
 
 def _backend_error(
-    name: str, error: RedisError, effect: Call | Calls | Commands | Join, level: int | None
+    name: str, error: RedisError, effect: ScriptCall | ScriptBatch | Pipeline | Subscribe, level: int | None
 ) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
-    if isinstance(effect, Call) and "WRONGTYPE" in cause:  # something else wrote one of them
+    if isinstance(effect, ScriptCall) and "WRONGTYPE" in cause:  # something else wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
     failure = LockBackendError(name, cause, refused=isinstance(error, ResponseError))
     # Commands are about values, not about locks; and after CROSSSLOT the caller asks again with other keys.
-    if not isinstance(effect, Commands) and not isinstance(error, ClusterCrossSlotError):
+    if not isinstance(effect, Pipeline) and not isinstance(error, ClusterCrossSlotError):
         events.emit("backend_error", "%s", failure, name=name, cause=cause, level=level)
     return failure

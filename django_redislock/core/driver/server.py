@@ -26,13 +26,25 @@ from redis.retry import Retry
 
 from ..clock import monotonic
 from . import idle, os_threads, retry
-from .connection import Link, Wire
-from .connection_kinds import nameless, thread_twin
-from .effects import Await, Call, Calls, Commands, Compute, Effect, Follow, Join, Leave, Pause, Steps
+from .connection import RespConnection, ScriptConnection
+from .connection_kinds import nameless, sync_connection_kind
+from .effects import (
+    Effect,
+    Invoke,
+    Operation,
+    Pipeline,
+    ScriptBatch,
+    ScriptCall,
+    Sleep,
+    Subscribe,
+    Unsubscribe,
+    WaitForFuture,
+    WaitForWakeup,
+)
 from .fork import after_in_child
 from .identity import identity, theirs
 from .place import place_of
-from .pool import Links
+from .pool import ConnectionPool
 from .resp import NotPrimary
 from .wakeups_threads import WaitingRoom
 
@@ -67,7 +79,7 @@ class Server:
         settings = theirs(pool.connection_kwargs)
         self.connection_class: Any = pool.connection_class
         if isinstance(client, AsyncRedis):
-            self.connection_class, settings = thread_twin(self.connection_class, settings)
+            self.connection_class, settings = sync_connection_kind(self.connection_class, settings)
         self.timeout = pool.connection_kwargs.get("socket_timeout", DEFAULT_TIMEOUT) or DEFAULT_TIMEOUT
         connect = pool.connection_kwargs.get("socket_connect_timeout") or self.timeout
         self.settings = settings | {"socket_timeout": self.timeout, "socket_connect_timeout": connect, "protocol": 2}
@@ -81,8 +93,8 @@ class Server:
         self.views = {}
         self.watched = False
         connection = partial(_connection, self.connection_class, self.settings)
-        self.links = Links(self._limit, self.timeout, lambda: Link(connection()))
-        self.room = WaitingRoom(lambda: Wire(connection()), self.patience)
+        self.links = ConnectionPool(self._limit, self.timeout, lambda: ScriptConnection(connection()))
+        self.room = WaitingRoom(lambda: RespConnection(connection()), self.patience)
         self._of_thread = threading.local()
 
     def __del__(self) -> None:
@@ -99,7 +111,7 @@ class Server:
         """Return a new connection, not connected yet."""
         return _connection(self.connection_class, self.settings)
 
-    def call(self, call: Call | Calls | Commands) -> Any:
+    def call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
         """Run a script, or several, or commands, on a connection of its own for the moment."""
         links, me = self.links, get_ident()
         nested = me in links.users  # a signal handler, or a destructor, in the middle of a call
@@ -114,11 +126,11 @@ class Server:
                 new = True
                 self._open(link)
             match call:
-                case Call():
+                case ScriptCall():
                     return link.call(call)
-                case Calls():
+                case ScriptBatch():
                     return link.call_all(call)
-                case Commands():
+                case Pipeline():
                     return link.ask(call)
         except ConnectionError as error:
             self._failed(error)
@@ -139,7 +151,7 @@ class Server:
             self.links.distrust()
             self.room.distrust()
 
-    def _give_back(self, link: Link) -> None:
+    def _give_back(self, link: ScriptConnection) -> None:
         self.links.give_back(link)
         if not self.watched and len(self.links.free) > 1:
             idle.housekeeper.watch(self)
@@ -151,7 +163,7 @@ class Server:
         """
         return min(self.room.close_idle(before), self.links.close_idle(before, keep))
 
-    def renew(self, call: Call, patience: float) -> Any:
+    def renew(self, call: ScriptCall, patience: float) -> Any:
         """Run a renewal, and wait for so many seconds for its reply, but never for a connection that others use."""
         link = self._own_link() if os_threads.greenlets() else self.links.take_extra()
         patience = min(patience, self.timeout)
@@ -166,16 +178,16 @@ class Server:
             if not os_threads.greenlets():
                 self._give_back(link)
 
-    def _own_link(self) -> Link:
+    def _own_link(self) -> ScriptConnection:
         try:
             return self._of_thread.link  # type: ignore[no-any-return]
         except AttributeError:
-            link = self._of_thread.link = Link(self.connection())
+            link = self._of_thread.link = ScriptConnection(self.connection())
             return link
 
     def leave(self) -> None:
         """Close what only the calling thread, which ends, could use."""
-        link: Link | None = vars(self._of_thread).pop("link", None)
+        link: ScriptConnection | None = vars(self._of_thread).pop("link", None)
         if link is not None:
             link.close()
 
@@ -185,7 +197,7 @@ class Server:
         links = [getattr(self._of_thread, "link", None)] if os_threads.greenlets() else self.links.free[-1:]
         return any(link is not None and link.open for link in links)
 
-    def _open(self, link: Link) -> None:
+    def _open(self, link: ScriptConnection) -> None:
         try:
             link.connect()
         except BaseException as error:
@@ -194,7 +206,7 @@ class Server:
                 self.links.tell(error)
             raise
 
-    def run(self, steps: Steps[T]) -> T:
+    def run(self, steps: Operation[T]) -> T:
         """Do what the steps ask for, and return their result."""
         proceed: Callable[[Any], Effect] = steps.send
         result: Any = None
@@ -217,24 +229,24 @@ class Server:
 
     def _do(self, effect: Effect) -> Any:
         match effect:
-            case Call() | Calls() | Commands():
+            case ScriptCall() | ScriptBatch() | Pipeline():
                 return self.call(effect)
-            case Join(lock, id, along):
+            case Subscribe(lock, id, along):
                 if not self.watched:
                     idle.housekeeper.watch(self)
                 return self.room.join(lock, id, along)
-            case Await(waiter, until, look):
+            case WaitForWakeup(waiter, until, look):
                 return self.room.wait(waiter, until, look)
-            case Leave(waiter):
+            case Unsubscribe(waiter):
                 return self.room.leave(waiter)
-            case Pause(seconds):
+            case Sleep(seconds):
                 return time.sleep(seconds)
-            case Compute(function):
+            case Invoke(function):
                 try:
                     return function(), None
                 except BaseException as error:
                     return None, error
-            case Follow(made, until):
+            case WaitForFuture(made, until):
                 try:
                     return made.result(None if until == math.inf else max(0.0, until - monotonic()))
                 except FutureTimeout:

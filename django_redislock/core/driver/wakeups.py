@@ -22,7 +22,7 @@ from . import process
 from .resp import pack
 
 if TYPE_CHECKING:
-    from .effects import Call
+    from .effects import ScriptCall
 
 LOOK_EVERY = 0.5
 QUIET = 10.0
@@ -178,7 +178,7 @@ class Waiters(Generic[W]):
         return first
 
 
-class Pulse:
+class Keepalive:
     """Tells when a subscription is to be asked whether it is alive: a router may have forgotten it, and then nobody is told."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ def new_channel() -> bytes:
     return f"redislock:wake:{secrets.token_hex(8)}:{os.getpid()}:{quote(process.HOST)}".encode()
 
 
-def withdrawal(call: Call) -> bytes:
+def withdrawal(call: ScriptCall) -> bytes:
     """Return what undoes a call and the subscription that it was sent along with."""
     undo = b"" if call.undo is None else call.undo().whole
     return pack(b"UNSUBSCRIBE") + undo

@@ -12,10 +12,10 @@ from redis.exceptions import ConnectionError, RedisError, ResponseError
 
 from ..clock import monotonic
 from . import idle
-from .async_connection import Line, SharedLine
-from .effects import Call
+from .async_connection import AsyncConnection, SharedConnection
+from .effects import ScriptCall
 from .resp import HELLO, check_role, pack
-from .wakeups import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
+from .wakeups import LOOK_EVERY, Keepalive, Waiter, Waiters, new_channel, withdrawal
 
 
 class WaitingTask(Waiter):
@@ -39,9 +39,9 @@ class AsyncWaitingRoom:
     def __init__(self, connect: Callable[..., Any], patience: float) -> None:
         self.channel = new_channel()
         self._connect = connect
-        self._subscription = SharedLine(self._subscribe, patience)
+        self._subscription = SharedConnection(self._subscribe, patience)
         self._waiters: Waiters[WaitingTask] = Waiters()
-        self._pulse = Pulse()
+        self._pulse = Keepalive()
         self._next_look: asyncio.TimerHandle | None = None
         self._mending: asyncio.Task[None] | None = None
         self._distrusted = False
@@ -53,7 +53,7 @@ class AsyncWaitingRoom:
         """Whether wake-ups arrive."""
         return self._subscription.line is not None
 
-    async def join(self, lock: bytes, id: bytes, along: Callable[[bytes], Call] | None = None) -> WaitingTask:
+    async def join(self, lock: bytes, id: bytes, along: Callable[[bytes], ScriptCall] | None = None) -> WaitingTask:
         """Enter; raises redis-py's errors when the subscription cannot be had."""
         waiter = WaitingTask(lock, id, self.channel)
         self._waiters.add(waiter)  # first: the reply to what is sent along may make somebody tell it something
@@ -155,9 +155,9 @@ class AsyncWaitingRoom:
         self._pulse.beat()
         self._waiters.hear(reply)
 
-    async def _subscribe(self, waiter: WaitingTask | None = None, call: Call | None = None) -> Line:
-        line: Line = await self._connect(self._hear)
-        self._pulse = Pulse()
+    async def _subscribe(self, waiter: WaitingTask | None = None, call: ScriptCall | None = None) -> AsyncConnection:
+        line: AsyncConnection = await self._connect(self._hear)
+        self._pulse = Keepalive()
         request = pack(b"SUBSCRIBE", self.channel)
         distrusted, self._distrusted = self._distrusted, False
         try:

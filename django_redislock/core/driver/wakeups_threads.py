@@ -19,14 +19,14 @@ from weakref import ref
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from ..clock import monotonic
-from .connection import Wire
-from .os_threads import Alarm
+from .connection import RespConnection
+from .os_threads import OsEvent
 from .resp import HELLO, check_role, pack
 from .seat import Seat
-from .wakeups import LOOK_EVERY, Pulse, Waiter, Waiters, new_channel, withdrawal
+from .wakeups import LOOK_EVERY, Keepalive, Waiter, Waiters, new_channel, withdrawal
 
 if TYPE_CHECKING:
-    from .effects import Call
+    from .effects import ScriptCall
 
 
 class WaitingThread(Waiter):
@@ -36,7 +36,7 @@ class WaitingThread(Waiter):
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         super().__init__(lock, id, channel)
-        self.alarm = Alarm(threading.Lock())
+        self.alarm = OsEvent(threading.Lock())
         """Rings when it is woken, and to hand on the reading."""
         self.asleep = False
         """Whether it would notice to be stirred soon."""
@@ -52,10 +52,10 @@ class WaitingThread(Waiter):
 class Subscription:
     """A connection on which wake-ups arrive, and who reads it."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: RespConnection) -> None:
         self.wire = wire
         self.reader: Seat[WaitingThread] = Seat()
-        self.pulse = Pulse()
+        self.pulse = Keepalive()
         self.since = monotonic()
 
 
@@ -88,7 +88,7 @@ class WaitingRoom:
     A thread waits `patience` seconds at most for another one that subscribes.
     """
 
-    def __init__(self, connect: Callable[[], Wire], patience: float) -> None:
+    def __init__(self, connect: Callable[[], RespConnection], patience: float) -> None:
         self.channel = new_channel()
         self._connect = connect
         self._patience = patience
@@ -107,7 +107,7 @@ class WaitingRoom:
         """Whether wake-ups arrive."""
         return self._subscription.taken_by is not None
 
-    def join(self, lock: bytes, id: bytes, along: Callable[[bytes], Call] | None = None) -> WaitingThread:
+    def join(self, lock: bytes, id: bytes, along: Callable[[bytes], ScriptCall] | None = None) -> WaitingThread:
         """Enter; raises redis-py's errors when the subscription cannot be had."""
         waiter = WaitingThread(lock, id, self.channel)
         if not self._waiters:  # nobody looked while the room was empty, and there is no need to look at once
@@ -230,8 +230,8 @@ class WaitingRoom:
 
     def _mend(self, waiter: WaitingThread, left: float) -> None:
         """Subscribe anew, or sleep while another one does; without a subscription the first waiters look by themselves."""
-        attempt = self._attempt.taken_by
-        follows = attempt is not None and not attempt.over and attempt.thread != waiter.thread
+        with_retries = self._attempt.taken_by
+        follows = with_retries is not None and not with_retries.over and with_retries.thread != waiter.thread
         if follows or monotonic() < self._next_attempt:
             waiter.alarm.sleep(min(left, LOOK_EVERY))
             if not self.open and self._waiters.is_first(waiter):
@@ -244,7 +244,7 @@ class WaitingRoom:
             self._next_attempt = monotonic() + LOOK_EVERY
             self._waiters.wake_all()
 
-    def _subscribe(self, waiter: WaitingThread, along: Callable[[bytes], Call] | None = None) -> None:
+    def _subscribe(self, waiter: WaitingThread, along: Callable[[bytes], ScriptCall] | None = None) -> None:
         """See to it that there is a subscription: one thread connects, and the others wait for it."""
         give_up = monotonic() + self._patience
         while not self.open:
@@ -256,7 +256,7 @@ class WaitingRoom:
             else:
                 self._follow(other, waiter, give_up)
 
-    def _lead(self, attempt: Attempt, waiter: WaitingThread, along: Callable[[bytes], Call] | None) -> None:
+    def _lead(self, with_retries: Attempt, waiter: WaitingThread, along: Callable[[bytes], ScriptCall] | None) -> None:
         error = None
         try:
             subscription = Subscription(self._subscribed(waiter, None if along is None else along(self.channel)))
@@ -266,23 +266,23 @@ class WaitingRoom:
             error = failure
             raise
         finally:
-            attempt.end(error)
-            self._attempt.leave(attempt)
+            with_retries.end(error)
+            self._attempt.leave(with_retries)
         self._next_look = monotonic() + LOOK_EVERY
         # What was said meanwhile went unheard; to who has just come nothing was.
         self._waiters.wake_all(but=None if waiter.asleep else waiter)
 
-    def _follow(self, attempt: Attempt, waiter: WaitingThread, give_up: float) -> None:
-        attempt.followers.append(waiter)
-        while not attempt.over and not self.open:
+    def _follow(self, with_retries: Attempt, waiter: WaitingThread, give_up: float) -> None:
+        with_retries.followers.append(waiter)
+        while not with_retries.over and not self.open:
             left = give_up - monotonic()
             if left <= 0:
                 raise TimeoutError(f"no subscription within {self._patience:g} s")
             waiter.alarm.sleep(min(left, LOOK_EVERY))
-        if attempt.error is not None:
-            raise copy(attempt.error)
+        if with_retries.error is not None:
+            raise copy(with_retries.error)
 
-    def _subscribed(self, waiter: WaitingThread, call: Call | None) -> Wire:
+    def _subscribed(self, waiter: WaitingThread, call: ScriptCall | None) -> RespConnection:
         wire = self._connect()
         distrusted, self._distrusted = self._distrusted, False
         try:

@@ -19,7 +19,7 @@ app.conf.update(
 )
 
 
-class Pulse(bootsteps.StartStopStep):
+class Keepalive(bootsteps.StartStopStep):
     """Turns the loop of a solo worker: with RabbitMQ it acknowledges a message, and gets the next, no sooner than at a turn."""
 
     requires = {"celery.worker.components:Timer"}
@@ -31,7 +31,7 @@ class Pulse(bootsteps.StartStopStep):
         worker.timer.call_repeatedly(0.05, lambda: None)
 
 
-app.steps["worker"].add(Pulse)
+app.steps["worker"].add(Keepalive)
 
 BROKER = "REDISLOCK_TEST_BROKER"
 TRANSPORT = "REDISLOCK_TEST_TRANSPORT"
