@@ -10,7 +10,7 @@ import pytest
 import redis
 from django.conf import settings
 
-from django_redislock.cache import single_flight
+from django_redislock.cache.lease import single_flight
 from django_redislock.core import held_locks
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
@@ -64,7 +64,7 @@ def _empty_database(server: Server) -> None:
     """Every test starts with an empty database, whichever fixtures it uses, and hears of no lock that another one left."""
     for each in list(watchdog.of_servers):
         each._leases.clear()
-    single_flight._quiet.clear()
+    single_flight._paused.clear()
     with server.client() as client:
         client.flushdb()
 

@@ -135,7 +135,7 @@ def test_a_lost_reply_loses_nothing(proxy, redis_url, client, backend, of):
 def test_who_finds_the_value_after_a_lost_reply_keeps_no_lease(cache_and_want, client):
     cache, want = cache_and_want
     lease = want.lease(threading.current_thread())
-    steps = partial(obtain._seek, want, lease, b"", monotonic() + 10, False)
+    steps = partial(obtain.request_lease, want, lease, b"", monotonic() + 10, False)
     assert want.server.run(steps())[0] == b"compute"
     cache.set("k", "v")
     assert want.server.run(steps()) == (b"value", client.get(":1:k")), (
@@ -343,7 +343,7 @@ def test_who_may_use_values_only_has_the_base_class(as_user, own_server, backend
         assert cache.get("k") == "new"
         assert cache.get_or_set("n", lambda: "v", 60, should_cache=lambda value: False) == "v"
         assert not cache.has_key("n")
-    told = [record for record in caplog.records if "Values are not computed once" in record.getMessage()]
+    told = [record for record in caplog.records if "The Redis user may not use leases of values" in record.getMessage()]
     assert len(told) == 1
 
 

@@ -20,7 +20,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.test import override_settings
 
 from django_redislock import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired, alock
-from django_redislock.cache.lease.obtain import ValueRequest, fly
+from django_redislock.cache.lease.obtain import ValueRequest, get_or_compute
 from django_redislock.core import AsyncLock, AsyncRLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.resp import pack
@@ -978,12 +978,12 @@ def test_values_can_be_computed_by_tasks(aclient, client):
             expire=10,
             auto_renewal=False,
             max_hold=None,
-            forgiving=False,
+            ignore_errors=False,
         )
 
     async def get():
         here = async_server_of(server)
-        return (await here.run(fly(want(), asyncio.current_task(), math.inf, here.room.open))).value
+        return (await here.run(get_or_compute(want(), asyncio.current_task(), math.inf, here.room.open))).value
 
     async def main():
         assert await asyncio.gather(*[get() for _ in range(5)]) == ["v"] * 5

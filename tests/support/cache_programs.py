@@ -15,7 +15,8 @@ from typing import Any
 import redis
 from django.utils.module_loading import import_string
 
-from django_redislock.cache import refreshable, single_flight
+from django_redislock.cache import refreshable
+from django_redislock.cache.lease import single_flight
 from django_redislock.cache.lease.store import digest
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from tests.support import say
@@ -209,8 +210,8 @@ def cache_is_computing(cache: Any, key: str) -> bool:
     """Return whether anybody computes the value of the key now."""
     from django_redislock.core import Lock
 
-    made = cache._made(key, None)
-    return Lock(cache._redis(made), f"cache:{made}").locked()
+    made = cache._redis_key(key, None)
+    return Lock(cache._client_for(made), f"cache:{made}").locked()
 
 
 @refreshable
