@@ -14,8 +14,6 @@ from .core.validation import check_name
 
 ALPHABET = b"-~"
 """The last two characters of base64: the admin writes three for an underscore."""
-LONG = 2000
-"""Bytes of a name whose primary key is packed."""
 
 
 class NoRows(models.Manager["HeldLock"]):
@@ -89,43 +87,16 @@ class HeldLock(models.Model):
 
 
 def encode_key(connection: str, name: str) -> str:
-    """Return the primary key of a lock: safe in URLs and forms, whatever the name holds.
-
-    A long name outside ASCII is packed, 21 bits a character, for servers refuse an address of more than about 4,000 bytes.
-    """
-    data = name.encode()
-    if len(data) <= LONG:
-        return _base64(connection, data)
-    number = 1
-    for character in name:
-        number = number << 21 | ord(character)
-    return "!" + _base64(connection, number.to_bytes((number.bit_length() + 7) // 8))
+    """Return the primary key of a lock: safe in URLs and forms, whatever the name holds."""
+    return b64encode(f"{connection}\0{name}".encode(), ALPHABET).decode().rstrip("=")
 
 
 def decode_key(key: str) -> tuple[str, str]:
     """Return the connection and the name that a primary key stands for; raises ValueError for what is none."""
-    plain = key.removeprefix("!")
-    raw, separator, data = b64decode(plain + "=" * (-len(plain) % 4), ALPHABET).partition(b"\0")
-    connection = raw.decode()
-    name = check_name(_unpack(data) if key.startswith("!") else data.decode())
-    if not separator or encode_key(connection, name) != key:
+    connection, separator, name = b64decode(key + "=" * (-len(key) % 4), ALPHABET).decode().partition("\0")
+    if not separator or encode_key(connection, check_name(name)) != key:
         raise ValueError(f"not the key of a lock: {key!r}")
     return connection, name
-
-
-def _unpack(data: bytes) -> str:
-    if len(data) > LONG * 2:
-        raise ValueError("too long for the name of a lock")
-    number = int.from_bytes(data)
-    characters = []
-    while number > 1:
-        characters.append(chr(number & 0x1FFFFF))
-        number >>= 21
-    return "".join(reversed(characters))
-
-
-def _base64(connection: str, data: bytes) -> str:
-    return b64encode(connection.encode() + b"\0" + data, ALPHABET).decode().rstrip("=")
 
 
 def visible(name: str) -> str:

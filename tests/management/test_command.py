@@ -146,7 +146,7 @@ def test_nobody_holds_it(arguments: list[str]) -> None:
 
 
 def test_a_name_that_no_lock_can_have() -> None:
-    with pytest.raises(CommandError, match="1 to 1000 characters"):
+    with pytest.raises(CommandError, match="1 to 1000 bytes"):
         run("show", "x" * 1001)
 
 
