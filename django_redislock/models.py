@@ -1,4 +1,4 @@
-"""`HeldLock`, what the admin shows: a lock held now, read from Redis; no table, no rows, two permissions."""
+"""`HeldLock`, the model of the admin: a lock held now, read from Redis. It has no table, no rows, and two permissions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from django.utils.translation import gettext_lazy as _
 from .core import LockInfo
 from .core.listing import Waiting
 from .core.validation import check_name
+from .texts import visible
 
 ALPHABET = b"-~"
-"""The last two characters of base64: the admin writes three for an underscore."""
+"""The last two characters of base64. Underscores are not used, because the admin writes three characters for each."""
 
 
-class NoRows(models.Manager["HeldLock"]):
-    """Held locks live in Redis; whoever asks the database (``dumpdata`` asks for every model) hears that there are none."""
+class EmptyManager(models.Manager["HeldLock"]):
+    """Finds no rows, because held locks are in Redis; ``dumpdata`` and others query the database for every model."""
 
     def get_queryset(self) -> models.QuerySet[HeldLock]:
         return super().get_queryset().none()
 
 
 class HeldLock(models.Model):
-    """A lock held now. With `fence` 0 nobody holds it, and only its name and connection are known."""
+    """A lock held now. With `fence` 0 it is free, and only its name and connection are known."""
 
-    # Never stored, so the length says nothing; longer ones would make MySQL's checks warn.
+    # Nothing is stored, so this length limits nothing; MySQL's checks warn about a larger one.
     key = models.CharField(primary_key=True, max_length=255, editable=False)
     connection = models.CharField(_("connection"), max_length=255)
     name = models.CharField(_("name"), max_length=1000)
@@ -39,20 +40,20 @@ class HeldLock(models.Model):
     thread = models.CharField(_("thread"), max_length=255)
     acquired_at = models.DateTimeField(_("acquired"))
     age = models.FloatField(_("held for"))
-    expire = models.FloatField(_("life"))
+    expire = models.FloatField(_("expiry"))
     ttl = models.FloatField(_("expires in"))
     auto_renewal = models.BooleanField(_("renewed automatically"))
     fence = models.BigIntegerField(_("fence"), default=0)
     waiting = models.PositiveIntegerField(_("waiting"))
 
     owner_id = ""
-    """The id, shortened: whole it would be the right to release."""
+    """The owner id, shortened, because the whole id is the right to release."""
     arguments = ""
     worker = ""
     queue: Sequence[Waiting] = ()
-    """The first of those who wait for it, where somebody looked."""
+    """The first waiters, where `read_waiters` of the admin read them."""
 
-    objects = NoRows()
+    objects = EmptyManager()
 
     class Meta:
         managed = False
@@ -67,13 +68,13 @@ class HeldLock(models.Model):
 
     @property
     def place(self) -> str:
-        """Where the holder runs: host, process, and thread if it says something."""
+        """The host, the process and the thread of the holder, without the name of the main thread."""
         thread = "" if self.thread == "MainThread" else self.thread
         return " · ".join(str(part) for part in (self.host, self.pid, thread) if part)
 
     @classmethod
     def of(cls, connection: str, info: LockInfo) -> HeldLock:
-        """Return the lock that `info` of this connection describes."""
+        """Return the lock of this connection that `info` describes."""
         fields = {field.name: getattr(info, field.name) for field in cls._meta.fields if hasattr(info, field.name)}
         lock = cls(key=encode_key(connection, info.name), connection=connection, **fields)
         lock.owner_id = f"{info.id[: min(6, len(info.id) // 4)]}…"
@@ -97,9 +98,3 @@ def decode_key(key: str) -> tuple[str, str]:
     if not separator or encode_key(connection, check_name(name)) != key:
         raise ValueError(f"not the key of a lock: {key!r}")
     return connection, name
-
-
-def visible(name: str) -> str:
-    """Return the name with everything escaped that does not show or would change how the rest shows."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-    return shown if shown.strip() else repr(shown)

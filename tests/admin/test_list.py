@@ -21,7 +21,8 @@ from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.core import Lock
 from django_redislock.core.records import Held
 from django_redislock.core.validation import MAX_NAME
-from django_redislock.models import HeldLock, decode_key, encode_key, visible
+from django_redislock.models import HeldLock, decode_key, encode_key
+from django_redislock.texts import duration, visible
 from tests.support import RedisServer, Server, counting, wait_until
 from tests.support.admin_pages import (
     LIST,
@@ -375,14 +376,14 @@ def test_the_list_names_the_connection_only_where_there_are_several(
     ],
 )
 def test_durations_are_rounded(seconds: float, text: str) -> None:
-    assert inventory.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 def test_the_page_of_a_lock_that_nobody_holds(web: Client, client: redis.Redis) -> None:
     hold(client, "gone").release()
     response = web.get(page_of("gone"))
     assert response.status_code == 200
-    assert messages(response) == ["Nobody holds this lock now."]
+    assert messages(response) == ["This lock is free now."]
     assert "Force-release" not in response.content.decode()
     assert web.get(page_of("gone", view="history")).status_code == 200
 
