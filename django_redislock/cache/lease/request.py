@@ -21,7 +21,7 @@ from ...core.driver.server import Server
 from ...core.keys import LockKeys
 from ...core.lease import Lease
 from ...core.records import new_id
-from ...core.validation import MAX_NAME
+from ...core.validation import fitting_name
 from ...exceptions import LockBackendError
 from ..stats import Counters
 from .cluster_slots import is_clustered, lease_keys
@@ -184,11 +184,7 @@ def is_refusal(error: LockBackendError, server: Server) -> bool:
 
 def lease_name(key: str) -> str:
     """Return the name of the lock under which the value of the key is computed."""
-    name = KIND + key
-    if len(name) <= MAX_NAME:
-        return name
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    return f"{name[: MAX_NAME - len(digest) - 1]}:{digest}"
+    return fitting_name(KIND + key, lambda: hashlib.sha256(key.encode()).hexdigest())
 
 
 def era_key(keys: LockKeys) -> bytes:
