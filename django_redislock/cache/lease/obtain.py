@@ -156,12 +156,9 @@ def _seek(
     others = (waits(want, lease), failures(lease)) if inside or has_old else ()
     waiter: Any = None
     reply: Any = None
-    asked = b""
     look_after = 0.02
 
-    def ask(channel: bytes, join: bool = True) -> ScriptCall:
-        nonlocal asked
-        asked = channel
+    def ask(channel: bytes, join: bool) -> ScriptCall:
         return ScriptCall(
             LEASE,
             (*keys[:4], want.key.encode(), *witness(lease), *others),
@@ -205,10 +202,10 @@ def _seek(
             if reply[0] == b"wait" and not last:
                 if waiter is None and want.server not in _without_channels:
                     try:
-                        sent, waiter = yield from with_retries(
-                            name, Subscribe(keys.lock, id, ask), patience, want.server, level
+                        _, waiter = yield from with_retries(
+                            name, Subscribe(keys.lock, id), patience, want.server, level
                         )
-                        reply = waiter.said
+                        reply = None
                         continue
                     except LockBackendError as error:
                         if not isinstance(error.__cause__, NoPermissionError):
@@ -234,7 +231,7 @@ def _seek(
         raise
     except BaseException:  # interrupted: the lease or the place in the queue goes back
         with suppress(RedisError):
-            yield give_back(lease, asked if waiter is None else waiter.channel)
+            yield give_back(lease, b"" if waiter is None else waiter.channel)
         raise
     finally:
         if waiter is not None:
