@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import redis
+import redis.asyncio
 from django.conf import settings
 
 from django_redislock.cache.lease import single_flight
@@ -23,6 +24,7 @@ from tests.support import (
     Server,
     create_tables,
     listening,
+    running_sentinel,
     sqlite_file,
     using_databases,
     wait_until,
@@ -78,6 +80,11 @@ def client(server: Server, _empty_database: None) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
+def aclient(redis_url: str) -> redis.asyncio.Redis:
+    return redis.asyncio.from_url(redis_url)  # the locks connect by themselves, so there is nothing to close
+
+
+@pytest.fixture
 def locks_by_url(settings: Any, redis_url: str) -> None:
     """The settings name the server of the locks by its URL."""
     settings.DJANGO_REDISLOCK = {"URL": redis_url}
@@ -95,6 +102,13 @@ def own_server() -> Iterator[RedisServer]:
     """A server for this test alone, to pause, kill and restart."""
     with RedisServer() as server:
         yield server
+
+
+@pytest.fixture
+def sentinel(tmp_path: Path) -> Iterator[int]:
+    """The port of a Sentinel that watches a primary called "main"."""
+    with running_sentinel(tmp_path) as port:
+        yield port
 
 
 @pytest.fixture

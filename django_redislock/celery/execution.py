@@ -71,7 +71,7 @@ def leave_queue(queued: ExecutionLock | None) -> ExecutionLock | None:
     """Release what the message held while it waited, if it did; return what could not be released."""
     if queued is not None:
         try:
-            queued.free()
+            queued.release_given_id()
         except LockBackendError as error:
             events.log.warning("%s could not release its place in the queue: %s", queued.label, error)
             return queued

@@ -55,9 +55,9 @@ class Delivery(NamedTuple):
 class AfterRelease(NamedTuple):
     """What is left behind by an execution."""
 
-    marked: float = 0.0
+    processed_for: float = 0.0
     """Seconds for which its message is marked as processed."""
-    confirmed: bool = True
+    complete: bool = True
     """Whether nothing comes after the release that would still have to be done."""
     keep_id: str = ""
     """Who has the lock from now on; nobody: it is released."""
@@ -75,15 +75,15 @@ class ExecutionLock(Lock):
     """What `release` leaves behind."""
     processed = False
     """Whether the lock was refused because the message has been processed, or published again."""
-    look_in: float | None = None
+    retry_in: float | None = None
     """Seconds until another look makes sense, when the lock was refused because a copy of the message runs or ends now."""
 
-    def named(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
+    def with_name(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
         """Return a lock as this one, with a name of its own, and what else is given; nothing of that is checked again."""
         return self._copy(name=name, _keys=lock_keys(self._prefix, name), label=label, _given_id=id, **changes)
 
     @contextmanager
-    def alive(self, expire: float) -> Iterator[None]:
+    def keep_alive(self, expire: float) -> Iterator[None]:
         """Give the lock of the given id a shorter life, renewed during the block, because the process may die there.
 
         After the block it is still held. Raises LockBackendError when Redis cannot answer.
@@ -117,7 +117,7 @@ class ExecutionLock(Lock):
         _, reply = yield from with_retries(self.name, call, 0.0, self._server)
         return abs(reply) if isinstance(reply, int) else 0
 
-    def free(self) -> bool:
+    def release_given_id(self) -> bool:
         """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot answer."""
         return self._server.run(operations.release(self._new_lease(self._given_id or "")))
 
@@ -133,13 +133,15 @@ class ExecutionLock(Lock):
         delivery = self.delivery
         if delivery is None or not delivery.known:
             if state == "done":
-                self.confirm(life)
+                self.mark_processed(life)
             return True
         args = (*_copies(delivery), os.urandom(4).hex().encode(), state.encode(), milliseconds(life))
-        reply = self._server.run(self._mark(ScriptCall(CLAIM, (self._keys.lock, mark_key(self._keys, delivery)), args)))
-        return self._is_granted(reply)
+        reply = self._server.run(
+            self._write_marker(ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args))
+        )
+        return self._note_reply(reply)
 
-    def confirm(self, life: float, version: int | None = None, *, alone: bool = True) -> None:
+    def mark_processed(self, life: float, version: int | None = None, *, alone: bool = True) -> None:
         """Mark the message as processed, or as published again in this version, for so many seconds.
 
         `alone`: nobody else has it; else a mark that says more stays. Raises LockBackendError when Redis cannot answer.
@@ -147,20 +149,20 @@ class ExecutionLock(Lock):
         if self.delivery is not None and self.delivery.message:
             state = b"done" if version is None else b"%d" % version
             args = (state, milliseconds(life), b"" if alone else b"1")
-            self._server.run(self._mark(ScriptCall(DONE, (mark_key(self._keys, self.delivery),), args)))
+            self._server.run(self._write_marker(ScriptCall(DONE, (marker_key(self._keys, self.delivery),), args)))
 
-    def _mark(self, call: ScriptCall) -> Operation[int]:
+    def _write_marker(self, call: ScriptCall) -> Operation[int]:
         _, reply = yield from with_retries(self.name, call, 0.0)
         return int(reply)
 
     @property
     def refused(self) -> bool:
         """Whether the lock was refused because of a copy of the message."""
-        return self.processed or self.look_in is not None
+        return self.processed or self.retry_in is not None
 
-    def _is_granted(self, reply: int) -> bool:
+    def _note_reply(self, reply: int) -> bool:
         self.processed = reply == 0
-        self.look_in = (-1 - reply) / 1000 if reply < 0 else None
+        self.retry_in = (-1 - reply) / 1000 if reply < 0 else None
         return reply > 0
 
     def is_copy(self, holder: LockInfo | None) -> bool:
@@ -172,12 +174,12 @@ class ExecutionLock(Lock):
         if delivery is None:
             return super()._new_claim(timeout)
         lease = self._new_lease(self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}")
-        keys = (mark_key(self._keys, delivery),)
+        keys = (marker_key(self._keys, delivery),)
         args = (delivery.id.encode(), b"1" if delivery.known else b"0", *_copies(delivery))
         return operations.AcquireRequest(lease, self._record(), timeout, self._given_id is not None, START, keys, args)
 
     def _begins(self, lease: Lease) -> bool:
-        return self._is_granted(lease.fence)
+        return self._note_reply(lease.fence)
 
     def _release(self) -> Operation[None]:
         delivery = self.delivery
@@ -197,16 +199,16 @@ class ExecutionLock(Lock):
         id = lease.id.encode()
         call = ScriptCall(
             LEAVE,
-            (keys.lock, keys.held, keys.queue, keys.receipts, mark_key(keys, delivery)),
+            (keys.lock, keys.held, keys.queue, keys.receipts, marker_key(keys, delivery)),
             (
                 id,
                 lease.name.encode(),
                 b"%d" % lease.fence,
-                milliseconds(ending.marked) if ending.marked and delivery.message else b"",
+                milliseconds(ending.processed_for) if ending.processed_for and delivery.message else b"",
                 ending.keep_id.encode(),
                 milliseconds(ending.keep),
                 self._record() if ending.keep_id else b"",
-                b"done" if ending.confirmed else b"ending",
+                b"done" if ending.complete else b"ending",
             ),
         )
         # Also after a loss of the lock, because the message has been processed all the same.
@@ -220,7 +222,7 @@ class ExecutionLock(Lock):
         return b"%b,%b" % (general[:-1], own[1:])
 
 
-def mark_key(keys: LockKeys, delivery: Delivery) -> bytes:
+def marker_key(keys: LockKeys, delivery: Delivery) -> bytes:
     return keys.held.removesuffix(b"held") + b"done:" + delivery.message.encode()
 
 

@@ -16,11 +16,6 @@ from tests.support.cache_programs import Work, cache_at, cache_elsewhere, getter
 LEASE = "cache::1:k"
 
 
-@pytest.fixture
-def cache(redis_url, backend):
-    return cache_at(redis_url, backend)
-
-
 @pytest.fixture(params=[False, True], ids=["threads", "tasks"])
 def get(request, cache):
     return getter(cache, request.param)

@@ -17,11 +17,6 @@ from tests.support import counting, monitoring, wait_until
 from tests.support.cache_programs import base_at, cache_at, commands
 
 
-@pytest.fixture
-def cache(redis_url, backend):
-    return cache_at(redis_url, backend)
-
-
 def never():
     raise AssertionError("computed although nobody should")
 

@@ -94,6 +94,31 @@ class Work:
         assert self.end.wait(30)
         return self.value
 
+    async def async_(self) -> Any:
+        self.calls += 1
+        self.running.set()
+        while not self.end.is_set():
+            await asyncio.sleep(0.01)
+        return self.value
+
+
+def never(*args: Any) -> Any:
+    raise AssertionError(f"computed although nobody should, for {args}")
+
+
+@refreshable
+def refreshable_never() -> Any:
+    raise AssertionError("not called here")
+
+
+def upper(keys: Iterable[str]) -> dict[str, str]:
+    return {key: key.upper() for key in keys}
+
+
+def make_stale(client: redis.Redis, key: str = ":1:k", left: int = 10) -> None:
+    """Bring the end of a value that lives 60 + 30 seconds near, as if time had passed."""
+    assert client.expire(key, left)
+
 
 def ask(
     url: str, backend: str, key: str, answer: Any, options: dict[str, Any], lock: dict[str, Any] | None = None

@@ -81,11 +81,11 @@ def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[i
             raise
         return (yield from invalidate_pattern(server, prefix, pattern))
     matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
-    # A long key is cut in the name of its lease, so it may match.
+    # A long key is cut in the name of its lease, at most three bytes before the limit, so it may match.
     wanted = [
         (name, keys)
         for name, keys in leases
-        if name.startswith(KIND) and (len(name) == MAX_NAME or matches(name.removeprefix(KIND)))
+        if name.startswith(KIND) and (len(name.encode()) > MAX_NAME - 4 or matches(name.removeprefix(KIND)))
     ]
     return (yield from _end(server, wanted))
 

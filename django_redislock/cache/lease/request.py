@@ -21,7 +21,7 @@ from ...core.driver.server import Server
 from ...core.keys import LockKeys, lock_keys
 from ...core.lease import Lease
 from ...core.records import new_id
-from ...core.validation import MAX_NAME
+from ...core.validation import MAX_NAME, fitting_name
 from ...exceptions import LockBackendError
 from ..stats import Counters
 from .cluster_slots import clustered_servers, lease_keys
@@ -193,10 +193,9 @@ def is_refusal(error: LockBackendError, server: Server) -> bool:
 def lease_name(key: str) -> str:
     """Return the name of the lock that is the lease of the key's value."""
     name = KIND + key
-    if len(name) <= MAX_NAME:
+    if len(name) <= MAX_NAME // 4:  # a character has four bytes at most
         return name
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    return f"{name[: MAX_NAME - len(digest) - 1]}:{digest}"
+    return fitting_name(name, lambda: hashlib.sha256(key.encode()).hexdigest())
 
 
 def era_key(keys: LockKeys) -> bytes:

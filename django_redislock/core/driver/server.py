@@ -231,10 +231,10 @@ class Server:
         match effect:
             case ScriptCall() | ScriptBatch() | Pipeline():
                 return self.call(effect)
-            case Subscribe(lock, id, along):
+            case Subscribe(lock, id):
                 if not self.watched:
                     idle.housekeeper.watch(self)
-                return self.room.join(lock, id, along)
+                return self.room.join(lock, id)
             case WaitForWakeup(waiter, until, look):
                 return self.room.wait(waiter, until, look)
             case Unsubscribe(waiter):
