@@ -13,8 +13,7 @@ from django.utils.functional import cached_property
 from django.utils.module_loading import import_string
 
 from .. import conf
-from ..connections import client_of
-from ..core.null_server import NULL_SERVER
+from ..connections import server
 from ..core.validation import Seconds, check_expire, check_timeout
 from ..name_template import check_key, check_parameters as check_names, check_tenant, fields as fields_of
 from .execution_lock import ExecutionLock
@@ -95,7 +94,7 @@ class Options(conf.CelerySettings):
         """What every lock of the task is made from."""
         settings = self.settings
         return ExecutionLock(
-            client_of(settings) if settings.enabled else NULL_SERVER,
+            server(settings),
             "celery",
             kind="celery",
             prefix=settings.key_prefix,

@@ -6,8 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.core import test_lock, test_lock_faults, test_lock_shared, test_lock_waiting
-from tests.core.test_lock_faults import clock  # noqa: F401 - a fixture
+from tests.core import (
+    test_held_locks,
+    test_lock,
+    test_lock_clients,
+    test_lock_forks_and_signals,
+    test_lock_holders_that_fail,
+    test_lock_lost_replies,
+    test_lock_objects,
+    test_lock_refusals,
+    test_lock_server_faults,
+    test_lock_shared,
+    test_lock_waiters_that_fail,
+    test_lock_waiting,
+)
+from tests.core.test_lock_server_faults import clock  # noqa: F401 - a fixture
 from tests.core.test_lock_shared import one, two  # noqa: F401 - fixtures
 from tests.support.tasks import Tasks, lock_for_threads
 
@@ -28,11 +41,27 @@ OMITTED = {
     "test_a_cluster_client_is_refused_with_a_way_out",
     "test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins",
 }
-MODULES = (test_lock, test_lock_shared, test_lock_waiting, test_lock_faults)
+FAULTS = (
+    test_lock_holders_that_fail,
+    test_lock_waiters_that_fail,
+    test_lock_lost_replies,
+    test_lock_server_faults,
+    test_lock_refusals,
+    test_lock_forks_and_signals,
+)
+MODULES = (
+    test_lock,
+    test_lock_clients,
+    test_lock_objects,
+    test_held_locks,
+    test_lock_shared,
+    test_lock_waiting,
+    *FAULTS,
+)
 
 globals().update(
     {
-        name: pytest.mark.processes(test) if module is test_lock_faults else test
+        name: pytest.mark.processes(test) if module in FAULTS else test
         for module in MODULES
         for name, test in vars(module).items()
         if name.startswith("test_") and name not in OMITTED
@@ -49,4 +78,4 @@ def tasks() -> Iterator[Tasks]:
 @pytest.fixture(autouse=True)
 def _tasks_use_the_lock(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in MODULES:
-        monkeypatch.setattr(module, "Lock", lock_for_threads(tasks))
+        monkeypatch.setattr(module, "Lock", lock_for_threads(tasks), raising=False)

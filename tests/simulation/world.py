@@ -416,7 +416,7 @@ class Thread:
                 process.request([effect], self._replied)
             case ScriptBatch(calls):
                 process.request(list(calls), self.go_on)
-            case Subscribe(lock, id, _):
+            case Subscribe(lock, id):
                 process.room.join(lock, id, lambda result: process.soon(0, partial(self.go_on, result)))
             case WaitForWakeup(waiter, until, look):
                 process.room.wait(waiter, until, look, self.go_on)

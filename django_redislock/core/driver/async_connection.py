@@ -77,19 +77,6 @@ class AsyncConnection(asyncio.Protocol):
             timer.cancel()
             self._close_when_idle()
 
-    async def ask_together(self, first: bytes, second: bytes, undo: Callable[[], bytes]) -> Any:
-        """Send two requests in the same breath and return the answer to the first; None when that one is refused."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked.append(answer)
-        try:
-            await self.ask(first + second, undo)
-        except BaseException as error:
-            answer.cancel()
-            if isinstance(error, ResponseError):
-                self.tell(undo())
-            raise
-        return None if answer.exception() else answer.result()
-
     def tell(self, request: bytes) -> None:
         """Send the request, if that is possible still, and let nobody wait for the answer."""
         if not self._transport.is_closing():

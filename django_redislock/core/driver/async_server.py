@@ -97,8 +97,8 @@ class AsyncServer:
                 return await asyncio.gather(*map(self.call, calls), return_exceptions=True)
             case Pipeline():
                 return await self.ask(effect)
-            case Subscribe(lock, id, along):
-                return await self.room.join(lock, id, along)
+            case Subscribe(lock, id):
+                return await self.room.join(lock, id)
             case WaitForWakeup(waiter, until, look):
                 return await self.room.wait(waiter, until, look)
             case Unsubscribe(waiter):

@@ -64,15 +64,10 @@ class ScriptBatch(NamedTuple):
 
 
 class Subscribe(NamedTuple):
-    """Make sure that wake-ups arrive, and enter the waiting room; the result is a waiter with a `channel`.
-
-    `along` gets the channel. The call that it returns is sent in the same breath with the subscription, if there is none yet:
-    then the waiter's `said` is the reply.
-    """
+    """Make sure that wake-ups arrive, and register a waiter for the lock; the result is the waiter, with a `channel`."""
 
     lock: bytes
     id: bytes
-    along: Callable[[bytes], ScriptCall] | None = None
 
 
 class WaitForWakeup(NamedTuple):

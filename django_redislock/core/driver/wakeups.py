@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 from weakref import ref
 
@@ -19,10 +19,6 @@ from redis.exceptions import ConnectionError
 
 from ..clock import monotonic
 from . import process
-from .resp import pack
-
-if TYPE_CHECKING:
-    from .effects import ScriptCall
 
 LOOK_EVERY = 0.5
 QUIET = 10.0
@@ -34,7 +30,7 @@ ANSWER_WITHIN = 1.0
 class Waiter:
     """One thread or task that waits for one lock."""
 
-    __slots__ = ("__weakref__", "channel", "id", "lock", "number", "said", "sleeper", "told", "woken", "word")
+    __slots__ = ("__weakref__", "channel", "id", "lock", "number", "sleeper", "told", "woken", "word")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         self.lock = lock
@@ -46,15 +42,13 @@ class Waiter:
         """Whether there is a reason to try for the lock again."""
         self.word: bytes | None = None
         """What the message said beyond the id."""
-        self.said: Any = None
-        """The reply to what was sent along with the subscription; None when nothing was."""
         self.sleeper: Waiter | None = None
         """The waiter that sleeps for it, and for others of the same thread or task."""
         self.told: Any = ()
         """The woken ones of the waiters for which it sleeps."""
 
     def wake(self, word: bytes | None = None) -> None:
-        """Let the waiter try for its lock, or take what was sent along."""
+        """Let the waiter try for its lock, or take the message."""
         if word is not None:
             self.word = word
         self.woken = True
@@ -205,9 +199,3 @@ class Keepalive:
 def new_channel() -> bytes:
     """Return the name of a channel that nobody else listens on; it tells whoever looks at a queue where the process runs."""
     return f"redislock:wake:{secrets.token_hex(8)}:{os.getpid()}:{quote(process.HOST)}".encode()
-
-
-def withdrawal(call: ScriptCall) -> bytes:
-    """Return what undoes a call and the subscription that it was sent along with."""
-    undo = b"" if call.undo is None else call.undo().whole
-    return pack(b"UNSUBSCRIBE") + undo

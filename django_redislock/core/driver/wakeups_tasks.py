@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from redis.exceptions import ConnectionError, RedisError, ResponseError
@@ -13,9 +12,8 @@ from redis.exceptions import ConnectionError, RedisError, ResponseError
 from ..clock import monotonic
 from . import idle
 from .async_connection import AsyncConnection, SharedConnection
-from .effects import ScriptCall
 from .resp import HELLO, check_role, pack
-from .wakeups import LOOK_EVERY, Keepalive, Waiter, Waiters, new_channel, withdrawal
+from .wakeups import LOOK_EVERY, Keepalive, Waiter, Waiters, new_channel
 
 
 class WaitingTask(Waiter):
@@ -53,12 +51,12 @@ class AsyncWaitingRoom:
         """Whether wake-ups arrive."""
         return self._subscription.line is not None
 
-    async def join(self, lock: bytes, id: bytes, along: Callable[[bytes], ScriptCall] | None = None) -> WaitingTask:
+    async def join(self, lock: bytes, id: bytes) -> WaitingTask:
         """Enter; raises redis-py's errors when the subscription cannot be had."""
         waiter = WaitingTask(lock, id, self.channel)
-        self._waiters.add(waiter)  # first: the reply to what is sent along may make somebody tell it something
+        self._waiters.add(waiter)
         try:
-            await self._subscription.open(waiter, None if along is None else along(self.channel))
+            await self._subscription.open(waiter)
         except BaseException:
             self._waiters.remove(waiter)
             raise
@@ -155,19 +153,15 @@ class AsyncWaitingRoom:
         self._pulse.beat()
         self._waiters.hear(reply)
 
-    async def _subscribe(self, waiter: WaitingTask | None = None, call: ScriptCall | None = None) -> AsyncConnection:
+    async def _subscribe(self, waiter: WaitingTask | None = None) -> AsyncConnection:
         line: AsyncConnection = await self._connect(self._hear)
         self._pulse = Keepalive()
-        request = pack(b"SUBSCRIBE", self.channel)
         distrusted, self._distrusted = self._distrusted, False
         try:
             if distrusted:
                 with suppress(ResponseError):
                     check_role(await line.ask(HELLO))
-            if waiter is None or call is None:
-                await line.ask(request)
-            else:
-                waiter.said = await line.ask_together(call.request, request, partial(withdrawal, call))
+            await line.ask(pack(b"SUBSCRIBE", self.channel))
         except BaseException:
             self._distrusted = self._distrusted or distrusted
             line.close()

@@ -13,20 +13,16 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
-from typing import TYPE_CHECKING
 from weakref import ref
 
-from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
+from redis.exceptions import RedisError, ResponseError, TimeoutError
 
 from ..clock import monotonic
 from .connection import RespConnection
 from .os_threads import OsEvent
 from .resp import HELLO, check_role, pack
 from .seat import Seat
-from .wakeups import LOOK_EVERY, Keepalive, Waiter, Waiters, new_channel, withdrawal
-
-if TYPE_CHECKING:
-    from .effects import ScriptCall
+from .wakeups import LOOK_EVERY, Keepalive, Waiter, Waiters, new_channel
 
 
 class WaitingThread(Waiter):
@@ -107,15 +103,15 @@ class WaitingRoom:
         """Whether wake-ups arrive."""
         return self._subscription.taken_by is not None
 
-    def join(self, lock: bytes, id: bytes, along: Callable[[bytes], ScriptCall] | None = None) -> WaitingThread:
+    def join(self, lock: bytes, id: bytes) -> WaitingThread:
         """Enter; raises redis-py's errors when the subscription cannot be had."""
         waiter = WaitingThread(lock, id, self.channel)
         if not self._waiters:  # nobody looked while the room was empty, and there is no need to look at once
             self._next_look = monotonic() + LOOK_EVERY
-        self._waiters.add(waiter)  # first: the reply to what is sent along may make somebody tell it something
+        self._waiters.add(waiter)
         if not self.open:
             try:
-                self._subscribe(waiter, along)
+                self._subscribe(waiter)
             except BaseException:
                 self._waiters.remove(waiter)
                 raise
@@ -244,22 +240,22 @@ class WaitingRoom:
             self._next_attempt = monotonic() + LOOK_EVERY
             self._waiters.wake_all()
 
-    def _subscribe(self, waiter: WaitingThread, along: Callable[[bytes], ScriptCall] | None = None) -> None:
+    def _subscribe(self, waiter: WaitingThread) -> None:
         """See to it that there is a subscription: one thread connects, and the others wait for it."""
         give_up = monotonic() + self._patience
         while not self.open:
             mine = Attempt(waiter)
             other = self._attempt.take(mine)
             if other is mine or other.over or other.thread == waiter.thread:
-                self._lead(mine, waiter, along)
+                self._lead(mine, waiter)
                 other.end()  # if this thread interrupted it: nobody has to wait for it any more
             else:
                 self._follow(other, waiter, give_up)
 
-    def _lead(self, with_retries: Attempt, waiter: WaitingThread, along: Callable[[bytes], ScriptCall] | None) -> None:
+    def _lead(self, with_retries: Attempt, waiter: WaitingThread) -> None:
         error = None
         try:
-            subscription = Subscription(self._subscribed(waiter, None if along is None else along(self.channel)))
+            subscription = Subscription(self._subscribed())
             if self._subscription.take(subscription) is not subscription:  # a handler was faster
                 subscription.wire.close()
         except (RedisError, OSError) as failure:
@@ -282,7 +278,7 @@ class WaitingRoom:
         if with_retries.error is not None:
             raise copy(with_retries.error)
 
-    def _subscribed(self, waiter: WaitingThread, call: ScriptCall | None) -> RespConnection:
+    def _subscribed(self) -> RespConnection:
         wire = self._connect()
         distrusted, self._distrusted = self._distrusted, False
         try:
@@ -290,16 +286,10 @@ class WaitingRoom:
                 wire.send(HELLO)
                 with suppress(ResponseError):
                     check_role(wire.receive())
-            wire.send((b"" if call is None else call.request) + pack(b"SUBSCRIBE", self.channel))
-            if call is not None:
-                with suppress(ResponseError):  # the server does not know the script: the waiter will tell it
-                    waiter.said = wire.receive()
+            wire.send(pack(b"SUBSCRIBE", self.channel))
             wire.receive()
-        except BaseException as error:
+        except BaseException:
             self._distrusted = self._distrusted or distrusted
-            if call is not None and wire.open and not isinstance(error, ConnectionError):
-                with suppress(RedisError):
-                    wire.send(withdrawal(call))
             wire.close()
             raise
         return wire
