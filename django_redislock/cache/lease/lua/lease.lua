@@ -74,7 +74,7 @@ if not held then
     redis.call('SET', KEYS[7], fence, 'PX', WITNESS_LIFE_MS)
   end
   redis.call('SET', KEYS[6], fence, 'NX', 'PX', WITNESS_LIFE_MS)
-  return {'compute', fence, value and whole(ends_at(KEYS[5], now)) or ''}
+  return {'compute', fence, value and whole(ends_at(KEYS[5])) or ''}
 end
 
 if #ARGV > 8 then

@@ -41,7 +41,7 @@ else
   stored = redis.call('EXISTS', KEYS[4]) == 0
   if not stored and ARGV[4] ~= '' and redis.sha1hex(redis.call('GET', KEYS[4])) == ARGV[4] then
     -- The same bytes with another end were set, or touched, meanwhile.
-    stored = ARGV[5] == '' or math.abs(ends_at(KEYS[4], now_us()) - ARGV[5]) <= CLOCK_MS
+    stored = ARGV[5] == '' or math.abs(ends_at(KEYS[4]) - ARGV[5]) <= CLOCK_MS
   end
   if kept and stored then
     redis.call('SET', KEYS[4], ARGV[6], unpack(life))
