@@ -25,7 +25,7 @@ from .name_template import check_key, check_tenant
 
 if django.VERSION < (5, 2):
     raise ImportError(
-        f"django-redislock needs Django 5.2 or newer, and Django {django.get_version()} is installed: "
+        f"django-redislock needs Django 5.2 or newer, and {django.get_version()} is installed: "
         "pip install -U 'Django>=5.2'."
     )
 
