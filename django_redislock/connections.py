@@ -16,7 +16,7 @@ from django.utils.module_loading import import_string
 from redis import Redis
 
 from . import conf
-from .core.driver.server import close_unused, server_of
+from .core.driver.registry import close_unused, server_of
 
 _found: tuple[conf.Settings | None, dict[str | None, Redis]] = (None, {})
 """The clients that were looked up under the settings in force; their names are None where the settings choose."""

@@ -37,7 +37,7 @@ class Probe:
     """A connection like those that the locks use: it gives up after the same time and does not try again."""
 
     def __init__(self, server: Server) -> None:
-        self._connection: Any = server.connection()
+        self._connection: Any = server.connection().redis_connection
 
     def __enter__(self) -> Probe:
         return self

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from . import conf
 from .core import events, operations
-from .core.driver.server import server_of
+from .core.driver.registry import server_of
 from .exceptions import LockBackendError, LossCode
 from .inventory import clients
 

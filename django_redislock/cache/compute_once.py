@@ -15,7 +15,8 @@ from django.utils.functional import cached_property
 
 from .. import conf
 from ..core.driver.async_server import async_server_of
-from ..core.driver.server import Server, server_of
+from ..core.driver.registry import server_of
+from ..core.driver.server import Server
 from ..core.validation import Seconds
 from ..exceptions import LockBackendError
 from .calling import called, current_task, read

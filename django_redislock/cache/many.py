@@ -12,7 +12,8 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from redis.exceptions import ClusterCrossSlotError, RedisError
 
 from ..core.driver.async_server import async_server_of
-from ..core.driver.server import Server, server_of
+from ..core.driver.registry import server_of
+from ..core.driver.server import Server
 from ..exceptions import LockBackendError
 from .backends.base import RedisBackend
 from .calling import called, current_task, read

@@ -312,4 +312,4 @@ def _after_fork() -> None:
     _flights.clear()  # led by threads of the parent
 
 
-after_in_child(_after_fork)
+after_in_child("flights", _after_fork)

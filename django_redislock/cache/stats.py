@@ -109,4 +109,4 @@ def _after_fork() -> None:
         tally.reset()  # what the parent did was not done here
 
 
-after_in_child(_after_fork)
+after_in_child("statistics", _after_fork)

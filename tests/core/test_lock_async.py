@@ -23,8 +23,8 @@ from django_redislock import AcquireTimeout, AlreadyAcquired, LockBackendError, 
 from django_redislock.cache.lease.obtain import ValueRequest, fly
 from django_redislock.core import AsyncLock, AsyncRLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.resp import pack
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.resp import encode_command
 from django_redislock.core.keys import lock_keys
 from tests.cache.test_clients import sentinel  # noqa: F401 - a fixture
 from tests.support import (
@@ -553,7 +553,7 @@ def test_a_cancelled_release_has_been_sent(aclient, client, connected, late):
             addresses = {found["addr"] for found in client.client_list()} - {client.client_info()["addr"]}
             for address in addresses:
                 client.client_kill(address)
-            await until(lambda: async_server_of(server_of(aclient))._commands.line is None)
+            await until(lambda: async_server_of(server_of(aclient))._commands.connection is None)
         try:
             await cancelled_at(lock.release(), nth, late)
         except asyncio.CancelledError:
@@ -726,8 +726,8 @@ def test_a_connection_that_fell_silent_is_left_and_what_was_asked_on_it_is_undon
     async def main():
         async with AsyncLock(aclient, "a"):
             pass
-        line = async_server_of(server_of(aclient))._commands.line
-        line.tell(pack(b"CLIENT", b"REPLY", b"OFF"))
+        line = async_server_of(server_of(aclient))._commands.connection
+        line.send_and_forget(encode_command(b"CLIENT", b"REPLY", b"OFF"))
         first = asyncio.create_task(AsyncLock(aclient, "a", expire=60).acquire())
         await until(lambda: client.exists(KEYS.lock))
         await asyncio.sleep(1)

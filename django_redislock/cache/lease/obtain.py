@@ -25,11 +25,11 @@ from ...core.driver.effects import (
     Subscribe,
     Unsubscribe,
 )
-from ...core.driver.interleave import together
+from ...core.driver.interleave import interleave
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.driver.server import Server
-from ...core.driver.wakeups import LOOK_EVERY
+from ...core.driver.wakeups import POLL_INTERVAL
 from ...core.keys import milliseconds
 from ...core.operations import give_back, sleep
 from ...core.records import record
@@ -218,7 +218,7 @@ def _seek(
                 if waiter is None:
                     yield Sleep(max(0.0, min(look_after, until - began)))
                     want.tally.count("seconds_waited", monotonic() - began)
-                    reply, look_after = None, min(2 * look_after, LOOK_EVERY)
+                    reply, look_after = None, min(2 * look_after, POLL_INTERVAL)
                     continue
                 word = yield sleep(waiter, until, reply[2])
                 want.tally.count("seconds_waited", monotonic() - began)
@@ -231,7 +231,7 @@ def _seek(
         raise
     except BaseException:  # interrupted: the lease or the place in the queue goes back
         with suppress(RedisError):
-            yield give_back(lease, b"" if waiter is None else waiter.channel)
+            yield give_back(lease, b"" if waiter is None else waiter.channel).with_text()
         raise
     finally:
         if waiter is not None:
@@ -297,12 +297,12 @@ def fly_together(
 
     try:
         looks = [look(want, lease, until, listening=False) for want, lease in zip(wants, leases, strict=True)]
-        yield from together(looks, found, take_in)
+        yield from interleave(looks, found, take_in)
         yield from take_in()
     except BaseException:
         for number in found:
             with suppress(RedisError):
-                yield give_back(leases[number])
+                yield give_back(leases[number]).with_text()
         raise
 
 

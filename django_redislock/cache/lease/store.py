@@ -12,7 +12,7 @@ from redis.exceptions import RedisError, ResponseError
 from ...core import events
 from ...core.clock import monotonic
 from ...core.driver.effects import Invoke, Operation, Pipeline, ScriptCall
-from ...core.driver.interleave import together
+from ...core.driver.interleave import interleave
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.keys import witness_key
@@ -104,14 +104,14 @@ def compute(
                 error = failure
         landings: dict[int, Outcome] = {}
         each = [_land(ticket, value, error) for ticket, value in zip(tickets, values, strict=True)]
-        yield from together(each, landings)
+        yield from interleave(each, landings)
         return [landings[number] for number in range(len(each))]
     except BaseException:
         for _, lease, *_ in mine:
             watchdog.remove(lease)
             if not lease.inherited_by_fork and not lease.ended:
                 with suppress(RedisError):
-                    yield give_back(lease)
+                    yield give_back(lease).with_text()
         raise
     finally:
         for _, lease, *_ in tickets:
