@@ -13,10 +13,11 @@ from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
+from ..name_template import name_from
 from .celery_refresh import refreshable
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
-from .options import GetOrSetOptions, Timeout, checked, timeout_for
+from .options import GetOrSetOptions, Timeout, timeout_for, validate
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -40,7 +41,7 @@ def cached(
     are those of `get_or_set`. The function may be a coroutine function, and a method. ``function.invalidate(...)`` and
     ``await function.ainvalidate(...)`` forget the value for these arguments, also one that is being computed.
     """
-    checked("cached", **options)
+    validate("cached", **options)
     if not (key is None or callable(key) or isinstance(key, str)):
         raise TypeError(f"key must be a format string or a function, not {key!r}")
 
@@ -165,6 +166,4 @@ class Cached(Generic[P, R]):
             return f"{self.function.__module__}.{self.function.__qualname__}"
         if callable(self._key):
             return self._key(*args, **kwargs)
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return self._key.format(**bound.arguments)
+        return name_from(self._key, self._signature, args, kwargs)

@@ -38,7 +38,7 @@ def plot(html: str) -> ElementTree.Element:
 
 def test_nobody_waited() -> None:
     html = get(browser(superuser()))
-    assert "Nobody waited for a lock, and nothing was saved." in html
+    assert "There were no waits for locks, and nothing was saved." in html
     assert plot(html).findall("rect") == []
 
 
@@ -79,7 +79,7 @@ def test_names_that_saved_most_are_shown_beside_those_waited_for_longest(
     html = get(browser(superuser()))
     assert len(names(html)) == 2
     assert names(html)[1] == "saved more"
-    assert "Only those that were waited for longest or saved most are shown." in html
+    assert "Only the names with the longest waits and the highest savings are shown." in html
 
 
 def test_nothing_inline_that_a_strict_policy_forbids(client: redis.Redis) -> None:

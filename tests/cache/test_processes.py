@@ -148,7 +148,7 @@ def test_those_who_waited_for_a_failure_get_it(client, redis_url, run_python, ba
     computing.send("raise")
     for crowd in crowds:
         outcomes = crowd.wait_for(event="done")["outcomes"]
-        note = ["It was raised in another process, which computed the value for all who waited for it."]
+        note = ["It was raised in another process, which computed the value for all waiting callers."]
         assert outcomes == [["ValueError", "no value", [] if crowd is computing else note]] * 5, "unwrapped"
     assert client.get("computed") == b"1"
     assert not list(held_locks(client))

@@ -41,7 +41,7 @@ def replies(client: redis.Redis, steps: Any) -> tuple[list[Any], Any]:
             effect = steps.send(reply)
         except StopIteration as stop:
             return all_of_them, stop.value
-        reply = server.call(effect.with_text() if isinstance(effect, ScriptCall) else effect)
+        reply = server.call(effect.with_text())
         all_of_them.append(reply)
 
 

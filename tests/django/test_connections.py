@@ -317,7 +317,8 @@ GREENLETS = """
 {patch}
 import sys, threading, time
 import redis
-from django_redislock.core import Lock, idle
+from django_redislock.core import Lock
+from django_redislock.core.driver import idle
 
 idle.IDLE = 0.3
 client = redis.Redis.from_url(sys.argv[1])

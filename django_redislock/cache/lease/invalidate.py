@@ -67,7 +67,7 @@ def _call(leases: list[NamedLease], *more: bytes) -> ScriptCall:
     return ScriptCall(INVALIDATE, (*keys, *more), tuple(name.encode() for name, _ in leases))
 
 
-def leases_like(server: Server, prefix: str, pattern: str) -> Operation[int]:
+def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[int]:
     """End the leases of the values whose keys match a pattern of Redis, and return how many there were."""
     known = is_clustered(server)
     try:
@@ -81,13 +81,13 @@ def leases_like(server: Server, prefix: str, pattern: str) -> Operation[int]:
     except LockBackendError as error:
         if known or not is_crossing(error, server):
             raise
-        return (yield from leases_like(server, prefix, pattern))
+        return (yield from invalidate_pattern(server, prefix, pattern))
     matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
-    # A long key is cut in the name of its lease, so it may match.
+    # A long key is cut in the name of its lease, at most three bytes before the limit, so it may match.
     wanted = [
         (name, keys)
         for name, keys in leases
-        if name.startswith(KIND) and (len(name) == MAX_NAME or matches(name.removeprefix(KIND)))
+        if name.startswith(KIND) and (len(name.encode()) > MAX_NAME - 4 or matches(name.removeprefix(KIND)))
     ]
     return (yield from _end(server, wanted))
 

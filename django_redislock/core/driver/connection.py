@@ -85,6 +85,26 @@ class Connection:
                 raise reply
         return replies
 
+    def send_ahead(self, call: ScriptCall) -> None:
+        """Send a script; `receive_for` returns its reply. Raises ConnectionError also when the connection is not open."""
+        try:
+            if not self.open:
+                raise ConnectionError("The connection is closed.")
+            self.send(call.request)
+        except BaseException as error:
+            self._abort(undo_after(error, call))
+            raise
+
+    def receive_for(self, call: ScriptCall) -> Any:
+        """Return the reply to a script that was sent ahead; failures are those of `execute`."""
+        try:
+            return self.receive()
+        except ResponseError:
+            raise
+        except BaseException as error:
+            self._abort(undo_after(error, call))
+            raise
+
     def _abort(self, undo: bytes) -> None:
         """Send the undo, if there is any, and close the connection."""
         try:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar, TypeVar
 
@@ -135,6 +136,41 @@ class Server:
                 self._give_back(connection)
             if not nested:
                 pool.users.discard(thread)
+
+    def send_ahead(self, call: ScriptCall) -> Callable[[], Any] | None:
+        """Send a script on a connection that is open and free; None when there is none.
+
+        The returned function waits for the reply: call it once, in this thread. It raises what `call` raises, and
+        NoScriptError.
+        """
+        pool, thread = self.pool, get_ident()
+        if thread in pool.users or not pool.free:
+            return None
+        connection = None
+        try:
+            pool.users.add(thread)  # until the reply: a call of this thread meanwhile must not wait for this connection
+            connection = pool.take()
+            connection.send_ahead(call)
+        except BaseException as error:
+            self._end_sent_ahead(connection, thread)
+            if isinstance(error, (RedisError, IndexError)):
+                return None
+            raise
+        return partial(self._receive, connection, call, thread)
+
+    def _receive(self, connection: Connection, call: ScriptCall, thread: int) -> Any:
+        try:
+            return connection.receive_for(call)
+        except ConnectionError as error:
+            self._note_broken(error)
+            raise
+        finally:
+            self._end_sent_ahead(connection, thread)
+
+    def _end_sent_ahead(self, connection: Connection | None, thread: int) -> None:
+        if connection is not None:
+            self._give_back(connection)
+        self.pool.users.discard(thread)
 
     def _note_broken(self, error: ConnectionError) -> None:
         self.pool.free.clear()  # a server that went away took the idle connections with it
