@@ -16,7 +16,7 @@ from .core.base import BaseLock
 from .core.granted import GrantedAsyncLock, GrantedAsyncRLock, GrantedLock, GrantedRLock
 from .core.lock import Lock, RLock
 from .core.records import LockInfo
-from .core.validation import Nothing, Seconds, unexpected, wait_of
+from .core.validation import Nothing, Seconds, check_flag, unexpected, wait_of
 from .transactions import UntilCommitLock, WatchedLock, WatchedRLock, in_atomic
 
 L = TypeVar("L", bound=BaseLock)
@@ -141,8 +141,7 @@ def check_flags(until_commit: object, reentrant: object) -> None:
     """Raise TypeError for values of these options that are no flags."""
     if until_commit is not None and not isinstance(until_commit, bool):
         raise TypeError(f"until_commit must be True, False or None, not {until_commit!r}")
-    if not isinstance(reentrant, bool):
-        raise TypeError(f"reentrant must be True or False, not {reentrant!r}")
+    check_flag(reentrant, "reentrant")
 
 
 def _build(

@@ -23,6 +23,7 @@ copyright = "the django-redislock developers"
 version = release = __version__
 extensions = ["sphinx.ext.autodoc"]
 default_role = "py:obj"
+highlight_language = "none"
 html_theme = "furo"
 html_title = f"django-redislock {release}"
 autodoc_typehints = "description"

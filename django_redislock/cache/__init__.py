@@ -54,8 +54,7 @@ def get_cache(using: str = "default") -> ComputeOnceMixin:
 def __getattr__(name: str) -> Any:
     # django-redis is an extra: it is imported only when its backend is used.
     if name != "RedisCache":
-        raise_unknown(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise_unknown(__name__, name)
     try:
         from .backends.django_redis_backend import RedisCache
     except ModuleNotFoundError as error:

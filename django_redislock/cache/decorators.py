@@ -13,6 +13,7 @@ from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
+from ..name_template import name_from
 from .celery_refresh import refreshable
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
@@ -169,6 +170,4 @@ class Cached(Generic[P, R]):
             return f"{self.function.__module__}.{self.function.__qualname__}"
         if callable(self._key):
             return self._key(*args, **kwargs)
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return self._key.format(**bound.arguments)
+        return name_from(self._key, self._signature, args, kwargs)

@@ -51,7 +51,7 @@ def executions() -> tuple[Execution, ...]:
     return tuple(execution for execution in _executions.get() if not execution._over)
 
 
-def release(lock: Lock) -> None:
+def release_quietly(lock: Lock) -> None:
     """Release the lock, if it is held."""
     try:
         lock.release()

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self
+
+from redis.exceptions import RedisError
 
 from ..core import events, operations, records, scripts
 from ..core.base import TOLD
@@ -36,7 +39,7 @@ CLAIM = Script("claim", "message", home=__package__)
 DONE = Script("done", home=__package__)
 DUPLICATE = Script("duplicate", "counts", home=__package__)
 
-_json = json.JSONEncoder(separators=(",", ":")).encode
+_json = json.JSONEncoder().encode
 
 
 class Delivery(NamedTuple):
@@ -105,17 +108,34 @@ class ExecutionLock(Lock):
         This process does not watch or renew the lock. `fresh`: the given id is new. Raises LockBackendError when Redis
         cannot answer.
         """
-        fence = self._server.run(self._take(fresh))
+        _, reply = self._server.run(with_retries(self.name, self._take_call(fresh), 0.0, self._server))
+        return self._has_taken(reply)
+
+    def take_ahead(self) -> Callable[[], bool | None] | None:
+        """Send what `take` sends for a new id; None when no connection is free.
+
+        The function returned waits for the answer: call it once, in this thread. It returns None when there is no answer;
+        then `take` shall try again.
+        """
+        receive = self._server.send_ahead(self._take_call(fresh=True))
+        return None if receive is None else partial(self._answer_of, receive)
+
+    def _answer_of(self, receive: Callable[[], Any]) -> bool | None:
+        try:
+            return self._has_taken(receive())
+        except RedisError:
+            return None
+
+    def _take_call(self, fresh: bool) -> ScriptCall:
+        id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
+        args = (id, milliseconds(self.expire), name, self._record(), b"", b"0", b"")
+        return ScriptCall(scripts.ACQUIRE, keys[:4] if fresh else keys, args)
+
+    def _has_taken(self, reply: object) -> bool:
+        fence = abs(reply) if isinstance(reply, int) else 0
         if fence:
             events.emit("acquired", TOLD["acquired"], self.name, fence, name=self.name, fence=fence)
         return fence > 0
-
-    def _take(self, fresh: bool) -> Operation[int]:
-        id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
-        args = (id, milliseconds(self.expire), name, self._record(), b"", b"0", b"")
-        call = ScriptCall(scripts.ACQUIRE, keys[:4] if fresh else keys, args)
-        _, reply = yield from with_retries(self.name, call, 0.0, self._server)
-        return abs(reply) if isinstance(reply, int) else 0
 
     def release_given_id(self) -> bool:
         """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot answer."""
@@ -218,8 +238,8 @@ class ExecutionLock(Lock):
     def _record(self) -> bytes:
         # What differs from one task to the next is added to what is kept ready for all of them.
         general = records.record(self.kind, "", self.expire, self.auto_renewal)
-        own = _json({"label": self.label, **self.details}).encode()
-        return b"%b,%b" % (general[:-1], own[1:])
+        own = [f',"{name}":{"true" if value is True else _json(value)}' for name, value in self.details.items()]
+        return b'%b,"label":%b}' % (general[:-1], "".join([_json(self.label), *own]).encode())
 
 
 def marker_key(keys: LockKeys, delivery: Delivery) -> bytes:

@@ -79,8 +79,11 @@ def with_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
 def digest(arguments: Mapping[str, Any]) -> str:
     """Return a hash of the arguments: the same for what is the same to a worker, another for 1, "1" and True."""
     try:
-        flat = _FLAT.issuperset(map(type, arguments.values()))
-        return _hash(_sorted(arguments if flat else _through_json(arguments, _DigestEncoder)))
+        if not _FLAT.issuperset(map(type, arguments.values())):
+            arguments = _through_json(arguments, _DigestEncoder)
+            if not _FLAT.issuperset(map(type, arguments.values())):
+                return _hash(_sorted(arguments))
+        return _hash(ascii(sorted(arguments.items())))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"no key can be made from the arguments {arguments!r}: {error}. Name the parameters that count, as in "

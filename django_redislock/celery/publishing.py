@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
@@ -29,11 +30,12 @@ from .duplicates import (
     waiting_expire,
     warn_dropped_callbacks,
 )
-from .execution import leave_queue, release
+from .execution import leave_queue, release_quietly
 from .execution_lock import ExecutionLock
 from .key import NO_MODELS, lock_name, make_key, with_tenant
 from .message import KEY_HEADER, REFUSED_HEADER, delivery_of, header, new_message, with_ours
 from .options import Options
+from .publish_ahead import is_celerys_own, publish_ahead
 from .pydantic_models import Models, models_of
 
 DIRECT = "direct call"
@@ -43,6 +45,9 @@ HANDOVER_GRACE = 1.0
 
 CANVAS_OPTIONS = frozenset({"root_id", "parent_id", "group_id", "chord", "chain", "retries"})
 """Members of canvases and retries have at least one of these options; a message with a given id has none."""
+
+_OWN_PRODUCER = frozenset({"connection", "publisher"})
+"""Options by which a caller gives a producer of its own."""
 
 if TYPE_CHECKING:
     _Task = Task[Any, Any]
@@ -101,31 +106,45 @@ class PublishingMixin(_Task):
         except TypeError:
             # Celery's own check tells, or without that the worker does
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
-        key = self._key(bound)
         ours = self._options
+        key = self._key(bound, ours)
         options["headers"] = new_message(options.get("headers"), key, ours.scope)
+        publish = super().apply_async
         if ours.scope == "run" or self.app.conf.task_always_eager:
-            return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
+            return publish(args, kwargs, task_id=task_id, producer=producer, **options)
         # A canvas, or who wants the result of a retry, waits for an id that is known.
         known, task_id = task_id is not None, task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, describe_arguments(bound))
         try:
-            duplicate = self._claim(lock, ours, known, options)
+            result = None
+            if (
+                not known
+                and producer is None
+                and _OWN_PRODUCER.isdisjoint(options)
+                and is_celerys_own(self.app, publish)
+            ):
+                result = publish_ahead(self.app, lock, partial(publish, args, kwargs, task_id=task_id, **options))
+                if isinstance(result, AsyncResult):
+                    return result
+            duplicate = self._claim(lock, ours, known, options, refused=result is False)
             if duplicate is None:
-                return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
+                return publish(args, kwargs, task_id=task_id, producer=producer, **options)
         except BaseException:
-            release(lock)
+            release_quietly(lock)
             raise
         warn_dropped_callbacks(self.name, duplicate.id, options)
         return duplicate
 
     def _claim(
-        self, lock: ExecutionLock, options: Options, known: bool, message: dict[str, Any]
+        self, lock: ExecutionLock, options: Options, known: bool, message: dict[str, Any], refused: bool
     ) -> DuplicateResult | None:
-        """Take the lock for a message, or return the result of its holder; None when the message is to be published."""
+        """Take the lock for a message, or return the result of its holder; None when the message is to be published.
+
+        `refused`: it was just found to be held.
+        """
         skipped = known and options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message)
         try:
-            if lock.take(fresh=not known) or (known and not skipped):
+            if (not refused and lock.take(fresh=not known)) or (known and not skipped):
                 return None
             holder = self._holder(lock)
             if holder is None:
@@ -230,10 +249,9 @@ class PublishingMixin(_Task):
 
     def _key_of(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
         key = header(request, KEY_HEADER)
-        return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs))
+        return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs), self._options)
 
-    def _key(self, bound: inspect.BoundArguments) -> str:
-        options = self._options
+    def _key(self, bound: inspect.BoundArguments, options: Options) -> str:
         return with_tenant(options.get_tenant, make_key(options.key, bound, self._models))
 
     def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:

@@ -22,7 +22,7 @@ from ..core import LockInfo, events
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
 from .duplicates import waiting_expire
-from .execution import Execution, executions, leave_queue, release
+from .execution import Execution, executions, leave_queue, release_quietly
 from .execution_lock import AfterRelease, ExecutionLock
 from .key import lock_name
 from .message import KEY_HEADER, REFUSED_HEADER, header, marker_expire
@@ -146,7 +146,7 @@ class SingleInstanceMixin(RepublishingMixin):
             queued = None
             raise
         finally:
-            release(lock)
+            release_quietly(lock)
             leave_queue(queued)
 
     def _warn_foreign(self, request: Context | None) -> None:
@@ -201,7 +201,7 @@ class SingleInstanceMixin(RepublishingMixin):
         if message is None:
             return True
         try:
-            key = self._key(self._signature.bind(*message.args, **message.kwargs))
+            key = self._key_of(message.args, message.kwargs)
         except TypeError:  # it has no key; its worker tells of wrong arguments
             return False
         return lock_name(self.name, key) == lock.name

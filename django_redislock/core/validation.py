@@ -53,11 +53,11 @@ def fitting_name(name: str, digest: Callable[[], str]) -> str:
     return raw[: MAX_NAME - len(end)].decode(errors="ignore") + end
 
 
-def check_prefix(prefix: object) -> str:
+def check_prefix(prefix: object, argument: str = "prefix") -> str:
     """Return the key prefix; it may not contain braces, which would break the Cluster hash tag."""
-    prefix = check_name(prefix, "prefix")
+    prefix = check_name(prefix, argument)
     if "{" in prefix or "}" in prefix:
-        raise ValueError(f"prefix must not contain braces: {prefix!r}")
+        raise ValueError(f"{argument} must not contain braces: {prefix!r}")
     return prefix
 
 
@@ -171,6 +171,13 @@ def unexpected(function: str, given: Iterable[str], known: Iterable[str]) -> Typ
         return TypeError(f"{text}: {MEANINGS[meant]} is {meant}=, in seconds")
     near = difflib.get_close_matches(word, known, n=1)
     return TypeError(f"{text}: did you mean {near[0]!r}?" if near else text)
+
+
+def check_flag(value: object, argument: str) -> bool:
+    """Return True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument} must be True or False, not {value!r}")
+    return value
 
 
 def check_share(value: object, argument: str = "value") -> float:

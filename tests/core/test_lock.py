@@ -15,8 +15,8 @@ from django_redislock.core.keys import lock_keys
 from tests.support import in_thread, wait_until
 
 
-def test_a_lock_has_one_holder(client):
-    first, second = Lock(client, "a"), Lock(client, "a")
+def test_a_lock_has_one_holder(make_lock, client):
+    first, second = make_lock(client, "a"), make_lock(client, "a")
     assert first.acquire()
     assert not second.acquire(blocking=False)
     assert first.owned()
@@ -28,23 +28,23 @@ def test_a_lock_has_one_holder(client):
     second.release()
 
 
-def test_with_releases_also_when_the_body_raises(client):
-    with pytest.raises(ZeroDivisionError), Lock(client, "a"):
+def test_with_releases_also_when_the_body_raises(make_lock, client):
+    with pytest.raises(ZeroDivisionError), make_lock(client, "a"):
         raise ZeroDivisionError
-    assert not Lock(client, "a").locked()
+    assert not make_lock(client, "a").locked()
 
 
-def test_with_never_runs_the_body_without_the_lock(client):
-    with Lock(client, "a"):
+def test_with_never_runs_the_body_without_the_lock(make_lock, client):
+    with make_lock(client, "a"):
         for options in ({"blocking": False}, {"timeout": 0}, {"timeout": 0.05}):
-            with pytest.raises(AcquireTimeout) as caught, Lock(client, "a", **options):
+            with pytest.raises(AcquireTimeout) as caught, make_lock(client, "a", **options):
                 pytest.fail("the body ran")
             assert isinstance(caught.value, TimeoutError)
             assert caught.value.name == "a"
 
 
-def test_release_tells_what_was_never_held_from_what_was_lost(client):
-    lock = Lock(client, "a", auto_renewal=False)
+def test_release_tells_what_was_never_held_from_what_was_lost(make_lock, client):
+    lock = make_lock(client, "a", auto_renewal=False)
     with pytest.raises(NotAcquired):
         lock.release()
     lock.acquire()
@@ -59,19 +59,19 @@ def test_release_tells_what_was_never_held_from_what_was_lost(client):
 
 
 @pytest.mark.parametrize("made", [{"blocking": False}, {"timeout": 0}, {"timeout": 0.2}], ids=repr)
-def test_acquire_without_arguments_waits_as_the_object_was_made(client, made):
-    lock = Lock(client, "a", **made)
-    with Lock(client, "a"):
+def test_acquire_without_arguments_waits_as_the_object_was_made(make_lock, client, made):
+    lock = make_lock(client, "a", **made)
+    with make_lock(client, "a"):
         assert in_thread(lock.acquire) is False
     assert lock.acquire()
     lock.release()
 
 
-def test_what_is_given_to_acquire_goes_before_what_the_object_was_made_with(client):
+def test_what_is_given_to_acquire_goes_before_what_the_object_was_made_with(make_lock, client):
     def ends(arguments, **made):
         """Return whether it ends while another one holds the lock."""
-        lock, results = Lock(client, "a", **made), []
-        with Lock(client, "a"):
+        lock, results = make_lock(client, "a", **made), []
+        with make_lock(client, "a"):
             thread = threading.Thread(target=lambda: results.append(lock.acquire(**arguments)))
             thread.start()
             wait_until(lambda: results or lock.owner().waiting == 1)
@@ -95,14 +95,14 @@ def test_what_is_given_to_acquire_goes_before_what_the_object_was_made_with(clie
     assert ends({"blocking": True, "timeout": 0.1})
 
 
-def test_the_same_object_twice_in_one_thread_raises_instead_of_hanging(client):
-    lock = Lock(client, "a")
+def test_the_same_object_twice_in_one_thread_raises_instead_of_hanging(make_lock, client):
+    lock = make_lock(client, "a")
     with lock, pytest.raises(AlreadyAcquired):
         lock.acquire()
 
 
-def test_threads_that_share_an_object_take_turns_and_cannot_release_for_each_other(client):
-    lock = Lock(client, "a", expire=5)
+def test_threads_that_share_an_object_take_turns_and_cannot_release_for_each_other(make_lock, client):
+    lock = make_lock(client, "a", expire=5)
     inside, most = [], []
 
     def work():
@@ -130,27 +130,27 @@ def test_threads_that_share_an_object_take_turns_and_cannot_release_for_each_oth
     assert most == [1] * 6
 
 
-def test_the_id_lets_another_object_release_and_extend(client):
-    lock = Lock(client, "a", expire=5, auto_renewal=False)
+def test_the_id_lets_another_object_release_and_extend(make_lock, client):
+    lock = make_lock(client, "a", expire=5, auto_renewal=False)
     lock.acquire()
-    other = Lock(client, "a", id=lock.id)
+    other = make_lock(client, "a", id=lock.id)
     other.extend(60)
     assert lock.ttl() > 50
     other.release()
     assert not lock.locked()
     lock.release()  # it was released, by its own id: nothing is wrong
     with pytest.raises(NotAcquired):
-        Lock(client, "a", id="nobody").release()
+        make_lock(client, "a", id="nobody").release()
     with pytest.raises(NotAcquired):
-        Lock(client, "a", id="nobody").extend()
+        make_lock(client, "a", id="nobody").extend()
 
 
 @pytest.mark.parametrize("id", [None, "mine"])
-def test_by_a_given_id_a_life_is_made_longer_but_not_shorter(client, id):
+def test_by_a_given_id_a_life_is_made_longer_but_not_shorter(make_lock, client, id):
     """The holder believes in the life that it asked for."""
-    holder = Lock(client, "a", expire=40, auto_renewal=False, id=id)
+    holder = make_lock(client, "a", expire=40, auto_renewal=False, id=id)
     holder.acquire()
-    other = Lock(client, "a", id=holder.id, expire=1, auto_renewal=False)
+    other = make_lock(client, "a", id=holder.id, expire=1, auto_renewal=False)
     other.extend()
     other.extend(1)
     assert holder.ttl() > 30
@@ -160,9 +160,9 @@ def test_by_a_given_id_a_life_is_made_longer_but_not_shorter(client, id):
     other.extend(1)
     other.raise_if_lost()
     assert holder.ttl() > 30
-    Lock(client, "a", id=holder.id).extend(60)
+    make_lock(client, "a", id=holder.id).extend(60)
     assert 50 < holder.ttl() <= 60
-    longer = Lock(client, "a", id=holder.id, expire=80, auto_renewal=False)
+    longer = make_lock(client, "a", id=holder.id, expire=80, auto_renewal=False)
     assert longer.acquire(blocking=False)
     assert 70 < holder.ttl() <= 80
     holder.extend(20)
@@ -170,9 +170,9 @@ def test_by_a_given_id_a_life_is_made_longer_but_not_shorter(client, id):
     holder.release()
 
 
-def test_an_answer_that_comes_late_does_not_shorten_the_belief(client):
+def test_an_answer_that_comes_late_does_not_shorten_the_belief(make_lock, client):
     """A renewal was on its way while the lock was extended, and its answer came after that of the extension."""
-    lock = Lock(client, "a", expire=20, auto_renewal=False)
+    lock = make_lock(client, "a", expire=20, auto_renewal=False)
     lock.acquire()
     (lease,) = lock._leases.values()
     sent = lease.acquired
@@ -183,16 +183,16 @@ def test_an_answer_that_comes_late_does_not_shorten_the_belief(client):
     lock.release()
 
 
-def test_an_id_that_holds_nothing_has_lost_nothing(client, caplog):
-    stranger = Lock(client, "a", id="nobody", on_lost=lambda lock: pytest.fail("nothing was lost"))
+def test_an_id_that_holds_nothing_has_lost_nothing(make_lock, client, caplog):
+    stranger = make_lock(client, "a", id="nobody", on_lost=lambda lock: pytest.fail("nothing was lost"))
     for operation in (stranger.release, stranger.extend):
         with pytest.raises(NotAcquired):
             operation()
     assert "lost" not in caplog.text
 
 
-def test_extend_sets_a_new_life(client):
-    lock = Lock(client, "a", expire=5, auto_renewal=False)
+def test_extend_sets_a_new_life(make_lock, client):
+    lock = make_lock(client, "a", expire=5, auto_renewal=False)
     with pytest.raises(NotAcquired):
         lock.extend()
     with lock:
@@ -224,53 +224,53 @@ def test_the_owner_is_known(client):
         assert 2 < owner.ttl <= 12.5
 
 
-def test_reset_takes_the_lock_from_whoever_holds_it(client, caplog):
-    lock = Lock(client, "a")
+def test_reset_takes_the_lock_from_whoever_holds_it(make_lock, client, caplog):
+    lock = make_lock(client, "a")
     assert lock.reset() is False
     lock.acquire()
-    assert Lock(client, "a").reset(fence=lock.fence - 1) is False
+    assert make_lock(client, "a").reset(fence=lock.fence - 1) is False
     assert lock.owned()
-    assert Lock(client, "a").reset(fence=lock.fence) is True
+    assert make_lock(client, "a").reset(fence=lock.fence) is True
     assert "force-released" in caplog.text
     assert not lock.locked()
     with pytest.raises(LockLost):
         lock.release()
 
 
-def test_reset_wakes_the_next_waiter(client):
-    holder, taken = Lock(client, "a", expire=60), threading.Event()
+def test_reset_wakes_the_next_waiter(make_lock, client):
+    holder, taken = make_lock(client, "a", expire=60), threading.Event()
 
     def wait():
-        with Lock(client, "a", timeout=20):
+        with make_lock(client, "a", timeout=20):
             taken.set()
 
     holder.acquire()
     thread = threading.Thread(target=wait)
     thread.start()
     wait_until(lambda: holder.owner().waiting == 1)
-    Lock(client, "a").reset()
+    make_lock(client, "a").reset()
     assert taken.wait(20)
     thread.join()
 
 
-def test_events_are_logged(client, caplog):
+def test_events_are_logged(make_lock, client, caplog):
     caplog.set_level(logging.DEBUG, "django_redislock")
-    with Lock(client, "a"):
+    with make_lock(client, "a"):
         pass
     assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG"]
 
 
-def test_the_bodys_exception_is_not_replaced_by_that_of_the_release(client, caplog):
-    lock = Lock(client, "a", auto_renewal=False)
+def test_the_bodys_exception_is_not_replaced_by_that_of_the_release(make_lock, client, caplog):
+    lock = make_lock(client, "a", auto_renewal=False)
     with pytest.raises(ValueError, match="mine") as caught, lock:
-        Lock(client, "a").reset()
+        make_lock(client, "a").reset()
         raise ValueError("mine")
     assert isinstance(caught.value.__context__, LockLost)
     assert "could not be released" in caplog.text
 
 
-def test_a_body_that_fails_after_several_locks_were_lost_ends(client):
-    with pytest.raises(ZeroDivisionError), Lock(client, "a"), Lock(client, "b"), Lock(client, "c"):
+def test_a_body_that_fails_after_several_locks_were_lost_ends(make_lock, client):
+    with pytest.raises(ZeroDivisionError), make_lock(client, "a"), make_lock(client, "b"), make_lock(client, "c"):
         client.flushdb()
         raise ZeroDivisionError
 
@@ -288,8 +288,8 @@ def test_an_rlock_left_through_another_object_is_forgotten_by_all(client):
     second.release()
 
 
-def test_max_hold_ends_the_renewal(client, caplog):
-    lock = Lock(client, "a", expire=1.5, max_hold=2)
+def test_max_hold_ends_the_renewal(make_lock, client, caplog):
+    lock = make_lock(client, "a", expire=1.5, max_hold=2)
     lock.acquire()
     acquired = time.monotonic()
     wait_until(lambda: not lock.locked())
@@ -302,25 +302,25 @@ def test_max_hold_ends_the_renewal(client, caplog):
 # Fences
 
 
-def test_fences_grow_over_release_expiry_reset_and_loss_of_the_data(client):
+def test_fences_grow_over_release_expiry_reset_and_loss_of_the_data(make_lock, client):
     fences = []
     for end in ("release", "expiry", "reset", "flush", "release"):
-        lock = Lock(client, "a", expire=0.05 if end == "expiry" else 30, auto_renewal=False)
+        lock = make_lock(client, "a", expire=0.05 if end == "expiry" else 30, auto_renewal=False)
         lock.acquire()
         fences.append(lock.fence)
         if end == "release":
             lock.release()
         elif end == "reset":
-            Lock(client, "a").reset()
+            make_lock(client, "a").reset()
         elif end == "flush":
             client.flushall()
         else:
-            wait_until(lambda: not Lock(client, "a").locked())
+            wait_until(lambda: not make_lock(client, "a").locked())
     assert fences == sorted(set(fences))
 
 
-def test_fences_grow_when_the_clock_steps_back(client):
-    with Lock(client, "a") as lock:
+def test_fences_grow_when_the_clock_steps_back(make_lock, client):
+    with make_lock(client, "a") as lock:
         fence = lock.fence
     ahead = fence + 3_600_000_000  # what the counter holds after the clock was set back by an hour
     client.set(lock_keys("redislock", "a").fence, ahead, ex=3600)
@@ -328,11 +328,11 @@ def test_fences_grow_when_the_clock_steps_back(client):
         assert lock.fence == ahead + 1
 
 
-def test_a_stale_holder_never_sees_its_successors_fence(client):
-    stale = Lock(client, "a", auto_renewal=False)
+def test_a_stale_holder_never_sees_its_successors_fence(make_lock, client):
+    stale = make_lock(client, "a", auto_renewal=False)
     stale.acquire()
-    Lock(client, "a").reset()
+    make_lock(client, "a").reset()
     fence = stale.fence
-    with Lock(client, "a") as successor:
+    with make_lock(client, "a") as successor:
         assert successor.fence > fence
         assert stale.fence == fence

@@ -17,33 +17,33 @@ from tests.support import counting, in_thread, monitoring, wait_until
     [{"decode_responses": True}, {"protocol": 3}, {"protocol": 2}, {"socket_timeout": None}, {"max_connections": 1}],
     ids=repr,
 )
-def test_every_client_will_do(redis_url, options):
-    with redis.Redis.from_url(redis_url, **options) as client, Lock(client, "a") as lock:
+def test_every_client_will_do(make_lock, redis_url, options):
+    with redis.Redis.from_url(redis_url, **options) as client, make_lock(client, "a") as lock:
         assert lock.owner().id == lock.id
-        assert not in_thread(lambda: Lock(client, "a").acquire(timeout=0.1))
+        assert not in_thread(lambda: make_lock(client, "a").acquire(timeout=0.1))
 
 
-def test_unix_sockets_will_do(own_server):
-    with redis.Redis.from_url(own_server.unix_url) as client, Lock(client, "a") as lock:
+def test_unix_sockets_will_do(make_lock, own_server):
+    with redis.Redis.from_url(own_server.unix_url) as client, make_lock(client, "a") as lock:
         assert lock.owned()
 
 
-def test_clients_of_the_same_server_share_its_connections(redis_url, client):
+def test_clients_of_the_same_server_share_its_connections(make_lock, redis_url, client):
     with redis.Redis.from_url(redis_url) as one, redis.Redis.from_url(redis_url) as two:
-        with Lock(one, "a"), Lock(two, "b"):
+        with make_lock(one, "a"), make_lock(two, "b"):
             pass
         before = len(client.client_list())
         for _ in range(5):
-            with redis.Redis.from_url(redis_url) as another, Lock(another, "a"):
+            with redis.Redis.from_url(redis_url) as another, make_lock(another, "a"):
                 pass
         assert len(client.client_list()) <= before
 
 
-def test_a_subclass_and_a_second_server_work(client, own_server):
-    class Mine(Lock):
+def test_a_subclass_and_a_second_server_work(make_lock, client, own_server):
+    class Mine(make_lock):
         pass
 
-    with own_server.client() as other, Mine(other, "a") as there, Lock(client, "a") as here:
+    with own_server.client() as other, Mine(other, "a") as there, make_lock(client, "a") as here:
         assert there.owned()
         assert here.owned()
         assert there.fence != here.fence
@@ -57,8 +57,8 @@ def test_a_cluster_client_is_refused_with_a_way_out(kind, cluster):
         kind(made, "a")
 
 
-def test_an_uncontended_cycle_is_two_commands(client):
-    lock = Lock(client, "a")
+def test_an_uncontended_cycle_is_two_commands(make_lock, client):
+    lock = make_lock(client, "a")
     with lock:  # the connection and the scripts are there from now on
         pass
     with counting(client) as counts:
@@ -71,13 +71,13 @@ def test_an_uncontended_cycle_is_two_commands(client):
     assert [line.split()[0] for line in sent] == ["EVALSHA", "EVALSHA"]
 
 
-def test_a_contended_cycle_is_at_most_four_commands(client):
-    lock = Lock(client, "a")
+def test_a_contended_cycle_is_at_most_four_commands(make_lock, client):
+    lock = make_lock(client, "a")
     rounds = 25
 
     def cycle():
         for _ in range(rounds):
-            with Lock(client, "a"):
+            with make_lock(client, "a"):
                 pass
 
     with lock:
@@ -91,16 +91,16 @@ def test_a_contended_cycle_is_at_most_four_commands(client):
     assert client.info("commandstats")["cmdstat_evalsha"]["calls"] - evals <= 4 * rounds * 4
 
 
-def test_nothing_is_left_for_ever(client):
-    with Lock(client, "a"):
-        in_thread(lambda: Lock(client, "a").acquire(timeout=0.05))
+def test_nothing_is_left_for_ever(make_lock, client):
+    with make_lock(client, "a"):
+        in_thread(lambda: make_lock(client, "a").acquire(timeout=0.05))
     keys = client.keys("*")
     assert keys
     assert all(client.ttl(key) > 0 for key in keys), {key: client.ttl(key) for key in keys}
 
 
-def test_scripts_that_the_server_forgot_are_sent_again(client):
-    with Lock(client, "a") as lock:
+def test_scripts_that_the_server_forgot_are_sent_again(make_lock, client):
+    with make_lock(client, "a") as lock:
         client.script_flush()
         lock.extend()
         client.script_flush()

@@ -54,11 +54,11 @@ def test_a_killed_holders_lock_goes_to_exactly_one_of_many(client, redis_url, ru
         served.append(holding)
 
 
-def test_a_paused_holder_is_told_and_its_successor_untouched(client, redis_url, run_python):
+def test_a_paused_holder_is_told_and_its_successor_untouched(make_lock, client, redis_url, run_python):
     holder = run_python(lock_programs.hold, redis_url, "a", 1)
     fence = holder.wait_for(event="held")["fence"]
     holder.pause()
-    with Lock(client, "a", timeout=10) as successor:
+    with make_lock(client, "a", timeout=10) as successor:
         assert successor.fence > fence
         holder.send()
         holder.resume()
@@ -68,22 +68,22 @@ def test_a_paused_holder_is_told_and_its_successor_untouched(client, redis_url, 
         successor.raise_if_lost()
 
 
-def test_a_late_release_frees_nothing_of_the_successors(client):
-    late = Lock(client, "a", expire=0.1, auto_renewal=False)
+def test_a_late_release_frees_nothing_of_the_successors(make_lock, client):
+    late = make_lock(client, "a", expire=0.1, auto_renewal=False)
     late.acquire()
-    successor = Lock(client, "a", timeout=5)
+    successor = make_lock(client, "a", timeout=5)
     wait_until(lambda: not late.locked())
     successor.acquire()
     with pytest.raises(LockLost):
         late.release()
     with pytest.raises(NotAcquired):
-        Lock(client, "a", id="0" * 32).release()
+        make_lock(client, "a", id="0" * 32).release()
     assert successor.owned()
     successor.release()
 
 
-def test_one_hundred_held_locks_are_kept_by_one_thread(client):
-    locks = [Lock(client, f"lock {i}", expire=6) for i in range(100)]  # longer than a busy machine may stand still
+def test_one_hundred_held_locks_are_kept_by_one_thread(make_lock, client):
+    locks = [make_lock(client, f"lock {i}", expire=6) for i in range(100)]  # longer than a busy machine may stand still
     for lock in locks:
         lock.acquire()
     calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]

@@ -9,7 +9,6 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from django_redislock.core import Lock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.keys import lock_keys
 from tests.support import lived, queued, wait_until, within
@@ -21,9 +20,9 @@ RETRIES = [0, 10]
 
 
 @pytest.mark.parametrize("retries", RETRIES)
-def test_a_lost_reply_to_acquire_is_no_ghost_lock(client, proxy, retries):
+def test_a_lost_reply_to_acquire_is_no_ghost_lock(make_lock, client, proxy, retries):
     with redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
-        lock = Lock(behind, "a")
+        lock = make_lock(behind, "a")
         with lock:
             pass
         proxy.drop_next_reply(containing=b"EVALSHA")
@@ -31,44 +30,44 @@ def test_a_lost_reply_to_acquire_is_no_ghost_lock(client, proxy, retries):
         assert proxy.dropped == 1
         assert lock.owned()
         lock.release()
-    assert not Lock(client, "a").locked()
+    assert not make_lock(client, "a").locked()
 
 
 @pytest.mark.parametrize("retries", RETRIES)
-def test_a_lost_reply_to_a_try_is_no_ghost_lock(client, proxy, retries):
+def test_a_lost_reply_to_a_try_is_no_ghost_lock(make_lock, client, proxy, retries):
     with redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
-        lock = Lock(behind, "a")
+        lock = make_lock(behind, "a")
         with lock:
             pass
         proxy.drop_next_reply(containing=b"EVALSHA")
         assert lock.acquire(blocking=False)
         lock.release()
-    assert not Lock(client, "a").locked()
+    assert not make_lock(client, "a").locked()
 
 
 @pytest.mark.parametrize("retries", RETRIES)
-def test_a_lost_reply_to_release_is_no_false_error(client, proxy, retries):
+def test_a_lost_reply_to_release_is_no_false_error(make_lock, client, proxy, retries):
     with redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
-        with Lock(behind, "a"):
+        with make_lock(behind, "a"):
             proxy.drop_next_reply(containing=b"EVALSHA")
         assert proxy.dropped == 1
-    assert not Lock(client, "a").locked()
+    assert not make_lock(client, "a").locked()
 
 
-def test_a_lost_reply_to_reset_still_tells_that_the_lock_was_held(client, proxy):
+def test_a_lost_reply_to_reset_still_tells_that_the_lock_was_held(make_lock, client, proxy):
     with redis.Redis.from_url(proxy.url) as behind:
-        holder = Lock(client, "a")
+        holder = make_lock(client, "a")
         holder.acquire()
-        assert Lock(behind, "b").reset() is False
+        assert make_lock(behind, "b").reset() is False
         proxy.drop_next_reply(containing=b"EVALSHA")
-        assert Lock(behind, "a").reset(fence=holder.fence) is True
+        assert make_lock(behind, "a").reset(fence=holder.fence) is True
         assert proxy.dropped == 1
     assert not holder.locked()
 
 
-def test_a_repeated_release_does_not_free_the_next_holders_lock(client, proxy):
+def test_a_repeated_release_does_not_free_the_next_holders_lock(make_lock, client, proxy):
     with redis.Redis.from_url(proxy.url) as behind:
-        first, second = Lock(behind, "a"), Lock(client, "a", timeout=10)
+        first, second = make_lock(behind, "a"), make_lock(client, "a", timeout=10)
         first.acquire()
         got = []
         thread = threading.Thread(target=lambda: got.append(second.acquire()))
@@ -81,15 +80,15 @@ def test_a_repeated_release_does_not_free_the_next_holders_lock(client, proxy):
         assert second.locked()
 
 
-def test_lost_replies_to_waiters_lose_nothing(client, proxy):
-    with redis.Redis.from_url(proxy.url) as behind, Lock(client, "a", expire=60) as holder:
-        with Lock(behind, "b"):
+def test_lost_replies_to_waiters_lose_nothing(make_lock, client, proxy):
+    with redis.Redis.from_url(proxy.url) as behind, make_lock(client, "a", expire=60) as holder:
+        with make_lock(behind, "b"):
             pass
         proxy.drop_next_reply(n=3, containing=b"EVALSHA")
         got = []
 
         def wait():
-            lock = Lock(behind, "a")
+            lock = make_lock(behind, "a")
             got.append(lock.acquire(timeout=20))
             lock.release()
 
@@ -104,10 +103,10 @@ def test_lost_replies_to_waiters_lose_nothing(client, proxy):
     assert got == [True]
 
 
-def test_a_renewal_that_fails_once_loses_nothing(client, proxy, caplog):
+def test_a_renewal_that_fails_once_loses_nothing(make_lock, client, proxy, caplog):
     told = []
     with redis.Redis.from_url(proxy.url) as behind:
-        lock = Lock(behind, "a", expire=3, on_lost=told.append)
+        lock = make_lock(behind, "a", expire=3, on_lost=told.append)
         with lock:
             id = lock.id
             proxy.drop_next_reply(containing=b"EVALSHA")
@@ -119,9 +118,9 @@ def test_a_renewal_that_fails_once_loses_nothing(client, proxy, caplog):
     assert "trying again" in caplog.text
 
 
-def test_a_reply_that_comes_late_never_makes_the_belief_outlive_the_lock(client, proxy):
+def test_a_reply_that_comes_late_never_makes_the_belief_outlive_the_lock(make_lock, client, proxy):
     with redis.Redis.from_url(proxy.url, socket_timeout=5) as behind:
-        lock = Lock(behind, "a", expire=20, auto_renewal=False)
+        lock = make_lock(behind, "a", expire=20, auto_renewal=False)
         with lock:
             pass
         proxy.delay_replies(1)

@@ -23,17 +23,17 @@ from django_redislock.core import AsyncLock, AsyncRLock, Lock, RLock
 from tests.support import in_thread, wait_until
 
 
-def test_a_dropped_lock_object_is_not_renewed(client, caplog):
-    lock = Lock(client, "a", expire=0.5)
+def test_a_dropped_lock_object_is_not_renewed(make_lock, client, caplog):
+    lock = make_lock(client, "a", expire=0.5)
     lock.acquire()
     del lock
     gc.collect()
-    wait_until(lambda: not Lock(client, "a").locked())
+    wait_until(lambda: not make_lock(client, "a").locked())
     wait_until(lambda: "garbage-collected" in caplog.text)
 
 
-def test_a_thread_that_ends_without_releasing_leaves_nothing_renewed(client, caplog):
-    lock = Lock(client, "a", expire=0.5)
+def test_a_thread_that_ends_without_releasing_leaves_nothing_renewed(make_lock, client, caplog):
+    lock = make_lock(client, "a", expire=0.5)
     in_thread(lock.acquire)
     wait_until(lambda: not lock.locked())
     wait_until(lambda: "ended without releasing" in caplog.text)

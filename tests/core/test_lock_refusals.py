@@ -7,7 +7,6 @@ import threading
 import pytest
 import redis
 
-from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
 from tests.support import lived, wait_until, within
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.processes
     ],
     ids=["OOM", "READONLY", "no EVAL", "no keys"],
 )
-def test_a_refusing_server_is_a_typed_error_and_nothing_is_half_taken(own_server, fault, cause):
+def test_a_refusing_server_is_a_typed_error_and_nothing_is_half_taken(make_lock, own_server, fault, cause):
     with own_server.client() as client:
         if "permissions" in cause:
             client.acl_setuser(
@@ -36,7 +35,7 @@ def test_a_refusing_server_is_a_typed_error_and_nothing_is_half_taken(own_server
             client.execute_command("REPLICAOF", "127.0.0.1", "1")
         else:
             client.execute_command(*fault)
-        lock = Lock(client, "a")
+        lock = make_lock(client, "a")
         with within(1), pytest.raises(LockBackendError, match=cause):
             lock.acquire(timeout=0.2)
         if "permissions" not in cause:
@@ -47,9 +46,9 @@ def test_a_refusing_server_is_a_typed_error_and_nothing_is_half_taken(own_server
                 pass
 
 
-def test_a_refused_renewal_is_unknown_until_it_works_again(own_server, caplog):
+def test_a_refused_renewal_is_unknown_until_it_works_again(make_lock, own_server, caplog):
     with own_server.client() as client:
-        lock = Lock(client, "a", expire=3)
+        lock = make_lock(client, "a", expire=3)
         with lock:
             client.execute_command("REPLICAOF", "127.0.0.1", "1")
             wait_until(lambda: "trying again" in caplog.text)
@@ -58,7 +57,7 @@ def test_a_refused_renewal_is_unknown_until_it_works_again(own_server, caplog):
             assert lock.owned()
 
 
-def test_a_busy_server_is_a_typed_error(own_server):
+def test_a_busy_server_is_a_typed_error(make_lock, own_server):
     with own_server.client(socket_timeout=30) as client, own_server.client() as other:
         client.config_set("busy-reply-threshold", "50")
 
@@ -78,19 +77,19 @@ def test_a_busy_server_is_a_typed_error(own_server):
 
         wait_until(busy)
         with pytest.raises(LockBackendError, match="BUSY"):
-            Lock(other, "a").acquire(timeout=0.2)
+            make_lock(other, "a").acquire(timeout=0.2)
         other.script_kill()
         blocker.join(timeout=10)
-        with Lock(other, "a", timeout=5):
+        with make_lock(other, "a", timeout=5):
             pass
 
 
-def test_too_many_clients_is_a_typed_error(own_server):
+def test_too_many_clients_is_a_typed_error(make_lock, own_server):
     with own_server.client() as client:
         client.ping()
         client.config_set("maxclients", "1")
         with within(3), pytest.raises(LockBackendError, match="max number of clients"):
-            Lock(client, "a").acquire(timeout=0.5)
+            make_lock(client, "a").acquire(timeout=0.5)
         client.config_set("maxclients", "100")
-        with Lock(client, "a", timeout=5):
+        with make_lock(client, "a", timeout=5):
             pass

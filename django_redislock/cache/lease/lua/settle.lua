@@ -44,7 +44,7 @@ else
   stored = redis.call('EXISTS', value_key) == 0
   if not stored and old_digest ~= '' and redis.sha1hex(redis.call('GET', value_key)) == old_digest then
     -- The same bytes may have been set, or touched, with another expiry meanwhile.
-    stored = old_ends == '' or math.abs(ends_at(value_key, now_us()) - old_ends) <= CLOCK_MS
+    stored = old_ends == '' or math.abs(ends_at(value_key) - old_ends) <= CLOCK_MS
   end
   if kept and stored then
     redis.call('SET', value_key, data, unpack(life))
