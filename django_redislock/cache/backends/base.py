@@ -1,4 +1,4 @@
-"""The backend as the methods of this package see it: its clients, its keys, its bytes, and the tools that wrap its methods."""
+"""The interface of a cache backend: its clients, its keys, its bytes, and the tools that wrap its methods."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from django.core.cache.backends.base import BaseCache
 from redis import Redis
 
-from ...core.driver.server import Server, server_of
+from ...core.driver.registry import server_of
+from ...core.driver.server import Server
 from ...core.events import log
 from ..async_calls import call_any
 from ..lease.request import MISSING
@@ -34,8 +35,9 @@ def warn_once(message: str) -> None:
 class RedisBackend(Base):
     """The interface between the mixins and the backend that they are put in front of.
 
-    Sentry and Django Debug Toolbar wrap `get` and `get_many` of each cache object, and count its hits and misses there. The wrappers of
-    Sentry are not asynchronous. So `_report_read` calls them after a read by other means, in the same thread or task, and nothing is read again.
+    Sentry and Django Debug Toolbar wrap `get` and `get_many` of each cache object, and count its hits and misses
+    there. The wrappers of Sentry are not asynchronous. So `_report_read` calls them after a read by other means, in
+    the same thread or task, and nothing is read again.
     """
 
     def get(self, key: Any, default: Any = None, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
