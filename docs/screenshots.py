@@ -1,4 +1,4 @@
-"""Make the pictures of the pages: ``python docs/screenshots.py``, with what the extras ``demo`` and ``test`` install, and Chromium.
+"""Make the pictures of the pages: ``python docs/screenshots.py``, with the dependency groups ``demo`` and ``test`` and Chromium.
 
 The example site runs for it, with a worker that rebuilds reports and locks that this program holds.
 """

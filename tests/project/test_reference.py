@@ -122,5 +122,5 @@ def test_every_code_of_a_loss_is_on_the_page_about_locks():
 def test_every_extra_for_users_is_there():
     setup = ConfigParser()
     setup.read(PACKAGE.parent / "setup.cfg")
-    extras = set(setup["options.extras_require"]) - {"bench", "demo", "test"}
+    extras = set(setup["options.extras_require"])
     assert rows(REFERENCE["Extras"]).keys() == extras
