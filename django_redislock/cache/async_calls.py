@@ -27,7 +27,7 @@ async def run_read(server: Server, operation: Operation[T]) -> T:
 
 
 async def call_any(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function and return its result; one that is not a coroutine function runs where `sync_to_async` runs it."""
+    """Call the function and return its result; a plain function runs where `sync_to_async` runs it."""
     if is_async_callable(function):
         return await function(*args, **kwargs)
     value = await sync_to_async(function)(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Refreshes by a Celery worker: the message that a caller sends when it finds a stale value, and the work of the worker.
+"""Refreshes by a Celery worker: the message of the caller that finds a stale value, and the work of the worker.
 
-A message names the function to be called, and anybody who can write to the broker can send a message. So a worker calls only
-functions that its own code has registered.
+A message names the function to be called, and anybody who can write to the broker can send a message. So a worker
+calls only functions that its own code has registered.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class CeleryRefreshMixin(RedisBackend):
         if unknown:
             request.server.run(cancel_refresh(request))
             raise LookupError(
-                f"{unknown[0]} is not registered in this worker, so it is not called for refresh='celery': decorate it with "
-                "@django_redislock.cache.refreshable, and import its module in a tasks module."
+                f"{unknown[0]} is not registered in this worker, so it is not called for refresh='celery': decorate it "
+                "with @django_redislock.cache.refreshable, and import its module in a tasks module."
             )
         data, _ = request.server.run(read_value(request.key, with_ttl=False))
         if data is None or digest(data).decode() != message["old"]:
@@ -121,7 +121,8 @@ class CeleryRefreshMixin(RedisBackend):
                 raise
             request.counters.count("errors")
             log.exception(
-                "The message to refresh the value of %r could not be sent to Celery; callers get the stale value until it expires.",
+                "The message to refresh the value of %r could not be sent to Celery; callers get the stale value until "
+                "it expires.",
                 request.key,
             )
 
@@ -137,7 +138,7 @@ def check_importable(default: Any) -> None:
 
 
 def registered_name(function: Any, argument: str = "default") -> str:
-    """Return the name under which a worker knows the function; raises TypeError for a function that is not registered."""
+    """Return the name under which a worker knows the function; raises TypeError if it is not registered."""
     name = import_path(function)
     if name is None or _registered.get(name) is not function:
         raise TypeError(

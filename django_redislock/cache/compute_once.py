@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
@@ -16,7 +15,6 @@ from .. import conf
 from ..core.driver.async_server import async_server_of
 from ..core.driver.registry import server_of
 from ..core.driver.server import Server
-from ..core.validation import Seconds
 from ..exceptions import LockBackendError
 from .async_calls import call_any, run_read
 from .celery_refresh import CeleryRefreshMixin, check_importable
@@ -62,35 +60,23 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         default: Any,
         timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
-        *,
-        lock: bool = True,
-        wait: Seconds | None = None,
-        on_wait_timeout: Any = None,
-        expire: Seconds | None = None,
-        auto_renewal: bool | None = None,
-        max_hold: Seconds | None = None,
-        stale: Seconds | None = None,
-        refresh_before: Seconds | None = None,
-        refresh: Literal["inline", "thread", "celery"] = "inline",
-        should_cache: Callable[[Any], object] | None = None,
-        jitter: float | None = None,
-        on_error: Literal["raise", "stale"] | None = None,
+        **options: Unpack[GetOrSetOptions],
     ) -> Any:
         """Return the value of the key. If it is missing, one of all callers computes it by `default()` and stores it.
 
         `timeout` is a number of seconds, None (the value never expires), or a function of the value that returns one of
         them. A value with a timeout of 0 is not stored, but returned to all callers that wait for it.
 
-        The other callers wait for the value at most `wait` seconds (None: without limit). Then `on_wait_timeout` decides:
-        "compute" the value for this caller, "raise" AcquireTimeout, return the "stale" value if there is one, or return the
-        checked value (a function is called, and its result returned).
+        The other callers wait for the value at most `wait` seconds (None: without limit). Then `on_wait_timeout`
+        decides: "compute" the value for this caller, "raise" AcquireTimeout, return the "stale" value if there is one,
+        or return the given value (a function is called, and its result returned).
 
         The computing caller holds a lease. It expires after `expire` seconds, is renewed while `default` runs (if
-        `auto_renewal`), and ends after `max_hold` seconds at the latest; then another caller computes. The loss of a lease is no error.
-        A value that was set or deleted during the computation is not overwritten. A value for which `should_cache` returns
-        false is not stored, but returned to all callers that wait for it. `jitter`, from 0 to 1, is the share by which
-        timeouts are shortened at random. Options that are not checked come from ``OPTIONS["LOCK"]`` and
-        ``DJANGO_REDISLOCK["CACHE"]``.
+        `auto_renewal`), and ends after `max_hold` seconds at the latest; then another caller computes. The loss of a
+        lease is no error. A value that was set or deleted during the computation is not overwritten. A value for which
+        `should_cache` returns false is not stored, but returned to all callers that wait for it. `jitter`, from 0 to
+        1, is the share by which timeouts are shortened at random. Options that are not given come from
+        ``OPTIONS["LOCK"]`` and ``DJANGO_REDISLOCK["CACHE"]``.
 
         With `stale` a value is kept that many seconds after its timeout, and with `refresh_before` it is due that many
         seconds before its timeout. One caller refreshes a value that is due: `refresh` "inline", in a "thread" or in a
@@ -103,34 +89,8 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         Raises the error of `default`, AcquireTimeout, TypeError and ValueError for bad arguments, and redis-py's errors
         if the base class raises them.
         """
-        if (
-            lock is True
-            and refresh == "inline"
-            and wait is on_wait_timeout is expire is auto_renewal is max_hold is stale is refresh_before is None
-            and should_cache is None
-            and jitter is None
-            and on_error is None
-        ):
-            checked = DEFAULTS
-        else:
-            checked = validate(
-                "get_or_set",
-                lock=lock,
-                wait=wait,
-                on_wait_timeout=on_wait_timeout,
-                expire=expire,
-                auto_renewal=auto_renewal,
-                max_hold=max_hold,
-                stale=stale,
-                refresh_before=refresh_before,
-                refresh=refresh,
-                should_cache=should_cache,
-                jitter=jitter,
-                on_error=on_error,
-            )
-            if not checked.lock:
-                return self._get_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
-        if not callable(default):
+        checked = validate("get_or_set", **options) if options else DEFAULTS
+        if not callable(default) or not checked.lock:
             return self._get_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
         if checked.refresh == "celery":
             check_importable(default)
@@ -178,8 +138,9 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
     ) -> Any:
         """Do as `get_or_set`; `default` may also be a coroutine function, or return an awaitable.
 
-        The caller waits in the event loop, over connections of the loop, and blocks no other work of `sync_to_async`. A
-        default that is no coroutine function runs where `sync_to_async` runs it. With ``refresh="thread"`` a task refreshes.
+        The caller waits in the event loop, over connections of the loop, and blocks no other work of `sync_to_async`.
+        A default that is no coroutine function runs where `sync_to_async` runs it. With ``refresh="thread"`` a task
+        refreshes.
         """
         checked = validate("aget_or_set", **options) if options else DEFAULTS
         if checked.refresh == "celery":
@@ -215,7 +176,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         return result_of(await server.run(get_value(request, caller, call.wait, call.on_wait_timeout)))
 
     def stats(self) -> Tally:
-        """Return the counts of hits, computations and waits in this process for this cache alias, since the process started."""
+        """Return the counts of hits, computations and waits of this process for this cache alias."""
         return self._counters.read()
 
     def _lease_server(self, redis_key: str, timeout: Timeout) -> Server | None:

@@ -1,8 +1,9 @@
-"""What is computed must not be stored over what happened to the key meanwhile.
+"""The methods that change values end leases, so that no computation stores its result over a later change.
 
-A value that is written needs nothing here: it is seen when the computed one is to be stored, and so is a new end of the old
-one. But one that may have ended by then ends the leases, when it is there. `clear` takes the leases along, since they are in the same database. Only what may leave no value ends the leases, before
-it happens: who computes from then on has seen what led to it.
+A method that writes a value does not end its lease: the script that stores a computed value finds the written one, or
+a new expiry of the stale one. A written value that may expire before the computation ends is an exception: its lease
+is ended after the write. A method that may remove a value ends the lease of its key first. A computation that starts
+afterwards has read the new state, so its result may be stored.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from .lease.invalidate import invalidate, invalidate_pattern
 from .lease.request import is_forbidden, is_refusal, log_level, note_logged
 
 IGNORED: Any = None
-"""What the base class returns when Redis cannot be reached and IGNORE_EXCEPTIONS is set."""
+"""The result of the base class when Redis cannot be reached and IGNORE_EXCEPTIONS is set."""
 BATCH = 1000
-"""Keys looked at, and deleted, in one go."""
+"""Number of keys that one command scans, and one pipeline deletes."""
 
 
 class InvalidatingMixin(RedisBackend):
-    """The methods that delete."""
+    """The methods that delete or change values, and invalidate running computations."""
 
     def delete(self, key: Any, version: int | None = None, *args: Any, **kwargs: Any) -> bool:
-        """Delete the value; one that is being computed now will not be stored."""
+        """Delete the value. A running computation of it is not stored."""
         if not self._invalidate([self._redis_key(key, version, *args, **kwargs)]):
             return IGNORED  # type: ignore[no-any-return]
         return super().delete(key, version, *args, **kwargs)
 
     def delete_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Delete the values; those that are being computed now will not be stored."""
+        """Delete the values. Running computations of them are not stored."""
         keys = list(keys)
         if not self._invalidate([self._redis_key(key, version) for key in keys]):
             return IGNORED
@@ -54,11 +55,13 @@ class InvalidatingMixin(RedisBackend):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Store the value."""
-        if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version)]):  # it deletes
+        """Store the value; a running computation does not overwrite it. A timeout of 0 deletes it."""
+        if not self._stores(timeout) and not self._invalidate(
+            [self._redis_key(key, version)]
+        ):  # the base class deletes
             return IGNORED
         answer = super().set(key, value, timeout, version, *args, **kwargs)
-        if self._is_short(timeout) and not (answer is IGNORED and self._ignores_errors()):
+        if self._may_expire_first(timeout) and not (answer is IGNORED and self._ignores_errors()):
             self._invalidate([self._redis_key(key, version)])
         return answer
 
@@ -71,9 +74,9 @@ class InvalidatingMixin(RedisBackend):
         *args: Any,
         **kwargs: Any,
     ) -> bool:
-        """Store the value if there is none."""
+        """Store the value if there is none; a running computation does not overwrite it."""
         added = super().add(key, value, timeout, version, *args, **kwargs)
-        if added and self._is_short(timeout):
+        if added and self._may_expire_first(timeout):
             self._invalidate([self._redis_key(key, version)])
         return added
 
@@ -85,30 +88,30 @@ class InvalidatingMixin(RedisBackend):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Store the values."""
+        """Store the values; running computations do not overwrite them. A timeout of 0 deletes them."""
         if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version) for key in data]):
             return IGNORED
         answer = super().set_many(data, timeout, version, *args, **kwargs)
-        if self._is_short(timeout):
+        if self._may_expire_first(timeout):
             self._invalidate([self._redis_key(key, version) for key in data])
         return answer
 
     def touch(
         self, key: Any, timeout: float | None = DEFAULT_TIMEOUT, version: int | None = None, *args: Any, **kwargs: Any
     ) -> bool:
-        """Give the value a new life; a timeout of 0 deletes it, and one that is being computed now will not be stored."""
+        """Give the value a new timeout in seconds. A timeout of 0 deletes it: a running computation is not stored."""
         if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version)]):
             return IGNORED  # type: ignore[no-any-return]
         return super().touch(key, timeout, version, *args, **kwargs)
 
     def incr_version(self, key: Any, delta: int = 1, version: int | None = None, *args: Any, **kwargs: Any) -> int:
-        """Move the value to another version; one that is being computed now for this version will not be stored."""
+        """Move the value to another version. A running computation of this version is not stored."""
         if not self._invalidate([self._redis_key(key, version)]):
             return IGNORED  # type: ignore[no-any-return]
         return super().incr_version(key, delta, version, *args, **kwargs)
 
     def clear(self) -> Any:
-        """Delete everything in the database but the locks; what is being computed now will not be stored."""
+        """Delete all keys of the database but the locks. Running computations are not stored."""
         if not conf.get().enabled:
             return super().clear()
         if not self._invalidate_pattern(self._all_clients(), "*"):
@@ -116,14 +119,14 @@ class InvalidatingMixin(RedisBackend):
         self._delete_all_but_locks("*")
         return True
 
-    def _delete_all_but_locks(self, pattern: str, at_once: int | None = None) -> int:
-        """Delete all keys that match the pattern and are no lock's, and return how many there were."""
+    def _delete_all_but_locks(self, pattern: str, batch: int | None = None) -> int:
+        """Delete all keys that match the pattern but those of locks; return the number of deleted keys."""
         locks = b"{" + conf.get().key_prefix.encode()
         deleted = 0
         try:
             for client in self._all_clients():
                 pipeline = client.pipeline(transaction=False)
-                for key in client.scan_iter(match=pattern, count=at_once or BATCH):
+                for key in client.scan_iter(match=pattern, count=batch or BATCH):
                     raw = key if isinstance(key, bytes) else key.encode()
                     if raw.startswith((locks + b":", locks + b"}")):
                         continue
@@ -136,8 +139,8 @@ class InvalidatingMixin(RedisBackend):
                 raise
         return deleted
 
-    def _is_short(self, timeout: float | None) -> bool:
-        """Whether a value may end before a computation does that is under way: before those who wait for that give up."""
+    def _may_expire_first(self, timeout: float | None) -> bool:
+        """Whether the value may expire before a running computation ends, that is before its waiters give up."""
         seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
         if seconds is None or not self._stores(timeout):
             return False
@@ -149,7 +152,7 @@ class InvalidatingMixin(RedisBackend):
         raise NotImplementedError
 
     def _invalidate(self, keys: list[str]) -> bool:
-        """End the leases of these values; False when no server can be reached and the base class ignores that."""
+        """End the leases of these values; False when no server can be reached and the base class ignores errors."""
         settings = conf.get()
         if not settings.enabled:
             return True
@@ -166,7 +169,7 @@ class InvalidatingMixin(RedisBackend):
         return not reached or any(reached)
 
     def _invalidate_pattern(self, servers: list[Redis], pattern: str) -> bool:
-        """End the leases of all values whose keys match a pattern, as Redis's KEYS does; False as in `_invalidate`."""
+        """End the leases of all values whose keys match a pattern of Redis; False as in `_invalidate`."""
         settings = conf.get()
         if not settings.enabled:
             return True
@@ -174,11 +177,11 @@ class InvalidatingMixin(RedisBackend):
         reached = [self._run(server, invalidate_pattern(server, settings.key_prefix, pattern)) for server in found]
         return not found or any(reached)
 
-    def _run(self, server: Server, steps: Any) -> bool:
+    def _run(self, server: Server, operation: Any) -> bool:
         if is_forbidden(server):
             return True
         try:
-            server.run(steps)
+            server.run(operation)
         except LockBackendError as error:
             if is_refusal(error, server):
                 return True
@@ -189,8 +192,8 @@ class InvalidatingMixin(RedisBackend):
         return True
 
 
-class ExpiringMixin(InvalidatingMixin):
-    """What django-redis has beyond that."""
+class DjangoRedisInvalidatingMixin(InvalidatingMixin):
+    """The further methods of django-redis that delete or change values."""
 
     def delete_pattern(
         self,
@@ -200,44 +203,44 @@ class ExpiringMixin(InvalidatingMixin):
         *args: Any,
         **kwargs: Any,
     ) -> int | None:
-        """Delete all values whose keys match; those that are being computed now will not be stored."""
-        made = self.client.make_pattern(pattern, version=version, prefix=prefix)  # type: ignore[attr-defined]
-        if not self._invalidate_pattern(self._all_clients(), made):
+        """Delete all values whose keys match the pattern; return their number. Running computations are not stored."""
+        redis_pattern = self.client.make_pattern(pattern, version=version, prefix=prefix)  # type: ignore[attr-defined]
+        if not self._invalidate_pattern(self._all_clients(), redis_pattern):
             return None
-        if conf.get().enabled and made[:1] in ("*", "?", "[", "{", "\\"):  # it may match the keys of locks
-            return self._delete_all_but_locks(made, kwargs.get("itersize"))
+        if conf.get().enabled and redis_pattern[:1] in ("*", "?", "[", "{", "\\"):  # it may match the keys of locks
+            return self._delete_all_but_locks(redis_pattern, kwargs.get("itersize"))
         return super().delete_pattern(pattern, version, prefix, *args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def expire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Give the value a new life in seconds; 0 deletes it."""
-        if not self._expiring(key, version, timeout):
+        """Give the value a new timeout in seconds; 0 deletes it."""
+        if not self._invalidate_if_deleting(key, version, timeout):
             return IGNORED
         return super().expire(key, timeout, version, *args, **kwargs)  # type: ignore[misc]
 
     def pexpire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Give the value a new life in milliseconds; 0 deletes it."""
-        if not self._expiring(key, version, timeout):
+        """Give the value a new timeout in milliseconds; 0 deletes it."""
+        if not self._invalidate_if_deleting(key, version, timeout):
             return IGNORED
         return super().pexpire(key, timeout, version, *args, **kwargs)  # type: ignore[misc]
 
     def expire_at(self, key: Any, when: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Let the value end at a time; one in the past deletes it."""
-        if not self._ending(key, version, when, 1):
+        """Let the value expire at a time; a time in the past deletes it."""
+        if not self._invalidate_if_past(key, version, when, 1):
             return IGNORED
         return super().expire_at(key, when, version, *args, **kwargs)  # type: ignore[misc]
 
     def pexpire_at(self, key: Any, when: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Let the value end at a time; one in the past deletes it."""
-        if not self._ending(key, version, when, 1000):
+        """Let the value expire at a time; a time in the past deletes it."""
+        if not self._invalidate_if_past(key, version, when, 1000):
             return IGNORED
         return super().pexpire_at(key, when, version, *args, **kwargs)  # type: ignore[misc]
 
-    def _expiring(self, key: Any, version: int | None, timeout: Any) -> bool:
+    def _invalidate_if_deleting(self, key: Any, version: int | None, timeout: Any) -> bool:
         left = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deletes = left is not DEFAULT_TIMEOUT and left is not None and left <= 0
         return not deletes or self._invalidate([self._redis_key(key, version)])
 
-    def _ending(self, key: Any, version: int | None, when: Any, units: int) -> bool:
+    def _invalidate_if_past(self, key: Any, version: int | None, when: Any, units: int) -> bool:
         ends = when.timestamp() if isinstance(when, datetime) else when / units
         deletes = ends <= time.time() + 1  # the server's clock may be ahead
         return not deletes or self._invalidate([self._redis_key(key, version)])

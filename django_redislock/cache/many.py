@@ -37,9 +37,9 @@ class ManyMixin(RedisBackend):
     ) -> dict[Any, Any]:
         """Return the values of the keys; ``default(missing_keys)`` returns a dict of the missing values.
 
-        Each missing value is computed once over all callers, also if they want other keys, too. A key that the dict does
-        not have is left out. `timeout` is in seconds, or a function of each value. `options` are those of `get_or_set`
-        without `stale`, `refresh_before`, `refresh` and `on_error`.
+        Each missing value is computed once over all callers, also if they want other keys, too. A key that the dict
+        does not have is left out. `timeout` is in seconds, or a function of each value. `options` are those of
+        `get_or_set` without `stale`, `refresh_before`, `refresh` and `on_error`.
 
         Raises what `get_or_set` raises; the first error of `default` ends the many.
         """
@@ -178,7 +178,7 @@ class _ManyRequest:
             self.cache._report_read("get_many", self.values(), self.keys, version=self.version)
 
     def missing(self, compute_one: Callable[[Any], Any]) -> list[tuple[Server, list[ValueRequest]]]:
-        """Return the requests for the missing values by their servers; `compute_one` computes the value of one of the caller's keys."""
+        """Return the requests for the missing values by server; `compute_one` computes the value of one key."""
         by_server: dict[Server, list[ValueRequest]] = {}
         for redis_key, key in self.redis_keys.items():
             if redis_key not in self.found:

@@ -149,14 +149,16 @@ def with_stale_and_jitter(
 ) -> Callable[[Any], tuple[bytes, int | None]]:
     """Return a `dumps` that shortens each expiry at random by up to the share `jitter`, and then adds `stale` seconds.
 
-    It does not shorten the time `refresh_before`: a value that is due as soon as it is stored would be computed at each call.
+    It does not shorten the time `refresh_before`: a value that is due as soon as it is stored would be computed at
+    each call.
     """
 
     def changed(value: Any) -> tuple[bytes, int | None]:
         data, expiry_ms = dumps(value)
         if expiry_ms:
             fresh = max(0.0, expiry_ms - options.refresh_before * 1000)
-            expiry_ms = max(1, int(expiry_ms - fresh * random.random() * jitter) + int(options.stale * 1000))  # noqa: S311
+            shortened = int(expiry_ms - fresh * random.random() * jitter)  # noqa: S311
+            expiry_ms = max(1, shortened + int(options.stale * 1000))
         return data, expiry_ms
 
     return changed

@@ -1,4 +1,4 @@
-"""Refreshes in the background: a thread or a task computes the new value, and all callers get the stale one meanwhile."""
+"""Refreshes in the background: a thread or a task computes, and all callers get the stale value meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _tasks: set[asyncio.Task[Any]] = set()
 
 
 def refresh_in_thread(request: ValueRequest, old: bytes) -> None:
-    """Start a thread that refreshes the value in the caller's context, unless another caller of this process refreshes it."""
+    """Start a thread that refreshes the value in the caller's context, unless another caller refreshes it already."""
     if is_in_flight(request) or is_refresh_paused(request):
         return
 
@@ -46,7 +46,7 @@ def refresh_in_thread(request: ValueRequest, old: bytes) -> None:
 
 
 def refresh_in_task(request: ValueRequest, old: bytes) -> None:
-    """Start a task that refreshes the value, unless another caller of this process refreshes it."""
+    """Start a task that refreshes the value, unless another caller refreshes it already."""
     if is_in_flight(request) or is_refresh_paused(request):
         return
 
@@ -64,10 +64,10 @@ def refresh_in_task(request: ValueRequest, old: bytes) -> None:
 
 
 def in_callers_context(function: Callable[[], None]) -> Callable[[], None]:
-    """Return the function for another thread, where it runs with the language, the time zone and the context variables of the caller.
+    """Return the function for another thread: it runs in the caller's context, language and time zone.
 
-    asgiref copies context variables, Django's among them, only to the threads that it starts. The caller's cache objects,
-    its leases and the tasks that it waits for stay in its own thread.
+    asgiref copies context variables, Django's among them, only to the threads that it starts. The caller's cache
+    objects, its leases and the tasks that it waits for stay in its own thread.
     """
     context = copy_context()
 

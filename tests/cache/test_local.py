@@ -252,10 +252,6 @@ def test_the_types_of_the_options_name_those_that_are_checked():
     from django_redislock.cache import options
 
     assert options.GetOrSetOptions.__optional_keys__ == (options._validate.__kwdefaults__ or {}).keys()
-    signature = inspect.signature(ComputeOnceMixin.get_or_set)
-    assert {name for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY} == (
-        options.GetOrSetOptions.__optional_keys__
-    )
 
 
 def test_get_cache_returns_the_cache_and_refuses_one_of_another_package(cache, settings):

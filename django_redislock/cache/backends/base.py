@@ -1,4 +1,4 @@
-"""The backend as the methods of this package see it: its clients, its keys, its bytes, and the tools that wrap its methods."""
+"""The interface of a cache backend: its clients, its keys, its bytes, and the tools that wrap its methods."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def warn_once(message: str) -> None:
 class RedisBackend(Base):
     """The interface between the mixins and the backend that they are put in front of.
 
-    Sentry and Django Debug Toolbar wrap `get` and `get_many` of each cache object, and count its hits and misses there. The wrappers of
-    Sentry are not asynchronous. So `_report_read` calls them after a read by other means, in the same thread or task, and nothing is read again.
+    Sentry and Django Debug Toolbar wrap `get` and `get_many` of each cache object, and count its hits and misses
+    there. The wrappers of Sentry are not asynchronous. So `_report_read` calls them after a read by other means, in
+    the same thread or task, and nothing is read again.
     """
 
     def get(self, key: Any, default: Any = None, version: int | None = None, *args: Any, **kwargs: Any) -> Any:

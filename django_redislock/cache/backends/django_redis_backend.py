@@ -12,12 +12,12 @@ from django_redis.client.sharded import ShardClient  # type: ignore[import-untyp
 from redis import Redis
 
 from ..compute_once import ComputeOnceMixin
-from ..invalidation import ExpiringMixin
+from ..invalidation import DjangoRedisInvalidatingMixin
 from ..lease.request import MISSING
 from .base import as_bytes
 
 
-class RedisCache(ComputeOnceMixin, ExpiringMixin, DjangoRedisBase):  # type: ignore[misc]
+class RedisCache(ComputeOnceMixin, DjangoRedisInvalidatingMixin, DjangoRedisBase):  # type: ignore[misc]
     """django-redis's backend, with a `get_or_set` that computes once."""
 
     def _client_for(self, redis_key: str, write: bool = True) -> Any:
@@ -43,8 +43,8 @@ class RedisCache(ComputeOnceMixin, ExpiringMixin, DjangoRedisBase):  # type: ign
         return timeout is None or int(timeout * 1000) > 0
 
     def _dumps(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
-        # The client class makes the bytes itself and sends them to a client that only records them. The Herd client, for
-        # one, wraps the value and lengthens its expiry.
+        # The client class makes the bytes itself and sends them to a client that only records them: the Herd client
+        # wraps the value and lengthens its expiry.
         client = _RecordingClient()
         self._class.set(self.client, redis_key, value, timeout=timeout, client=client)
         return as_bytes(client.value), client.expiry_ms

@@ -48,7 +48,7 @@ class LocMemCache(LocalBackend, DjangosLocMemCache):
 
 
 class DummyCache(LocalBackend, DjangosDummyCache):
-    """Django's cache that keeps nothing, with the methods of the Redis backends and locks between the process's threads."""
+    """Django's cache that keeps nothing, with the methods of the Redis backends and locks between its threads."""
 
 
 _servers: dict[tuple[str, str], LocalServer] = {}

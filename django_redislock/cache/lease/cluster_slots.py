@@ -1,8 +1,8 @@
 """Servers in cluster mode behind a plain client: all keys of one script must be in one slot, that of the value.
 
 Such a server is recognised by its answer CROSSSLOT to the first script that names a value and its lease. From then on
-the lease of a value has its keys in the value's slot. Such a server never grants a lease under other keys, so all processes
-agree.
+the lease of a value has its keys in the value's slot. Such a server never grants a lease under other keys, so all
+processes agree.
 """
 
 from __future__ import annotations

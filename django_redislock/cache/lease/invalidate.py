@@ -1,4 +1,4 @@
-"""The end of leases, so that what is being computed is not stored: the protocol, without I/O."""
+"""The end of leases, so that running computations are not stored: the algorithm, without I/O."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .request import KIND, era_key, lease_name
 INVALIDATE = Script("invalidate", "handover", home=__package__)
 
 BATCH = 250
-"""Leases ended in one call at most, so that the server is not kept busy for long."""
+"""Number of leases that one call ends at most, so that the server is not busy for long."""
 
 NamedLease = tuple[str, LockKeys]
 
 
 def invalidate(server: Server, prefix: str, keys: list[str], level: int | None = None) -> Operation[int]:
-    """End the leases of the values, so that what is being computed is not stored, and return how many there were.
+    """End the leases of the values, so that their running computations are not stored; return the number of leases.
 
     `level` is the log level of the record when the server does not answer.
     """
@@ -68,7 +68,7 @@ def _call(leases: list[NamedLease], *more: bytes) -> ScriptCall:
 
 
 def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[int]:
-    """End the leases of the values whose keys match a pattern of Redis, and return how many there were."""
+    """End the leases of the values whose keys match a pattern of Redis; return the number of leases."""
     known = is_clustered(server)
     try:
         if known:
@@ -93,7 +93,7 @@ def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[i
 
 
 def _leases_in_slots(prefix: str) -> Operation[list[NamedLease]]:
-    """Find the leases of a server in cluster mode by a scan, as no index covers all slots, and void all witnesses."""
+    """Find the leases of a server in cluster mode by a scan, because no index covers all slots; void all witnesses."""
     found: list[NamedLease] = []
     ours = b"{" + re.sub(rb"([*?[\\])", rb"\\\1", prefix.encode()) + b":*}:*"
     cursor, tags = b"", set()
@@ -113,7 +113,7 @@ def _leases_in_slots(prefix: str) -> Operation[list[NamedLease]]:
 
 
 def glob_to_regex(pattern: str) -> str:
-    """Return a regular expression for what Redis matches by the pattern; for ``[a-c]`` it matches any one character."""
+    """Return a regular expression for the pattern of Redis; for ``[a-c]`` it matches any one character."""
     return _TOKEN.sub(lambda token: _REGEX.get(token[0][0]) or re.escape(token[1] or token[0]), pattern)
 
 

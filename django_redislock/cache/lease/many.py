@@ -1,7 +1,7 @@
-"""Many values: the values that no other caller computes are computed by one call of the function. The algorithm, without I/O.
+"""Many values: one call of the function computes those that no other caller computes. Without I/O.
 
-It runs the operation of one value, `lookup`, once for each key. The operations of all keys are interleaved, so that their calls take
-one round trip and one sleeper waits for all of them.
+It runs the operation of one value, `lookup`, once for each key. The operations of all keys are interleaved, so that
+their calls take one round trip and one sleeper waits for all of them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def get_values(
 ) -> Operation[dict[str, Outcome]]:
     """Return many values by their keys in Redis: each is computed once over all callers.
 
-    The values that no caller computes yet are computed together by one call of `default`. Only then the caller waits for
-    the others, so that no two callers wait for each other. The values that are missing when the time is over are
+    The values that no caller computes yet are computed together by one call of `default`. Only then the caller waits
+    for the others, so that no two callers wait for each other. The values that are missing when the time is over are
     computed together, too. A key for which `default` returns no value is left out.
     """
     compute = on_timeout in ("compute", "stale")
@@ -60,11 +60,11 @@ def get_values(
 def _lead_many(
     requests: list[ValueRequest], default: DefaultForMany, caller: Caller, until: float, last: bool = False
 ) -> Operation[dict[str, Outcome]]:
-    """Lead the flights that have no leader in this process, and return their outcomes. `last`: does not wait for other callers."""
+    """Lead the flights that have no leader in this process; return their outcomes. `last`: does not wait."""
     alone = ("alone",) if last else ()
     flights: dict[str, Flight] = {}
     outcomes: dict[str, Outcome] = {}
-    # A caller that computes another value waits for one value after another, because the scripts detect only such circles.
+    # A caller that computes another value waits for one value at a time: the scripts detect only such circles.
     nested = bool(enclosing_leases(requests[0].server))
 
     def note(request: ValueRequest, outcome: Outcome) -> None:

@@ -1,7 +1,8 @@
 """One value between processes: the leader of one process obtains it. The algorithm, without I/O.
 
-The process that computes a value holds a lease: the lock ``cache:<key>``, which is listed, renewed and force-released like any
-other lock. Unlike the waiters for a lock, the waiters for a value need no turns: all of them are sent the value at once.
+The process that computes a value holds a lease: the lock ``cache:<key>``, which is listed, renewed and force-released
+like any other lock. Unlike the waiters for a lock, the waiters for a value need no turns: all of them are sent the
+value at once.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def get_or_compute(
 ) -> Operation[Outcome]:
     """Get the value as stored, or from the process that computes it, or by computing it here.
 
-    Waits until the time `until` on the monotonic clock. `last`: does not wait; if another caller holds the lease, computes for this
-    caller only, and stores the value only while that lease stands. `listening`: the process is subscribed already. `old` is
-    a stale value that is to be replaced. Raises LockBackendError.
+    Waits until the time `until` on the monotonic clock. `last`: does not wait; if another caller holds the lease,
+    computes for this caller only, and stores the value only while that lease stands. `listening`: the process is
+    subscribed already. `old` is a stale value that is to be replaced. Raises LockBackendError.
     """
     lease = request.lease(acquirer)
     verdict, reply, old_digest, value = yield from lookup(request, lease, -math.inf if last else until, listening, old)
@@ -81,10 +82,10 @@ def get_or_compute(
 def lookup(
     request: ValueRequest, lease: ValueLease, until: float, listening: bool, old: bytes | None = None
 ) -> Operation[tuple[bytes, bytes, bytes, Any]]:
-    """Return a verdict and its reply as `request_lease` does, the digest of the stale value to replace, and the value if there is one.
+    """Return the verdict and reply of `request_lease`, the digest of the stale value to replace, and the value.
 
-    The verdict is b"unreachable" when the server cannot be reached and the request ignores errors, and b"forbidden" when
-    permissions are missing.
+    The verdict is b"unreachable" when the server cannot be reached and the request ignores errors, and b"forbidden"
+    when permissions are missing.
     """
     old_digest = b"" if old is None else digest(old)
     if is_forbidden(request.server):
@@ -121,7 +122,8 @@ def lookup(
 def _fetch_large(request: ValueRequest, message: bytes) -> Operation[bytes | None]:
     """Fetch a large value.
 
-    A message with its length and digest allows to fetch it in pieces; otherwise the server copies it as a whole for each waiter.
+    A message with its length and digest allows to fetch it in pieces; otherwise the server copies it as a whole for
+    each waiter.
     """
     key = request.key.encode()
     if message:
@@ -144,11 +146,12 @@ def _fetch_large(request: ValueRequest, message: bytes) -> Operation[bytes | Non
 def request_lease(
     request: ValueRequest, lease: ValueLease, old_digest: bytes, until: float, listening: bool, has_old: bool = False
 ) -> Operation[tuple[bytes, bytes]]:
-    """Ask the server for the value or the lease, wait while another process computes, and return a verdict and its reply.
+    """Ask for the value or the lease, wait while another process computes, and return a verdict and its reply.
 
-    b"value": the value. b"large": the message about a large value, or b"". b"compute": the fence of the acquired lease, and the expiry of the stale
-    value. b"wait": the fence of the lease that another caller holds, or b"" when a computation failed a moment ago and the
-    caller has a stale value. b"failed": the serialized error of the computation. b"cycle": b"".
+    b"value": the value. b"large": the message about a large value, or b"". b"compute": the fence of the acquired
+    lease, and the expiry of the stale value. b"wait": the fence of the lease that another caller holds, or b"" when a
+    computation failed a moment ago and the caller has a stale value. b"failed": the serialized error of the
+    computation. b"cycle": b"".
     """
     keys, id, name = lease.keys, lease.id.encode(), lease.name
     about = record("cache", "", request.expire, request.auto_renewal)
@@ -233,7 +236,10 @@ def request_lease(
 
 
 def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[bool]:
-    """Acquire the lease to replace a stale value, for the process that is given the id of the request; False when another one holds it."""
+    """Acquire the lease to replace a stale value, for the process that gets the id of the request.
+
+    False when another process holds the lease.
+    """
     verdict, *_ = yield from lookup(request, request.lease(acquirer), -math.inf, listening=False, old=old)
     return verdict == b"compute"
 

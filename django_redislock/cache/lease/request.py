@@ -33,7 +33,7 @@ Acquirer = threading.Thread | asyncio.Task[Any]
 
 
 class ValueLease(Lease):
-    """The right to compute a value for all processes. Its loss is no error: then other processes may compute the value, too."""
+    """The right to compute a value for all processes. Its loss is no error: other processes may compute, too."""
 
     ended = False
     waited = False
@@ -181,9 +181,9 @@ def is_refusal(error: LockBackendError, server: Server) -> bool:
         return False
     _forbidden[server] = monotonic() + ASK_AGAIN_AFTER_REFUSAL
     events.log.warning(
-        "The Redis user may not use leases of values (%s). For the next %g s several processes may compute the same value, "
-        "and a computed value may overwrite a later delete. Give the user +@scripting and access to the keys of the locks; "
-        "`manage.py redislock doctor` shows the missing permissions.",
+        "The Redis user may not use leases of values (%s). For the next %g s several processes may compute the same "
+        "value, and a computed value may overwrite a later delete. Give the user +@scripting and access to the keys of "
+        "the locks; `manage.py redislock doctor` shows the missing permissions.",
         error.cause,
         ASK_AGAIN_AFTER_REFUSAL,
     )

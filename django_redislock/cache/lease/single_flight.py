@@ -1,4 +1,4 @@
-"""One value within a process: threads and tasks that want it share one flight. The leader obtains it, the followers wait.
+"""One value within a process: its callers share one flight. The leader obtains the value, the followers wait.
 
 The algorithm is written once, without I/O, for the drivers of threads and of asyncio.
 """
@@ -25,7 +25,7 @@ from .obtain import get_or_compute
 from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases, is_interruption, must_not_wait
 
 SPREAD = 0.1
-"""A caller that computes after its wait waits longer by up to this share, so that not all callers compute at the same time."""
+"""The share by which the wait of a computing caller is lengthened at random, so that not all compute at once."""
 
 
 class Caller(NamedTuple):
@@ -87,7 +87,7 @@ REFRESH_PAUSE = 1.0
 MAX_PAUSED = 1000
 """Number of paused refreshes from which on the ended pauses are deleted."""
 
-# Each change is a single operation of a dict, so there is no lock that a signal handler could find taken by its own thread.
+# Each change is one operation of a dict: a signal handler could find a lock taken by its own thread.
 _flights: dict[Hashable, Flight] = {}
 _paused: dict[Hashable, float] = {}
 """The end of each pause, on the monotonic clock."""
@@ -96,8 +96,9 @@ _paused: dict[Hashable, float] = {}
 def get_value(request: ValueRequest, caller: Caller, wait: float | None, on_timeout: Any) -> Operation[Outcome]:
     """Return the value, or the error of its computation: one of all callers in all processes computes it.
 
-    Waits `wait` seconds for another caller's value. Then `on_timeout` decides: "compute" it here, once for all callers of this
-    process whose wait is over; "raise" AcquireTimeout; any other value is returned, a function is called and its value returned.
+    Waits `wait` seconds for another caller's value. Then `on_timeout` decides: "compute" it here, once for all callers
+    of this process whose wait is over; "raise" AcquireTimeout; any other value is returned, a function is called and
+    its value returned.
     """
     key = (request.server, request.key)
     compute = on_timeout in ("compute", "stale")  # "stale": there is no stale value here
@@ -111,7 +112,7 @@ def get_value(request: ValueRequest, caller: Caller, wait: float | None, on_time
                 raise AcquireTimeout(request.name, wait)
             if not compute:
                 return Outcome(value=on_timeout() if callable(on_timeout) else on_timeout)
-            # The leader of this second flight does not wait for other processes; without it all followers would compute.
+            # The leader of this second flight does not wait for other processes.
             ends = math.inf if request.max_hold is None else monotonic() + request.max_hold
             outcome = yield from _lead_or_follow((*key, "alone"), ends, request, caller, last=True)
             if outcome.empty:
@@ -126,7 +127,8 @@ def refresh_or_stale(
 ) -> Operation[Outcome]:
     """Return a new value in place of a stale one, or the stale one if another caller refreshes it.
 
-    Waits `wait` seconds for the other caller; 0: not at all. With `on_error` "stale" the stale value also replaces an error.
+    Waits `wait` seconds for the other caller; 0: not at all. With `on_error` "stale" the stale value also replaces an
+    error.
     """
     outcome = Outcome()
     if wait or not is_refresh_paused(request):

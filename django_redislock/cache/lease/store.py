@@ -34,8 +34,8 @@ from .request import (
 SETTLE = Script("settle", "counts", home=__package__)
 
 LARGE = 524288
-"""Bytes. A larger value is uploaded in pieces of this size and then moved into place: a command takes up twice the size of its value
-in the server, and a script three times."""
+"""Bytes. A larger value is uploaded in pieces of this size and then moved into place: a command takes up twice the
+size of its value in the server, and a script three times."""
 UPLOAD_EXPIRY_MS = 60_000
 
 SMALL = 32768
@@ -226,7 +226,7 @@ def _store_call(job: ComputeJob, expiry_ms: bytes, data: bytes, *upload: bytes) 
 
 
 def _upload(key: bytes, data: bytes) -> Pipeline:
-    """Return the commands that write the data in pieces; the last byte first, so that the server allocates memory once."""
+    """Return the commands that write the data in pieces: the last byte first, so that memory is allocated once."""
     end = len(data) - 1
     pieces = [(b"SETRANGE", key, b"%d" % at, data[at : at + LARGE]) for at in range(0, len(data), LARGE)]
     return Pipeline(((b"SETRANGE", key, b"%d" % end, data[end:]), (b"PEXPIRE", key, b"%d" % UPLOAD_EXPIRY_MS), *pieces))
