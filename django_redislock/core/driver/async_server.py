@@ -1,4 +1,4 @@
-"""The asyncio driver: one Redis server as one event loop sees it, over two connections, however many tasks there are."""
+"""The asyncio driver: one Redis server as one event loop sees it, over two connections for all tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The synchronous driver: one Redis server, with our own connections to it.
 
-They are made as those of the given client, whose own connections may all be in use, may wait for hours by a retry policy, or may
-decode replies. A call borrows a connection for its duration. A thread that waits for a lock borrows none.
+They are made as those of the given client, whose own connections may all be in use, may wait for hours by a retry
+policy, or may decode replies. A call borrows a connection for its duration. A thread that waits for a lock borrows
+none.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ T = TypeVar("T")
 class Server:
     """One Redis server as this process sees it, shared by all clients with the same settings.
 
-    The clients, the locks and the leases keep it alive. It must not refer back to any of them, so that its connections close at
-    once when all of those are gone.
+    The clients, the locks and the leases keep it alive. It must not refer back to any of them, so that its connections
+    close at once when all of those are gone.
     """
 
     watched = False
@@ -101,7 +102,7 @@ class Server:
 
     @property
     def retry_for(self) -> float:
-        """Seconds for which a call is repeated while the server cannot be reached, if the caller's deadline is not nearer."""
+        """Seconds for which calls are repeated while it cannot be reached, unless the caller's deadline is nearer."""
         by_kind = RETRY_FOR_BY_SENTINEL if "connection_pool" in self.settings else retry.RETRY_FOR
         return by_kind if retry.retry_for is None else retry.retry_for
 
@@ -258,8 +259,8 @@ class Server:
                         raise
                     proceed, result = operation.throw, error
         finally:
-            # An error refers to this frame. If the frame referred to the error, the cycle would keep the locks alive and
-            # renewed until the garbage collector finds it.
+            # An error refers to this frame. If the frame referred to the error, the cycle would keep the locks alive
+            # and renewed until the garbage collector finds it.
             del proceed, result
 
     def _do(self, effect: Effect) -> Any:
