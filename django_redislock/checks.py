@@ -15,7 +15,7 @@ from django.utils.module_loading import import_string
 
 from . import conf
 from .connections import client_of_cache, clients
-from .core.driver.server import server_of
+from .core.driver.registry import server_of
 from .doctor import inspect
 from .unknown_backend import UnknownBackend, advice, problem
 

@@ -17,7 +17,8 @@ from redis import Redis
 
 from . import conf
 from .core.driver.place import place_of
-from .core.driver.server import Server, close_unused, server_of
+from .core.driver.registry import close_unused, server_of
+from .core.driver.server import Server
 from .core.null_server import NULL_SERVER
 
 _servers: tuple[conf.Settings | None, dict[str | None, Server]] = (None, {})

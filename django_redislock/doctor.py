@@ -37,7 +37,7 @@ class Probe:
     """A connection with the timeouts of the connections that locks use, and without their retries."""
 
     def __init__(self, server: Server) -> None:
-        self._connection: Any = server.connection()
+        self._connection: Any = server.connection().redis_connection
 
     def __enter__(self) -> Probe:
         return self

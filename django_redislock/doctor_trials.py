@@ -14,7 +14,8 @@ from redis.exceptions import RedisError
 from . import conf
 from .core import Lock
 from .core.clock import monotonic
-from .core.driver.server import Server, server_of
+from .core.driver.registry import server_of
+from .core.driver.server import Server
 from .core.operations import renewal
 from .doctor import Finding, compare_timeouts, inspect, sentence_of
 from .exceptions import LockError

@@ -122,7 +122,7 @@ def install(provider: TracerProvider | None = None) -> Callable[[], None]:
     spans = Spans(provider)
     listen = spans.listen
     events.listeners.append(listen)
-    drivers = [(Server, "call"), (AsyncServer, "call"), (AsyncServer, "ask")]
+    drivers = [(Server, "call"), (AsyncServer, "call")]
     undo = [*(_wrap(*driver, spans) for driver in drivers), *_wrap_cache(spans), *_wrap_orders(spans)]
 
     def end() -> None:

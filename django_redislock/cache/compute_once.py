@@ -13,7 +13,8 @@ from django.utils.functional import cached_property
 
 from .. import conf
 from ..core.driver.async_server import async_server_of
-from ..core.driver.server import Server, server_of
+from ..core.driver.registry import server_of
+from ..core.driver.server import Server
 from ..exceptions import LockBackendError
 from .async_calls import call_any, run_read
 from .celery_refresh import CeleryRefreshMixin, check_importable

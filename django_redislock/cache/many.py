@@ -11,7 +11,8 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from redis.exceptions import ClusterCrossSlotError, RedisError
 
 from ..core.driver.async_server import async_server_of
-from ..core.driver.server import Server, server_of
+from ..core.driver.registry import server_of
+from ..core.driver.server import Server
 from ..exceptions import LockBackendError
 from .async_calls import call_any, run_read
 from .backends.base import RedisBackend

@@ -109,4 +109,4 @@ def _after_fork() -> None:
         counters.reset()  # the counts are those of the parent
 
 
-after_in_child(_after_fork)
+after_in_child("statistics", _after_fork)

@@ -16,7 +16,7 @@ from django.http import HttpRequest, HttpResponse
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 from django_redislock.celery.execution_lock import count_duplicate
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockLost
 from tests.support import find_program, wait_in_a_thread

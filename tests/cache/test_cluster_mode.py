@@ -203,7 +203,7 @@ def test_many_keys(cache, nodes, asynchronous):
 
 def test_what_is_many_keys_for_an_invalidation(cache):
     from django_redislock.cache.lease.invalidate import invalidate
-    from django_redislock.core.driver.server import server_of
+    from django_redislock.core.driver.registry import server_of
 
     server = server_of(cache._client_for(""))
     assert server.run(invalidate(server, "redislock", [f":1:k{number}" for number in range(300)])) == 0

@@ -8,7 +8,7 @@ import pickle
 
 from django_redislock.cache.lease.obtain import ValueRequest, get_or_compute
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 
 
 def test_values_can_be_computed_by_tasks(aclient, client):

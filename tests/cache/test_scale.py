@@ -15,7 +15,7 @@ from django_redislock.cache.lease.obtain import PIECE, _fetch_large
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.store import digest
 from django_redislock.core import held_locks
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from tests.support import RedisServer, cache_programs, monitoring, queued, wait_until
 from tests.support.cache_programs import cache_at, commands
 

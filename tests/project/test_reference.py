@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
 from configparser import ConfigParser
 from dataclasses import fields
@@ -16,6 +17,8 @@ from prometheus_client import CollectorRegistry
 
 import django_redislock
 from django_redislock import conf, exceptions, metrics, signals
+from django_redislock.cache.stats import Tally
+from django_redislock.core import events
 
 PACKAGE = Path(django_redislock.__file__).parent
 DOCS = PACKAGE.parent / "docs"
@@ -90,6 +93,15 @@ def test_every_metric_is_there_with_its_labels():
         name: set(re.findall(r"``(\w+)``", rest)) - {"LossRecord"} for name, rest in rows(REFERENCE["Metrics"]).items()
     }
     assert documented == real
+
+
+def test_every_count_of_a_cache_is_there():
+    assert rows(REFERENCE["The counts of a cache"]).keys() == {field.name for field in fields(Tally)}
+
+
+def test_every_event_of_the_log_is_there_with_its_level():
+    documented = {event: re.match(r"[A-Z]+", rest)[0] for event, rest in rows(REFERENCE["The log"]).items()}
+    assert documented == {event: logging.getLevelName(level) for event, level in events.LEVELS.items()}
 
 
 def test_every_error_is_there():

@@ -301,8 +301,8 @@ def work_in_steps(url: str, steps: int) -> None:
 def wait_for_values(url: str, tasks: bool) -> None:
     """At each line, want the key that it names, which somebody else computes; wake-ups alone end the wait."""
     for room in (wakeups_threads, wakeups_tasks):
-        assert room.LOOK_EVERY < 60
-        room.LOOK_EVERY = 60.0
+        assert room.POLL_INTERVAL < 60
+        room.POLL_INTERVAL = 60.0
     cache = cache_at(url)
     with asyncio.Runner() as runner:
 

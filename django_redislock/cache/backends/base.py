@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from django.core.cache.backends.base import BaseCache
 from redis import Redis
 
-from ...core.driver.server import Server, server_of
+from ...core.driver.registry import server_of
+from ...core.driver.server import Server
 from ...core.events import log
 from ..async_calls import call_any
 from ..lease.request import MISSING

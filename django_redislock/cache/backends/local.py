@@ -60,4 +60,4 @@ def _after_fork() -> None:
         server.forget()
 
 
-after_in_child(_after_fork)
+after_in_child("local server", _after_fork)

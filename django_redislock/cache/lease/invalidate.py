@@ -51,8 +51,10 @@ def _end(server: Server, leases: list[NamedLease], level: int | None = None, *mo
             ended += reply
         return ended
     for start in range(0, len(leases), BATCH):
-        calls = tuple(_call([lease]) for lease in leases[start : start + BATCH])
-        _, replies = yield from with_retries(leases[start][0], ScriptBatch(calls), monotonic(), level=level)
+        first, *others = [_call([lease]) for lease in leases[start : start + BATCH]]
+        # The text of the first call makes the script known to the server for the others.
+        batch = ScriptBatch((first.with_text(), *others))
+        _, replies = yield from with_retries(leases[start][0], batch, monotonic(), level=level)
         for reply in replies:
             if isinstance(reply, RedisError):
                 raise LockBackendError(leases[start][0], str(reply)) from reply

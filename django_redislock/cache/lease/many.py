@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from ...core.clock import monotonic
 from ...core.driver.effects import Invoke, Operation
-from ...core.driver.interleave import together
+from ...core.driver.interleave import interleave
 from ...core.operations import give_back
 from ...exceptions import LockBackendError
 from .obtain import lookup
@@ -137,12 +137,12 @@ def _get_or_compute_many(
 
     try:
         lookups = [lookup(request, lease, until, False) for request, lease in zip(requests, leases, strict=True)]
-        yield from together(lookups, found, process_found)
+        yield from interleave(lookups, found, process_found)
         yield from process_found()
     except BaseException:
         for number in found:
             with suppress(RedisError):
-                yield give_back(leases[number])
+                yield give_back(leases[number]).with_text()
         raise
 
 
@@ -157,5 +157,5 @@ def _compute_many(jobs: list[ComputeJob], default: DefaultForMany) -> Operation[
         else:
             error = TypeError(f"the default of many keys must return a dict, not {type(result).__name__}")
     outcomes: dict[int, Outcome] = {}
-    yield from together([finish(job, value, error) for job, value in zip(jobs, values, strict=True)], outcomes)
+    yield from interleave([finish(job, value, error) for job, value in zip(jobs, values, strict=True)], outcomes)
     return outcomes

@@ -21,7 +21,7 @@ from ...core.driver.effects import Operation, Pipeline, ScriptCall, Sleep, Subsc
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.driver.server import Server
-from ...core.driver.wakeups import LOOK_EVERY
+from ...core.driver.wakeups import POLL_INTERVAL
 from ...core.keys import milliseconds
 from ...core.operations import give_back, sleep
 from ...core.records import record
@@ -215,7 +215,7 @@ def request_lease(
                 if waiter is None:
                     yield Sleep(max(0.0, min(pause, until - began)))
                     request.counters.count("seconds_waited", monotonic() - began)
-                    reply, pause = None, min(2 * pause, LOOK_EVERY)
+                    reply, pause = None, min(2 * pause, POLL_INTERVAL)
                     continue
                 message = yield sleep(waiter, until, reply[2])
                 request.counters.count("seconds_waited", monotonic() - began)
@@ -228,7 +228,7 @@ def request_lease(
         raise
     except BaseException:  # interrupted: give back the lease, or the place in the queue
         with suppress(RedisError):
-            yield give_back(lease, b"" if waiter is None else waiter.channel)
+            yield give_back(lease, b"" if waiter is None else waiter.channel).with_text()
         raise
     finally:
         if waiter is not None:

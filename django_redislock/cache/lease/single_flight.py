@@ -279,4 +279,4 @@ def _after_fork() -> None:
     _flights.clear()  # their leaders are threads of the parent
 
 
-after_in_child(_after_fork)
+after_in_child("flights", _after_fork)

@@ -94,7 +94,7 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
             watchdog.remove(lease)
             if not lease.inherited_by_fork and not lease.ended:
                 with suppress(RedisError):
-                    yield give_back(lease)
+                    yield give_back(lease).with_text()
         raise
     finally:
         for _, lease, *_ in jobs:
