@@ -20,6 +20,7 @@ from django.views.debug import get_default_exception_reporter_filter
 from ..core import events
 from ..core.clock import monotonic
 from ..core.validation import MAX_SECONDS
+from ..name_template import by_name
 
 MAX_ARGUMENTS_LENGTH = 300
 """Characters of the arguments that are told."""
@@ -144,14 +145,8 @@ _shortened = _Shortened()
 def describe_arguments(bound: inspect.BoundArguments) -> str:
     """Return the arguments in words: shortened, and without those that Django's error pages hide."""
     cleanse = get_default_exception_reporter_filter().cleanse_setting
-    arguments: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= value
-        else:
-            arguments[name] = value
     parts = []
-    for name, value in arguments.items():
+    for name, value in by_name(bound).items():
         try:
             hidden = cleanse(name, dict(value) if isinstance(value, Mapping) else value)
             parts.append(f"{name}={_shortened.repr(hidden)}")

@@ -19,6 +19,7 @@ from django.db.models import Model
 from kombu.utils import json as kombu_json
 
 from ..core.validation import MAX_NAME
+from ..name_template import by_name, fill
 from ..task_names import escaped
 from .pydantic_models import Models
 
@@ -48,14 +49,8 @@ def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS
         seen = _as_body_sees(bound, models)
         return _text(key(*seen.args, **seen.kwargs))
     if isinstance(key, str):
-        arguments = _by_name(_as_body_sees(bound, models))
-        try:
-            return key.format(**arguments)
-        except (LookupError, AttributeError, TypeError, ValueError) as error:
-            raise TypeError(
-                f"key={key!r} cannot be made from {arguments!r}: {type(error).__name__}: {error}"
-            ) from error
-    arguments = _by_name(bound)
+        return fill(key, by_name(_as_body_sees(bound, models)), "key")
+    arguments = by_name(bound)
     if key is not None:
         for name in key:
             if name not in arguments:
@@ -102,15 +97,6 @@ def _as_body_sees(bound: inspect.BoundArguments, models: Models) -> inspect.Boun
         else:
             arguments[name] = models[name](_as_worker_sees(value)) if name in models else _as_worker_sees(value)
     return inspect.BoundArguments(bound.signature, OrderedDict(arguments))
-
-
-def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return all arguments by name; those that ``**kwargs`` took count by their own names."""
-    arguments = dict(bound.arguments)
-    for parameter in bound.signature.parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments = arguments.pop(parameter.name) | arguments
-    return arguments
 
 
 _FLAT = frozenset({str, int, float, bool, type(None)})

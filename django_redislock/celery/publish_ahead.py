@@ -7,11 +7,13 @@ they are Celery's own: a tracer that wraps them, as Sentry does, would record a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
 from celery import Celery
 from celery.app import base as app_module, task as task_module
+from kombu.exceptions import LimitExceeded
 
 from .execution_lock import ExecutionLock
 
@@ -56,19 +58,18 @@ def is_celerys_own(app: Celery, apply_async: Any) -> bool:
     return True
 
 
-def publish_ahead(app: Celery, lock: ExecutionLock, publish: Callable[..., Any]) -> Any:
-    """Take the lock and publish; return the result, False when the lock is held, None when `take` shall try.
+def publish_ahead(app: Celery, lock: ExecutionLock, publish: Callable[..., Any]) -> tuple[Any, bool | None]:
+    """Take the lock and publish. Return the result, or None, and whether the lock was acquired, or None.
 
-    Whatever is raised, the lock may have been taken.
+    Whatever is raised, the lock may have been acquired.
     """
-    answer = lock.take_ahead()
+    answer, result = lock.take_ahead(), None
     if answer is None:
-        return None
+        return None, None
     waiting = WaitingProducer(answer)
     try:
-        with app.producer_or_acquire() as waiting.producer:
-            return publish(producer=waiting)
-    except NotPublished:
-        return waiting.acquired
+        with suppress(NotPublished, LimitExceeded), app.producer_pool.acquire(block=False) as waiting.producer:
+            result = publish(producer=waiting)
     finally:
         waiting.wait()
+    return result, waiting.acquired

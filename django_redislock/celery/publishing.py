@@ -116,17 +116,14 @@ class PublishingMixin(_Task):
         known, task_id = task_id is not None, task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, describe_arguments(bound))
         try:
-            result = None
-            if (
-                not known
-                and producer is None
-                and _OWN_PRODUCER.isdisjoint(options)
-                and is_celerys_own(self.app, publish)
-            ):
-                result = publish_ahead(self.app, lock, partial(publish, args, kwargs, task_id=task_id, **options))
-                if isinstance(result, AsyncResult):
-                    return result
-            duplicate = self._claim(lock, ours, known, options, refused=result is False)
+            acquired = None
+            no_producer = producer is None and _OWN_PRODUCER.isdisjoint(options)
+            if no_producer and not known and is_celerys_own(self.app, publish):
+                send = partial(publish, args, kwargs, task_id=task_id, **options)
+                result, acquired = publish_ahead(self.app, lock, send)
+                if result is not None:
+                    return result  # type: ignore[no-any-return]
+            duplicate = None if acquired else self._claim(lock, ours, known, options, refused=acquired is False)
             if duplicate is None:
                 return publish(args, kwargs, task_id=task_id, producer=producer, **options)
         except BaseException:
