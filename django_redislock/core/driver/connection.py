@@ -138,13 +138,9 @@ class ScriptConnection(RespConnection):
 
     def send_ahead(self, call: ScriptCall) -> None:
         """Send the script, whose reply `call` returns. Raises ConnectionError also when the connection is not open."""
-        try:
-            if not self.open:
-                raise ConnectionError("The connection is closed.")
-            self.send(call.request)
-        except BaseException:
-            self._abort(call)
-            raise
+        if not self.open:
+            raise ConnectionError("The connection is closed.")
+        self.send(call.request)
 
     def call_all(self, calls: ScriptBatch) -> list[Any]:
         """Run the scripts and return their replies, an error in place of what was refused, as `call` does."""

@@ -21,7 +21,7 @@ from weakref import ref
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry
 
 from ..clock import monotonic
@@ -158,18 +158,23 @@ class Server:
             links.users.add(me)  # until the reply: what the thread calls meanwhile must not wait for its own connection
             link = links.take()
             link.send_ahead(call)
+            return partial(self._receive, link, call, me)
         except BaseException as error:
+            if link is not None:
+                link.close()
             self._received(link, me)
             if isinstance(error, (RedisError, IndexError)):
                 return None
             raise
-        return partial(self._receive, link, call, me)
 
     def _receive(self, link: ScriptConnection, call: ScriptCall, me: int) -> Any:
         try:
             return link.call(call, sent=True)
-        except ConnectionError as error:
-            self._failed(error)
+        except BaseException as error:
+            if isinstance(error, ConnectionError):
+                self._failed(error)
+            if not isinstance(error, ResponseError):  # a signal perhaps, before the reply was read
+                link.close()
             raise
         finally:
             self._received(link, me)
