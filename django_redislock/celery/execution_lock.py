@@ -33,7 +33,7 @@ from ..core.records import LockInfo
 from ..core.watchdog import watchdog
 from ..exceptions import LockBackendError
 
-START = Script("start", "index", "take", "handover", "counts", "turns", "message", home=__package__)
+START = Script("start", "index", "take", "quick_start", "handover", "counts", "turns", "message", home=__package__)
 LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
 CLAIM = Script("claim", "message", home=__package__)
 DONE = Script("done", home=__package__)

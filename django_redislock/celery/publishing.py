@@ -33,7 +33,16 @@ from .duplicates import (
 from .execution import leave_queue, release_quietly
 from .execution_lock import ExecutionLock
 from .key import NO_MODELS, lock_name, make_key, with_tenant
-from .message import KEY_HEADER, REFUSED_HEADER, delivery_of, header, new_message, with_ours
+from .message import (
+    KEY_HEADER,
+    MARKER_EXPIRE,
+    REFUSED_HEADER,
+    delivery_of,
+    header,
+    marker_expire,
+    new_message,
+    with_ours,
+)
 from .options import Options
 from .publish_ahead import is_celerys_own, publish_ahead
 from .pydantic_models import Models, models_of
@@ -60,6 +69,8 @@ class PublishingMixin(_Task):
 
     _given_options: Mapping[str, Any] = {}
     _completed: Options | None = None
+    _marker_expire = MARKER_EXPIRE
+    """Seconds after which the processed marker of a message expires."""
     _pydantic: Mapping[str, Any] | None = None
     """The last arguments of `models_of`, if Celery makes models of the arguments."""
 
@@ -234,6 +245,7 @@ class PublishingMixin(_Task):
         settings, options = conf.get(), self._completed
         if options is None or options.settings is not settings:
             self._completed = options = options_of.complete(self._given_options, settings)
+            self._marker_expire = marker_expire(self.app, options.queue_life)
         return options
 
     @cached_property

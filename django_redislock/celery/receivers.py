@@ -14,7 +14,7 @@ from ..task_names import waiting_id
 from . import options as options_of
 from .execution import leave_queue
 from .key import lock_name
-from .message import KEY_HEADER, SCOPE_HEADER, header, marker_expire
+from .message import KEY_HEADER, SCOPE_HEADER, header
 from .publishing import PublishingMixin
 from .running import SingleInstanceMixin, is_requeued
 
@@ -28,7 +28,7 @@ def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool =
         try:
             name = lock_name(sender.name, sender._key_of(request.args, request.kwargs, request))
             lock = sender._running_lock(name, sender._options, request, (), {})
-            lock.mark_processed(marker_expire(sender.app, sender._options.queue_life))
+            lock.mark_processed(sender._marker_expire)
         except (LockBackendError, TypeError) as error:
             events.log.warning("The lock of %s may stay after its end: %s", request.id, error)
     sender._withdraw(request.id, header(request, KEY_HEADER))
@@ -67,6 +67,6 @@ def _on_task_end(sender: Any = None, state: str | None = None, retval: Any = Non
     if request is None or lock is None:
         return
     try:
-        lock.mark_processed(marker_expire(sender.app, sender._options.queue_life))
+        lock.mark_processed(sender._marker_expire)
     except LockBackendError as error:
         events.log.warning("Nobody will know that %s was processed: %s", lock.label, error)

@@ -25,7 +25,7 @@ from .duplicates import waiting_expire
 from .execution import Execution, executions, leave_queue, release_quietly
 from .execution_lock import AfterRelease, ExecutionLock
 from .key import lock_name
-from .message import KEY_HEADER, REFUSED_HEADER, header, marker_expire
+from .message import KEY_HEADER, REFUSED_HEADER, header
 from .options import Declaration, Options
 from .publishing import HANDOVER_GRACE
 from .republish import HandledElsewhere, RepublishingMixin
@@ -184,7 +184,7 @@ class SingleInstanceMixin(RepublishingMixin):
             return
         processed_for = 0.0
         if delivery is not None and delivery.message:
-            processed_for = options.expire if late else marker_expire(self.app, options.queue_life)
+            processed_for = options.expire if late else self._marker_expire
         keep_id, keep = "", 0.0
         if isinstance(error, Retry):
             if options.scope == "job" and delivery is not None and self._has_key(error, lock):
