@@ -18,7 +18,7 @@ from typing import Any
 from django.db.models import Model
 from kombu.utils import json as kombu_json
 
-from ..core.validation import MAX_NAME
+from ..core.validation import fitting_name
 from ..name_template import by_name, fill
 from ..task_names import escaped
 from .pydantic_models import Models
@@ -32,7 +32,7 @@ def lock_name(task: str, key: str, kind: str = "celery") -> str:
     task = escaped(task)
     name = f"{kind}:{task}:{key}" if key else f"{kind}:{task}"
     name = name.encode(errors="backslashreplace").decode()
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 33]}:{_hash(name)}"
+    return fitting_name(name, lambda: _hash(name))
 
 
 def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) -> str:
