@@ -1,7 +1,7 @@
 """Which executions of a task are the same: a key made from its arguments.
 
-Producer and worker must come to the same key, though one has what the caller gave and the other what the serializer made of
-it. So arguments count as they look after a journey through kombu's JSON: a tuple is a list, the keys of a dict are strings, an
+Producer and worker must compute the same key, though the worker has the arguments as the serializer returned them. So the key is
+made from the arguments as kombu's JSON returns them: a tuple is a list, the keys of a dict are strings, an
 enum that derives from str or int is its value, and datetimes, UUIDs, decimals and bytes are themselves. A value that
 JSON cannot carry, such as a plain enum, stays as it is, and has no hash.
 """
@@ -54,9 +54,11 @@ def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS
     if key is not None:
         for name in key:
             if name not in arguments:
-                raise TypeError(f"key={list(key)!r} names {name!r}, which is none of the arguments {list(arguments)!r}")
+                raise TypeError(
+                    f"key={list(key)!r} names {name!r}, which is not one of the arguments {list(arguments)!r}"
+                )
         arguments = {name: arguments[name] for name in key}
-    if not arguments:  # one lock, whose name is that of the task
+    if not arguments:  # one lock, with the name of the task
         return ""
     return digest(arguments)
 
@@ -72,7 +74,7 @@ def with_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
 
 
 def digest(arguments: Mapping[str, Any]) -> str:
-    """Return a hash of the arguments: the same for what is the same to a worker, another for 1, "1" and True."""
+    """Return a hash of the arguments: equal if a worker cannot distinguish them, different for 1, "1" and True."""
     try:
         if not _FLAT.issuperset(map(type, arguments.values())):
             arguments = _through_json(arguments, _DigestEncoder)
@@ -105,7 +107,7 @@ _sorted = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def _through_json(value: object, encoder: type[_Encoder]) -> Any:
-    """Return the value as a worker gets it, before it makes anything of it: then the keys that are sorted are strings."""
+    """Return the value as it arrives at a worker, not decoded yet, so that all keys to be sorted are strings."""
     return json.loads(json.dumps(value, cls=encoder))
 
 
@@ -121,18 +123,18 @@ def _text(key: object) -> str:
 
 class _Encoder(kombu_json.JSONEncoder):
     def default(self, value: Any) -> Any:
-        if hasattr(value, "model_dump"):  # pydantic; Celery dumps it on its way out
+        if hasattr(value, "model_dump"):  # pydantic: Celery dumps it when it publishes
             return value.model_dump(mode="json")
         return super().default(value)
 
 
 class _DigestEncoder(_Encoder):
-    """Also takes what only pickle can carry."""
+    """Also encodes values that only pickle can carry."""
 
     def default(self, value: Any) -> Any:
         if isinstance(value, Model):
             if value.pk is None:
-                raise TypeError(f"{value!r} is not saved, so nothing tells it from others")
+                raise TypeError(f"{value!r} is not saved, so it has no primary key that identifies it")
             return {"__type__": "model", "__value__": [value._meta.label, value.pk]}
         if isinstance(value, (set, frozenset)):
             return {"__type__": "set", "__value__": sorted(digest({"": member}) for member in value)}
@@ -140,7 +142,7 @@ class _DigestEncoder(_Encoder):
 
 
 def _as_worker_sees(value: Any) -> Any:
-    """Return an argument as a worker sees it; what JSON cannot carry stays as it is."""
+    """Return an argument as a worker sees it; an argument that JSON cannot carry is returned unchanged."""
     try:
         return kombu_json.loads(_sorted(_through_json(value, _Encoder)))
     except (TypeError, ValueError):

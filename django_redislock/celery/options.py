@@ -39,13 +39,13 @@ class SingleInstanceOptions(TypedDict, total=False):
     enum that derives from str or int is its value, so write ``{status}`` and not ``{status.value}``; a tuple is a list;
     with ``pydantic=True`` a model is a model, as in ``{order.id}``."""
     tenant: Callable[[], str] | str | None
-    """The beginning of every key: a callable, or the dotted path of one, that returns the current tenant. None: all
-    tenants share the task."""
+    """The beginning of every key: a callable, or its dotted path, that returns the current tenant. None: all tenants share
+    the lock of the task."""
     expire: Seconds
     auto_renewal: bool
     max_hold: Seconds | None
     on_conflict: OnConflict
-    """What a duplicate does. A callable gets the task and the TaskAlreadyRunning: what it returns is the task's result."""
+    """What a duplicate does. A callable gets the task and the TaskAlreadyRunning; its return value is the task's result."""
     wait: Seconds
     """Seconds that ``on_conflict="wait"`` waits before it raises."""
     skip_result: Any
@@ -91,7 +91,7 @@ class Options(conf.CelerySettings):
 
     @cached_property
     def lock(self) -> ExecutionLock:
-        """What every lock of the task is made from."""
+        """The lock from which each lock of the task is copied."""
         settings = self.settings
         return ExecutionLock(
             server(settings),
@@ -108,7 +108,7 @@ NAMES = tuple(each.name for each in fields(conf.CelerySettings))
 
 
 class Declaration:
-    """What ``@single_instance`` leaves on a function."""
+    """The options that ``@single_instance`` attaches to a function."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self.options = check(options, function)
@@ -133,7 +133,7 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}."
             raise TypeError(f"single_instance has no option {name!r}: {hint}")
         if name == "expire" and value is None:
-            continue  # as everywhere: the life that the settings give
+            continue  # None means the expiry of the settings, as everywhere
         checked[name] = conf.check_option(conf.CelerySettings, name, value)
     check_parameters(checked.get("key"), function)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):

@@ -1,4 +1,4 @@
-"""What a single-instance task is before it runs: its key, its locks, and how it is published."""
+"""A single-instance task before it runs: its key, its locks, and its publication."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from .pydantic_models import Models, models_of
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
 HANDOVER_GRACE = 1.0
-"""Seconds given to a holder that is about to end: one that has published its own retry, or a lock that changes hands."""
+"""Seconds to wait for a holder that is about to end: one that has published its own retry, or one that is just releasing."""
 
 CANVAS_OPTIONS = frozenset({"root_id", "parent_id", "group_id", "chord", "chain", "retries"})
 """Members of canvases and retries have at least one of these options; a message with a given id has none."""
@@ -75,7 +75,7 @@ class PublishingMixin(_Task):
     """The last arguments of `models_of`, if Celery makes models of the arguments."""
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
-        """Return who runs the task with these arguments now, or waits to run it, or None.
+        """Return the holder of the lock of these arguments: a running execution or a waiting message; None when it is free.
 
         Raises LockBackendError when Redis cannot answer.
         """
@@ -83,9 +83,9 @@ class PublishingMixin(_Task):
         return next((info for info in found if info is not None), None)
 
     def unlock(self, *args: Any, **kwargs: Any) -> bool:
-        """Take the lock of these arguments from whoever holds it, and tell whether it was held.
+        """Force-release the lock of these arguments, and tell whether it was held.
 
-        The former holder is not stopped: it is told of the loss within a third of the lock's life. A message that waits in its
+        The former holder is not stopped; it learns of the loss within a third of the lock's expiry. A message that waits in its
         queue is not withdrawn either. Raises LockBackendError when Redis cannot answer.
         """
         freed = [lock.reset() for lock in self._locks(args, kwargs)]
@@ -108,14 +108,14 @@ class PublishingMixin(_Task):
 
         Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says.
         """
-        # By name, and only what is given: a class between may have fewer arguments.
+        # By name, and only given arguments, because a class between may accept fewer.
         for name, value in ("link", link), ("link_error", link_error), ("shadow", shadow):
             if value is not None:
                 options[name] = value
         try:
             bound = self._signature.bind(*(args or ()), **(kwargs or {}))
         except TypeError:
-            # Celery's own check tells, or without that the worker does
+            # Celery's own check raises the error or, without it, the worker does
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         ours = self._options
         key = self._key(bound, ours)
@@ -123,7 +123,7 @@ class PublishingMixin(_Task):
         publish = super().apply_async
         if ours.scope == "run" or self.app.conf.task_always_eager:
             return publish(args, kwargs, task_id=task_id, producer=producer, **options)
-        # A canvas, or who wants the result of a retry, waits for an id that is known.
+        # A message with a given id is always published, because a canvas, or the caller of a retry, waits for that id.
         known, task_id = task_id is not None, task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, describe_arguments(bound))
         try:
@@ -206,7 +206,7 @@ class PublishingMixin(_Task):
         return result
 
     def _has_ended(self, holder: LockInfo) -> bool:
-        """Tell whether the lock is that of a message whose task has ended: it was revoked, perhaps, and not met since."""
+        """Tell whether the holder is a message whose task has ended, because it was revoked, for example."""
         task_id = self._task_id_of(holder)
         return holder.id == waiting_id(task_id) and has_ended(self.backend, task_id, holder.acquired_at)
 
@@ -228,13 +228,13 @@ class PublishingMixin(_Task):
         )
 
     def _withdraw(self, task_id: str, key: object) -> None:
-        """Free the locks of the message of this id, because it will not start."""
+        """Release the lock of a message that will not start."""
         options = self._options
         if options.scope != "run" and isinstance(key, str):  # without a key, nobody took a lock for it
             leave_queue(self._waiting_lock(key, task_id, options, {}))
 
     def _details(self, arguments: str, ignored: bool | None) -> dict[str, Any]:
-        """Return what more is told of a holder; `ignored`: what the message says of its result."""
+        """Return further fields of the record; `ignored`: the message's own `ignore_result`."""
         nobody = self.ignore_result if ignored is None else ignored
         return {"arguments": arguments} | ({"result_ignored": True} if nobody else {})
 
@@ -264,7 +264,7 @@ class PublishingMixin(_Task):
         return with_tenant(options.get_tenant, make_key(options.key, bound, self._models))
 
     def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
-        """Return every lock of these arguments that the scope knows; the one of what runs first."""
+        """Yield each lock of these arguments in this scope, the lock of the execution first."""
         options, key = self._options, self._key_of(args, kwargs)
         if options.scope != "queued":
             yield options.lock.with_name(lock_name(self.name, key))
@@ -277,7 +277,7 @@ class PublishingMixin(_Task):
         if request is None:
             return options.lock.with_name(name, label=f"{self.name}[{DIRECT}]")
         arguments = ""
-        with suppress(TypeError):  # wrong arguments; the body tells
+        with suppress(TypeError):  # wrong arguments: the call of the body raises the error
             arguments = describe_arguments(self._signature.bind(*args, **kwargs))
         details = {**self._details(arguments, request.ignore_result), "worker": request.hostname or ""}
         delivery = delivery_of(request)

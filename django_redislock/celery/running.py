@@ -31,7 +31,7 @@ from .publishing import HANDOVER_GRACE
 from .republish import HandledElsewhere, RepublishingMixin
 
 _warned_foreign: set[str] = set()
-"""Tasks of which a message without our headers has come, and that was told."""
+"""Tasks for which the warning about a message without our headers was logged."""
 
 if TYPE_CHECKING:
     _DjangoTask = DjangoTask[Any, Any]
@@ -61,7 +61,7 @@ class SingleInstanceMixin(RepublishingMixin):
                 given.effective = True
                 given = given.options
             cls._given_options = {**cls._given_options, **options_of.check(given, run)}
-        if "run" in cls.__dict__:  # which the options of a base were not written for
+        if "run" in cls.__dict__:  # the key of a base class may not fit this function
             options_of.check({"key": cls._given_options.get("key")}, run)
         throws = getattr(cls, "throws", ())
         if not isinstance(throws, tuple):
@@ -150,7 +150,7 @@ class SingleInstanceMixin(RepublishingMixin):
             leave_queue(queued)
 
     def _warn_foreign(self, request: Context | None) -> None:
-        """Tell, once, that a message has none of our headers: it held no lock while it waited."""
+        """Warn once that a message has none of our headers, so it held no lock while it waited."""
         if (
             request is None
             or request.is_eager
@@ -160,8 +160,8 @@ class SingleInstanceMixin(RepublishingMixin):
             return
         _warned_foreign.add(self.name)
         events.log.warning(
-            "%s[%s] has been published without its lock: by a program that does not have the task's code, or something has taken "
-            "the headers of its message away. The scope %r begins at the start of such messages.",
+            "%s[%s] was published without its lock: the publishing program does not have the task's code, or something removed "
+            "the headers of its message. For such messages the scope %r begins at their start.",
             self.name,
             request.id,
             self._options.scope,
@@ -175,7 +175,7 @@ class SingleInstanceMixin(RepublishingMixin):
     def _set_ending(
         self, lock: ExecutionLock, options: Options, request: Context | None, error: BaseException | None = None
     ) -> None:
-        """Have the lock end by how the body ended: with this error, or without."""
+        """Decide what remains of the lock after the body, which ended with this error or without one."""
         late, delivery = self.acks_late, lock.delivery
         if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
             # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
@@ -202,7 +202,7 @@ class SingleInstanceMixin(RepublishingMixin):
             return True
         try:
             key = self._key_of(message.args, message.kwargs)
-        except TypeError:  # it has no key; its worker tells of wrong arguments
+        except TypeError:  # it has no key; its worker raises the error
             return False
         return lock_name(self.name, key) == lock.name
 
@@ -216,7 +216,7 @@ class SingleInstanceMixin(RepublishingMixin):
     def _acquire(
         self, lock: ExecutionLock, options: Options, queued: ExecutionLock | None
     ) -> tuple[bool, LockInfo | None]:
-        """Return whether the lock was acquired, and else who holds it, as far as that can be known."""
+        """Return whether the lock was acquired, and its holder if it was not; None when there is none any more."""
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:
@@ -244,7 +244,7 @@ class SingleInstanceMixin(RepublishingMixin):
         request: Context | None,
         queued: ExecutionLock | None,
     ) -> Any:
-        """Do what the options say about a duplicate: return the task's result, or raise."""
+        """Treat a duplicate as the options say: return the task's result, or raise."""
         error = TaskAlreadyRunning(
             lock.name,
             "an execution that starts or ends at this moment" if holder is None else holder.holder,
@@ -252,11 +252,11 @@ class SingleInstanceMixin(RepublishingMixin):
         )
         policy, limit = options.on_conflict, options.reschedule_limit
         same = request is not None and holder is not None and holder.label == lock.label
-        if same:  # the same id: a retry whose former run goes on, or a message that nothing tells from its copies
+        if same:  # the same id: a retry whose former run goes on, or a copy that cannot be identified as one
             policy, limit = "reschedule", None
         events.emit(
             "conflict",
-            "%s finds the lock held for %.1f s by %s (on_conflict: %s).",
+            "%s did not get its lock, which has been held for %.1f s by %s (on_conflict: %s).",
             lock.label,
             0.0 if holder is None else holder.age,
             error.holder,
@@ -266,7 +266,7 @@ class SingleInstanceMixin(RepublishingMixin):
             task=self.name,
             task_id=None if request is None else request.id,
             on_conflict=policy,
-            level=logging.DEBUG if policy == "skip" else None,  # told once, by the skip itself
+            level=logging.DEBUG if policy == "skip" else None,  # the skip itself is logged
         )
         if policy == "reschedule":
             self._reschedule(lock, error, options, request, limit, queued, silent=same)

@@ -151,16 +151,16 @@ def test_on_top_of_the_task_decorator_it_says_what_to_write(app, decorator, lazy
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("report:{id}", "marks functions, not 'report:{id}'; options are given by name"),
-        (5, "marks functions, not 5"),
+        ("report:{id}", "decorates functions, not 'report:{id}'; options are given by name"),
+        (5, "decorates functions, not 5"),
         (Task, "write a task class as class X"),
-        (functools.partial(print), r"marks functions, not functools.partial\(<built-in function print>\)"),
-        (functools.update_wrapper(functools.partial(nothing), nothing), "marks functions, not functools.partial"),
-        (functools.update_wrapper(CallableObject(), nothing), "marks functions, not <tests"),
-        (functools.lru_cache(nothing), "marks functions, not <functools._lru_cache_wrapper"),
-        (CallableObject().method, "marks functions, not <bound method CallableObject.method"),
-        (CallableObject(), "marks functions, not <tests.celery.test_options.CallableObject"),
-        (len, "marks functions, not <built-in function len>"),
+        (functools.partial(print), r"decorates functions, not functools.partial\(<built-in function print>\)"),
+        (functools.update_wrapper(functools.partial(nothing), nothing), "decorates functions, not functools.partial"),
+        (functools.update_wrapper(CallableObject(), nothing), "decorates functions, not <tests"),
+        (functools.lru_cache(nothing), "decorates functions, not <functools._lru_cache_wrapper"),
+        (CallableObject().method, "decorates functions, not <bound method CallableObject.method"),
+        (CallableObject(), "decorates functions, not <tests.celery.test_options.CallableObject"),
+        (len, "decorates functions, not <built-in function len>"),
     ],
 )
 def test_what_is_no_function_is_a_type_error(wrong, said):
@@ -335,7 +335,7 @@ def test_a_list_of_names_that_no_argument_has_is_refused_when_publishing(app):
 
     assert sent(anything, account_id=5).headers["single_instance_key"]
     for args, kwargs in (((5,), {}), ((), {"acount_id": 5})):
-        with pytest.raises(TypeError, match="names 'account_id', which is none of the arguments"):
+        with pytest.raises(TypeError, match="names 'account_id', which is not one of the arguments"):
             anything.apply_async(args, kwargs)
 
 
@@ -428,7 +428,7 @@ def test_a_mark_without_effect_is_an_error_of_the_system_check(app):
         pass
 
     assert found() == {
-        f"{where} is marked with @single_instance, but no task holds that mark."
+        f"{where} is marked with @single_instance, but no task was made from it."
         for where in (
             f"{test_a_mark_without_effect_is_an_error_of_the_system_check.__name__}.<locals>.{name}"
             for name in ("no_task", "hidden")
@@ -489,7 +489,7 @@ def test_options_that_nobody_reads_are_an_error_of_the_system_check(app):
         pass
 
     assert found("redislock.E012") == {
-        "The task unread has options single_instance={...}, but is no SingleInstanceTask."
+        "The task unread has options single_instance={...}, but it is not a SingleInstanceTask."
     }
 
 
@@ -512,7 +512,7 @@ def test_a_life_that_is_shorter_than_the_time_limit_is_warned_of(app, options, l
     def long():
         pass
 
-    expected = {"The task long may run for 61 s, but its lock ends after 60 s."} if warned else set()
+    expected = {"The task long may run for 61 s, but its lock expires after 60 s."} if warned else set()
     assert found("redislock.W010") == expected
 
 

@@ -172,7 +172,7 @@ def test_a_duplicate_is_told_who_runs(client, make, caplog):
     assert error.key == name_of(task, 1)
     assert error.holder.startswith("somebody on ")
     assert 0 < error.ttl <= 30
-    assert "finds the lock held for" in caplog.text
+    assert "did not get its lock, which has been held for" in caplog.text
     assert "by somebody on " in caplog.text
     (data,) = heard
     assert (data["name"], data["holder"].label, data["task"], data["on_conflict"]) == (

@@ -171,7 +171,7 @@ def test_a_duplicate_of_another_process_has_no_result_by_rpc(client, make, monke
     monkeypatch.setattr(type(task.backend), "as_uri", lambda self: "rpc://")
     assert not task.delay().elsewhere
     monkeypatch.setattr(publishing, "HOST", "another")
-    with pytest.raises(NotImplementedError, match="to nobody but the process that published the task"):
+    with pytest.raises(NotImplementedError, match="only to the process that published the task"):
         task.delay().get(timeout=5)
 
 

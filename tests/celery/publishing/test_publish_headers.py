@@ -92,7 +92,7 @@ def test_a_message_without_our_headers_is_told_once_where_it_should_have_had_a_l
     request = {"id": "foreign", "root_id": "foreign", "delivery_info": {}, "called_directly": False}
     for _ in range(2):
         build_tracer(task.name, task, app=app)("foreign", (), {}, request)
-    said = f"{task.name}[foreign] has been published without its lock: "
+    said = f"{task.name}[foreign] was published without its lock: "
     assert caplog.text.count(said) == 1
 
 
