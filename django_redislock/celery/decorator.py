@@ -1,8 +1,8 @@
 """``@single_instance``, and how it reaches the task.
 
 A task's class is made from the function by ``Celery._task_from_fun``, later and once for each app, with the base that
-``@shared_task`` names. Celery has no hook there, so importing this module adds one: a marked function gets the mixin put in
-front of its base, exactly as if the base and the options had been written out.
+``@shared_task`` names. Celery has no hook there, so importing this module adds one: a marked function gets the mixin
+put in front of its base, exactly as if the base and the options had been written out.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
         reschedule_delay=10     seconds until a rescheduled task tries again; later ones grow
         reschedule_limit=None   seconds for which it tries; None: as long as its message lives
 
-    `SingleInstanceOptions` describes each. Times are seconds or a timedelta. When the lock is lost while the body runs, the task's
-    result stands; ``self.single_instance.raise_if_lost()`` reports the loss to the body. Raises TypeError and ValueError for bad options, and TypeError for anything but a
-    function.
+    `SingleInstanceOptions` describes each. Times are seconds or a timedelta. When the lock is lost while the body runs,
+    the task's result stands; ``self.single_instance.raise_if_lost()`` reports the loss to the body. Raises TypeError
+    and ValueError for bad options, and TypeError for anything but a function.
     """
 
     def declare(function: F) -> F:
@@ -68,8 +68,8 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
             )
         if isinstance(function, type):
             raise TypeError(
-                "@single_instance decorates functions; write a task class as class X(SingleInstanceTask), with its options as "
-                "the attribute single_instance = {...}"
+                "@single_instance decorates functions; write a task class as class X(SingleInstanceTask), with its "
+                "options as the attribute single_instance = {...}"
             )
         # A partial() and other callables are refused: their parameters are not those of the function that they call.
         if not callable(function) or not hasattr(function, "__code__") or inspect.ismethod(function):

@@ -35,7 +35,8 @@ else:
 class DuplicateResult(_AsyncResult):
     """The result of the task that holds the lock, in place of one that was not published.
 
-    With ``rpc://``, whose results go to the process that published the task, ``get()`` raises NotImplementedError elsewhere.
+    With ``rpc://``, whose results go to the process that published the task, ``get()`` raises NotImplementedError
+    elsewhere.
     """
 
     elsewhere = False
@@ -51,7 +52,8 @@ class DuplicateResult(_AsyncResult):
 
 
 def waiting_expire(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:
-    """Return for how many seconds a message holds its lock: until it should have started, at most until the message expires."""
+    """Return for how many seconds a message holds its lock: until it should have started, at most until the message
+    expires."""
     begins = countdown if countdown is not None else _seconds_until(app, eta)
     seconds = queue_life + max(0.0, begins if isinstance(begins, (int, float)) else 0.0)
     ends = _seconds_until(app, expires)
@@ -100,7 +102,8 @@ def warn_dropped_callbacks(task: str, holder: str, options: Mapping[str, Any]) -
 def log_level_of(name: str) -> int:
     """Return the log level for a message that is not published under this lock: WARNING once a minute, else lower.
 
-    Usually a duplicate is expected. But if no worker releases the lock, because its code has no decorator, nothing is published any more.
+    Usually a duplicate is expected. But if no worker releases the lock, because its code has no decorator, nothing is
+    published any more.
     """
     minute = int(monotonic() // 60)
     if _warned_in.get(name) == minute:

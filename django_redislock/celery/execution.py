@@ -11,7 +11,8 @@ from .execution_lock import ExecutionLock
 
 
 class Execution:
-    """One execution of a single-instance task, as its body sees it: ``self.single_instance``; it runs while in its block."""
+    """One execution of a single-instance task, as its body sees it: ``self.single_instance``; it runs while in its
+    block."""
 
     def __init__(self, task: str, task_id: str | None = None, lock: Lock | None = None) -> None:
         self.task = task
@@ -44,7 +45,8 @@ _executions: ContextVar[tuple[Execution, ...]] = ContextVar("executions", defaul
 
 
 def executions() -> tuple[Execution, ...]:
-    """Return the executions of this context, outermost first, because a task may call itself or be applied within itself.
+    """Return the executions of this context, outermost first, because a task may call itself or be applied within
+    itself.
 
     Coroutines of a body, and the threads that they start, have its context. They may run longer than the execution.
     """

@@ -1,10 +1,11 @@
 """A lock that passes from a message to its execution, and from the execution to its retry.
 
-A message holds the lock under an owner id made from the task's id. Its execution takes the lock over under an id of its own, so
-that a copy of the message is not mistaken for the running execution. Copies of a message may start in any order; one of them
-runs. The others find the lock of the running execution, or the processed marker of the message. An execution writes the marker
-with its release: "done", or "ending" when its message is acknowledged later; then "done" follows when the result is stored and all
-callbacks are sent. The marker also contains the version in which the message was published again.
+A message holds the lock under an owner id made from the task's id. Its execution takes the lock over under an id of its
+own, so that a copy of the message is not mistaken for the running execution. Copies of a message may start in any
+order; one of them runs. The others find the lock of the running execution, or the processed marker of the message. An
+execution writes the marker with its release: "done", or "ending" when its message is acknowledged later; then "done"
+follows when the result is stored and all callbacks are sent. The marker also contains the version in which the message
+was published again.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class ExecutionLock(Lock):
     processed = False
     """Whether the lock was refused because the message was processed or published again."""
     retry_in: float | None = None
-    """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends now."""
+    """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
+    now."""
 
     def with_name(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
         """Return a copy of this lock with another name and other attributes; nothing is checked again."""
@@ -87,7 +89,8 @@ class ExecutionLock(Lock):
 
     @contextmanager
     def keep_alive(self, expire: float) -> Iterator[None]:
-        """Inside the block, hold the lock of the given id with a shorter expiry and renew it, so that it ends soon if this process dies.
+        """Inside the block, hold the lock of the given id with a shorter expiry and renew it, so that it ends soon if
+        this process dies.
 
         After the block the lock is still held. Raises LockBackendError when Redis cannot answer.
         """
@@ -114,8 +117,8 @@ class ExecutionLock(Lock):
     def take_ahead(self) -> Callable[[], bool | None] | None:
         """Send what `take` sends for a new id; None when no connection is free.
 
-        The function returned waits for the answer: call it once, in this thread. It returns None when there is no answer;
-        then `take` shall try again.
+        The function returned waits for the answer: call it once, in this thread. It returns None when there is no
+        answer; then `take` shall try again.
         """
         receive = self._server.send_ahead(self._take_call(fresh=True))
         return None if receive is None else partial(self._answer_of, receive)
@@ -138,7 +141,8 @@ class ExecutionLock(Lock):
         return fence > 0
 
     def release_given_id(self) -> bool:
-        """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot answer."""
+        """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot
+        answer."""
         return self._server.run(operations.release(self._new_lease(self._given_id or "")))
 
     def count_duplicate(self) -> None:
@@ -146,7 +150,8 @@ class ExecutionLock(Lock):
         count_duplicate(self._server, self.name, self._keys)
 
     def claim(self, expire: float, state: Literal["ending", "done"]) -> bool:
-        """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been processed.
+        """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been
+        processed.
 
         Raises LockBackendError when Redis cannot answer.
         """
@@ -164,7 +169,8 @@ class ExecutionLock(Lock):
     def mark_processed(self, expire: float, version: int | None = None, *, alone: bool = True) -> None:
         """Mark the message as processed, or as published again in this version, for so many seconds.
 
-        `alone`: no copy of it may exist; otherwise a marker that says more is kept. Raises LockBackendError when Redis cannot answer.
+        `alone`: no copy of it may exist; otherwise a marker that says more is kept. Raises LockBackendError when Redis
+        cannot answer.
         """
         if self.delivery is not None and self.delivery.message:
             state = b"done" if version is None else b"%d" % version

@@ -1,7 +1,7 @@
 """Which executions of a task are the same: a key made from its arguments.
 
-Producer and worker must compute the same key, though the worker has the arguments as the serializer returned them. So the key is
-made from the arguments as kombu's JSON returns them: a tuple is a list, the keys of a dict are strings, an
+Producer and worker must compute the same key, though the worker has the arguments as the serializer returned them. So
+the key is made from the arguments as kombu's JSON returns them: a tuple is a list, the keys of a dict are strings, an
 enum that derives from str or int is its value, and datetimes, UUIDs, decimals and bytes are themselves. A value that
 JSON cannot carry, such as a plain enum, stays as it is, and has no hash.
 """
@@ -38,10 +38,10 @@ def lock_name(task: str, key: str, kind: str = "celery") -> str:
 def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) -> str:
     """Return the key of these arguments.
 
-    `key` is a format string over the parameters (``"report:{customer_id}"``), a list of those that count (``[]``: none, one
-    lock for the task), a callable that takes what the task takes and returns a string, or None: all arguments count. A
-    format string and a callable see the arguments as the body does: as they came with the message, and models where
-    `models` has one. Raises TypeError when an argument that counts has no stable form.
+    `key` is a format string over the parameters (``"report:{customer_id}"``), a list of those that count (``[]``: none,
+    one lock for the task), a callable that takes what the task takes and returns a string, or None: all arguments
+    count. A format string and a callable see the arguments as the body does: as they came with the message, and models
+    where `models` has one. Raises TypeError when an argument that counts has no stable form.
     """
     if len(bound.arguments) < len(bound.signature.parameters):
         bound.apply_defaults()

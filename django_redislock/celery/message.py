@@ -1,7 +1,7 @@
 """The headers that identify a message, because a broker may deliver it several times, and in any order.
 
-A broker delivers a message to another worker when it was not acknowledged for too long. The first worker may still have its copy
-in memory, and start it at any time.
+A broker delivers a message to another worker when it was not acknowledged for too long. The first worker may still have
+its copy in memory, and start it at any time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _OF_FORMER_MESSAGE = {
 }
 """Headers that a retry does not inherit from its message."""
 MARKER_EXPIRE = 3600.0
-"""Least seconds for which a message is known to be processed: as long as a Redis broker waits for the acknowledgement."""
+"""Least seconds for which a message is known to be processed: as long as a Redis broker waits for the
+acknowledgement."""
 
 
 def new_message(headers: Mapping[str, Any] | None, key: str, scope: str) -> dict[str, Any]:
@@ -68,7 +69,8 @@ def with_ours(headers: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, 
 def header(request: Context | None, name: str) -> Any:
     """Return this header of the message, or None.
 
-    Headers within the headers are all that Celery shows as ``request.headers``; the others are attributes of the request.
+    Headers within the headers are all that Celery shows as ``request.headers``; the others are attributes of the
+    request.
     """
     if request is None:
         return None
@@ -101,6 +103,7 @@ def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[s
 
 
 def marker_expire(app: Celery, queue_life: float) -> float:
-    """Return for how many seconds a message is known to be processed: as long as a copy of it may still be delivered."""
+    """Return for how many seconds a message is known to be processed: as long as a copy of it may still be
+    delivered."""
     silence = (app.conf.broker_transport_options or {}).get("visibility_timeout", 0)
     return max(MARKER_EXPIRE, queue_life, float(silence))

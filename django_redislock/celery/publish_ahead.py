@@ -1,7 +1,8 @@
-"""Publishing while Redis answers: the lock is asked for, Celery makes the message, and the answer decides before it is sent.
+"""Publishing while Redis answers: the lock is asked for, Celery makes the message, and the answer decides before it is
+sent.
 
-That saves one round trip of two. When the lock is not acquired, an exception leaves Celery's functions, so this is done only where
-they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure.
+That saves one round trip of two. When the lock is not acquired, an exception leaves Celery's functions, so this is done
+only where they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class NotPublished(BaseException):
 class WaitingProducer:
     """Celery's producer, which first waits for the lock.
 
-    Celery asks it for its connection when the message is made, before the result backend and the receivers of signals are notified.
+    Celery asks it for its connection when the message is made, before the result backend and the receivers of signals
+    are notified.
     """
 
     producer: Any = None

@@ -50,7 +50,8 @@ from .pydantic_models import Models, models_of
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
 HANDOVER_GRACE = 1.0
-"""Seconds to wait for a holder that is about to end: one that has published its own retry, or one that is just releasing."""
+"""Seconds to wait for a holder that is about to end: one that has published its own retry, or one that is just
+releasing."""
 
 CANVAS_OPTIONS = frozenset({"root_id", "parent_id", "group_id", "chord", "chain", "retries"})
 """Members of canvases and retries have at least one of these options; a message with a given id has none."""
@@ -75,7 +76,8 @@ class PublishingMixin(_Task):
     """The last arguments of `models_of`, if Celery makes models of the arguments."""
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
-        """Return the holder of the lock of these arguments: a running execution or a waiting message; None when it is free.
+        """Return the holder of the lock of these arguments: a running execution or a waiting message; None when it is
+        free.
 
         Raises LockBackendError when Redis cannot answer.
         """
@@ -85,8 +87,8 @@ class PublishingMixin(_Task):
     def unlock(self, *args: Any, **kwargs: Any) -> bool:
         """Force-release the lock of these arguments, and tell whether it was held.
 
-        The former holder is not stopped; it learns of the loss within a third of the lock's expiry. A message that waits in its
-        queue is not withdrawn either. Raises LockBackendError when Redis cannot answer.
+        The former holder is not stopped; it learns of the loss within a third of the lock's expiry. A message that
+        waits in its queue is not withdrawn either. Raises LockBackendError when Redis cannot answer.
         """
         freed = [lock.reset() for lock in self._locks(args, kwargs)]
         return any(freed)
@@ -104,7 +106,8 @@ class PublishingMixin(_Task):
         shadow: str | None = None,
         **options: Any,
     ) -> AsyncResult[Any]:
-        """Publish the task with its key in a header, and where the scope begins here, with its lock; see Celery for the arguments.
+        """Publish the task with its key in a header, and where the scope begins here, with its lock; see Celery for the
+        arguments.
 
         Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says.
         """

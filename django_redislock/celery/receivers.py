@@ -1,4 +1,5 @@
-"""Receivers of Celery's signals: they release or mark the lock of a message that was revoked, was lost, or has ended."""
+"""Receivers of Celery's signals: they release or mark the lock of a message that was revoked, was lost, or has
+ended."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from .running import SingleInstanceMixin, is_requeued
 
 @signals.task_revoked.connect
 def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool = False, **kwargs: Any) -> None:
-    """Release the lock of a message that was revoked or expired before its start; a terminated message is not delivered again."""
+    """Release the lock of a message that was revoked or expired before its start; a terminated message is not delivered
+    again."""
     if not isinstance(sender, PublishingMixin) or request is None:
         return
     if terminated and sender._options.scope == "job" and sender.acks_late:
@@ -40,7 +42,8 @@ def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool =
 def _on_worker_lost(
     sender: Any = None, task_id: str = "", exception: Any = None, args: Any = (), kwargs: Any = None, **more: Any
 ) -> None:
-    """Release the lock of a message whose process was killed before its body began. The worker's main process sends this signal."""
+    """Release the lock of a message whose process was killed before its body began. The worker's main process sends
+    this signal."""
     if isinstance(exception, WorkerLostError) and isinstance(sender, PublishingMixin):
         # Celery 5.6 passes no request here, so the key of the producer is unknown.
         sender._withdraw(task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top))
@@ -48,7 +51,8 @@ def _on_worker_lost(
 
 @signals.task_postrun.connect
 def _on_undecorated_task_end(sender: Any = None, state: str | None = None, **kwargs: Any) -> None:
-    """Release the lock of a message whose task is not single-instance here, because this worker runs older code than the producer."""
+    """Release the lock of a message whose task is not single-instance here, because this worker runs older code than
+    the producer."""
     if isinstance(sender, PublishingMixin) or sender is None or state == states.RETRY:
         return
     request = sender.request_stack.top

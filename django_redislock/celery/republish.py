@@ -59,9 +59,9 @@ class RepublishingMixin(PublishingMixin):
     ) -> NoReturn:
         """Publish the same message again for later, or raise the error where that cannot be done.
 
-        As `Task.retry` does, but without spending one of the task's retries. And the state is stored before the message is
-        out: for a Retry, Celery stores it afterwards, and so over the result of a successor that was faster. `silent`: another
-        run of the same id goes on, whose state stands.
+        As `Task.retry` does, but without spending one of the task's retries. And the state is stored before the message
+        is out: for a Retry, Celery stores it afterwards, and so over the result of a successor that was faster.
+        `silent`: another run of the same id goes on, whose state stands.
         """
         before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
         since = header(request, FIRST_CONFLICT_HEADER) or now
@@ -104,10 +104,10 @@ class RepublishingMixin(PublishingMixin):
     def _end_if_copy(self, lock: ExecutionLock, request: Context | None, options: Options) -> None:
         """End here and store nothing when the lock was refused because of a copy of the message.
 
-        The copy runs, or has died; which one is known when its lock has expired. So the message is published once more, for that
-        time. If the copy is alive, and the message was acknowledged at its start, that is all. One that is
-        acknowledged late stays with the broker until it has been processed; a broker that gave it away may have forgotten it
-        with the acknowledgement of this copy. So one message looks again, as long as the copy runs.
+        The copy runs, or has died; which one is known when its lock has expired. So the message is published once more,
+        for that time. If the copy is alive, and the message was acknowledged at its start, that is all. One that is
+        acknowledged late stays with the broker until it has been processed; a broker that gave it away may have
+        forgotten it with the acknowledgement of this copy. So one message looks again, as long as the copy runs.
         """
         if lock.processed:
             events.log.info("%s was processed before; this copy of its message is dropped.", lock.label)
@@ -131,7 +131,8 @@ class RepublishingMixin(PublishingMixin):
         raise HandledElsewhere("a copy runs, or has died")
 
     def _claim_message(self, lock: ExecutionLock, request: Context | None, options: Options, *, final: bool) -> None:
-        """Mark a message that is refused (`final`) or published again now, unless a copy of it runs or was processed."""
+        """Mark a message that is refused (`final`) or published again now, unless a copy of it runs or was
+        processed."""
         done = final and not self.acks_late
         try:
             lock.claim(

@@ -1,9 +1,9 @@
 """The task class that holds a lock while its body runs.
 
-Why in ``Task.__call__``: Celery's tracer calls it, if a class defines it, between the hooks before and after the body, and
-outside the wrapper that ``autoretry_for`` puts around the body. So a ``finally`` in it runs for every end that leaves the
-process alive (Retry, Ignore, Reject, soft limit and SystemExit too), before callbacks are sent and the result is stored, and
-a conflict is not retried as if it were the body's failure.
+Why in ``Task.__call__``: Celery's tracer calls it, if a class defines it, between the hooks before and after the body,
+and outside the wrapper that ``autoretry_for`` puts around the body. So a ``finally`` in it runs for every end that
+leaves the process alive (Retry, Ignore, Reject, soft limit and SystemExit too), before callbacks are sent and the
+result is stored, and a conflict is not retried as if it were the body's failure.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ else:
 class SingleInstanceMixin(RepublishingMixin):
     """Makes a task class run one instance at a time: ``class MyTask(SingleInstanceMixin, ProjectTask)``.
 
-    The options are a dict in the class attribute, or the task option, ``single_instance``; subclasses inherit them one by one.
-    Raises TypeError and ValueError for bad options when the class is made.
+    The options are a dict in the class attribute, or the task option, ``single_instance``; subclasses inherit them one
+    by one. Raises TypeError and ValueError for bad options when the class is made.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if Task in cls.__mro__ and cls.__mro__.index(Task) < cls.__mro__.index(SingleInstanceMixin):
             raise TypeError(
-                f"{cls.__qualname__} has no lock, because its class that derives from Task stands in front of the mixin: write "
-                f"class {cls.__name__}(SingleInstanceMixin, ...)"
+                f"{cls.__qualname__} has no lock, because its class that derives from Task stands in front of the mixin: "
+                f"write class {cls.__name__}(SingleInstanceMixin, ...)"
             )
         run = getattr(cls, "run", None)
         if "single_instance" in cls.__dict__:
@@ -160,8 +160,8 @@ class SingleInstanceMixin(RepublishingMixin):
             return
         _warned_foreign.add(self.name)
         events.log.warning(
-            "%s[%s] was published without its lock: the publishing program does not have the task's code, or something removed "
-            "the headers of its message. For such messages the scope %r begins at their start.",
+            "%s[%s] was published without its lock: the publishing program does not have the task's code, or something "
+            "removed the headers of its message. For such messages the scope %r begins at their start.",
             self.name,
             request.id,
             self._options.scope,
@@ -207,7 +207,8 @@ class SingleInstanceMixin(RepublishingMixin):
         return lock_name(self.name, key) == lock.name
 
     def _traced_request(self) -> Context | None:
-        """Return the request of the execution that begins with this call, or None when a task is called like a function."""
+        """Return the request of the execution that begins with this call, or None when a task is called like a
+        function."""
         request = self.request_stack.top
         if request is None or request.called_directly or any(outer.task_id == request.id for outer in executions()):
             return None
@@ -228,7 +229,8 @@ class SingleInstanceMixin(RepublishingMixin):
             return False, None
         with suppress(LockBackendError):  # that the lock is held is known, so this is no reason to run without it
             holder = lock.owner()
-            # It may have ended between the two questions. A run that retries has published its successor before it ends.
+            # It may have ended between the two questions. A run that retries has published its successor before it
+            # ends.
             if holder is None or holder.label == lock.label:
                 if lock.acquire(timeout=HANDOVER_GRACE):
                     return True, None
@@ -297,4 +299,5 @@ def is_requeued(error: object) -> bool:
 
 
 class SingleInstanceTask(SingleInstanceMixin, _DjangoTask):
-    """A task that runs one instance at a time: ``@shared_task(base=SingleInstanceTask, single_instance={"expire": 60})``."""
+    """A task that runs one instance at a time: ``@shared_task(base=SingleInstanceTask, single_instance={"expire":
+    60})``."""

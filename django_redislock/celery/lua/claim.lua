@@ -1,7 +1,7 @@
 -- Claim a message that will not run now, unless a copy of it runs or has been processed.
 -- KEYS  1 lock, 2 processed marker of the message
--- ARGV  1 what the ids of the message's executions begin with, 2 its version, 3 this claim, 4 'ending' or 'done', 5 expiry of
---       the marker (ms)
+-- ARGV  1 what the ids of the message's executions begin with, 2 its version, 3 this claim, 4 'ending' or 'done', 5
+--       expiry of the marker (ms)
 -- Returns 1 when it is the caller's, 0 when it has been processed or published again, else -1 - (ms until another try).
 local lock, marker = unpack(KEYS)
 local copies, version, claim, state, expire_ms = unpack(ARGV)

@@ -1,7 +1,7 @@
 -- End an execution: release the lock, or leave it to another id for a while; mark the message as processed.
 -- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 processed marker of the message
--- ARGV  1 id, 2 name, 3 fence, 4 expiry of the marker (ms, '': none), 5 id that keeps the lock ('': none), 6 its expiry (ms),
---       7 its record then, 8 the marker: 'done', or 'ending' until the end is confirmed
+-- ARGV  1 id, 2 name, 3 fence, 4 expiry of the marker (ms, '': none), 5 id that keeps the lock ('': none), 6 its expiry
+--       (ms), 7 its record then, 8 the marker: 'done', or 'ending' until the end is confirmed
 -- Returns 1 when the lock was the caller's, in this call or in an earlier one whose reply was lost, else 0.
 local lock, held, queue, receipts, marker = unpack(KEYS)
 local id, name, fence, marker_ms, keep_id, keep_ms, record, state = unpack(ARGV)

@@ -1,9 +1,10 @@
--- What to reply to a copy of a message. The processed marker of a message is  ending[:claim]  while a process is about to say
--- what became of it,  done[:claim]  when it has been processed, or the number of the version in which it was published again.
+-- What to reply to a copy of a message. The processed marker of a message is  ending[:claim]  while a process is about
+-- to say what became of it,  done[:claim]  when it has been processed, or the number of the version in which it was
+-- published again.
 
 -- Return false when the caller may run the message, 0 when it has been processed or published again, else
--- -1 - (ms until another try makes sense). `value` is what the lock key holds, `copies` what the ids of the message's executions
--- begin with, `own` the caller's id or claim.
+-- -1 - (ms until another try makes sense). `value` is what the lock key holds, `copies` what the ids of the message's
+-- executions begin with, `own` the caller's id or claim.
 local function reply_for_copy(lock, value, marker, copies, version, own)
   local state = redis.call('GET', marker)
   if state then

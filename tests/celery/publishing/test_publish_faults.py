@@ -220,17 +220,19 @@ def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_u
 ):
     """Without Celery's pools, which it may leave locked."""
 
+    noted, interrupted = [], 0
+    given = SimpleNamespace(note=noted.append)
+
     class Noted(Task):
         def apply_async(self, args=None, kwargs=None, **options):
-            options["producer"].note(options["task_id"])
+            (options["producer"] or given).note(options["task_id"])
 
-    task = make(scope="queued", task_options={"base": Noted})
-    noted, interrupted = [], 0
-    producer = SimpleNamespace(note=noted.append)
+    task, producer = make(scope="queued", task_options={"base": Noted}), given
     task.apply_async(producer=producer)
     if form == "ahead":
+        producer = None  # then the task takes one from the pool
         monkeypatch.setattr(publishing, "is_celerys_own", lambda *functions: True)
-        pool, producer = SimpleNamespace(acquire=lambda block, given=producer: nullcontext(given)), None
+        pool = SimpleNamespace(acquire=lambda block: nullcontext(given))
         monkeypatch.setattr(type(app), "producer_pool", pool)
     with interruptions(error) as interrupted_after:
         for number in range(500):
