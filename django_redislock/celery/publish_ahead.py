@@ -1,5 +1,4 @@
-"""Publishing while Redis answers: the lock is asked for, Celery makes the message, and the answer decides before it is
-sent.
+"""Publishing while Redis answers: the acquisition is sent first, then Celery makes the message, then the answer is read.
 
 That saves one round trip of two. When the lock is not acquired, an exception leaves Celery's functions, so this is done
 only where they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure.

@@ -70,7 +70,8 @@ class RepublishingMixin(PublishingMixin):
             raise error
         if not isinstance(error, LockBackendError):
             self._claim_message(lock, request, options, final=False)
-        delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY)) * random.uniform(0.5, 1.5)  # noqa: S311
+        delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY))
+        delay *= random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:
             delay = min(delay, limit - waited)
         if queued is not None:  # it waits again, and is still the one that waits

@@ -50,7 +50,7 @@ class SingleInstanceMixin(RepublishingMixin):
         super().__init_subclass__(**kwargs)
         if Task in cls.__mro__ and cls.__mro__.index(Task) < cls.__mro__.index(SingleInstanceMixin):
             raise TypeError(
-                f"{cls.__qualname__} has no lock, because its class that derives from Task stands in front of the mixin: "
+                f"{cls.__qualname__} has no lock, because its class derived from Task stands in front of the mixin: "
                 f"write class {cls.__name__}(SingleInstanceMixin, ...)"
             )
         run = getattr(cls, "run", None)
@@ -207,8 +207,7 @@ class SingleInstanceMixin(RepublishingMixin):
         return lock_name(self.name, key) == lock.name
 
     def _traced_request(self) -> Context | None:
-        """Return the request of the execution that begins with this call, or None when a task is called like a
-        function."""
+        """Return the request of the execution that begins with this call; None for a plain call of the task."""
         request = self.request_stack.top
         if request is None or request.called_directly or any(outer.task_id == request.id for outer in executions()):
             return None
@@ -223,14 +222,11 @@ class SingleInstanceMixin(RepublishingMixin):
         if not acquired and wait and queued is not None and not lock.refused:
             with queued.keep_alive(options.expire):  # a hard time limit may end the wait, and its message for ever
                 acquired = lock.acquire(timeout=wait)
-        if acquired:
-            return True, None
-        if lock.refused:
-            return False, None
+        if acquired or lock.refused:
+            return acquired, None
         with suppress(LockBackendError):  # that the lock is held is known, so this is no reason to run without it
             holder = lock.owner()
-            # It may have ended between the two questions. A run that retries has published its successor before it
-            # ends.
+            # It may have ended between the two calls. A run that retries publishes its successor before it ends.
             if holder is None or holder.label == lock.label:
                 if lock.acquire(timeout=HANDOVER_GRACE):
                     return True, None
