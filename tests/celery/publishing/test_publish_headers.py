@@ -55,8 +55,8 @@ class Traced(Task):
 def ten_seconds_later(headers):
     """Let the message have waited longer, where it tells of that."""
     for those in (headers, headers["headers"]):
-        if "single_instance_first_conflict" in those:
-            those["single_instance_first_conflict"] -= 10
+        if "single_instance_since" in those:
+            those["single_instance_since"] -= 10
 
 
 def test_headers_that_a_caller_put_within_the_headers_carry_ours_too(client, app, make):
