@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -76,11 +76,22 @@ def name_from(template: str, signature: inspect.Signature, args: tuple[Any, ...]
     """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    arguments = bound.arguments
-    for parameter in signature.parameters.values():
+    return fill(template, by_name(bound))
+
+
+def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return the arguments by name; those that ``**kwargs`` took count by their own names."""
+    arguments = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments = arguments[parameter.name] | arguments
+            arguments = arguments.pop(parameter.name, {}) | arguments
+    return arguments
+
+
+def fill(template: str, arguments: Mapping[str, Any], argument: str = "") -> str:
+    """Return the format string filled with the arguments. Raises TypeError, which names the `argument`, when they do not fit."""
     try:
         return template.format(**arguments)
     except (LookupError, AttributeError, TypeError, ValueError) as error:
-        raise TypeError(f"{template!r} does not fit the arguments: {type(error).__name__}: {error}") from error
+        where = f"{argument}={template!r}" if argument else repr(template)
+        raise TypeError(f"{where} does not fit the arguments: {type(error).__name__}: {error}") from error
