@@ -15,15 +15,15 @@ from django.utils.module_loading import import_string
 
 from . import conf
 from .connections import client_of_cache, clients
-from .core.driver.server import server_of
+from .core.driver.registry import server_of
 from .doctor import inspect
 from .unknown_backend import UnknownBackend, advice, problem
 
 TAG = "redislock"
 
 SHORTEST_RENEWED = 1.0
-"""Seconds. A lock is renewed every third of its expiry, so it is lost when its holder stalls for two thirds of it. Garbage
-collection, a busy core, or Redis forking to save its data may take some tenths of a second."""
+"""Seconds. A lock is renewed every third of its expiry, so it is lost when its holder stalls for two thirds of it.
+Garbage collection, a busy core, or Redis forking to save its data may take some tenths of a second."""
 
 
 def check_unknown_keys(**kwargs: object) -> list[CheckMessage]:
@@ -74,8 +74,8 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
         kind(
             f"The cache {alias!r} ({settings.CACHES[alias].get('BACKEND')}) cannot hold locks: {why}.",
             hint="Use the backend 'django_redislock.cache.RedisCache' for it, name another alias in "
-            f"{conf.NAME}['CACHE_ALIAS'], give {conf.NAME}['URL'], or, where there is no Redis, set {conf.NAME}['ENABLED'] "
-            "to False.",
+            f"{conf.NAME}['CACHE_ALIAS'], give {conf.NAME}['URL'], or, where there is no Redis, set "
+            f"{conf.NAME}['ENABLED'] to False.",
             id=id,
         )
     ]
@@ -124,8 +124,8 @@ def check_renewal_can_keep_up(**kwargs: object) -> list[CheckMessage]:
     return [
         Warning(
             f"{where}['EXPIRE'] is {section.expire:g} s, which is too short for a reliable renewal.",
-            hint=f"Use at least {SHORTEST_RENEWED:g} s: a lock is renewed every third of its expiry, and lost after a pause of "
-            "two thirds. A longer expiry costs only a longer wait after a crash. Or set 'AUTO_RENEWAL' to False.",
+            hint=f"Use at least {SHORTEST_RENEWED:g} s: a lock is renewed every third of its expiry, and lost after a pause "
+            "of two thirds. A longer expiry costs only a longer wait after a crash. Or set 'AUTO_RENEWAL' to False.",
             id="redislock.W002",
         )
         for where, section in _read()[0]
@@ -142,7 +142,8 @@ def check_ignored_exceptions(**kwargs: object) -> list[CheckMessage]:
     return [
         Warning(
             f"The cache {alias!r} ignores exceptions and holds locks, but the errors of locks are raised.",
-            hint="Handle LockBackendError where you use locks and silence this check, or give the locks an alias of their own.",
+            hint="Handle LockBackendError where you use locks and silence this check, or give the locks an alias of "
+            "their own.",
             id="redislock.W003",
         )
     ]

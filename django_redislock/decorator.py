@@ -65,11 +65,11 @@ def locked(function: Any = None, /, *, name: Any = None, on_conflict: str = "wai
     """Hold a lock while the decorated function runs. Each call acquires it anew; a coroutine function uses asyncio.
 
     `name` is a format string over the function's arguments (``@locked("report:{user_id}")``), or a callable with the
-    parameters of the function (``@locked(name=...)``). Without a name, also as a bare ``@locked``, all calls share one lock,
-    which is named by the function's module and qualified name.
+    parameters of the function (``@locked(name=...)``). Without a name, also as a bare ``@locked``, all calls share one
+    lock, which is named by the function's module and qualified name.
 
-    `on_conflict`: "wait" at most `timeout` seconds and then raise AcquireTimeout, "raise" it at once, or "skip" the call
-    and return None. `options` are those of `lock`, for coroutine functions those of `alock`.
+    `on_conflict`: "wait" at most `timeout` seconds and then raise AcquireTimeout, "raise" it at once, or "skip" the
+    call and return None. `options` are those of `lock`, for coroutine functions those of `alock`.
 
     If the lock is lost while the function runs, the function is not stopped; LockLost is raised when it has ended.
 
@@ -81,8 +81,8 @@ def locked(function: Any = None, /, *, name: Any = None, on_conflict: str = "wai
         name is not None or on_conflict != "wait" or options or getattr(function, "__name__", "") == "<lambda>"
     ):
         raise TypeError(
-            "locked() takes either the decorated function alone or options: write @locked, or @locked(...) with options. A "
-            "function that returns the name is given as locked(name=...)."
+            "locked() takes either the decorated function alone or options: write @locked, or @locked(...) with "
+            "options. A function that returns the name is given as locked(name=...)."
         )
     if function is not None and not bare:
         if name is not None:
@@ -184,8 +184,8 @@ def _check_function(function: Any) -> bool:
         return True
     if iscoroutinefunction(call):
         raise TypeError(
-            f"locked() does not take {function!r}, because its __call__ is async: decorate a function, or acquire the lock "
-            "inside it: async with alock(name)"
+            f"locked() does not take {function!r}, because its __call__ is async: decorate a function, or acquire the "
+            "lock inside it: async with alock(name)"
         )
     return False
 

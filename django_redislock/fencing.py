@@ -1,6 +1,7 @@
 """Fenced writes: a row refuses the writes of earlier holders of its lock than the last one that wrote or claimed it.
 
-A lock in Redis cannot stop a holder that was frozen for longer than the lock's expiry from continuing and writing. The row can::
+A lock in Redis cannot stop a holder that was frozen for longer than the lock's expiry from continuing and writing. The
+row can::
 
     class Invoice(FencedModel): ...
 
@@ -46,9 +47,9 @@ class FenceField(_BigIntegerField):
 class FencedModel(models.Model):
     """A row with the fence of the last holder that wrote or claimed it.
 
-    Give the methods the held lock, or its fence as an int. Each method raises LockLost when the lock is known to be lost,
-    StaleFence when a later holder wrote or claimed the row, DoesNotExist when the row is gone, and TypeError for anything but
-    a lock or an int. A holder may write any number of times.
+    Give the methods the held lock, or its fence as an int. Each method raises LockLost when the lock is known to be
+    lost, StaleFence when a later holder wrote or claimed the row, DoesNotExist when the row is gone, and TypeError for
+    anything but a lock or an int. A holder may write any number of times.
 
     Only these methods check the fence; ``save()``, ``update()`` and ``delete()`` do not. After `claim` in the same
     transaction they are safe.
@@ -62,9 +63,10 @@ class FencedModel(models.Model):
     def claim(self, held: BaseLock | int, *, using: str | None = None) -> None:
         """Refuse later writes of earlier holders, and reload the row.
 
-        Call it before you read a row whose new state depends on the old one: a late write of an earlier holder is either
-        in the reloaded row, or refused. In a transaction it locks the row until the commit, so that other writes of the
-        transaction, also to other rows, are made only if the claim stands. Raises LockLost, StaleFence and DoesNotExist.
+        Call it before you read a row whose new state depends on the old one: a late write of an earlier holder is
+        either in the reloaded row, or refused. In a transaction it locks the row until the commit, so that other writes
+        of the transaction, also to other rows, are made only if the claim stands. Raises LockLost, StaleFence and
+        DoesNotExist.
         """
         self._claim(_name_and_fence(self, held), using)
 

@@ -62,22 +62,22 @@ def lock(
 ) -> Lock:
     """Return the lock `name` on the Redis that the settings name, or on the Redis of the cache alias `using`.
 
-    `expire` (until the lock ends without renewal), `max_hold` (of the renewal) and `timeout` (of the wait) are seconds or
-    timedeltas. Missing options come from ``DJANGO_REDISLOCK``; `Lock` describes them all, and the errors and losses of a lock.
-    Raises TypeError and ValueError that name a wrong argument, and ImproperlyConfigured for wrong settings.
+    `expire` (until the lock ends without renewal), `max_hold` (of the renewal) and `timeout` (of the wait) are seconds
+    or timedeltas. Missing options come from ``DJANGO_REDISLOCK``; `Lock` describes them all, and the errors and losses
+    of a lock. Raises TypeError and ValueError that name a wrong argument, and ImproperlyConfigured for wrong settings.
 
-    `until_commit`: give True when the lock protects writes to the database. Then a release inside ``atomic()``, or inside a
-    request with ATOMIC_REQUESTS, happens after the commit or the rollback of the outermost block, of all databases in use
-    (with autocommit off, after the next ``commit()`` or ``rollback()``). The lock is renewed until then, and the same
-    transaction may acquire it again. If the lock is lost before the commit, the transaction is rolled back and LockLost is
-    raised. Under REPEATABLE READ or SERIALIZABLE a transaction that read before it acquired the lock still sees that old
-    state; `locked_atomic` acquires the lock first.
+    `until_commit`: give True when the lock protects writes to the database. Then a release inside ``atomic()``, or
+    inside a request with ATOMIC_REQUESTS, happens after the commit or the rollback of the outermost block, of all
+    databases in use (with autocommit off, after the next ``commit()`` or ``rollback()``). The lock is renewed until
+    then, and the same transaction may acquire it again. If the lock is lost before the commit, the transaction is
+    rolled back and LockLost is raised. Under REPEATABLE READ or SERIALIZABLE a transaction that read before it acquired
+    the lock still sees that old state; `locked_atomic` acquires the lock first.
 
-    With None such a release happens at once and is logged as a mistake, once for each place in the code. With False, for
-    locks that protect nothing in the database, it is not logged.
+    With None such a release happens at once and is logged as a mistake, once for each place in the code. With False,
+    for locks that protect nothing in the database, it is not logged.
 
-    `reentrant`: the thread that holds the lock may acquire it again, through any re-entrant lock of that name; see `RLock`.
-    With ``until_commit=True`` it may in any case.
+    `reentrant`: the thread that holds the lock may acquire it again, through any re-entrant lock of that name; see
+    `RLock`. With ``until_commit=True`` it may in any case.
     """
     if wrong:
         raise unexpected("lock", wrong, lock.__kwdefaults__ or ())
@@ -123,8 +123,8 @@ def alock(
 ) -> AsyncLock:
     """Return the lock `name` for asyncio: ``async with alock("invoice:42", timeout=10): ...``.
 
-    Options, units and errors are those of `lock`. Tasks, threads and processes share the lock and its queue. A task that
-    loses the lock gets LockLost from `raise_if_lost`, `extend` and the end of the block; see `AsyncLock`.
+    Options, units and errors are those of `lock`. Tasks, threads and processes share the lock and its queue. A task
+    that loses the lock gets LockLost from `raise_if_lost`, `extend` and the end of the block; see `AsyncLock`.
     """
     if wrong:
         raise unexpected("alock", wrong, alock.__kwdefaults__ or ())
@@ -211,7 +211,8 @@ def _default_lock(kind_of_lock: type[L], settings: conf.Settings, using: str | N
 
 
 def held_locks(using: str | None = None) -> Iterator[LockInfo]:
-    """Yield a LockInfo of each lock held now on the Redis that the settings name, or on the Redis of the cache alias `using`.
+    """Yield a LockInfo of each lock held now on the Redis that the settings name, or on the Redis of the cache alias
+    `using`.
 
     They are the locks under ``KEY_PREFIX``, in the order of their names; with ``ENABLED: False`` there are none. Raises
     LockBackendError when Redis does not answer or refuses the command.
@@ -234,13 +235,14 @@ def reset_all(using: str | None = None) -> int:
 def locked_atomic(name: str, *, database: str | None = None, **options: Unpack[AtomicOptions]) -> Iterator[Lock]:
     """Hold a lock around a transaction on `database`: acquired before its begin, released after its commit or rollback.
 
-    `options` are those of `lock`. Raises RuntimeError inside another atomic block of that database, because its commit would
-    come after the release, and every error of the acquisition. If the lock is lost before the commit, the transaction is
-    rolled back and LockLost is raised.
+    `options` are those of `lock`. Raises RuntimeError inside another atomic block of that database, because its commit
+    would come after the release, and every error of the acquisition. If the lock is lost before the commit, the
+    transaction is rolled back and LockLost is raised.
     """
     if in_atomic(connections[database or DEFAULT_DB_ALIAS]):
         raise RuntimeError(
-            f"locked_atomic({name!r}) cannot be used inside an atomic block or a request with ATOMIC_REQUESTS, because that "
+            f"locked_atomic({name!r}) cannot be used inside an atomic block or a request with ATOMIC_REQUESTS, because "
+            f"that "
             "would commit after the release. Use lock(..., until_commit=True) there."
         )
     with lock(name, until_commit=False, **options) as held, transaction.atomic(using=database):

@@ -18,14 +18,14 @@ from prometheus_client.registry import Collector
 from . import conf
 from .connections import clients
 from .core import events, operations
-from .core.driver.server import server_of
+from .core.driver.registry import server_of
 from .exceptions import LockBackendError, LossCode
 
 BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
 
 
 class _Held(Collector):
-    """Counts the held locks at the time of the scrape, with one command for each connection. Failing connections are left out."""
+    """Counts the held locks at each scrape, with one command for each connection that answers."""
 
     def describe(self) -> list[Metric]:
         return [self._family()]
@@ -142,8 +142,8 @@ class Metrics:
 def install(registry: CollectorRegistry = REGISTRY, *, group: Callable[[str], str] | None = None) -> Callable[[], None]:
     """Register the metrics and count from now on; return a function that ends the counting.
 
-    `group` returns the value of the label ``group`` for the name of a lock. Let it return few different values, for example
-    the part before the first colon. Raises ValueError when the registry has the metrics already.
+    `group` returns the value of the label ``group`` for the name of a lock. Let it return few different values, for
+    example the part before the first colon. Raises ValueError when the registry has the metrics already.
     """
     listen = Metrics(registry, group).listen
     events.listeners.append(listen)

@@ -8,8 +8,8 @@ Each signal has the `name` of the lock, and:
 * `lock_conflict`: the `holder` (a LockInfo, or None), the `task`, its `task_id`, and `on_conflict`
 * `task_skipped`: the `task` and its `task_id`
 * `task_rescheduled`: the `task`, its `task_id`, the `delay` in seconds, and how `often` it has been rescheduled
-* `lock_force_released`: the `fence` (None: any), the `user` (a user of the admin, a text such as "command line (root)", or
-  None), and the `reason`
+* `lock_force_released`: the `fence` (None: any), the `user` (a user of the admin, a text such as "command line (root)",
+  or None), and the `reason`
 """
 
 from __future__ import annotations

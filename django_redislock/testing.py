@@ -17,7 +17,8 @@ C = TypeVar("C", bound=type)
 
 
 class unlocked(override_settings):
-    """Grant every lock at once, without Redis, in the block, the function or the Django TestCase class that it decorates.
+    """Grant every lock at once, without Redis, in the block, the function or the Django TestCase class that it
+    decorates.
 
     The other settings do not change. Locks still report their acquisitions, so `assert_locked` works. For a class it
     begins before ``setUpClass``, as `override_settings` does. Raises ValueError for other classes.
@@ -41,7 +42,8 @@ class unlocked(override_settings):
         """Begin with the class, and end with it."""
         if not issubclass(cls, SimpleTestCase):
             raise ValueError(
-                f"unlocked() decorates functions and subclasses of Django's SimpleTestCase, not {cls.__qualname__}; for a "
+                f"unlocked() decorates functions and subclasses of Django's SimpleTestCase, not {cls.__qualname__}; "
+                f"for a "
                 'class of pytest use the fixture: @pytest.mark.usefixtures("redislock_unlocked")'
             )
         before: dict[str, Any] = cls._overridden_settings or {}  # type: ignore[attr-defined]
@@ -68,8 +70,8 @@ def _off(given: Any) -> dict[str, Any]:
 def assert_locked(name: str) -> Iterator[list[str]]:
     """Assert that this process acquires a lock of this name in the block, and return the names of all acquired locks.
 
-    A ``*`` in the name matches any text, so ``"celery:shop.tasks.send:*"`` is the lock of a task with any arguments. Raises
-    AssertionError at the end of a block that acquired no such lock.
+    A ``*`` in the name matches any text, so ``"celery:shop.tasks.send:*"`` is the lock of a task with any arguments.
+    Raises AssertionError at the end of a block that acquired no such lock.
     """
     acquired: list[str] = []
 

@@ -1,8 +1,8 @@
 """OpenTelemetry spans of waits, holds, commands and cached values; the extra `opentelemetry`.
 
-``tracing.install()``, once per process, starts them. The span of a wait or a hold is made at its end, with its start and
-end times, as a child of the span that is current then. ``install()`` also wraps the computing methods of the cache, their
-computations, and the commands of locks; without ``install()`` there is no cost.
+``tracing.install()``, once per process, starts them. The span of a wait or a hold is made at its end, with its start
+and end times, as a child of the span that is current then. ``install()`` also wraps the computing methods of the cache,
+their computations, and the commands of locks; without ``install()`` there is no cost.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Spans:
                 self._span("redislock hold", data, started, now, {"redislock.fence": key[1]}, lost)
 
     def command(self, place: Any, call: ScriptCall | ScriptBatch | Pipeline) -> AbstractContextManager[object]:
-        """Return the span of a command, by OpenTelemetry's conventions for databases; outside of another span no span."""
+        """Return the span of a command, by OpenTelemetry's conventions for databases; without a parent there is none."""
         if not get_current_span().get_span_context().is_valid:
             return nullcontext()
         attributes: dict[str, Any] = {"db.system.name": "redis", "db.operation.name": "EVALSHA"}
@@ -82,7 +82,7 @@ class Spans:
 
     def computed(self, default: Any, requested: Any, is_async: bool) -> Any:
         """Return the computing function in a span. It also sets the outcome of the call's span to "computed"."""
-        from .cache.calling import called
+        from .cache.async_calls import call_any
 
         def begin() -> AbstractContextManager[object]:
             if requested.is_recording():  # else the call has already returned a stale value
@@ -101,7 +101,7 @@ class Spans:
         @wraps(default, updated=())
         async def compute_soon(*args: Any) -> Any:
             with begin():
-                return await called(default, *args)
+                return await call_any(default, *args)
 
         return compute_soon
 
@@ -121,8 +121,8 @@ def install(provider: TracerProvider | None = None) -> Callable[[], None]:
     spans = Spans(provider)
     listen = spans.listen
     events.listeners.append(listen)
-    drivers = [(Server, "call"), (AsyncServer, "call"), (AsyncServer, "ask")]
-    undo = [*(_wrap(*driver, spans) for driver in drivers), *_wrap_cache(spans), *_wrap_orders(spans)]
+    drivers = [(Server, "call"), (AsyncServer, "call")]
+    undo = [*(_wrap(*driver, spans) for driver in drivers), *_wrap_cache(spans), *_wrap_celery_refresh(spans)]
 
     def end() -> None:
         events.listeners.remove(listen)
@@ -191,23 +191,23 @@ def _wrap_cache(spans: Spans) -> list[Callable[[], None]]:
     return [wrap(method) for method in ("get_or_set", "aget_or_set", "get_or_set_many", "aget_or_set_many")]
 
 
-def _wrap_orders(spans: Spans) -> list[Callable[[], None]]:
+def _wrap_celery_refresh(spans: Spans) -> list[Callable[[], None]]:
     """Put spans around the computations of a Celery worker for ``refresh="celery"``; return functions that undo it."""
     from .cache import celery_refresh
 
-    kind: Any = celery_refresh.OrderedMixin
-    refresh_ordered, default_of = kind.refresh_ordered, celery_refresh._default_of
+    kind: Any = celery_refresh.CeleryRefreshMixin
+    refresh_from_message, default_of = kind.refresh_from_message, celery_refresh._function_of
 
-    @wraps(refresh_ordered)
-    def refresh(cache: Any, order: dict[str, Any]) -> None:
-        with spans.request("refresh", order["key"]):
-            refresh_ordered(cache, order)
+    @wraps(refresh_from_message)
+    def refresh(cache: Any, message: dict[str, Any]) -> None:
+        with spans.request("refresh", message["key"]):
+            refresh_from_message(cache, message)
 
-    def traced(order: dict[str, Any]) -> Any:
-        return spans.computed(default_of(order), get_current_span(), False)
+    def traced(message: dict[str, Any]) -> Any:
+        return spans.computed(default_of(message), get_current_span(), False)
 
-    kind.refresh_ordered, celery_refresh._default_of = refresh, traced
+    kind.refresh_from_message, celery_refresh._function_of = refresh, traced
     return [
-        lambda: setattr(kind, "refresh_ordered", refresh_ordered),
-        lambda: setattr(celery_refresh, "_default_of", default_of),
+        lambda: setattr(kind, "refresh_from_message", refresh_from_message),
+        lambda: setattr(celery_refresh, "_function_of", default_of),
     ]

@@ -1,8 +1,8 @@
 """Locks and database transactions: a lock that is held until the commit hides unfinished writes from the next holder.
 
-Django's ``on_commit`` cannot release a lock, because a rollback does not call it, and a rollback to a savepoint discards it.
-But every transaction ends in one of three methods of its connection, which ``atomic`` calls, too. They are wrapped as soon
-as a lock waits for the end of a transaction of that connection.
+Django's ``on_commit`` cannot release a lock, because a rollback does not call it, and a rollback to a savepoint
+discards it. But every transaction ends in one of three methods of its connection, which ``atomic`` calls, too. They are
+wrapped as soon as a lock waits for the end of a transaction of that connection.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class UntilCommitLock(RLock):
     """A lock that is released after the commit or the rollback of the open transactions, and renewed until then.
 
-    The same transaction may acquire it again, as an `RLock`, so that it does not wait for itself. If the lock is lost before
-    the commit, the commit becomes a rollback and raises LockLost.
+    The same transaction may acquire it again, as an `RLock`, so that it does not wait for itself. If the lock is lost
+    before the commit, the commit becomes a rollback and raises LockLost.
 
     Inside a Django TestCase, where nothing is committed, it is released at the end of its block.
     """
@@ -190,9 +190,11 @@ def _warn_before_commit(name: str) -> None:
     if place not in _places_warned:
         _places_warned.add(place)
         events.log.warning(
-            "Lock %r was released inside an atomic block (%s, line %d), so the next holder does not see the writes before "
-            "the commit. Acquire the lock outside of the block, as locked_atomic() does, or give it until_commit=True. If "
-            "it protects nothing in the database, give it until_commit=False. This is logged once for each place in the code.",
+            "Lock %r was released inside an atomic block (%s, line %d), so the next holder does not see the writes "
+            "before "
+            "the commit. Acquire the lock outside of the block, as locked_atomic() does, or give it until_commit=True. "
+            "If "
+            "it protects nothing in the database, give it until_commit=False. This is logged once for each place.",
             name,
             *place,
         )

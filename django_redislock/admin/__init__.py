@@ -1,4 +1,4 @@
-"""The admin page of held locks: Django's own change list of the locks in Redis, and a force-release with confirmation."""
+"""The admin page of held locks: Django's change list of the locks in Redis, and a force-release with confirmation."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class HeldLockAdmin(ModelAdmin):
         return queryset.filter(term=search_term.strip()), False
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> HeldLock | None:
-        """Return the lock even when it is free, so that its history can be opened and a reloaded page says what happened."""
+        """Return the lock even when it is free, because its history can be opened and a page can be reloaded."""
         try:
             connection, name = decode_key(object_id)
             if connection not in connection_names():
@@ -142,7 +142,8 @@ class HeldLockAdmin(ModelAdmin):
             self.message_user(request, text % {"connection": connection, "why": why}, messages.ERROR)
         for connection in locks.listing.cut:
             text = _(
-                "Connection “%(connection)s” holds more than %(limit)d locks. Search by name for the locks that are not shown."
+                "Connection “%(connection)s” holds more than %(limit)d locks. Search by name for the locks that are "
+                "not shown."
             )
             self.message_user(request, text % {"connection": connection, "limit": inventory.LIMIT}, messages.WARNING)
         if not locks.listing.failed and not conf.get().enabled:
@@ -203,7 +204,7 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=_("last renewed"))
     def last_renewed(self, obj: HeldLock) -> str:
-        """Return the time since the last renewal, which is known because each renewal gives the lock its whole expiry again."""
+        """Return the time since the last renewal: each renewal gives the lock its whole expiry again."""
         ago = max(0.0, obj.expire - obj.ttl)
         if ago >= obj.age - 0.05:
             return gettext("not yet")
@@ -227,7 +228,7 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=_("waiting"))
     def waiters(self, obj: HeldLock) -> str:
-        """Return the number of waiters, and a list of the first ones with place and waiting time, the next holder first."""
+        """Return the number of waiters, and a list of the first ones with place and waiting time."""
         return queue_html(obj)
 
     @admin.display(description=_("expiry"))

@@ -17,7 +17,7 @@ from ..name_template import name_from
 from .celery_refresh import refreshable
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
-from .options import GetOrSetOptions, Timeout, checked, timeout_for
+from .options import GetOrSetOptions, Timeout, timeout_for, validate
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -41,7 +41,7 @@ def cached(
     are those of `get_or_set`. The function may be a coroutine function, and a method. ``function.invalidate(...)`` and
     ``await function.ainvalidate(...)`` forget the value for these arguments, also one that is being computed.
     """
-    checked("cached", **options)
+    validate("cached", **options)
     if not (key is None or callable(key) or isinstance(key, str)):
         raise TypeError(f"key must be a format string or a function, not {key!r}")
 

@@ -20,8 +20,8 @@ from .. import conf
 from ..core.driver.server import Server
 from ..exceptions import LockBackendError
 from .backends.base import RedisBackend
-from .lease.invalidate import invalidate, leases_like
-from .lease.request import is_forbidden, is_refusal, level_of, note_told
+from .lease.invalidate import invalidate, invalidate_pattern
+from .lease.request import is_forbidden, is_refusal, log_level, note_logged
 
 IGNORED: Any = None
 """What the base class returns when Redis cannot be reached and IGNORE_EXCEPTIONS is set."""
@@ -34,14 +34,14 @@ class InvalidatingMixin(RedisBackend):
 
     def delete(self, key: Any, version: int | None = None, *args: Any, **kwargs: Any) -> bool:
         """Delete the value; one that is being computed now will not be stored."""
-        if not self._invalidate([self._made(key, version, *args, **kwargs)]):
+        if not self._invalidate([self._redis_key(key, version, *args, **kwargs)]):
             return IGNORED  # type: ignore[no-any-return]
         return super().delete(key, version, *args, **kwargs)
 
     def delete_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Delete the values; those that are being computed now will not be stored."""
         keys = list(keys)
-        if not self._invalidate([self._made(key, version) for key in keys]):
+        if not self._invalidate([self._redis_key(key, version) for key in keys]):
             return IGNORED
         return super().delete_many(keys, version, *args, **kwargs)
 
@@ -55,11 +55,11 @@ class InvalidatingMixin(RedisBackend):
         **kwargs: Any,
     ) -> Any:
         """Store the value."""
-        if not self._is_kept(timeout) and not self._invalidate([self._made(key, version)]):  # it deletes
+        if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version)]):  # it deletes
             return IGNORED
         answer = super().set(key, value, timeout, version, *args, **kwargs)
-        if self._is_short(timeout) and not (answer is IGNORED and self._is_forgiving()):
-            self._invalidate([self._made(key, version)])
+        if self._is_short(timeout) and not (answer is IGNORED and self._ignores_errors()):
+            self._invalidate([self._redis_key(key, version)])
         return answer
 
     def add(
@@ -74,7 +74,7 @@ class InvalidatingMixin(RedisBackend):
         """Store the value if there is none."""
         added = super().add(key, value, timeout, version, *args, **kwargs)
         if added and self._is_short(timeout):
-            self._invalidate([self._made(key, version)])
+            self._invalidate([self._redis_key(key, version)])
         return added
 
     def set_many(
@@ -86,24 +86,24 @@ class InvalidatingMixin(RedisBackend):
         **kwargs: Any,
     ) -> Any:
         """Store the values."""
-        if not self._is_kept(timeout) and not self._invalidate([self._made(key, version) for key in data]):
+        if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version) for key in data]):
             return IGNORED
         answer = super().set_many(data, timeout, version, *args, **kwargs)
         if self._is_short(timeout):
-            self._invalidate([self._made(key, version) for key in data])
+            self._invalidate([self._redis_key(key, version) for key in data])
         return answer
 
     def touch(
         self, key: Any, timeout: float | None = DEFAULT_TIMEOUT, version: int | None = None, *args: Any, **kwargs: Any
     ) -> bool:
         """Give the value a new life; a timeout of 0 deletes it, and one that is being computed now will not be stored."""
-        if not self._is_kept(timeout) and not self._invalidate([self._made(key, version)]):
+        if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version)]):
             return IGNORED  # type: ignore[no-any-return]
         return super().touch(key, timeout, version, *args, **kwargs)
 
     def incr_version(self, key: Any, delta: int = 1, version: int | None = None, *args: Any, **kwargs: Any) -> int:
         """Move the value to another version; one that is being computed now for this version will not be stored."""
-        if not self._invalidate([self._made(key, version)]):
+        if not self._invalidate([self._redis_key(key, version)]):
             return IGNORED  # type: ignore[no-any-return]
         return super().incr_version(key, delta, version, *args, **kwargs)
 
@@ -111,17 +111,17 @@ class InvalidatingMixin(RedisBackend):
         """Delete everything in the database but the locks; what is being computed now will not be stored."""
         if not conf.get().enabled:
             return super().clear()
-        if not self._invalidate_like(self._every_redis(), "*"):
+        if not self._invalidate_pattern(self._all_clients(), "*"):
             return IGNORED
-        self._delete_like("*")
+        self._delete_all_but_locks("*")
         return True
 
-    def _delete_like(self, pattern: str, at_once: int | None = None) -> int:
+    def _delete_all_but_locks(self, pattern: str, at_once: int | None = None) -> int:
         """Delete all keys that match the pattern and are no lock's, and return how many there were."""
         locks = b"{" + conf.get().key_prefix.encode()
         deleted = 0
         try:
-            for client in self._every_redis():
+            for client in self._all_clients():
                 pipeline = client.pipeline(transaction=False)
                 for key in client.scan_iter(match=pattern, count=at_once or BATCH):
                     raw = key if isinstance(key, bytes) else key.encode()
@@ -132,14 +132,14 @@ class InvalidatingMixin(RedisBackend):
                         deleted += sum(pipeline.execute())
                 deleted += sum(pipeline.execute())
         except RedisError:
-            if not self._is_forgiving():
+            if not self._ignores_errors():
                 raise
         return deleted
 
     def _is_short(self, timeout: float | None) -> bool:
         """Whether a value may end before a computation does that is under way: before those who wait for that give up."""
         seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
-        if seconds is None or not self._is_kept(timeout):
+        if seconds is None or not self._stores(timeout):
             return False
         wait = self._settings.wait
         return wait is None or seconds < wait
@@ -158,20 +158,20 @@ class InvalidatingMixin(RedisBackend):
             server = self._server_of(key)
             if server is not None:
                 by_server.setdefault(server, []).append(key)
-        level = {server: level_of(server, self._is_forgiving()) for server in by_server}
+        level = {server: log_level(server, self._ignores_errors()) for server in by_server}
         reached = [
             self._run(server, invalidate(server, settings.key_prefix, its_keys, level[server]))
             for server, its_keys in by_server.items()
         ]
         return not reached or any(reached)
 
-    def _invalidate_like(self, servers: list[Redis], pattern: str) -> bool:
+    def _invalidate_pattern(self, servers: list[Redis], pattern: str) -> bool:
         """End the leases of all values whose keys match a pattern, as Redis's KEYS does; False as in `_invalidate`."""
         settings = conf.get()
         if not settings.enabled:
             return True
         found = [server for client in servers if (server := self._server_at(client)) is not None]
-        reached = [self._run(server, leases_like(server, settings.key_prefix, pattern)) for server in found]
+        reached = [self._run(server, invalidate_pattern(server, settings.key_prefix, pattern)) for server in found]
         return not found or any(reached)
 
     def _run(self, server: Server, steps: Any) -> bool:
@@ -182,9 +182,9 @@ class InvalidatingMixin(RedisBackend):
         except LockBackendError as error:
             if is_refusal(error, server):
                 return True
-            if not self._is_forgiving():
+            if not self._ignores_errors():
                 raise (error.__cause__ or error) from None
-            note_told(server)
+            note_logged(server)
             return not isinstance(error.__cause__, (ConnectionError, TimeoutError))
         return True
 
@@ -202,10 +202,10 @@ class ExpiringMixin(InvalidatingMixin):
     ) -> int | None:
         """Delete all values whose keys match; those that are being computed now will not be stored."""
         made = self.client.make_pattern(pattern, version=version, prefix=prefix)  # type: ignore[attr-defined]
-        if not self._invalidate_like(self._every_redis(), made):
+        if not self._invalidate_pattern(self._all_clients(), made):
             return None
         if conf.get().enabled and made[:1] in ("*", "?", "[", "{", "\\"):  # it may match the keys of locks
-            return self._delete_like(made, kwargs.get("itersize"))
+            return self._delete_all_but_locks(made, kwargs.get("itersize"))
         return super().delete_pattern(pattern, version, prefix, *args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def expire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -235,9 +235,9 @@ class ExpiringMixin(InvalidatingMixin):
     def _expiring(self, key: Any, version: int | None, timeout: Any) -> bool:
         left = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deletes = left is not DEFAULT_TIMEOUT and left is not None and left <= 0
-        return not deletes or self._invalidate([self._made(key, version)])
+        return not deletes or self._invalidate([self._redis_key(key, version)])
 
     def _ending(self, key: Any, version: int | None, when: Any, units: int) -> bool:
         ends = when.timestamp() if isinstance(when, datetime) else when / units
         deletes = ends <= time.time() + 1  # the server's clock may be ahead
-        return not deletes or self._invalidate([self._made(key, version)])
+        return not deletes or self._invalidate([self._redis_key(key, version)])

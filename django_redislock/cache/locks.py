@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
 from redis import Redis
 
@@ -138,7 +139,7 @@ class LocksMixin(RedisBackend):
         life = timeout if expire is None else expire
         if timeout is not None and blocking_timeout is None and blocking:
             warn_once(OF_TIMEOUT)
-        name = self._made(key, version)
+        name = self._redis_key(key, version)
         settings = conf.get()
         if client is life is auto_renewal is max_hold is id is label is on_lost is None and thread_local:  # type: ignore[comparison-overlap]
             of, plain = self._plain
@@ -149,7 +150,7 @@ class LocksMixin(RedisBackend):
                     None if blocking is True and blocking_timeout is None else wait_as_redis(blocking, blocking_timeout)
                 )
                 return plain._like(name, made)
-        server = client or self._redis(name) if settings.enabled else NULL_SERVER
+        server = client or self._client_for(name) if settings.enabled else NULL_SERVER
         lock = (CacheLock if settings.enabled else GrantedCacheLock)(
             server,
             name,
@@ -169,7 +170,7 @@ class LocksMixin(RedisBackend):
 
     def _plain_lock(self, settings: conf.Settings) -> CacheLock | None:
         """Return a lock with the defaults of the settings: those without options are made like it. None when servers differ by key."""
-        servers = self._every_redis() if settings.enabled else [NULL_SERVER]
+        servers = self._all_clients() if settings.enabled else [NULL_SERVER]
         plain = None
         if len(servers) == 1:
             plain = (CacheLock if settings.enabled else GrantedCacheLock)(
@@ -182,6 +183,43 @@ class LocksMixin(RedisBackend):
             )
         self._plain = settings, plain
         return plain
+
+    def locked_get_or_set(
+        self,
+        key: str,
+        value_creator: Callable[[], Any],
+        version: int | None = None,
+        expire: Seconds | None = None,
+        id: str | None = None,
+        lock_key: str | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> Any:
+        """Do as python-redis-lock's method of this name. New code uses `get_or_set`.
+
+        `expire` is the expiry of the lock in seconds, `timeout` the one of the value. Raises ValueError when
+        `value_creator` returns None, which counts as a missing value here, and the errors of `get_or_set` and `lock`.
+        """
+
+        def create() -> Any:
+            value = value_creator()
+            if value is None:
+                raise ValueError("`value_creator` must return a value")
+            return value
+
+        if lock_key is None and id is None:
+            value = self.get_or_set(key, create, timeout, version, expire=expire)  # type: ignore[call-arg]
+            if value is not None:
+                return value
+        else:
+            value = self.get(key, version=version)
+            if value is not None:
+                return value
+        with self.lock(f"get_or_set:{key}" if lock_key is None else lock_key, version=version, expire=expire, id=id):
+            value = self.get(key, version=version)
+            if value is None:
+                value = create()
+                self.set(key, value, timeout=timeout, version=version)
+            return value
 
     def reset_all(self) -> int:
         """Force-release the locks of this cache and the leases of its values, and return how many there were.
@@ -197,7 +235,7 @@ class LocksMixin(RedisBackend):
         prefix = conf.get().key_prefix
         return sum(
             Lock(client, info.name, prefix=prefix).reset(info.fence)
-            for client in self._every_redis()
+            for client in self._all_clients()
             for info in list(held_locks(client, prefix))
             if own.fullmatch(info.name.removeprefix("cache:") if info.kind == "cache" else info.name)
         )

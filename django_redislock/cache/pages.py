@@ -15,10 +15,10 @@ from django.utils.cache import get_cache_key
 
 from ..core.events import log
 from .compute_once import ComputeOnceMixin
-from .failures import PERSONAL, portable, portable_answer
+from .failures import PERSONAL, portable_error, portable_response
 from .lease.request import is_interruption
-from .options import PageOptions, checked
-from .stale_pages import OldPages
+from .options import PageOptions, validate
+from .stale_pages import StalePages
 
 View = TypeVar("View", bound=Callable[..., Any])
 
@@ -51,7 +51,7 @@ def cache_page(
     wrong = options.keys() - PageOptions.__optional_keys__
     if wrong:
         raise TypeError(f"cache_page() got an unexpected argument {min(wrong)!r}")
-    stale, on_error = checked("cache_page", **options).stale, options.pop("on_error", None)
+    stale, on_error = validate("cache_page", **options).stale, options.pop("on_error", None)
     options.pop("stale", None)
 
     def decorate(view: View) -> View:
@@ -76,7 +76,7 @@ def cache_page(
                     if await find() is not None or not page.shared:
                         break
                     key = await sync_to_async(page.learn_key)()
-                    asked = options | await sync_to_async(page.find_old)()
+                    asked = options | await sync_to_async(page.find_stale)()
                     if page.take(await page.cache.aget_or_set(key, once, page.remembered_for, **asked)):
                         break
                 else:
@@ -102,7 +102,7 @@ def cache_page(
             for _ in range(ROUNDS):
                 if page.find() is not None or not page.shared:
                     break
-                key, asked = page.learn_key(), options | page.find_old()
+                key, asked = page.learn_key(), options | page.find_stale()
                 if page.take(page.cache.get_or_set(key, once, page.remembered_for, **asked)):
                     break
             else:
@@ -116,7 +116,7 @@ def cache_page(
     return decorate
 
 
-MEANWHILE: Any = object()
+RENDERED_ELSEWHERE: Any = object()
 """Another request renders the page, and there is an old page."""
 
 
@@ -137,8 +137,8 @@ class _Page:
         """What is wanted once."""
         self._refused = False
         """Whether somebody found out that the page may not be stored."""
-        self._old_pages = (
-            OldPages(rules, self.cache, stale) if stale and isinstance(self.cache, ComputeOnceMixin) else None
+        self._stale_pages = (
+            StalePages(rules, self.cache, stale) if stale and isinstance(self.cache, ComputeOnceMixin) else None
         )
         self._old: HttpResponseBase | None = None
         self._on_error = on_error
@@ -165,17 +165,17 @@ class _Page:
         if isinstance(self.error, PERSONAL):
             return None
         if self.error is not None:
-            return portable(self.key, self.error)
+            return portable_error(self.key, self.error)
         if self.response is not None and self.response.status_code >= 500:
-            return portable_answer(self.response)
+            return portable_response(self.response)
         return self.stored
 
     def tell(self) -> Any:
         """Return the outcome. After a failure, if there is an old page, log the failure and set the next pause."""
         outcome = self.outcome
-        if self._old is not None and self._old_pages is not None and _is_failure(outcome):
-            self._pause = self._old_pages.pause(self.request)
-            self.cache._tally.count("errors")
+        if self._old is not None and self._stale_pages is not None and _is_failure(outcome):
+            self._pause = self._stale_pages.pause(self.request)
+            self.cache._counters.count("errors")
             told = "The page %s could not be rendered again. The old page is shown, and the next try is in %g s."
             log.error(told, self.request.path, self._pause, exc_info=self.error)
         return outcome
@@ -186,11 +186,11 @@ class _Page:
             return UNCACHEABLE_FOR
         return self._pause if _is_failure(outcome) else 0
 
-    def find_old(self) -> dict[str, Any]:
+    def find_stale(self) -> dict[str, Any]:
         """Look for an old page, and return the options of `get_or_set`: with an old page the caller does not wait."""
-        if self._old_pages is not None:
-            self._old = self._old_pages.find(self.request)
-        return {} if self._old is None else {"wait": 0, "on_wait_timeout": lambda: MEANWHILE}
+        if self._stale_pages is not None:
+            self._old = self._stale_pages.find(self.request)
+        return {} if self._old is None else {"wait": 0, "on_wait_timeout": lambda: RENDERED_ELSEWHERE}
 
     def learn_key(self) -> str:
         """Return what is wanted once: the page for these headers, or, where nobody knows yet by which it varies, for this address."""
@@ -219,26 +219,26 @@ class _Page:
         self.stored = self.wanted and key is not None and self.cache.has_key(key)
         if self.stored and self._refused:
             self.cache.delete(self.key)  # or nobody would wait for this page when it ends
-        if self._old_pages is None or self.response is None:
+        if self._stale_pages is None or self.response is None:
             return
         if self.stored:
-            self._old_pages.keep(self.request, self.response)
+            self._stale_pages.keep(self.request, self.response)
         elif self.response.status_code in GONE:
-            self._old_pages.forget(self.request)
+            self._stale_pages.forget(self.request)
 
     def fail(self, error: Exception) -> None:
         """Take what the view raised."""
         if is_interruption(error):
             raise error
         self.error = error
-        if self._old_pages is not None and isinstance(error, Http404):
-            self._old_pages.forget(self.request)
+        if self._stale_pages is not None and isinstance(error, Http404):
+            self._stale_pages.forget(self.request)
 
     def take(self, outcome: Any) -> bool:
         """Take what came of it for whoever tried, and tell whether there is nothing more to wait for."""
         if not self.made:
-            if outcome is MEANWHILE or (self._old is not None and _is_failure(outcome)):
-                self._answer_with_the_old()
+            if outcome is RENDERED_ELSEWHERE or (self._old is not None and _is_failure(outcome)):
+                self._answer_with_stale()
             elif isinstance(outcome, Exception):
                 self.error = outcome
             elif isinstance(outcome, HttpResponseBase):
@@ -254,7 +254,7 @@ class _Page:
             and self.response is not self._old
             and _is_failure(self.outcome)
         ):
-            self._answer_with_the_old()
+            self._answer_with_stale()
         if self.error is not None:
             raise self.error
         return self.response  # type: ignore[return-value]
@@ -263,10 +263,10 @@ class _Page:
     def _hides_errors(self) -> bool:
         return (self._on_error or self.cache._settings.on_error) == "stale"
 
-    def _answer_with_the_old(self) -> None:
+    def _answer_with_stale(self) -> None:
         self.response, self.error = self._old, None
         self.request._cache_update_cache = False  # type: ignore[attr-defined]  # no middleware may store it as new
-        self.cache._tally.count("stale_served")
+        self.cache._counters.count("stale_served")
 
 
 def _is_failure(outcome: Any) -> bool:

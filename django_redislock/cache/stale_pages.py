@@ -13,7 +13,7 @@ LONGEST_PAUSE = 60
 """Longest pause in seconds between two tries of a failing view; it starts at a second, and each failure doubles it."""
 
 
-class OldPages:
+class StalePages:
     """The copies of the pages of one view. Django's own rules store each copy, under a separate prefix."""
 
     def __init__(self, rules: CacheMiddleware, cache: Any, stale: float) -> None:

@@ -81,13 +81,13 @@ class Counters:
     def read(self) -> Tally:
         """Return the counts so far."""
         tallies = list(self._tallies[0])
-        return Tally(*(sum(getattr(tally, field.name) for tally in tallies) for field in fields(Tally)))
+        return Tally(*(sum(getattr(counters, field.name) for counters in tallies) for field in fields(Tally)))
 
 
 _tallies: dict[str, Counters] = {}
 
 
-def tally_of(alias: str) -> Counters:
+def counters_for(alias: str) -> Counters:
     """Return the counters of the alias in this process."""
     return _tallies.setdefault(alias, Counters())
 
@@ -105,8 +105,8 @@ def alias_of(backend: type, location: Any, params: dict[str, Any]) -> str:
 
 
 def _after_fork() -> None:
-    for tally in _tallies.values():
-        tally.reset()  # what the parent did was not done here
+    for counters in _tallies.values():
+        counters.reset()  # what the parent did was not done here
 
 
-after_in_child(_after_fork)
+after_in_child("statistics", _after_fork)

@@ -13,7 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 from django_redislock.celery.execution_lock import count_duplicate
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from tests.support import wait_in_a_thread
 from tests.support.admin_pages import LIST, hold, rewrite, superuser

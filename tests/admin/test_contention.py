@@ -15,7 +15,7 @@ from django_redislock.admin import contention
 from django_redislock.admin.contention import HEIGHT, WIDTH, bars
 from django_redislock.celery.execution_lock import count_duplicate
 from django_redislock.core.contention import Waits
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from tests.support import counting, wait_in_a_thread
 from tests.support.admin_pages import LIST, browser, messages, names, superuser, user

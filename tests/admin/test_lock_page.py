@@ -205,7 +205,7 @@ def test_who_waits_is_told_with_host_and_process(web: Client, client: redis.Redi
 
 def test_arguments_and_worker_of_a_task(web: Client, client: redis.Redis) -> None:
     details = {"arguments": "customer='<b>', day=3", "worker": "celery@one"}
-    lock = ExecutionLock(client, "celery", kind="celery", expire=600, auto_renewal=False).named(
+    lock = ExecutionLock(client, "celery", kind="celery", expire=600, auto_renewal=False).with_name(
         "celery:a", details=details
     )
     assert lock.acquire(blocking=False)

@@ -313,7 +313,7 @@ def test_the_question_shows_the_task_its_arguments_and_who_is_next(
     details = {"arguments": "customer='<b>', day=3", "worker": "celery@one"}
     label = "shop.tasks.rebuild[0b6c8f0e-3b60-4a52-9c1f-2f5d0c9b6a11]"
     lock = ExecutionLock(client, "celery", kind="celery", expire=600, auto_renewal=False)
-    lock = lock.named("celery:a", label=label, details=details)
+    lock = lock.with_name("celery:a", label=label, details=details)
     assert lock.acquire(blocking=False)
     channels = [f"redislock:wake:0:{number}:web" for number in (11, 22)]
     listen(*channels)

@@ -18,11 +18,6 @@ from tests.support import monitoring, wait_until
 from tests.support.cache_programs import cache_at, commands, followers
 
 
-@pytest.fixture
-def cache(redis_url, backend):
-    return cache_at(redis_url, backend)
-
-
 def in_a_loop(awaitable):
     """Await it in a loop of a thread's own, as if somewhere else."""
     with ThreadPoolExecutor(1) as pool:

@@ -14,12 +14,12 @@ from django.utils.translation import gettext_lazy
 from hypothesis import assume, example, given, strategies as st
 from kombu.utils import json as kombu_json
 
-from django_redislock.celery.key import digest, lock_name, make
+from django_redislock.celery.key import digest, lock_name, make_key
 from django_redislock.name_template import signature_of
 
 
 def key_of(function, *args, key=None, **kwargs):
-    return make(key, inspect.signature(function).bind(*args, **kwargs))
+    return make_key(key, inspect.signature(function).bind(*args, **kwargs))
 
 
 def f(a, b=2, *rest, c="x", **more):

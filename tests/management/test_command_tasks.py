@@ -168,7 +168,7 @@ def test_a_message_that_starts_meanwhile_keeps_its_lock(
 
     class Slow(io.StringIO):
         def readline(self, *args: Any) -> str:
-            task._waiting_lock("", first.id, task._options, {}).free()
+            task._waiting_lock("", first.id, task._options, {}).release_given_id()
             lock.acquire()
             return "y\n"
 

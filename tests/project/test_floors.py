@@ -31,7 +31,7 @@ LAZY = {
     ("cache.celery_refresh", "tasks"),
     ("checks", "celery.decorator"),
     ("doctor_trials", "cache"),
-    ("tracing", "cache.calling"),
+    ("tracing", "cache.async_calls"),
     ("tracing", "cache.celery_refresh"),
     ("tracing", "cache.compute_once"),
 }

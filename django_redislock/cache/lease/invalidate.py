@@ -51,8 +51,10 @@ def _end(server: Server, leases: list[NamedLease], level: int | None = None, *mo
             ended += reply
         return ended
     for start in range(0, len(leases), BATCH):
-        calls = tuple(_call([lease]) for lease in leases[start : start + BATCH])
-        _, replies = yield from with_retries(leases[start][0], ScriptBatch(calls), monotonic(), level=level)
+        first, *others = [_call([lease]) for lease in leases[start : start + BATCH]]
+        # The text of the first call makes the script known to the server for the others.
+        batch = ScriptBatch((first.with_text(), *others))
+        _, replies = yield from with_retries(leases[start][0], batch, monotonic(), level=level)
         for reply in replies:
             if isinstance(reply, RedisError):
                 raise LockBackendError(leases[start][0], str(reply)) from reply
@@ -65,7 +67,7 @@ def _call(leases: list[NamedLease], *more: bytes) -> ScriptCall:
     return ScriptCall(INVALIDATE, (*keys, *more), tuple(name.encode() for name, _ in leases))
 
 
-def leases_like(server: Server, prefix: str, pattern: str) -> Operation[int]:
+def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[int]:
     """End the leases of the values whose keys match a pattern of Redis, and return how many there were."""
     known = is_clustered(server)
     try:
@@ -79,7 +81,7 @@ def leases_like(server: Server, prefix: str, pattern: str) -> Operation[int]:
     except LockBackendError as error:
         if known or not is_crossing(error, server):
             raise
-        return (yield from leases_like(server, prefix, pattern))
+        return (yield from invalidate_pattern(server, prefix, pattern))
     matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
     # A long key is cut in the name of its lease, at most three bytes before the limit, so it may match.
     wanted = [
