@@ -1,4 +1,4 @@
-"""Names made from the arguments of a call: a format string over the parameters of the function, such as ``"report:{user_id}"``."""
+"""Names made from the arguments of a call by a format string, such as ``"report:{user_id}"``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_key(value: object, name: str = "key") -> object:
 
 
 def check_tenant(value: object, name: str = "tenant") -> object:
-    """Return the tenant of a task: a callable, the dotted path of one, or None. Raises TypeError that names the argument."""
+    """Return the tenant of a task: a callable, its dotted path, or None. Raises TypeError that names the argument."""
     dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
     if value is None or callable(value) or dotted:
         return value
