@@ -73,6 +73,7 @@ def subscriptions(client):
     return {found["id"] for found in client.client_list() if int(found["sub"])}
 
 
+@pytest.mark.slow
 def test_a_quiet_subscription_that_lives_is_kept(client, monkeypatch):
     monkeypatch.setattr(wakeups, "QUIET", 0.2)
     with Lock(client, "a"):
@@ -121,6 +122,7 @@ def test_a_frozen_process_holds_up_a_free_lock_once_and_not_for_each_of_its_thre
     assert taken[0] - freed < 0.5 + BUSY, "one reservation, not one for each of its threads"
 
 
+@pytest.mark.slow
 def test_waiters_for_a_short_lived_lock_do_not_look_all_of_them_at_its_every_end(client):
     def acquire():
         with Lock(client, "a", timeout=20):

@@ -118,6 +118,7 @@ def test_the_life_in_redis_is_never_shorter_than_the_one_believed_in():
         assert int(milliseconds(life)) >= life * 1000
 
 
+@pytest.mark.slow
 def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
     """The watchdog's call was made with the old life and arrives after the new one was set."""
     server = server_of(client)
@@ -196,6 +197,7 @@ def test_a_forked_child_reports_no_loss_of_its_parents_lock(client, caplog):
     lock.release()
 
 
+@pytest.mark.slow
 def test_a_released_reentrant_lock_is_not_reported_as_lost(client, caplog):
     first, second = RLock(client, "a", expire=1.5), RLock(client, "a", expire=1.5)
     with first, second:
