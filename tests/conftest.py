@@ -12,7 +12,7 @@ import redis
 import redis.asyncio
 from django.conf import settings
 
-from django_redislock.cache import single_flight
+from django_redislock.cache.lease import single_flight
 from django_redislock.core import held_locks
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
@@ -37,7 +37,7 @@ def pytest_report_header() -> str:
     return f"redis server: {server}"
 
 
-COMBINATIONS = 8
+COMBINATIONS = 6
 """Of the combinations of parameters of one test, the quick part of the suite has so many."""
 
 
@@ -85,7 +85,7 @@ def _empty_database(_flushing: redis.Redis) -> None:
     """Every test starts with an empty database, whichever fixtures it uses, and hears of no lock that another one left."""
     for each in list(watchdog.of_servers):
         each._leases.clear()
-    single_flight._quiet.clear()
+    single_flight._paused.clear()
     _flushing.flushdb()
 
 

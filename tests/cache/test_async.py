@@ -12,7 +12,8 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.test import override_settings
 
-from django_redislock.cache import cached, single_flight
+from django_redislock.cache import cached
+from django_redislock.cache.lease import single_flight
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout

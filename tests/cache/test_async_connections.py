@@ -129,7 +129,7 @@ def test_an_answer_that_stops_coming_is_not_waited_for_for_ever(redis_url):
             asking = asyncio.create_task(slow.aget_or_set("k", lambda: "computed"))
             await asyncio.sleep(0.25)  # the time in which some of it comes
             proxy.stall()
-            with pytest.raises(redis.TimeoutError, match="no answer within"):
+            with pytest.raises(redis.TimeoutError, match="no reply within"):
                 await asyncio.wait_for(asking, 20)
             proxy.heal()
 

@@ -152,14 +152,14 @@ def test_sharded(server):
     for key in keys:
 
         def compute(key=key):
-            holding = [client for client in cache._every_redis() if list(held_locks(client))]
+            holding = [client for client in cache._all_clients() if list(held_locks(client))]
             assert holding == [cache.client.get_server(cache.client.make_key(key))]
             return key
 
         assert cache.get_or_set(key, compute, 60) == key
         assert cache.get_or_set(key, never, 60) == key
-    assert sum(client.exists(f":1:{key}") for client in cache._every_redis() for key in keys) == 20
-    assert all(client.dbsize() for client in cache._every_redis()), "both are used"
+    assert sum(client.exists(f":1:{key}") for client in cache._all_clients() for key in keys) == 20
+    assert all(client.dbsize() for client in cache._all_clients()), "both are used"
     assert cache.get_or_set("stale", lambda: [cache.delete("stale"), cache.delete_many(keys)] and "v") == "v"
     assert cache.get("stale") is None
     for key in keys[:5]:

@@ -317,5 +317,5 @@ def test_who_may_use_values_only_has_the_base_class(as_user, own_server, backend
         assert cache.get("k") == "new"
         assert cache.get_or_set("n", lambda: "v", 60, should_cache=lambda value: False) == "v"
         assert not cache.has_key("n")
-    told = [record for record in caplog.records if "Values are not computed once" in record.getMessage()]
+    told = [record for record in caplog.records if "The Redis user may not use leases of values" in record.getMessage()]
     assert len(told) == 1

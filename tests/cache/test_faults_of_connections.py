@@ -50,7 +50,7 @@ def cache_and_want(redis_url):
 def test_who_finds_the_value_after_a_lost_reply_keeps_no_lease(cache_and_want, client):
     cache, want = cache_and_want
     lease = want.lease(threading.current_thread())
-    steps = partial(obtain._seek, want, lease, b"", monotonic() + 10, False)
+    steps = partial(obtain.request_lease, want, lease, b"", monotonic() + 10, False)
     assert want.server.run(steps())[0] == b"compute"
     cache.set("k", "v")
     assert want.server.run(steps()) == (b"value", client.get(":1:k")), (

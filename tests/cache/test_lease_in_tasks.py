@@ -6,9 +6,9 @@ import asyncio
 import math
 import pickle
 
-from django_redislock.cache.lease.obtain import ValueRequest, fly
+from django_redislock.cache.lease.obtain import ValueRequest, get_or_compute
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 
 
 def test_values_can_be_computed_by_tasks(aclient, client):
@@ -26,12 +26,12 @@ def test_values_can_be_computed_by_tasks(aclient, client):
             expire=10,
             auto_renewal=False,
             max_hold=None,
-            forgiving=False,
+            ignore_errors=False,
         )
 
     async def get():
         here = async_server_of(server)
-        return (await here.run(fly(want(), asyncio.current_task(), math.inf, here.room.open))).value
+        return (await here.run(get_or_compute(want(), asyncio.current_task(), math.inf, here.room.open))).value
 
     async def main():
         assert await asyncio.gather(*[get() for _ in range(5)]) == ["v"] * 5

@@ -9,7 +9,7 @@ import pytest
 import redis
 from django.test import override_settings
 
-from django_redislock.cache import single_flight
+from django_redislock.cache.lease import single_flight
 from django_redislock.core import held_locks
 from django_redislock.core.driver.async_server import AsyncServer
 from django_redislock.core.driver.server import Server
@@ -44,7 +44,7 @@ def test_keys_that_are_there_are_read_and_decoded_and_nothing_else_is_done_for_e
     cache.set_many(dict.fromkeys(keys, 1))
     many(["warm"], upper)
     made = []
-    for name in ("_asked", "_redis", "_server_of"):
+    for name in ("_prepare", "_client_for", "_server_of"):
         method = getattr(type(cache), name)
         monkeypatch.setattr(
             type(cache), name, lambda *args, f=method, name=name, **options: made.append(name) or f(*args, **options)
@@ -52,7 +52,7 @@ def test_keys_that_are_there_are_read_and_decoded_and_nothing_else_is_done_for_e
     assert many(keys, never) == dict.fromkeys(keys, 1)
     assert len(made) <= 3
     assert many([*keys, "missing"], upper)["missing"] == "MISSING"
-    assert made.count("_asked") == 1
+    assert made.count("_prepare") == 1
 
 
 @pytest.mark.parametrize("count", [1, 100])
@@ -166,7 +166,7 @@ def test_sharded(server, many):
     keys = [f"k{number}" for number in range(20)]
     assert cache.get_or_set_many(keys, upper) == upper(keys)
     assert cache.get_or_set_many(keys, never) == upper(keys)
-    assert all(client.dbsize() for client in cache._every_redis())
+    assert all(client.dbsize() for client in cache._all_clients())
     cache.clear()
 
 

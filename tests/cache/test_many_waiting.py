@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from django_redislock.cache import single_flight
+from django_redislock.cache.lease import single_flight
 from django_redislock.core import Lock
 from django_redislock.core.driver.async_server import AsyncServer
 from django_redislock.core.driver.effects import ScriptBatch, ScriptCall

@@ -10,12 +10,12 @@ import time
 import pytest
 from redis.exceptions import RedisError
 
-from django_redislock.cache import single_flight
-from django_redislock.cache.lease.obtain import PIECE, _fetch
+from django_redislock.cache.lease import single_flight
+from django_redislock.cache.lease.obtain import PIECE, _fetch_large
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.store import digest
 from django_redislock.core import held_locks
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from tests.support import RedisServer, cache_programs, monitoring, queued, wait_until
 from tests.support.cache_programs import cache_at, commands
 
@@ -78,7 +78,7 @@ def test_a_large_value_that_is_replaced_while_it_is_fetched_is_fetched_anew(redi
         assert first == [old[:PIECE]]
         client.set("k", new)
 
-    steps = _fetch(made, b"%d %b" % (len(old), digest(old)))
+    steps = _fetch_large(made, b"%d %b" % (len(old), digest(old)))
     assert server.run(with_a_look_at_the_first_result(steps, replace)) == new
 
 

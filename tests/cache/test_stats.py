@@ -9,7 +9,7 @@ import pytest
 from django.core.cache import caches
 from django.test import override_settings
 
-from django_redislock.cache.stats import Counters, tally_of
+from django_redislock.cache.stats import Counters, counters_for
 from django_redislock.core import Lock, held_locks
 from tests.support import in_a_fork, wait_until
 from tests.support.cache_programs import Work, followers, never
@@ -83,7 +83,7 @@ def test_no_count_is_lost_that_is_made_in_the_middle_of_another_one():
 
 
 def test_counts_outlive_their_thread_and_a_forked_child_begins_anew():
-    counters = tally_of("an alias of this test")
+    counters = counters_for("an alias of this test")
     for _ in range(3):
         thread = threading.Thread(target=counters.count, args=("computed",))
         thread.start()
@@ -91,7 +91,7 @@ def test_counts_outlive_their_thread_and_a_forked_child_begins_anew():
 
     def child():
         counters.count("computed")
-        assert tally_of("an alias of this test").read().computed == 1
+        assert counters_for("an alias of this test").read().computed == 1
 
     in_a_fork(child)
     assert counters.read().computed == 3

@@ -12,7 +12,7 @@ import redis.asyncio
 
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from tests.support import BUSY, queued, until
 
@@ -138,7 +138,7 @@ def test_a_cancelled_release_has_been_sent(aclient, client, connected, late):
             addresses = {found["addr"] for found in client.client_list()} - {client.client_info()["addr"]}
             for address in addresses:
                 client.client_kill(address)
-            await until(lambda: async_server_of(server_of(aclient))._commands.line is None)
+            await until(lambda: async_server_of(server_of(aclient))._commands.connection is None)
         try:
             await cancelled_at(lock.release(), nth, late)
         except asyncio.CancelledError:

@@ -13,8 +13,8 @@ import redis.asyncio
 from django_redislock import LockBackendError
 from django_redislock.core import AsyncLock
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.resp import pack
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.resp import encode_command
 from django_redislock.core.keys import lock_keys
 from tests.support import BUSY, RedisServer, acquire_and_release, counting, find_program, free_port, key_of, until
 
@@ -163,18 +163,18 @@ def test_a_connection_that_fell_silent_is_left_and_what_was_asked_on_it_is_undon
     async def main():
         async with AsyncLock(aclient, "a"):
             pass
-        line = async_server_of(server_of(aclient))._commands.line
-        line.tell(pack(b"CLIENT", b"REPLY", b"OFF"))
+        line = async_server_of(server_of(aclient))._commands.connection
+        line.send_and_forget(encode_command(b"CLIENT", b"REPLY", b"OFF"))
         first = asyncio.create_task(AsyncLock(aclient, "a", expire=60).acquire())
         await until(lambda: client.exists(KEYS.lock))
         await asyncio.sleep(1)
         second = asyncio.create_task(AsyncLock(aclient, "b", expire=60).acquire())
-        with pytest.raises(LockBackendError, match="no answer"):
+        with pytest.raises(LockBackendError, match="no reply"):
             await first
         assert not second.done()
         async with asyncio.timeout(BUSY), AsyncLock(aclient, "c"):  # over another one
             pass
-        with pytest.raises(LockBackendError, match="no answer"):
+        with pytest.raises(LockBackendError, match="no reply"):
             await second
         await until(lambda: not client.exists(KEYS.lock, lock_keys("redislock", "b").lock), timeout=1 + BUSY)
         await asyncio.wait_for(asyncio.shield(line.lost), 1 + BUSY)

@@ -17,7 +17,7 @@ from asgiref.sync import async_to_sync
 from django_redislock import NotAcquired
 from django_redislock.core import AsyncLock, AsyncRLock
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from tests.support import acquire_and_release, in_a_fork, queued, until, wait_until
 

@@ -12,8 +12,8 @@ import redis
 
 from django_redislock.core import Lock, RLock
 from django_redislock.core.clock import monotonic
-from django_redislock.core.driver.connection import ScriptConnection
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.connection import Connection
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import milliseconds
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
 from tests.support import Proxy, in_a_fork, lived, queued, wait_until
@@ -220,7 +220,7 @@ def test_an_interrupted_call_keeps_no_lock_alive(client, monkeypatch):
     lock = Lock(client, "a")
     gone = weakref.ref(lock)
     with monkeypatch.context() as patch:
-        patch.setattr(ScriptConnection, "call", interrupt)
+        patch.setattr(Connection, "execute", interrupt)
         gc.disable()
         try:
             with suppress(KeyboardInterrupt):

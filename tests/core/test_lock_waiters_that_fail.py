@@ -35,12 +35,12 @@ def frozen_waiter(client, run_python, redis_url, where):
     else:
         process = run_python(lock_programs.freeze_on_the_way_in, redis_url, "a", where)
     wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
-    assert client.zcard(queue) == (where != "join")
+    assert client.zcard(queue) == (where != "register")
     return process
 
 
 # Frozen between the try and the subscription, between the place in the queue and the sleep, or asleep.
-MOMENTS = pytest.mark.parametrize("where", ["join", "wait", "asleep"])
+MOMENTS = pytest.mark.parametrize("where", ["register", "wait", "asleep"])
 
 
 @MOMENTS
@@ -49,7 +49,7 @@ def test_a_waiter_killed_while_it_is_handed_the_lock_is_passed_over(client, redi
     with Lock(client, "a", expire=60):
         doomed = frozen_waiter(client, run_python, redis_url, where)
         heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: client.zcard(keys.queue) == 1 + (where != "join"))
+        wait_until(lambda: client.zcard(keys.queue) == 1 + (where != "register"))
     freed = time.time()
     doomed.kill()
     assert heir.wait_for(event="held")["at"] - freed < 1 + BUSY

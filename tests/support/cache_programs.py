@@ -15,7 +15,8 @@ from typing import Any
 import redis
 from django.utils.module_loading import import_string
 
-from django_redislock.cache import refreshable, single_flight
+from django_redislock.cache import refreshable
+from django_redislock.cache.lease import single_flight
 from django_redislock.cache.lease.store import digest
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from tests.support import say
@@ -234,8 +235,8 @@ def cache_is_computing(cache: Any, key: str) -> bool:
     """Return whether anybody computes the value of the key now."""
     from django_redislock.core import Lock
 
-    made = cache._made(key, None)
-    return Lock(cache._redis(made), f"cache:{made}").locked()
+    made = cache._redis_key(key, None)
+    return Lock(cache._client_for(made), f"cache:{made}").locked()
 
 
 @refreshable
@@ -300,8 +301,8 @@ def work_in_steps(url: str, steps: int) -> None:
 def wait_for_values(url: str, tasks: bool) -> None:
     """At each line, want the key that it names, which somebody else computes; wake-ups alone end the wait."""
     for room in (wakeups_threads, wakeups_tasks):
-        assert room.LOOK_EVERY < 60
-        room.LOOK_EVERY = 60.0
+        assert room.POLL_INTERVAL < 60
+        room.POLL_INTERVAL = 60.0
     cache = cache_at(url)
     with asyncio.Runner() as runner:
 

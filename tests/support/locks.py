@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import redis
 
 from django_redislock.core import AsyncLock, AsyncRLock, Lock
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 
 from .waiting import wait_until
