@@ -282,6 +282,7 @@ def test_a_list_that_is_cut_says_so_and_search_reaches_the_rest(
     assert messages(response) == []
 
 
+@pytest.mark.slow
 def test_ten_thousand_locks_are_read_by_few_commands(web: Client, client: redis.Redis) -> None:
     pattern = hold(client, "pattern")
     value = client.get(pattern._keys.lock)
