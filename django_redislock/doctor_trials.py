@@ -96,7 +96,8 @@ def _failed(step: str, error: Exception, prefix: str, keys: str = "") -> Finding
     if "NOPERM" in str(error) or "ermission" in str(error):
         step = f"permissions ({step})"
         advice = (
-            f"Give the user of Redis {keys}the keys and the commands: ~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
+            f"Give the user of Redis {keys}the keys and the commands: "
+            f"~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
             "+@connection +time."
         )
     else:
@@ -124,7 +125,7 @@ def _try_two_locks(server: Server) -> Iterator[Finding]:
 
 
 def diagnose_cache(alias: str) -> Finding | None:
-    """Compute a value once in the cache of this alias, read it and delete it; None for a cache that is not of this package."""
+    """Compute, read and delete a value in the cache of this alias; None for a cache of another package."""
     from .cache import ComputeOnceMixin
 
     check = "cache"

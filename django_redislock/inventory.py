@@ -18,7 +18,7 @@ from .exceptions import LockBackendError
 LIMIT = 10_000
 """Locks read of one connection at most."""
 RETRY_FOR = 0.5
-"""Seconds for which a command is tried again. They are few, so that one dead server does not delay the page of the others."""
+"""Seconds for which a command is tried again; few, so that a dead server does not delay the page of the others."""
 
 
 class HeldLockRow(NamedTuple):
@@ -29,7 +29,7 @@ class HeldLockRow(NamedTuple):
 
     @property
     def info(self) -> LockInfo:
-        """The whole record of the lock. It is parsed at each access, because most rows of a long list are never shown."""
+        """The whole record; parsed at each access, because most rows of a long list are never shown."""
         return self.held.info
 
 

@@ -1,4 +1,4 @@
-"""`HeldLock`, the model of the admin: a lock held now, read from Redis. It has no table, no rows, and two permissions."""
+"""`HeldLock`, the model of the admin: a lock held now, read from Redis; no table, no rows, two permissions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Force-release in the admin: ask, read the selected locks again, and release those that the shown holder still holds."""
+"""Force-release in the admin: ask, read the selected locks again, and release those that did not change hands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .queryset import read_waiters
 
 
 def selection_value(lock: HeldLock) -> str:
-    """Return the value of the check box beside a lock: its primary key, and the fence of the acquisition that was shown."""
+    """Return the value of a lock's check box: its primary key, and the fence of the shown acquisition."""
     return f"{lock.key}.{lock.fence}"
 
 

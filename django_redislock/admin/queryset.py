@@ -1,4 +1,4 @@
-"""The list of held locks as the admin's change list expects it: with the methods of a QuerySet that the change list calls."""
+"""The held locks for the admin's change list, with the methods of a QuerySet that it calls."""
 
 from __future__ import annotations
 

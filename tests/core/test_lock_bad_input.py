@@ -102,6 +102,7 @@ def test_a_key_of_another_type_is_named(client):
     assert "'a'" in str(caught.value)
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=250), min_size=2, max_size=5, unique=True))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_names_may_hold_anything_and_never_share_a_key(redis_url, names):

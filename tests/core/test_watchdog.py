@@ -25,6 +25,7 @@ def calls(client):
     return client.info("commandstats")["cmdstat_evalsha"]["calls"]
 
 
+@pytest.mark.slow
 def test_a_thousand_locks_cost_one_thread_and_five_commands_a_second(client):
     """With redis-py's default pool, and none is lost."""
     told = []
@@ -114,6 +115,7 @@ def test_a_lock_that_is_taken_while_another_server_is_frozen_is_renewed(client, 
         long.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nearby", [True, False], ids=["nearby", "on the same server"])
 def test_a_short_life_does_not_cut_the_patience_for_a_long_one_on_a_distant_server(redis_url, client, nearby):
     told = []
@@ -131,6 +133,7 @@ def test_a_short_life_does_not_cut_the_patience_for_a_long_one_on_a_distant_serv
         long.release()
 
 
+@pytest.mark.slow
 def test_a_name_that_is_resolved_slowly_costs_no_lock_of_another_server_its_renewal(client, redis_url, slow_names):
     """And who holds the lock there is told at its end, although nobody knows yet where the server is."""
     lost, kept = [], []
@@ -173,6 +176,7 @@ def test_a_loss_is_told_while_the_answer_about_a_longer_lock_of_the_same_server_
         long.release()
 
 
+@pytest.mark.slow
 def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(redis_url, client):
     with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as distant:
         long, short = Lock(distant, "long", expire=60), Lock(distant, "short", expire=1.8)
@@ -256,6 +260,7 @@ def test_a_call_has_its_own_time_after_a_renewal_used_its_connection(own_server)
         lock.release()
 
 
+@pytest.mark.slow
 def test_a_key_that_something_else_wrote_costs_no_other_lock_its_renewal(client):
     told = []
     locks = [Lock(client, f"lock {i}", expire=2.4, on_lost=told.append) for i in range(10)]
@@ -275,6 +280,7 @@ def test_a_key_that_something_else_wrote_costs_no_other_lock_its_renewal(client)
         lock.release()
 
 
+@pytest.mark.slow
 def test_who_is_told_of_a_loss_may_take_his_time(client):
     """A slow receiver does not keep the watchdog from renewing other locks."""
     told, done = threading.Event(), threading.Event()
@@ -298,6 +304,7 @@ def test_who_is_told_of_a_loss_may_take_his_time(client):
 # Extensions
 
 
+@pytest.mark.slow
 def test_a_life_that_was_shortened_is_renewed_in_time(client):
     lock = Lock(client, "a", expire=30)
     with lock:
@@ -327,6 +334,7 @@ def test_an_extension_that_is_not_answered_does_not_leave_a_belief_that_outlives
 # Releases
 
 
+@pytest.mark.slow
 def test_a_renewal_that_races_a_release_reports_nothing_and_revives_nothing(client, caplog):
     """Each release comes while the watchdog renews the lock, or a moment after."""
     told, stop = [], time.monotonic() + 4

@@ -42,6 +42,7 @@ class OwnTask(asyncio.tasks._PyTask):
     """What nest_asyncio makes of every task: the one in pure Python, which is no `asyncio.Task`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [asyncio.tasks._PyTask, OwnTask])
 def test_tasks_of_a_foreign_task_factory_keep_their_locks_and_those_of_others(redis_url, client, kind, caplog):
     told = []
@@ -102,6 +103,7 @@ class Rude(Stranger):
     done = get_loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Stranger, Rude])
 def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(client, caplog, monkeypatch, kind):
     owner = type(f"New{kind.__name__}", (kind,), {})()
@@ -143,6 +145,7 @@ def test_the_end_of_a_raw_thread_is_noticed(client, caplog):
     wait_until(lambda: Lock(client, "a").ttl() is None)
 
 
+@pytest.mark.slow
 def test_a_raw_thread_that_lives_keeps_its_lock(client, caplog):
     go, held = threading.Event(), []
 

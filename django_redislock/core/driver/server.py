@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, NoScriptError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry
 
 from ..clock import monotonic
@@ -152,18 +152,23 @@ class Server:
             pool.users.add(thread)  # until the reply: a call of this thread meanwhile must not wait for this connection
             connection = pool.take()
             connection.send_ahead(call)
+            return partial(self._receive, connection, call, thread)
         except BaseException as error:
+            if connection is not None:
+                connection.close()
             self._end_sent_ahead(connection, thread)
             if isinstance(error, (RedisError, IndexError)):
                 return None
             raise
-        return partial(self._receive, connection, call, thread)
 
     def _receive(self, connection: Connection, call: ScriptCall, thread: int) -> Any:
         try:
             return connection.receive_for(call)
-        except ConnectionError as error:
-            self._note_broken(error)
+        except BaseException as error:
+            if isinstance(error, ConnectionError):
+                self._note_broken(error)
+            if not isinstance(error, ResponseError):  # a signal perhaps, before the reply was read
+                connection.close()
             raise
         finally:
             self._end_sent_ahead(connection, thread)
