@@ -60,7 +60,7 @@ def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS
         arguments = {name: arguments[name] for name in key}
     if not arguments:  # one lock, with the name of the task
         return ""
-    return digest(arguments)
+    return hash_arguments(arguments)
 
 
 def with_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
@@ -73,7 +73,7 @@ def with_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
     return f"{escaped(tenant)}:{key}" if key else escaped(tenant)
 
 
-def digest(arguments: Mapping[str, Any]) -> str:
+def hash_arguments(arguments: Mapping[str, Any]) -> str:
     """Return a hash of the arguments: equal if a worker cannot distinguish them, different for 1, "1" and True."""
     try:
         if not _FLAT.issuperset(map(type, arguments.values())):
@@ -137,7 +137,7 @@ class _DigestEncoder(_Encoder):
                 raise TypeError(f"{value!r} is not saved, so it has no primary key that identifies it")
             return {"__type__": "model", "__value__": [value._meta.label, value.pk]}
         if isinstance(value, (set, frozenset)):
-            return {"__type__": "set", "__value__": sorted(digest({"": member}) for member in value)}
+            return {"__type__": "set", "__value__": sorted(hash_arguments({"": member}) for member in value)}
         return super().default(value)
 
 

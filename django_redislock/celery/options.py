@@ -75,7 +75,7 @@ class SingleInstanceOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(conf.CelerySettings):
+class TaskOptions(conf.CelerySettings):
     """Every option, with the value in force now."""
 
     settings: conf.Settings = field(repr=False)  # a URL may hold a password
@@ -122,9 +122,9 @@ class Declaration:
         """Whether a task class has it."""
 
 
-def complete(given: Mapping[str, Any], settings: conf.Settings) -> Options:
+def complete(given: Mapping[str, Any], settings: conf.Settings) -> TaskOptions:
     """Return the options given, and the rest from the settings."""
-    return Options(settings=settings, **{**vars(settings.celery), **given})
+    return TaskOptions(settings=settings, **{**vars(settings.celery), **given})
 
 
 def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:

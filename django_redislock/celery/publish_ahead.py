@@ -1,4 +1,4 @@
-"""Publishing while Redis answers: the acquisition is sent first, then Celery makes the message, then the answer is read.
+"""Publishing while Redis answers: the acquisition is sent, Celery makes the message, then the answer is read.
 
 That saves one round trip of two. When the lock is not acquired, an exception leaves Celery's functions, so this is done
 only where they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure.

@@ -43,7 +43,7 @@ from .message import (
     new_message,
     with_ours,
 )
-from .options import Options
+from .options import TaskOptions
 from .publish_ahead import is_celerys_own, publish_ahead
 from .pydantic_models import Models, models_of
 
@@ -69,7 +69,7 @@ class PublishingMixin(_Task):
     """A task that has locks; `SingleInstanceMixin` runs it under them."""
 
     _given_options: Mapping[str, Any] = {}
-    _completed: Options | None = None
+    _completed: TaskOptions | None = None
     _marker_expire = MARKER_EXPIRE
     """Seconds after which the processed marker of a message expires."""
     _pydantic: Mapping[str, Any] | None = None
@@ -147,7 +147,7 @@ class PublishingMixin(_Task):
         return duplicate
 
     def _claim(
-        self, lock: ExecutionLock, options: Options, known: bool, message: dict[str, Any], refused: bool
+        self, lock: ExecutionLock, options: TaskOptions, known: bool, message: dict[str, Any], refused: bool
     ) -> DuplicateResult | None:
         """Take the lock for a message, or return the result of its holder; None when the message is to be published.
 
@@ -182,7 +182,7 @@ class PublishingMixin(_Task):
             holder = None if lock.take() else lock.owner()
         return holder
 
-    def _duplicate(self, lock: ExecutionLock, holder: LockInfo, options: Options) -> DuplicateResult:
+    def _duplicate(self, lock: ExecutionLock, holder: LockInfo, options: TaskOptions) -> DuplicateResult:
         """Return the result of the message that holds the lock."""
         error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
         events.emit(
@@ -217,7 +217,7 @@ class PublishingMixin(_Task):
         return holder.label.removeprefix(f"{self.name}[").removesuffix("]")
 
     def _waiting_lock(
-        self, key: str, task_id: str, ours: Options, options: Mapping[str, Any], arguments: str = ""
+        self, key: str, task_id: str, ours: TaskOptions, options: Mapping[str, Any], arguments: str = ""
     ) -> ExecutionLock:
         """Return the lock that a message of this id holds while it waits."""
         expires = options.get("expires", self.expires)
@@ -244,7 +244,7 @@ class PublishingMixin(_Task):
     # The locks
 
     @property
-    def _options(self) -> Options:
+    def _options(self) -> TaskOptions:
         settings, options = conf.get(), self._completed
         if options is None or options.settings is not settings:
             self._completed = options = options_of.complete(self._given_options, settings)
@@ -263,7 +263,7 @@ class PublishingMixin(_Task):
         key = header(request, KEY_HEADER)
         return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs), self._options)
 
-    def _key(self, bound: inspect.BoundArguments, options: Options) -> str:
+    def _key(self, bound: inspect.BoundArguments, options: TaskOptions) -> str:
         return with_tenant(options.get_tenant, make_key(options.key, bound, self._models))
 
     def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
@@ -275,7 +275,7 @@ class PublishingMixin(_Task):
             yield options.lock.with_name(lock_name(self.name, key, "celery-queue"))
 
     def _running_lock(
-        self, name: str, options: Options, request: Context | None, args: Any, kwargs: Any
+        self, name: str, options: TaskOptions, request: Context | None, args: Any, kwargs: Any
     ) -> ExecutionLock:
         if request is None:
             return options.lock.with_name(name, label=f"{self.name}[{DIRECT}]")

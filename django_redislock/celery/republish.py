@@ -23,7 +23,7 @@ from .message import (
     marker_expire,
     published_again,
 )
-from .options import Options
+from .options import TaskOptions
 from .publishing import PublishingMixin
 
 MARGIN = 0.1
@@ -50,7 +50,7 @@ class RepublishingMixin(PublishingMixin):
         self,
         lock: ExecutionLock,
         error: LockError,
-        options: Options,
+        options: TaskOptions,
         request: Context | None,
         limit: float | None,
         queued: ExecutionLock | None,
@@ -102,7 +102,7 @@ class RepublishingMixin(PublishingMixin):
         request.update(ignore_result=True)
         raise Retry(f"published again, to start in {delay:.1f} s: {error}", error)
 
-    def _end_if_copy(self, lock: ExecutionLock, request: Context | None, options: Options) -> None:
+    def _end_if_copy(self, lock: ExecutionLock, request: Context | None, options: TaskOptions) -> None:
         """End here and store nothing when the lock was refused because of a copy of the message.
 
         The copy runs, or has died; which one is known when its lock has expired. So the message is published once more,
@@ -131,7 +131,9 @@ class RepublishingMixin(PublishingMixin):
         )
         raise HandledElsewhere("a copy runs, or has died")
 
-    def _claim_message(self, lock: ExecutionLock, request: Context | None, options: Options, *, final: bool) -> None:
+    def _claim_message(
+        self, lock: ExecutionLock, request: Context | None, options: TaskOptions, *, final: bool
+    ) -> None:
         """Mark a message that is refused (`final`) or published again now, unless a copy of it runs or was
         processed."""
         done = final and not self.acks_late
@@ -150,7 +152,7 @@ class RepublishingMixin(PublishingMixin):
         self,
         lock: ExecutionLock,
         request: Context,
-        options: Options,
+        options: TaskOptions,
         delay: float,
         headers: dict[str, Any],
         *,

@@ -26,7 +26,7 @@ from .execution import Execution, executions, leave_queue, release_quietly
 from .execution_lock import AfterRelease, ExecutionLock
 from .key import lock_name
 from .message import KEY_HEADER, REFUSED_HEADER, header
-from .options import Declaration, Options
+from .options import Declaration, TaskOptions
 from .publishing import HANDOVER_GRACE
 from .republish import HandledElsewhere, RepublishingMixin
 
@@ -173,7 +173,7 @@ class SingleInstanceMixin(RepublishingMixin):
             self.backend.store_result(request.id or "", where, states.STARTED, request=request)
 
     def _set_ending(
-        self, lock: ExecutionLock, options: Options, request: Context | None, error: BaseException | None = None
+        self, lock: ExecutionLock, options: TaskOptions, request: Context | None, error: BaseException | None = None
     ) -> None:
         """Decide what remains of the lock after the body, which ended with this error or without one."""
         late, delivery = self.acks_late, lock.delivery
@@ -214,7 +214,7 @@ class SingleInstanceMixin(RepublishingMixin):
         return request
 
     def _acquire(
-        self, lock: ExecutionLock, options: Options, queued: ExecutionLock | None
+        self, lock: ExecutionLock, options: TaskOptions, queued: ExecutionLock | None
     ) -> tuple[bool, LockInfo | None]:
         """Return whether the lock was acquired, and its holder if it was not; None when there is none any more."""
         wait = options.wait if options.on_conflict == "wait" else 0
@@ -238,7 +238,7 @@ class SingleInstanceMixin(RepublishingMixin):
         self,
         lock: ExecutionLock,
         holder: LockInfo | None,
-        options: Options,
+        options: TaskOptions,
         request: Context | None,
         queued: ExecutionLock | None,
     ) -> Any:
@@ -277,7 +277,7 @@ class SingleInstanceMixin(RepublishingMixin):
             return self._skip(lock, options, request, f"the lock has been held for {age:.1f} s by {error.holder}")
         raise error
 
-    def _skip(self, lock: ExecutionLock, options: Options, request: Context | None, why: str) -> Any:
+    def _skip(self, lock: ExecutionLock, options: TaskOptions, request: Context | None, why: str) -> Any:
         events.emit(
             "skipped",
             "%s is skipped, because %s.",
