@@ -15,7 +15,7 @@ from . import conf
 from .core import Lock
 from .core.clock import monotonic
 from .core.driver.server import Server, server_of
-from .core.operations import renewal
+from .core.operations import renew_call
 from .doctor import Finding, look, patience, told
 from .exceptions import LockError
 
@@ -109,7 +109,7 @@ def _trial_of_two(server: Server) -> Iterator[Finding]:
     try:
         with locks[0], locks[1]:
             leases = [lease for lock in locks for lease in lock._leases.values()]
-            if server.renew(renewal(leases), server.timeout) == [1, 1]:
+            if server.renew(renew_call(leases), server.timeout) == [1, 1]:
                 yield Finding(check, "ok", "Two locks were held at once and renewed by one call.")
             else:
                 advice = "Look for another program that writes keys with this prefix, or for a server that evicts keys."

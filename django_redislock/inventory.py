@@ -20,7 +20,7 @@ from .connections import connection_names, get_client
 from .core import Lock, LockInfo
 from .core.driver.place import place_of
 from .core.listing import Waiting, list_locks, read_locks, read_queue
-from .core.records import Held
+from .core.records import StoredLock
 from .exceptions import LockBackendError
 from .models import HeldLock, encode_key
 from .task_names import task_of
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     """A held lock and the connection that it was read from."""
 
     connection: str
-    held: Held
+    held: StoredLock
 
     @property
     def info(self) -> LockInfo:
@@ -222,7 +222,7 @@ class HeldLocks:
             rows.sort(key=_sort_key(field.removeprefix("-")), reverse=field.startswith("-"))
         return rows
 
-    def _picks(self, lock: Held) -> bool:
+    def _picks(self, lock: StoredLock) -> bool:
         if self.host not in (None, lock.host) or lock.age < self.older:
             return False
         if self.kind is None and self.state is None:
@@ -276,7 +276,7 @@ def _sort_key(field: str) -> Callable[[Row], Any]:
         return lambda row: (row.connection, row.held.name)
     if field == "connection":
         return lambda row: row.connection
-    if field in Held.__slots__:
+    if field in StoredLock.__slots__:
         return lambda row: getattr(row.held, field)
     return lambda row: getattr(row.info, field)
 

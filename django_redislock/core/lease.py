@@ -18,7 +18,6 @@ from .driver import process
 from .keys import LockKeys
 
 if TYPE_CHECKING:
-    from .driver.effects import ScriptCall
     from .driver.server import Server
 
 
@@ -76,8 +75,8 @@ class Lease:
             "fence",
             "hold_count",
         ),
-        *("acquired", "deadline", "next_renewal", "failures", "farewell"),
-        *("renewing", "asked", "shared", "_acquirer_life", "_losses"),
+        *("acquired", "deadline", "next_renewal", "failures"),
+        *("renewing", "renewal_pending", "shared", "_acquirer_life", "_losses"),
     )  # a thousand locks may be held at once
 
     def __init__(
@@ -109,11 +108,9 @@ class Lease:
         self.failures = 0
         self.shared = False
         """Whether its id held the lock before, so that another holder may believe in its life."""
-        self.farewell: ScriptCall | None = None
-        """The call that releases the lock, if it was packed ahead; of an id that nobody else acquires by."""
         self.renewing = False
         """Whether the watchdog renews it; else it waits for its end only."""
-        self.asked = False
+        self.renewal_pending = False
         """Whether a renewal is on its way."""
         self._acquirer_life: weakref.ref[Any] | None = None
         # The first one counts. A lock would not do: a signal handler may ask while the code that it interrupted holds it.
@@ -180,9 +177,9 @@ class Lease:
         return not acquirer.is_alive()
 
     @property
-    def next_look(self) -> float:
+    def next_check(self) -> float:
         """When the watchdog has to look at it next."""
-        return self.next_renewal if self.renewing and not self.asked else self.deadline
+        return self.next_renewal if self.renewing and not self.renewal_pending else self.deadline
 
     @property
     def noted_loss(self) -> LossRecord | None:
@@ -199,7 +196,7 @@ class Lease:
     @property
     def ending(self) -> Cause:
         """The cause of the loss if no answer comes before the end of its life."""
-        if self.asked or self.failures:
+        if self.renewal_pending or self.failures:
             return Cause("no_answer", f"no answer from Redis until its life of {self.expire:g} s ended")
         return Cause("expired", f"its life of {self.expire:g} s ended without a renewal")
 

@@ -17,7 +17,7 @@ from .driver.retry import with_retries
 from .driver.server import Server, server_of
 from .keys import lock_keys
 from .lock import Lock
-from .records import Held, LockInfo
+from .records import LockInfo, StoredLock
 from .validation import check_prefix
 
 BATCH = 200
@@ -40,7 +40,7 @@ def list_locks(
     *,
     matching: Callable[[str], object] | None = None,
     retry_for: float = math.inf,
-) -> Iterator[Held]:
+) -> Iterator[StoredLock]:
     """Yield the locks as `held_locks` does, each without what its holder says of itself until it is asked for.
 
     `matching` picks by name the locks to read. An unreachable server is tried again for `retry_for` seconds, once at least,
@@ -53,7 +53,7 @@ def list_locks(
 
 def read_locks(
     client: Redis | Server, names: Iterable[str], prefix: str, *, retry_for: float = math.inf
-) -> Iterator[Held]:
+) -> Iterator[StoredLock]:
     """Yield those of these locks that are held now, as `list_locks` does."""
     server = server_of(client)
     until = monotonic() + retry_for

@@ -68,8 +68,33 @@ def record(kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
     return _static(process.pid, threading.current_thread().name, kind, label, expire, auto_renewal)
 
 
-class Held:
-    """A lock as the server told of it. `info` reads what its holder says of itself: in a long list, only of those shown."""
+@dataclass(slots=True)
+class Token:
+    """An owner id that the caller chose for one acquisition, in redis-py's words.
+
+    Of two acquisitions by the same token, one holds the lock, as in redis-py. For the scripts they are one owner that
+    repeats a call, so each acquisition adds a random mark to its record in Redis.
+    """
+
+    id: str
+    mark: bytes
+    recorded: bool = False
+    """Whether the lock has this very acquisition's mark, because an earlier call was granted and its reply was lost."""
+    refused: bool = False
+    """Whether the server answered that another acquisition by the token held the lock before."""
+
+    def marked(self, record: bytes) -> bytes:
+        """Return the record with this acquisition's mark."""
+        return record[:-1] + self.mark + record[-1:]
+
+    def accepts(self, shared: bool) -> bool:
+        """Return whether a grant is for this acquisition; `shared`: the id held the lock before."""
+        self.refused = shared and not self.recorded
+        return not self.refused
+
+
+class StoredLock:
+    """A lock as it is stored in Redis. `info` reads the holder's record: of a long list, only for the locks that are shown."""
 
     __slots__ = ("_acquired_ms", "_record", "age", "fence", "id", "name", "ttl", "waiting")
 
@@ -129,12 +154,12 @@ class Held:
 _HOST_FIELD = re.compile(r'\{"host":"([^"\\]*)"')
 
 
-def parse(name: str, value: bytes | None, ttl_ms: int, waiting: int, now_ms: int) -> Held | None:
+def parse(name: str, value: bytes | None, ttl_ms: int, waiting: int, now_ms: int) -> StoredLock | None:
     """Return what the value of a lock key says, or None when nobody holds the lock.
 
     Raises LockBackendError when something else wrote it.
     """
     if value is None:
         return None
-    held = Held(name, value, ttl_ms, waiting, now_ms)
-    return held if held.fence else None
+    stored = StoredLock(name, value, ttl_ms, waiting, now_ms)
+    return stored if stored.fence else None

@@ -31,7 +31,7 @@ from ...core.driver.script import Script
 from ...core.driver.server import Server
 from ...core.driver.wakeups import LOOK_EVERY
 from ...core.keys import milliseconds
-from ...core.operations import give_back, sleep
+from ...core.operations import release_call, wait_effect
 from ...core.records import record
 from ...exceptions import LockBackendError
 from .cluster_slots import is_crossing, lease_keys
@@ -178,7 +178,7 @@ def _seek(
                 ),
                 *inside,
             ),
-            undo=partial(give_back, lease, channel),
+            undo=partial(release_call, lease, channel),
         )
 
     try:
@@ -199,7 +199,7 @@ def _seek(
                 lease.note_acquired(int(reply[1]), sent)
                 return b"compute", b" ".join(reply[1:3])
             if reply[0] in (b"value", b"large") and reply[2]:  # by a reservation or a lost reply
-                yield from with_retries(name, give_back(lease), patience, lease, level)
+                yield from with_retries(name, release_call(lease), patience, lease, level)
             if reply[0] == b"large":
                 return b"large", b""
             if reply[0] == b"wait" and not last:
@@ -223,7 +223,7 @@ def _seek(
                     want.tally.count("seconds_waited", monotonic() - began)
                     reply, look_after = None, min(2 * look_after, LOOK_EVERY)
                     continue
-                word = yield sleep(waiter, until, reply[2])
+                word = yield wait_effect(waiter, until, reply[2])
                 want.tally.count("seconds_waited", monotonic() - began)
                 if word is None:
                     reply = None
@@ -234,7 +234,7 @@ def _seek(
         raise
     except BaseException:  # interrupted: the lease or the place in the queue goes back
         with suppress(RedisError):
-            yield give_back(lease, asked if waiter is None else waiter.channel)
+            yield release_call(lease, asked if waiter is None else waiter.channel)
         raise
     finally:
         if waiter is not None:
@@ -250,7 +250,7 @@ def take(want: ValueRequest, owner: Owner, old: bytes) -> Operation[bool]:
 def give_up(want: ValueRequest) -> Operation[None]:
     """End that right."""
     with suppress(LockBackendError):
-        yield from with_retries(want.name, give_back(want.lease(threading.current_thread())), monotonic())
+        yield from with_retries(want.name, release_call(want.lease(threading.current_thread())), monotonic())
 
 
 def fly_together(
@@ -305,7 +305,7 @@ def fly_together(
     except BaseException:
         for number in found:
             with suppress(RedisError):
-                yield give_back(leases[number])
+                yield release_call(leases[number])
         raise
 
 

@@ -16,7 +16,7 @@ from ...core.driver.interleave import together
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.keys import witness_key
-from ...core.operations import give_back
+from ...core.operations import release_call
 from ...core.watchdog import watchdog
 from ...exceptions import LockBackendError
 from .cluster_slots import is_clustered
@@ -111,7 +111,7 @@ def compute(
             watchdog.remove(lease)
             if not lease.inherited_by_fork and not lease.ended:
                 with suppress(RedisError):
-                    yield give_back(lease)
+                    yield release_call(lease)
         raise
     finally:
         for _, lease, *_ in tickets:
@@ -254,7 +254,7 @@ def _abandon(ticket: ComputeJob) -> Operation[None]:
     want, lease = ticket.want, ticket.lease
     waited_for = (b"HDEL", waits(want, lease), lease.name.encode())
     with suppress(LockBackendError):
-        yield from with_retries(lease.name, give_back(lease), monotonic())
+        yield from with_retries(lease.name, release_call(lease), monotonic())
         yield from with_retries(lease.name, Pipeline((waited_for, (b"UNLINK", witness(lease)[0]))), monotonic())
 
 
