@@ -19,7 +19,7 @@ from . import conf
 from .connections import connection_names, get_client
 from .core import Lock, LockInfo
 from .core.driver.place import place_of
-from .core.listing import Waiting, list_locks, read_locks, read_queue
+from .core.listing import QueuedWaiter, list_locks, read_locks, read_queue
 from .core.records import StoredLock
 from .exceptions import LockBackendError
 from .models import HeldLock, encode_key
@@ -122,7 +122,7 @@ def find(connection: str, names: Iterable[str]) -> dict[str, Row]:
     return {held.name: Row(connection, held) for held in found}
 
 
-def queue(connection: str, name: str) -> list[Waiting]:
+def queue(connection: str, name: str) -> list[QueuedWaiter]:
     """Return the first of those who wait for a lock. Raises ImproperlyConfigured and LockBackendError."""
     return read_queue(get_client(connection), name, conf.get().key_prefix, retry_for=RETRY_FOR)
 

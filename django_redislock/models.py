@@ -9,7 +9,7 @@ from django.db import models
 from django.utils.translation import gettext_lazy as _
 
 from .core import LockInfo
-from .core.listing import Waiting
+from .core.listing import QueuedWaiter
 from .core.validation import check_name
 
 ALPHABET = b"-~"
@@ -51,7 +51,7 @@ class HeldLock(models.Model):
     """The id, shortened: whole it would be the right to release."""
     arguments = ""
     worker = ""
-    queue: Sequence[Waiting] = ()
+    queue: Sequence[QueuedWaiter] = ()
     """The first of those who wait for it, where somebody looked."""
 
     objects = NoRows()

@@ -18,7 +18,7 @@ from django.utils.translation import gettext, gettext_lazy as _, ngettext
 
 from .. import conf, inventory
 from ..connections import connection_names
-from ..core.loss import LONGEST_WHY
+from ..core.loss import MAX_REASON
 from ..exceptions import LockBackendError
 from ..inventory import HeldLocks, duration, expiring, find, look_at_queue, reason, several_connections
 from ..models import HeldLock, decode_key, visible
@@ -283,7 +283,7 @@ class HeldLockAdmin(ModelAdmin):
                 "media": self.media,
                 "has_view_permission": True,
                 "action_checkbox_name": ACTION_CHECKBOX_NAME,
-                "longest_reason": LONGEST_WHY,
+                "longest_reason": MAX_REASON,
                 "several_connections": several_connections(),
                 "locks": [
                     {

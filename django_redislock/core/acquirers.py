@@ -1,7 +1,7 @@
 """Acquisitions by the thread or task that acquired: those through one lock object, and those of the whole process.
 
-A lock object shows its caller the caller's own acquisition. A stale holder must not see its successor's acquisition, because
-with that fence its late write would pass.
+A lock object shows its caller the caller's own acquisition. A stale holder must not see its successor's acquisition,
+because with that fence its late write would pass.
 """
 
 from __future__ import annotations
@@ -98,10 +98,11 @@ _reported: ContextVar[list[Any] | None] = ContextVar("reported", default=None)
 
 
 class Holders:
-    """The acquisitions of all threads and tasks of this process: an acquirer may enter again, or would wait for itself."""
+    """The acquisitions of all threads and tasks of this process, for re-entrance and against waits for oneself."""
 
     def __init__(self) -> None:
-        # By numbers and weak references, because this table must not keep the lease of a dropped lock object alive and renewed.
+        # By numbers and weak references, because this table must not keep the lease of a dropped lock object alive and
+        # renewed.
         self._leases: dict[tuple[object, bytes, int], tuple[weakref.ref[Lease], ...]] = {}
         self._limit = MIN_ENTRIES
 

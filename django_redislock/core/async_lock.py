@@ -26,11 +26,11 @@ F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 _works_for: ContextVar[Callable[[], asyncio.Task[Any] | None]] = ContextVar("works_for", default=lambda: None)
-"""The task that acquired last, for threads that work for it: ``sync_to_async`` and ``asyncio.to_thread`` copy its context."""
+"""The task that acquired last; threads of ``sync_to_async`` and ``asyncio.to_thread`` get its context."""
 
 
 def _coroutine_function(method: F) -> F:
-    """Mark a method that returns a coroutine. It is not ``async`` itself, because it must run in the task that calls it."""
+    """Mark a method that returns a coroutine. It is not ``async``, because it must run in the task that calls it."""
     if sys.version_info >= (3, 12):
         return inspect.markcoroutinefunction(method)
     method._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]
@@ -47,13 +47,13 @@ def _current_task() -> asyncio.Task[Any] | None:
 class AsyncLock(TokenLock):
     """A lock for asyncio: what `Lock` is for threads, for tasks; see there for the arguments.
 
-    `client` is a `redis.asyncio.Redis` or a `redis.Redis`: it says where the server is, and how to connect to it. Each event
-    loop has two connections of its own to the server. `on_lost(lock)` is called in the event loop of the task that holds the
-    lock.
+    `client` is a `redis.asyncio.Redis` or a `redis.Redis`: it says where the server is, and how to connect to it. Each
+    event loop has two connections of its own to the server. `on_lost(lock)` is called in the event loop of the task
+    that holds the lock.
 
-    The holder is the task that calls `acquire()`, also where another task runs the call (``asyncio.wait_for`` and ``gather``
-    make tasks). A cancelled `acquire()` holds nothing and is undone on the server; a cancelled `release()` has been sent.
-    Neither keeps the task waiting, except for a second at most when the connection is gone.
+    The holder is the task that calls `acquire()`, also where another task runs the call (``asyncio.wait_for`` and
+    ``gather`` make tasks). A cancelled `acquire()` holds nothing and is undone on the server; a cancelled `release()`
+    has been sent. Neither keeps the task waiting, except for a second at most when the connection is gone.
 
     The watchdog's thread renews the lock, so that a blocked event loop loses no lock.
     """
@@ -70,8 +70,8 @@ class AsyncLock(TokenLock):
             server = async_server_of(self._server)
         except RuntimeError:
             raise RuntimeError(
-                f"{type(self).__name__} is for asyncio only, and none of its event loops runs here (those of trio and others do "
-                "not count): use Lock in a thread, as trio.to_thread.run_sync() does"
+                f"{type(self).__name__} is for asyncio only, and none of its event loops runs here (those of trio and "
+                "others do not count): use Lock in a thread, as trio.to_thread.run_sync() does"
             ) from None
         return await server.run(operation(acquirer or self._acquirer()))
 
@@ -84,7 +84,7 @@ class AsyncLock(TokenLock):
         blocking_timeout: Seconds | None = None,
         token: str | bytes | None = None,
     ) -> Coroutine[Any, Any, bool]:
-        """Acquire the lock for this task, and return whether it was acquired; arguments and errors are those of `Lock.acquire`."""
+        """Acquire the lock for this task, and return whether it was acquired, as `Lock.acquire` does."""
         seconds = self._wait.seconds(blocking, timeout, blocking_timeout)
         if token is not None:
             return self._run(lambda acquirer: self._acquire_by(acquirer, token, seconds))
@@ -99,7 +99,8 @@ class AsyncLock(TokenLock):
 
         def __enter__(self):
             raise TypeError(
-                f"lock {self.name!r} is for tasks of asyncio: async with alock(name); in a thread write: with lock(name)"
+                f"lock {self.name!r} is for tasks of asyncio: async with alock(name); in a thread write: with "
+                "lock(name)"
             )
 
         def __exit__(self, *error):
@@ -155,7 +156,7 @@ class AsyncLock(TokenLock):
         return await self._run(lambda _: self._reset(fence, by, reason))
 
     def _entered(self) -> Any:
-        """Return the task that entered the block which this task leaves: not the same one where a generator is closed elsewhere."""
+        """Return the task that entered the block which this one leaves: another task may close a generator."""
         acquirer = self._acquirer()
         entrants = list(self._entrants)  # tasks of another loop, in another thread, may leave meanwhile
         if acquirer in entrants:
@@ -196,7 +197,8 @@ class AsyncLock(TokenLock):
 
 
 class AsyncRLock(Reentrant, AsyncLock):
-    """A lock that the task that holds it may acquire again, through any AsyncRLock object of the same name and database.
+    """A lock that the task that holds it may acquire again, through any AsyncRLock object of the same name and
+    database.
 
     Each further entry renews the lock and proves that it is still held: a lost one raises LockLost. The last exit
     releases. For the arguments see `Lock`.

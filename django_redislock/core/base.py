@@ -34,12 +34,11 @@ class BaseLock(CallerView[Lease]):
     `expire` is its expiry in seconds without renewal. With `auto_renewal` a watchdog renews it while its holder is alive,
     for at most `max_hold` seconds. ``with`` and ``acquire()`` wait as `blocking` and `timeout` (seconds; None: without
     limit) say. `id` is the owner id to use: give the id of a held lock to release or extend it from elsewhere. `label`
-    is shown as part of the holder. `on_lost(lock)` is called, perhaps from another thread, when the lock is lost while
-    it is believed to be held.
+    is shown as part of the holder. `on_lost(lock)` is called, perhaps in another thread, when a held lock is lost.
 
-    Threads or tasks may share one object: each has its own acquisition and learns nothing of the others. A caller that
-    never acquired through the object, such as a thread that works for the holder, sees the only acquisition there is.
-    Inside `on_lost` a caller sees the lost one. A copy of a lock is a new object that has acquired nothing.
+    Threads or tasks may share one object: each has its own acquisition and sees no other one. A caller that never
+    acquired through the object, such as a thread that works for the holder, sees the only acquisition there is. Inside
+    `on_lost` a caller sees the lost one. A copy of a lock is a new object that has acquired nothing.
 
     Raises TypeError and ValueError for bad arguments.
     """
@@ -118,12 +117,12 @@ class BaseLock(CallerView[Lease]):
             raise NotAcquired(self.name)
         return lease.fence
 
-    # The operations; `Lock` and `AsyncLock` have drivers run them. Each is given the acquirer or its acquisition.
+    # The operations, which drivers run. Each is given the acquirer or its acquisition.
 
     def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
         turn = object()
-        # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart: one would wait for itself.
-        # In a forked child, acquisitions that the parent's threads began never end.
+        # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart: one would wait for
+        # itself. In a forked child, acquisitions that the parent's threads began never end.
         key = process.pid, acquirer if self._given_id is None else None
         lease = None
         try:
@@ -160,7 +159,8 @@ class BaseLock(CallerView[Lease]):
     def _raise_if_held(self, acquirer: Any) -> None:
         """Raise AlreadyAcquired if this object holds the lock by the id that the acquirer would use.
 
-        Forget acquisitions that nobody asks for: released through another object, or lost by a thread or task that ended.
+        Forget acquisitions that nobody asks for: released through another object, or lost by a thread or task that
+        ended.
         """
         for other, lease in list(self._leases.items()):
             if lease.inherited_by_fork:
@@ -281,7 +281,7 @@ class BaseLock(CallerView[Lease]):
         return lease
 
     def _stop(self, lease: Lease) -> None:
-        """Let the lease end: the watchdog renews it no more, and another acquisition of this acquirer may wait for its expiry."""
+        """Let the lease end: the watchdog renews it no more, and its acquirer may wait for its expiry."""
         watchdog.remove(lease)
         holders.remove(lease)
 

@@ -12,7 +12,7 @@ from .acquirers import A, Acquirers
 
 
 class CallerView(ABC, Generic[A]):
-    """A lock object as its caller sees it: each thread or task has its own acquisition, and learns nothing of the others."""
+    """A lock object as its caller sees it: each thread or task has its own acquisition, and sees no other one."""
 
     name: str
     on_lost: Callable[[Any], object] | None
@@ -26,7 +26,7 @@ class CallerView(ABC, Generic[A]):
         return f"<{type(self).__name__} {self.name!r}>"
 
     def _copy(self, **changes: Any) -> Self:
-        """Return a lock with the options of this one, except for these attributes, and without an acquisition; nothing is checked."""
+        """Return a lock like this one, with these attributes and no acquisition; nothing is checked."""
         other, fields = object.__new__(type(self)), vars(self).copy()
         fields.update(changes, _leases=Acquirers(), _acquiring={}, _entrants=[])
         other.__dict__ = fields
@@ -40,8 +40,9 @@ class CallerView(ABC, Generic[A]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a lock cannot be pickled, because its acquisitions belong to this process. Pass the name ({self.name!r}), and "
-            "the id of the held lock if another process is to release or extend it: Lock(client, name, id=id)"
+            "a lock cannot be pickled, because its acquisitions belong to this process. Pass the name "
+            f"({self.name!r}), and the id of the held lock if another process is to release or extend it: "
+            "Lock(client, name, id=id)"
         )
 
     @property
@@ -96,7 +97,7 @@ class CallerView(ABC, Generic[A]):
 
 
 def chain(name: str, error: BaseException, failure: LockError) -> None:
-    """Log a release that failed after the error of its block, and append it to the error's chain, so that a traceback shows both."""
+    """Log a release that failed after an error of its block; append it to that error's chain, for tracebacks."""
     events.log.warning("Lock %r could not be released after its block failed: %s", name, failure)
     failure.__context__ = (
         None  # it was raised while the error was handled and leads back to it: the chain would have no end

@@ -1,4 +1,4 @@
-"""Locks that are granted to every caller: ``ENABLED: False`` uses them. Each answers from its caller's own acquisition."""
+"""Locks that are granted to every caller, for ``ENABLED: False``. Each answers from its caller's own acquisition."""
 
 from __future__ import annotations
 

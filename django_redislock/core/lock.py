@@ -29,10 +29,10 @@ class Lock(TokenLock):
     ) -> bool:
         """Acquire the lock, and return whether it was acquired.
 
-        Waits up to `timeout` seconds, without limit with None or inf; `blocking=False` tries once. Arguments that are not
-        given come from the object; without arguments it waits as ``with`` does. `blocking_timeout` is redis-py's word
-        for `timeout`. `token` is the id of this acquisition instead of a random one; of two acquisitions by one token,
-        one holds the lock.
+        Waits up to `timeout` seconds, without limit with None or inf; `blocking=False` tries once. Arguments that are
+        not given come from the object; without arguments it waits as ``with`` does. `blocking_timeout` is redis-py's
+        word for `timeout`. `token` is the id of this acquisition instead of a random one; of two acquisitions by one
+        token, one holds the lock.
 
         Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this thread holds the lock through
         this object, or through another one and would wait for itself without end. If the lock that it holds is not
@@ -46,8 +46,8 @@ class Lock(TokenLock):
     def release(self) -> None:
         """Release the lock and wake the next waiter.
 
-        Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError when
-        Redis cannot answer: then `release` may be repeated, and otherwise the lock ends by its expiry.
+        Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError
+        when Redis cannot answer: then `release` may be repeated, and otherwise the lock ends by its expiry.
         """
         self._server.run(self._release(self._require_lease(self._acquirer())))
 

@@ -25,9 +25,9 @@ from .records import StoredLock, new_id, parse
 MAX_SLEEP = 30.0
 """Seconds after which a waiter tries again in any case; a queue expires after four times as long."""
 SELF_WAIT = (
-    "Lock %r (fence %d) is held by the same thread or task that now waits for it through another object. Only the lock's expiry, "
-    "or a release from elsewhere, can end this wait before the timeout. Release the lock first, or make both re-entrant: "
-    "lock(name, reentrant=True), rlock(name) or core.RLock."
+    "Lock %r (fence %d) is held by the same thread or task that now waits for it through another object. Only the "
+    "lock's expiry, or a release from elsewhere, can end this wait before the timeout. Release the lock first, or make "
+    "both re-entrant: lock(name, reentrant=True), rlock(name) or core.RLock."
 )
 
 
@@ -176,7 +176,7 @@ def release(lease: Lease) -> Operation[bool]:
 
 
 def renew(lease: Lease) -> Operation[bool]:
-    """Set the lease's expiry in Redis, also to an earlier one where nobody else relies on it; False when the lock is not held."""
+    """Set the expiry in Redis, of a shared id only to a later one; False when the lease does not hold the lock."""
     expire = lease.expire
     until = max(lease.deadline, monotonic())
     call = renew_call([lease], shorten=bool(lease.fence) and not lease.shared)
@@ -187,7 +187,7 @@ def renew(lease: Lease) -> Operation[bool]:
 
 
 def renew_call(leases: list[Lease], shorten: bool = False) -> ScriptCall:
-    """Return one call that renews all the leases; `shorten`: even if the expiry in Redis is later than the lease's own."""
+    """Return one call that renews all the leases; `shorten`: also where the expiry in Redis is later."""
     keys = [key for lease in leases for key in (lease.keys.lock, lease.keys.held)]
     args = [b"1" if shorten else b"0"]
     for lease in leases:

@@ -1,8 +1,8 @@
 """Redlock: one lock on several independent servers, held while most of them hold it.
 
-The algorithm is Redlock of Redis' documentation ("Distributed Locks with Redis"), with one change: instead of trying again at
-random times, every caller acquires the servers' locks in the order in which the servers were given, and waits in their queues. A
-holder of one server's lock waits only for later servers, so that no callers wait in a circle.
+The algorithm is Redlock of Redis' documentation ("Distributed Locks with Redis"), with one change: instead of trying
+again at random times, every caller acquires the servers' locks in the order in which the servers were given, and waits
+in their queues. A holder of one server's lock waits only for later servers, so that no callers wait in a circle.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ T = TypeVar("T")
 class QuorumLock(CallerView[QuorumLease]):
     """A lock that is held on most of several independent servers, so that it outlives the loss of some of them.
 
-    `clients` are redis-py clients of at least three servers that do not replicate each other; all programs must give them in the
-    same order. The other arguments and the methods are those of `Lock`, with three differences: there is no fence, because
-    servers that do not know each other cannot draw increasing numbers together; there is no `id`; and a server that does not
-    answer costs its client's socket timeout in every operation.
+    `clients` are redis-py clients of at least three servers that do not replicate each other; all programs must give
+    them in the same order. The other arguments and the methods are those of `Lock`, with three differences: there is
+    no fence, because servers that do not know each other cannot draw increasing numbers together; there is no `id`;
+    and a server that does not answer costs its client's socket timeout in every operation.
 
     Its limits are those of Redlock: it relies on the servers' clocks running at about the same speed, and a server that
     lost its data must stay away for one `expire`. For a lock that guards more than efficiency see `Lock` and its fence.
@@ -119,8 +119,8 @@ class QuorumLock(CallerView[QuorumLease]):
     def release(self) -> None:
         """Release the lock on all servers and wake the next waiter.
 
-        Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError when
-        too many servers cannot answer: then `release` may be repeated, and otherwise the lock ends by its expiry.
+        Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError
+        when too many servers cannot answer: then `release` may be repeated, and otherwise the lock ends by its expiry.
         """
         acquirer = self._acquirer()
         lease = self._require_lease(acquirer)
@@ -140,7 +140,7 @@ class QuorumLock(CallerView[QuorumLease]):
         return True
 
     def owner(self) -> LockInfo | None:
-        """Return the holder of the lock on most servers, or None. Raises LockBackendError when too many cannot answer."""
+        """Return the holder on most servers, or None. Raises LockBackendError when too many servers cannot answer."""
         replies = self._run_on_all(lambda until: operations.read([self.name], [self._keys], until))
         found = [None if stored is None else stored.info for (stored,) in replies]
         votes = Counter(info.id for info in found if info is not None)
@@ -167,7 +167,8 @@ class QuorumLock(CallerView[QuorumLease]):
         return None if holder is None else holder.ttl
 
     def reset(self, by: object = None, reason: str = "") -> bool:
-        """Force-release the lock, wake the next waiter, and return whether any server held it; the rest is as for `Lock.reset`.
+        """Force-release the lock, wake the next waiter, and return whether any server held it; the rest is as for
+        `Lock.reset`.
 
         Raises LockBackendError when too many servers cannot answer.
         """

@@ -22,7 +22,7 @@ from .validation import Seconds
 
 
 class _PartLease(Lease):
-    """The lease on one server: its loss is not yet the loss of the quorum lock, and an unreachable server is not waited for."""
+    """The lease on one server. Its loss is not yet the loss of the quorum lock, and its server is not tried again."""
 
     retry_for = 0.0
 
@@ -50,7 +50,8 @@ class _Part(Lock):
 class QuorumLease:
     """One acquisition, from the first attempt to the release.
 
-    `options` are those of the lock on each server; `lock` is a weak reference to the quorum lock, which learns of the loss.
+    `options` are those of the lock on each server; `lock` is a weak reference to the quorum lock, which learns of the
+    loss.
     """
 
     def __init__(self, name: str, servers: list[Server], options: dict[str, Any], lock: weakref.ref[Any]) -> None:
@@ -75,7 +76,8 @@ class QuorumLease:
         return self._pid != process.pid
 
     def acquire_majority(self, until: float) -> bool:
-        """Acquire the part of each server in turn; False when one was not free in time, or too many were lost while waiting.
+        """Acquire the part of each server in turn; False when one was not free in time, or too many were lost while
+        waiting.
 
         Raises LockBackendError when too many servers cannot answer.
         """
@@ -154,8 +156,8 @@ class QuorumLease:
 
     def report_loss(self) -> None:
         """Report the loss of the quorum lock, once, if too few servers hold it."""
-        # `held_count` may report, so it is read outside of the seat. It is read before `_released`: of a part that is released
-        # meanwhile, one of the two counts it in any case.
+        # `held_count` may report, so it is read outside of the seat. It is read before `_released`: of a part that is
+        # released meanwhile, one of the two counts it in any case.
         lost = self._complete and self.held_count + self._released < self._needed
         if not lost:
             return

@@ -24,7 +24,7 @@ BATCH = 250
 SHORTEST_RETRY = 0.05
 """Seconds between two tries for an unanswered renewal; it doubles with each try."""
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 0.25, 5.0
-"""Seconds to wait for a reply: a quarter of the lock's expiry, but within these, and no more than the client's own timeout."""
+"""Seconds to wait for a reply: a quarter of the expiry, but within these and the client's own timeout."""
 
 
 class Renewals:
@@ -49,7 +49,7 @@ class Renewals:
         return groups
 
     def _is_due(self, now: float, lease: Lease) -> bool:
-        """Return whether the lease is to be renewed now; report a lease that is not renewed any more, or that has ended."""
+        """Return whether to renew the lease now; report a lease that has ended, or that is not renewed any more."""
         if now >= lease.deadline:
             if self.remove(lease):
                 _report_lost(lease, lease.ending)
@@ -108,9 +108,7 @@ class Renewals:
         now = monotonic()
         for lease in leases:
             if not lease.failures:
-                message = (
-                    "Redis did not answer the renewal of lock %r (%s). It is tried again until the lock's deadline."
-                )
+                message = "The renewal of lock %r failed (%s). It is tried again until the lock's deadline."
                 events.log.warning(message, lease.name, error)
             lease.failures += 1
             pause = min(SHORTEST_RETRY * 2**lease.failures, lease.expire / 10)
@@ -134,7 +132,9 @@ def acquirer_ended(lease: Lease) -> bool:
         kind = type(lease.acquirer)
         if kind not in _unknown:
             _unknown.add(kind)
-            message = "Cannot find out whether the holder of lock %r has ended (%s: %s). The lock is renewed until its release."
+            message = (
+                "Cannot find out whether the holder of lock %r has ended (%s: %s). It is renewed until its release."
+            )
             events.log.warning(message, lease.name, type(error).__name__, error)
         return False
 

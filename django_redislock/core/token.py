@@ -13,7 +13,7 @@ from .records import Token, new_id
 from .validation import check_token
 
 RETRY_EVERY = 0.1
-"""Seconds between two tries for a lock that another acquisition holds by the same token: the queue cannot tell them apart."""
+"""Seconds between two tries for a lock that is held by the same token, because the queue knows only one entry of it."""
 
 
 class TokenLock(BaseLock):

@@ -1,8 +1,8 @@
 """The watchdog: one thread per process and server that renews all locks held there, and reports those that are lost.
 
-After Redisson's: a lock is renewed every third of its expiry, and the watchdog dies with its process. Beyond that, all locks
-that are due are renewed in one call; no answer is not yet a loss, because the renewal is tried again until the deadline; a loss
-is reported, also of a lock that is not renewed.
+After Redisson's: a lock is renewed every third of its expiry, and the watchdog dies with its process. Beyond that, all
+locks that are due are renewed in one call; no answer is not yet a loss, because the renewal is tried again until the
+deadline; a loss is reported, also of a lock that is not renewed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ServerWatchdog", "acquirer_ended", "watchdog"]
 PAUSE_AFTER_ERROR = 0.05
 """Seconds."""
 LONGEST_SLEEP = 10.0
-"""Seconds after which the leases are checked in any case: a sleep does not count the time for which the host is suspended."""
+"""Seconds after which the leases are checked in any case, because a sleep does not count a suspension of the host."""
 
 
 class WatchThread:
@@ -53,8 +53,8 @@ class WatchThread:
 class ServerWatchdog(Renewals):
     """Watches the leases of one server that are added to it until they are removed or lost.
 
-    Its thread sends the renewals itself. If the next check might come before the reply (the server is slow, or a name is
-    being resolved), a substitute watches until that thread is back.
+    Its thread sends the renewals itself. If the next check might come before the reply (the server is slow, or a name
+    is being resolved), a substitute watches until that thread is back.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,8 @@ class ServerWatchdog(Renewals):
             if renew and "shutdown" not in str(error):
                 self.remove(lease)
                 raise
-            # Python 3.12 starts no thread when the program ends. The lock is then held for a short time, without renewal.
+            # Python 3.12 starts no thread when the program ends. The lock is then held for a short time, without
+            # renewal.
             if renew:
                 report_not_renewed(name, fence, f"the program ends ({error})")
 
@@ -136,7 +137,8 @@ class ServerWatchdog(Renewals):
                 )
             now = monotonic()
             leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
-            # Without leases it still sleeps until the requested time: otherwise each short hold would have to start a thread.
+            # Without leases it still sleeps until the requested time: otherwise each short hold would have to start a
+            # thread.
             soonest = min((lease.next_check for lease in leases), default=self._last_request)
             if not leases and (soonest <= now or not rung):
                 thread.busy = True

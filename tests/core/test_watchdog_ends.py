@@ -191,7 +191,7 @@ def test_the_end_of_a_lock_that_is_not_renewed_is_told_without_anybody_asking(cl
     assert heard == [lock]
     assert [(record.name, record.fence) for record in told] == [("a", fence)]
     assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
-        f"Lock 'a' (fence {fence}) was lost: its life of 0.5 s ended without a renewal."
+        f"Lock 'a' (fence {fence}) was lost: its expiry of 0.5 s ended without a renewal."
     ]
     assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == sent, "nobody asked Redis"
     with pytest.raises(LockLost):

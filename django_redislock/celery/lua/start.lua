@@ -14,7 +14,6 @@ if wrong then
   return wrong
 end
 local entry = ARGV[5] .. '\n' .. id
-local ticket, waits = ARGV[7] ~= '' and ARGV[7] or whole(now), ARGV[6] == '1'
 
 if ARGV[9] == '1' and not (value and is_of(value, id) and fence_of(value) ~= '0') then
   local other = in_other_hands(KEYS[1], value, KEYS[5], ARGV[10], tonumber(ARGV[11]), id)
@@ -30,16 +29,10 @@ end
 if value and is_of(value, ARGV[8]) and fence_of(value) ~= '0' then
   value = false
 elseif not (value and is_of(value, id) and fence_of(value) ~= '0') then
-  local free, left, first = may_take(KEYS[1], KEYS[4], value, id, ARGV[5], ticket, waits, now)
-  if not free then
-    if waits then
-      redis.call('ZADD', KEYS[4], 'NX', ticket, entry)
-      redis.call('PEXPIRE', KEYS[4], QUEUE_LIFE_MS)
-    elseif ARGV[7] ~= '' then
-      redis.call('ZREM', KEYS[4], entry)
-      count_waits(KEYS[2], now, ARGV[3], waited_ms(ARGV[7], now), 1, 1)
-    end
-    return {left, ticket, first and 1 or nil}
+  local joins = ARGV[6] == '1'
+  local reply = wait_for_turn(KEYS[1], KEYS[2], KEYS[4], value, id, ARGV[3], ARGV[5], joins, ARGV[7], now)
+  if reply then
+    return reply
   end
   value = false
 end
