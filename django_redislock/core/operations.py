@@ -112,7 +112,7 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
     except BaseException:
         # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up.
         with suppress(RedisError):
-            yield release_call(lease, waiter.channel if waiter is not None else b"")
+            yield release_call(lease, waiter.channel if waiter is not None else b"").with_text()
         raise
     finally:
         if waiter is not None:

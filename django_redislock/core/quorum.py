@@ -23,7 +23,7 @@ from .acquirers import Acquirers
 from .caller_view import CallerView, chain
 from .clock import monotonic
 from .driver.effects import Operation
-from .driver.server import server_of
+from .driver.registry import server_of
 from .lock import Lock
 from .loss import check_reason, report_reset
 from .quorum_lease import QuorumLease, majority

@@ -13,8 +13,8 @@ from ..exceptions import LockBackendError, LockError, LockLost, LossCode, LossRe
 from . import events
 from .clock import monotonic
 from .driver import process
-from .driver.seat import Seat
 from .driver.server import Server
+from .driver.slot import Slot
 from .lease import Lease
 from .lock import Lock
 from .records import new_id
@@ -68,7 +68,7 @@ class QuorumLease:
         self._losses: list[LossRecord] = []
         """The losses of the parts that were found lost at the release."""
         self._complete = False
-        self._loss: Seat[LossRecord] = Seat()
+        self._loss: Slot[LossRecord] = Slot()
 
     @property
     def inherited_by_fork(self) -> bool:
@@ -145,9 +145,9 @@ class QuorumLease:
     @property
     def loss(self) -> LossRecord | None:
         """Why and when the quorum lock was lost, or None while it is held; asks nobody."""
-        if self._loss.taken_by is None:
+        if self._loss.value is None:
             self.report_loss()
-        return self._loss.taken_by
+        return self._loss.value
 
     @property
     def held_count(self) -> int:
@@ -156,7 +156,7 @@ class QuorumLease:
 
     def report_loss(self) -> None:
         """Report the loss of the quorum lock, once, if too few servers hold it."""
-        # `held_count` may report, so it is read outside of the seat. It is read before `_released`: of a part that is
+        # `held_count` may report, so it is read before the slot is used. It is read before `_released`: of a part that is
         # released meanwhile, one of the two counts it in any case.
         lost = self._complete and self.held_count + self._released < self._needed
         if not lost:
@@ -167,7 +167,7 @@ class QuorumLease:
         if len({loss.code for loss in losses}) == 1:  # all for the same cause
             code, reason = losses[0].code, f"{reason}: {losses[0].reason}"
         record = LossRecord(self.name, self.id, 0, reason, time.time(), code)
-        if self._loss.take(record) is not record:
+        if self._loss.put_if_empty(record) is not record:
             return
         events.emit("lost", "Quorum lock %r was lost: %s.", self.name, reason, name=self.name, fence=0, record=record)
         lock = self._lock()

@@ -19,7 +19,7 @@ from . import events
 from .clock import monotonic
 from .driver import os_threads
 from .driver.fork import after_in_child
-from .driver.seat import Seat
+from .driver.slot import Slot
 from .lease import Lease
 from .renewals import Renewals, acquirer_ended, patience_of, report_not_renewed
 
@@ -44,7 +44,7 @@ class WatchThread:
         self.busy = busy
         self.wakes_at = math.inf
         """Set by the thread itself alone, so that an interrupted `add` cannot leave it wrong."""
-        self.substitute: Seat[WatchThread] = Seat()
+        self.substitute: Slot[WatchThread] = Slot()
         """The thread that watches while this one is busy."""
         self.server: Server | None = None
         """The server whose connection this thread used."""
@@ -77,7 +77,7 @@ class ServerWatchdog(Renewals):
             if self._leases.pop(key, None) is not None and renew:
                 # The thread reports it: a destructor may run at any point, where no code expects what listeners do.
                 self._abandoned.append((name, fence))
-                self._thread.event.ring()
+                self._thread.event.set()
 
         lease.renewing = renew
         lease.watch_acquirer()
@@ -103,21 +103,21 @@ class ServerWatchdog(Renewals):
         if check < thread.wakes_at:
             self._last_request = check
             if not thread.busy:
-                thread.event.ring()
+                thread.event.set()
             if thread.busy:  # if it became busy just now, it may have missed the event
                 self._start_substitute(thread)
 
     def _start_substitute(self, busy: WatchThread) -> None:
         """Start a thread that watches in place of the busy one, unless there is one already."""
         thread = WatchThread()
-        if busy.substitute.take(thread) is not thread:
+        if busy.substitute.put_if_empty(thread) is not thread:
             return
         try:
             self._thread = thread
             os_threads.start(partial(self._run, thread), "redislock-watchdog")
         except BaseException:  # perhaps a signal, after the thread started: then the thread ends at once
             self._thread = busy
-            busy.substitute.leave(thread)
+            busy.substitute.remove(thread)
             raise
 
     def _run(self, thread: WatchThread) -> None:
@@ -148,13 +148,13 @@ class ServerWatchdog(Renewals):
             if soonest > now:
                 leases.clear()  # the sleeping watchdog keeps no lease alive
                 thread.wakes_at = soonest
-                rung = thread.event.sleep(min(soonest - now, LONGEST_SLEEP))
+                rung = thread.event.wait(min(soonest - now, LONGEST_SLEEP))
                 continue
             try:
                 self._check(thread, now, leases)
             except Exception:  # the thread that renews all locks must survive an error of one of them
                 events.log.exception("The watchdog of locks failed. It goes on; please report this error.")
-                thread.event.sleep(PAUSE_AFTER_ERROR)
+                thread.event.wait(PAUSE_AFTER_ERROR)
             leases.clear()
 
     def _check(self, thread: WatchThread, now: float, leases: list[Lease]) -> None:
@@ -171,19 +171,19 @@ class ServerWatchdog(Renewals):
                 group = groups.pop(0)
                 thread.wakes_at = monotonic() + patience_of(group[-1])
                 too_late = any(lease.next_check < thread.wakes_at for lease in leases if id(lease) in self._leases)
-                if too_late or not server.ready or thread.event.silence():
+                if too_late or not server.ready or thread.event.clear():
                     with suppress(RuntimeError):  # no further thread can be started
                         self._start_substitute(thread)
                 self.renew(server, group)
         finally:
             for lease in chain.from_iterable(groups):  # not sent, because of an error
                 lease.renewal_pending = False
-            substitute = thread.substitute.taken_by
+            substitute = thread.substitute.value
             if substitute is not None:
-                thread.substitute.leave(substitute)
+                thread.substitute.remove(substitute)
                 if self._thread is substitute:
                     self._thread = thread
-                    substitute.event.ring()
+                    substitute.event.set()
             thread.busy = False
 
 
@@ -224,4 +224,4 @@ def _after_fork() -> None:
         of_server.reset()
 
 
-after_in_child(_after_fork)
+after_in_child("watchdogs", _after_fork)

@@ -15,7 +15,7 @@ FLOORS = [
     {"core.driver"},
     {"core"},
     {"cache.lease", "cache.stats", "celery.execution_lock", "task_names"},
-    {"conf", "connections", "locks", "decorator", "transactions", "fencing", "signals", "inventory", "models"},
+    {"conf", "connections", "locks", "decorator", "transactions", "fencing", "signals", "inventory", "models", "texts"},
     {"checks", "doctor", "doctor_trials", "admin", "cache", "celery", "management", "metrics", "tracing", "testing"},
     {"apps", "tasks", "pytest_plugin", ""},
 ]
@@ -31,7 +31,7 @@ LAZY = {
     ("cache.celery_refresh", "tasks"),
     ("checks", "celery.decorator"),
     ("doctor_trials", "cache"),
-    ("tracing", "cache.calling"),
+    ("tracing", "cache.async_calls"),
     ("tracing", "cache.celery_refresh"),
     ("tracing", "cache.compute_once"),
 }
