@@ -16,7 +16,7 @@ from .core import Lock
 from .core.clock import monotonic
 from .core.driver.registry import server_of
 from .core.driver.server import Server
-from .core.operations import renewal
+from .core.operations import renew_call
 from .doctor import Finding, compare_timeouts, inspect, sentence_of
 from .exceptions import LockError
 
@@ -113,7 +113,7 @@ def _try_two_locks(server: Server) -> Iterator[Finding]:
     try:
         with locks[0], locks[1]:
             leases = [lease for lock in locks for lease in lock._leases.values()]
-            if server.renew(renewal(leases), server.timeout) == [1, 1]:
+            if server.renew(renew_call(leases), server.timeout) == [1, 1]:
                 yield Finding(check, "ok", "Two locks were held at once and renewed by one call.")
             else:
                 advice = (

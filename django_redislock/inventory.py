@@ -11,8 +11,8 @@ from django.core.exceptions import ImproperlyConfigured
 from . import conf
 from .connections import clients, get_client
 from .core import Lock, LockInfo
-from .core.listing import Waiting, list_locks, read_locks, read_queue
-from .core.records import Held
+from .core.listing import QueuedWaiter, list_locks, read_locks, read_queue
+from .core.records import StoredLock
 from .exceptions import LockBackendError
 
 LIMIT = 10_000
@@ -25,7 +25,7 @@ class HeldLockRow(NamedTuple):
     """A held lock and the connection that it was read from."""
 
     connection: str
-    held: Held
+    held: StoredLock
 
     @property
     def info(self) -> LockInfo:
@@ -78,7 +78,7 @@ def find(connection: str, names: Iterable[str]) -> dict[str, HeldLockRow]:
     return {held.name: HeldLockRow(connection, held) for held in found}
 
 
-def queue(connection: str, name: str) -> list[Waiting]:
+def queue(connection: str, name: str) -> list[QueuedWaiter]:
     """Return the first waiters in the queue of a lock. Raises ImproperlyConfigured and LockBackendError."""
     return read_queue(get_client(connection), name, conf.get().key_prefix, retry_for=RETRY_FOR)
 

@@ -9,7 +9,7 @@ from django.db import models
 from django.utils.translation import gettext_lazy as _
 
 from .core import LockInfo
-from .core.listing import Waiting
+from .core.listing import QueuedWaiter
 from .core.validation import check_name
 from .texts import visible
 
@@ -50,7 +50,7 @@ class HeldLock(models.Model):
     """The owner id, shortened, because the whole id is the right to release."""
     arguments = ""
     worker = ""
-    queue: Sequence[Waiting] = ()
+    queue: Sequence[QueuedWaiter] = ()
     """The first waiters, where `read_waiters` of the admin read them."""
 
     objects = EmptyManager()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from .core.driver.effects import Operation
+    from .core.lease import Lease
 
 
 class UntilCommitLock(RLock):
@@ -45,7 +46,7 @@ class UntilCommitLock(RLock):
         if not transactions or self.lost is not None:
             super().release()
             return
-        self._own()  # raises NotAcquired
+        self._require_lease(self._acquirer())  # raises NotAcquired
         self._release_after(transactions)
 
     def __exit__(
@@ -77,9 +78,9 @@ class UntilCommitLock(RLock):
 class WarnBeforeCommit(BaseLock):
     """Logs a warning, once for each place in the code, when the lock is released before the commit by mistake."""
 
-    def _release(self) -> Operation[None]:
+    def _release(self, lease: Lease) -> Operation[None]:
         _warn_before_commit(self.name)
-        return super()._release()
+        return super()._release(lease)
 
 
 class WarnBeforeCommitLock(WarnBeforeCommit, Lock):
@@ -89,8 +90,8 @@ class WarnBeforeCommitLock(WarnBeforeCommit, Lock):
 class WarnBeforeCommitRLock(WarnBeforeCommit, RLock):
     """The re-entrant kind. The end of an inner block is no release."""
 
-    def _release(self) -> Operation[None]:
-        return super()._release() if self._own().hold_count == 1 else RLock._release(self)
+    def _release(self, lease: Lease) -> Operation[None]:
+        return super()._release(lease) if lease.hold_count == 1 else RLock._release(self, lease)
 
 
 class _TransactionHooks:

@@ -15,7 +15,7 @@ from django.utils.text import Truncator
 from django.utils.translation import gettext, ngettext
 
 from ..connections import connection_names, several_connections
-from ..core.loss import LONGEST_WHY
+from ..core.loss import MAX_REASON
 from ..exceptions import LockBackendError
 from ..inventory import cause_of, find, force_release
 from ..models import HeldLock, decode_key
@@ -141,7 +141,7 @@ def confirmation_page(model_admin: Any, request: HttpRequest, locks: list[HeldLo
         "media": model_admin.media,
         "has_view_permission": True,
         "action_checkbox_name": ACTION_CHECKBOX_NAME,
-        "longest_reason": LONGEST_WHY,
+        "longest_reason": MAX_REASON,
         "several_connections": several_connections(),
         "locks": [
             {

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 from redis.exceptions import RedisError
 
 from ..core import events, operations, records, scripts
-from ..core.base import TOLD
+from ..core.base import MESSAGES
 from ..core.clock import monotonic
 from ..core.driver.effects import Operation, ScriptCall
 from ..core.driver.retry import with_retries
@@ -30,7 +30,7 @@ from ..core.keys import LockKeys, lock_keys, milliseconds
 from ..core.lease import Lease
 from ..core.lock import Lock
 from ..core.loss import find_cause
-from ..core.records import LockInfo
+from ..core.records import LockInfo, Token
 from ..core.watchdog import watchdog
 from ..exceptions import LockBackendError
 
@@ -137,13 +137,13 @@ class ExecutionLock(Lock):
     def _has_taken(self, reply: object) -> bool:
         fence = abs(reply) if isinstance(reply, int) else 0
         if fence:
-            events.emit("acquired", TOLD["acquired"], self.name, fence, name=self.name, fence=fence)
+            events.emit("acquired", MESSAGES["acquired"], self.name, fence, name=self.name, fence=fence)
         return fence > 0
 
     def release_given_id(self) -> bool:
         """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot
         answer."""
-        return self._server.run(operations.release(self._new_lease(self._given_id or "")))
+        return self._server.run(operations.release(self._new_lease(None, self._given_id or "")))
 
     def count_duplicate(self) -> None:
         """Count a prevented duplicate for the page about contention; errors of Redis are ignored."""
@@ -195,30 +195,33 @@ class ExecutionLock(Lock):
         """Tell whether the holder of the lock is an execution of the same message."""
         return holder is not None and self.delivery is not None and holder.id.startswith(f"{self.delivery.message}:")
 
-    def _new_claim(self, timeout: float | None) -> operations.AcquireRequest:
+    def _new_request(
+        self, acquirer: Any, timeout: float | None, token: Token | None = None
+    ) -> operations.AcquireRequest:
         delivery = self.delivery
         if delivery is None:
-            return super()._new_claim(timeout)
-        lease = self._new_lease(self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}")
+            return super()._new_request(acquirer, timeout, token)
+        id = self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}"
+        lease, given = self._new_lease(acquirer, id), self._given_id is not None
         keys = (marker_key(self._keys, delivery),)
         args = (delivery.id.encode(), b"1" if delivery.known else b"0", *_copies(delivery))
-        return operations.AcquireRequest(lease, self._record(), timeout, self._given_id is not None, START, keys, args)
+        subscribed = self._is_subscribed()
+        return operations.AcquireRequest(lease, self._record(), timeout, given, subscribed, START, keys, args)
 
-    def _begins(self, lease: Lease) -> bool:
+    def _accepts(self, lease: Lease, token: Token | None) -> bool:
         return self._note_reply(lease.fence)
 
-    def _release(self) -> Operation[None]:
+    def _release(self, lease: Lease) -> Operation[None]:
         delivery = self.delivery
         if delivery is None or self.ending == AfterRelease():
-            yield from super()._release()
+            yield from super()._release(lease)
             return
-        lease = self._own()
         self._stop(lease)
         if not (yield from self._leave(lease, delivery)) and lease.loss is None:
             lease.lose((yield from find_cause(lease)))
         self._forget(lease)
         self._raise_loss(lease)
-        self._tell("released", lease)
+        self._report("released", lease)
 
     def _leave(self, lease: Lease, delivery: Delivery) -> Operation[bool]:
         keys, ending = lease.keys, self.ending

@@ -13,7 +13,7 @@ from django.test import Client
 
 from django_redislock import inventory
 from django_redislock.core import Lock
-from django_redislock.core.records import Held
+from django_redislock.core.records import StoredLock
 from django_redislock.models import HeldLock
 from django_redislock.texts import duration
 from tests.support import counting
@@ -338,9 +338,9 @@ def test_only_the_locks_that_are_shown_are_read_in_full(
             keys = Lock(client, name)._keys
             pipe.set(keys.lock, value, px=600_000).zadd(keys.held, {name: 9e15})
         pipe.execute()
-    whole = Held.info.fget
+    whole = StoredLock.info.fget
     read: list[str] = []
-    monkeypatch.setattr(Held, "info", property(lambda held: (read.append(held.name), whole(held))[1]))
+    monkeypatch.setattr(StoredLock, "info", property(lambda held: (read.append(held.name), whole(held))[1]))
     page(web)  # connects
     read.clear()
     with counting(client) as counts:

@@ -109,7 +109,7 @@ def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(clien
     owner = type(f"New{kind.__name__}", (kind,), {})()
 
     class Strange(Lock):
-        def _me(self):
+        def _acquirer(self):
             return owner
 
     strange, other = Strange(client, "strange", expire=2.4), Lock(client, "other", expire=2.4)
@@ -120,7 +120,7 @@ def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(clien
     assert strange.owned()
     strange.release()
     other.release()
-    assert [record.levelname for record in caplog.records if "is not known" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "Cannot find out whether" in record.message] == ["WARNING"]
     assert "failed" not in caplog.text
 
 
@@ -194,7 +194,7 @@ def test_the_end_of_a_lock_that_is_not_renewed_is_told_without_anybody_asking(cl
     assert heard == [lock]
     assert [(record.name, record.fence) for record in told] == [("a", fence)]
     assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
-        f"Lock 'a' (fence {fence}) was lost: its life of 0.5 s ended without a renewal."
+        f"Lock 'a' (fence {fence}) was lost: its expiry of 0.5 s ended without a renewal."
     ]
     assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == sent, "nobody asked Redis"
     with pytest.raises(LockLost):
@@ -277,7 +277,7 @@ def test_a_release_that_races_the_end_is_a_loss_that_is_told_or_a_release(client
     def cycle(name, late):
         lock = Lock(client, name, expire=0.2, auto_renewal=False)
         lock.acquire()
-        lease = lock._latest()
+        lease = lock._visible_lease()
         wait_until(lambda: lease.deadline - monotonic() < late)
         try:
             lock.release()
@@ -297,11 +297,11 @@ def test_locks_that_are_not_renewed_send_nothing_and_wake_nobody(client):
     lock = Lock(client, "a", auto_renewal=False)
     with lock:
         pass
-    post = server_of(client).watchdog._post
+    thread = server_of(client).watchdog._thread
     for _ in range(100):
         with lock:
             pass
-    assert not post.alarm.clear()
+    assert not thread.event.clear()
     assert watchdogs_of(client) == 1
 
 
@@ -323,7 +323,7 @@ from django_redislock.core import Lock
 
 lock = Lock(redis.Redis.from_url(sys.argv[1]), "a", expire=300, auto_renewal=False)
 lock.acquire()
-lease, seen = lock._latest(), []
+lease, seen = lock._visible_lease(), []
 signal.signal(signal.SIGALRM, lambda *_: seen.append(lease.note_loss(lease.ending)))
 signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
 while len(seen) < 3000:

@@ -13,8 +13,6 @@ if wrong then
   return wrong
 end
 local entry = channel .. '\n' .. id
-local waits, has_ticket = join == '1', ticket ~= ''
-ticket = has_ticket and ticket or whole(now)
 local is_own = value and is_of(value, id) and fence_of(value) ~= '0'
 
 if known == '1' and not is_own then
@@ -31,23 +29,16 @@ end
 if value and is_of(value, waiting_id) and fence_of(value) ~= '0' then
   value = false
 elseif not is_own then
-  local free, left, first = may_take(lock, queue, value, id, channel, ticket, waits, now)
-  if not free then
-    if waits then
-      redis.call('ZADD', queue, 'NX', ticket, entry)
-      redis.call('PEXPIRE', queue, QUEUE_LIFE_MS)
-    elseif has_ticket then
-      redis.call('ZREM', queue, entry)
-      count_waits(held, now, name, waited_ms(ticket, now), 1, 1)
-    end
-    return {left, ticket, first and 1 or nil}
+  local reply = wait_for_turn(lock, held, queue, value, id, name, channel, join == '1', ticket, now)
+  if reply then
+    return reply
   end
   value = false
 end
 
 -- The place in the queue is removed as well, because a waiter may find that its own message holds the lock.
 redis.call('ZREM', queue, entry)
-if has_ticket then
+if ticket ~= '' then
   count_waits(held, now, name, waited_ms(ticket, now), 1, 0)
 end
 if receipts then
