@@ -37,7 +37,7 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test that starts a server or processes by a fixture: none of them is in the quick part of the suite."""
     for item in items:
-        if not {"own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
+        if not {"manage", "own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
 
 

@@ -20,7 +20,7 @@ class LockInfo:
 
     name: str
     kind: str
-    """"lock", "cache" or "celery"."""
+    """"lock", "cache", "celery", "command" or "leader"."""
     id: str
     """The right to extend and release: do not show it to people."""
     fence: int

@@ -1,13 +1,12 @@
-"""``manage.py redislock``: list or watch the held locks, show one, force-release one, examine the servers."""
+"""``manage.py redislock``: list or watch the held locks, show one, force-release one, examine the servers, run a command."""
 
 from __future__ import annotations
 
 import getpass
 import json
-import re
 import sys
 import time
-from argparse import SUPPRESS, ArgumentTypeError
+from argparse import SUPPRESS
 from typing import Any
 
 from django.conf import settings
@@ -24,10 +23,11 @@ from ...exceptions import LockBackendError
 from ...inventory import Listing, Row, clients, find, force_release, read
 from ...models import HeldLock, visible
 from ...task_names import is_waiting
+from ..durations import seconds
 from ..output import counted, cut, plain, record, table, unread, words_of
+from ..run import ActionParser, add_parser, run
 from ..which import chosen, did_you_mean, held_names, near, of_task
 
-UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
 
 MESSAGES = (
@@ -37,14 +37,6 @@ SHOWN = 20
 """Locks that are shown at most before the question whether to release them."""
 
 
-def seconds(text: str) -> float:
-    """Return the seconds of a length of time such as 90, 90s, 5m, 1.5h or 2d."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
-    if match is None:
-        raise ArgumentTypeError(f"{text!r} is not a length of time; write 90s, 5m, 1.5h or 2d")
-    return float(match[1]) * UNITS[match[2]]
-
-
 def interval(text: str) -> float:
     """Return the seconds between two looks: a tenth of one at least."""
     return max(0.1, seconds(text))
@@ -52,12 +44,14 @@ def interval(text: str) -> float:
 
 class Command(BaseCommand):
     help = (
-        "Lists or watches the locks held now, shows one, force-releases one, or examines the servers. "
+        "Lists or watches the locks held now, shows one, force-releases one, examines the servers, or runs a command under a lock. "
         "Exit status 1: not found, refused, failed, or something is wrong."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|release|watch|doctor")
+        actions: Any = parser.add_subparsers(
+            dest="action", required=True, metavar="list|show|release|watch|doctor|run", parser_class=ActionParser
+        )
 
         common = CommandParser(add_help=False, parents=[_of_every_command()])
         common.add_argument("--connection", metavar="ALIAS", help="look only at this connection")
@@ -97,10 +91,16 @@ class Command(BaseCommand):
         watch.add_argument("--once", action="store_true", help="look once")
 
         actions.add_parser("doctor", parents=[common, form], help="examine the connections and try a lock on each")
+        add_parser(actions, [common])
 
     @no_translations
     def handle(self, *args: Any, action: str, **options: Any) -> None:
         """Run one of the actions."""
+        if action == "run":
+            status = run(options, self.stderr)
+            if status:
+                sys.exit(status)
+            return
         self._check(options["connection"])
         if action == "list":
             self._list(options)
