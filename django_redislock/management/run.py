@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import threading
-from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import CommandError, CommandParser, OutputWrapper
+from django.core.management.base import CommandError, OutputWrapper
 
 from .. import conf
 from ..core.lock import Lock
@@ -22,70 +19,13 @@ from ..core.validation import check_expire, check_name
 from ..exceptions import LockBackendError, LockLost
 from ..locks import lock
 from .done_runs import DoneRuns
-from .durations import seconds
 from .process_group import ProcessGroup
+from .run_arguments import LABEL, LOST, UNAVAILABLE, USAGE, find_program
+from .which import holder_of
 
-USAGE, UNAVAILABLE, LOST, BUSY = 2, 69, 74, 75
-"""Exit statuses: bad arguments (argparse's), and EX_UNAVAILABLE, EX_IOERR and EX_TEMPFAIL of sysexits.h."""
 REPORT_EVERY = 30.0
 """Seconds between two reports for whom the command waits."""
-LABEL = 200
-"""Characters of a command line that are shown where the lock is listed."""
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
-
-class ActionParser(CommandParser):
-    """The parser of an action; where the default of `command` is a list, it takes everything after ``--``."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse what is before the first ``--``."""
-        if self.get_default("command") is None:
-            return super().parse_known_args(args, namespace)
-        at = args.index("--") if "--" in args else len(args)
-        namespace, extra = super().parse_known_args(args[:at], namespace)
-        namespace.command = args[at + 1 :]
-        if extra and not namespace.command and not extra[0].startswith("-"):
-            self.error(f"write two hyphens before the command: -- {shlex.join(extra)}")
-        return namespace, extra
-
-
-def add_parser(actions: Any, parents: list[CommandParser]) -> None:
-    """Add the action to those of the command."""
-    parser = actions.add_parser(
-        "run",
-        parents=parents,
-        help="run a command while holding a lock",
-        usage="manage.py redislock run NAME [options] -- COMMAND [ARGUMENTS]",
-        description=(
-            "Waits for the lock NAME, runs the command, and passes its exit status on (128 + n for signal n). Exit status "
-            "75: busy; 74: the lock was lost; 69: Redis did not answer; 126, 127: the command cannot be executed."
-        ),
-    )
-    parser.set_defaults(command=[])
-    parser.add_argument("name", metavar="NAME", help="the name of the lock")
-    wait = parser.add_mutually_exclusive_group()
-    wait.add_argument("--timeout", type=seconds, metavar="TIME", help="wait so long at most; e.g. 90s, 5m, 1.5h, 2d")
-    wait.add_argument("--no-wait", action="store_const", dest="timeout", const=0.0, help="as --timeout 0")
-    wait.add_argument("--skip", action="store_true", help="when the lock is held: do nothing, with exit status 0")
-    parser.add_argument(
-        "--busy-status", type=_status, default=BUSY, metavar="N", help="exit status when the lock is held (75)"
-    )
-    parser.add_argument(
-        "--once", metavar="KEY", help="do nothing, with exit status 0, after a run of this key that succeeded"
-    )
-    parser.add_argument("--keep", type=seconds, metavar="TIME", help="with --once: remember the run for so long (1d)")
-    parser.add_argument("--expire", type=seconds, metavar="TIME", help="expiry of the lock without renewal")
-    parser.add_argument("--max-hold", type=seconds, metavar="TIME", help="renew the lock for so long at most")
-    parser.add_argument(
-        "--on-loss",
-        choices=["terminate", "warn"],
-        default="terminate",
-        help="what to do when the lock is lost: end the command, or only say so",
-    )
-    parser.add_argument(
-        "--grace", type=seconds, default=10.0, metavar="TIME", help="time between SIGTERM and SIGKILL (10s)"
-    )
-    parser.add_argument("--label", metavar="TEXT", help="shown with the lock instead of the command line")
 
 
 def run(options: dict[str, Any], stderr: OutputWrapper) -> int:
@@ -111,19 +51,6 @@ def run(options: dict[str, Any], stderr: OutputWrapper) -> int:
         raise CommandError(f"{error}. The command was not run.", returncode=UNAVAILABLE) from error
     except (ValueError, ImproperlyConfigured) as error:
         raise CommandError(str(error), returncode=USAGE) from error
-
-
-def find_program(command: list[str]) -> str:
-    """Return the path of the command's program; raises CommandError as a shell does, and ValueError for no command."""
-    if not command or not command[0]:
-        raise ValueError("Write the command after two hyphens: redislock run NAME [options] -- COMMAND [ARGUMENTS]")
-    found = shutil.which(command[0])
-    if found is not None:
-        return found
-    folders = [""] if os.sep in command[0] else os.get_exec_path()
-    if any(Path(folder, command[0]).exists() for folder in folders):
-        raise CommandError(f"{command[0]}: cannot be executed", returncode=126)
-    raise CommandError(f"{command[0]}: command not found", returncode=127)
 
 
 class _Run:
@@ -199,7 +126,7 @@ class _Run:
             self.waiting = False
 
     def _busy(self) -> int:
-        text = f"Lock {self.name!r} is held by {_holder(self.lock)}. The command was not run."
+        text = f"Lock {self.name!r} is held by {holder_of(self.lock)}. The command was not run."
         if not self.options["skip"]:
             raise CommandError(text, returncode=self.options["busy_status"])
         self._say(text)
@@ -281,7 +208,7 @@ class _Run:
 
         def report() -> None:
             while True:
-                self._say(f"Waiting for lock {self.name!r}, which is held by {_holder(self.lock)}.")
+                self._say(f"Waiting for lock {self.name!r}, which is held by {holder_of(self.lock)}.")
                 if acquired.wait(REPORT_EVERY):
                     return
 
@@ -291,17 +218,3 @@ class _Run:
             yield
         finally:
             acquired.set()
-
-
-def _holder(lock: Lock) -> str:
-    try:
-        info = lock.owner()
-    except LockBackendError as error:
-        return f"an unknown holder ({error.cause})"
-    return "nobody any more" if info is None else f"{info.holder} for {info.age:.0f} s"
-
-
-def _status(text: str) -> int:
-    if not text.isdecimal() or int(text) > 255:
-        raise ArgumentTypeError(f"{text!r} is not an exit status from 0 to 255")
-    return int(text)

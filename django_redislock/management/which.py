@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
+from ..core.lock import Lock
+from ..exceptions import LockBackendError
 from ..inventory import Listing, Row, read
 from ..task_names import is_waiting, key_of, task_of
 
@@ -58,3 +60,12 @@ def chosen(rows: list[Row], waiting: bool, pattern: str | None) -> list[Row]:
         if (not waiting or is_waiting(row.info))
         and (pattern is None or fnmatchcase(key_of(row.held.name), pattern) or fnmatchcase(row.info.arguments, pattern))
     ]
+
+
+def holder_of(lock: Lock) -> str:
+    """Return who holds the lock, in words."""
+    try:
+        info = lock.owner()
+    except LockBackendError as error:
+        return f"an unknown holder ({error.cause})"
+    return "nobody any more" if info is None else f"{info.holder} for {info.age:.0f} s"

@@ -25,7 +25,8 @@ from ...models import HeldLock, visible
 from ...task_names import is_waiting
 from ..durations import seconds
 from ..output import counted, cut, plain, record, table, unread, words_of
-from ..run import ActionParser, add_parser, run
+from ..run import run
+from ..run_arguments import ActionParser, add_parser
 from ..which import chosen, did_you_mean, held_names, near, of_task
 
 WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
