@@ -19,7 +19,7 @@ FLOORS = [
         "conf",
         "connections",
         "locks",
-        "leader",
+        "election",
         "decorator",
         "transactions",
         "fencing",
