@@ -77,7 +77,7 @@ def many(client: redis.Redis, caches: Any) -> list[list[object]]:
 
 
 def stale(client: redis.Redis, caches: Any) -> list[list[object]]:
-    from django_redislock.cache import single_flight
+    from django_redislock.cache.lease import single_flight
     from django_redislock.core import Lock
 
     base, ours = (caches[name] for name in BACKENDS["django-redis"])
@@ -87,7 +87,7 @@ def stale(client: redis.Redis, caches: Any) -> list[list[object]]:
 
         def hit(asks: bool) -> Any:
             if asks:  # as in a process that does not know yet
-                single_flight._quiet.clear()
+                single_flight._paused.clear()
             return ours.get_or_set("stale", never, 60, stale=600)
 
         with Lock(client, "cache::1:stale", expire=600):

@@ -13,13 +13,15 @@ class DjangoRedislockConfig(AppConfig):
     verbose_name = _("Redis locks")
 
     def ready(self) -> None:
-        """Register the system checks, and read the settings, which the core follows in part; opens no connection."""
+        """Register the system checks, and read the settings, because some of them are for the core. Opens no connection."""
         from . import conf
         from .checks import CHECKS, NETWORK_CHECKS, TAG
+        from .unknown_backend import replace_unknown_modules
 
         for check in CHECKS:
             register(check, TAG)
         for check in NETWORK_CHECKS:
             register(check, TAG, deploy=True)
-        with suppress(ImproperlyConfigured):  # the checks tell
+        replace_unknown_modules()
+        with suppress(ImproperlyConfigured):  # the checks report it
             conf.get()

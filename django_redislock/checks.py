@@ -14,10 +14,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
 from . import conf
-from .connections import client_of_cache
-from .core.driver.server import server_of
-from .doctor import look
-from .inventory import clients
+from .connections import client_of_cache, clients
+from .core.driver.registry import server_of
+from .doctor import inspect
 from .unknown_backend import UnknownBackend, advice, problem
 
 TAG = "redislock"
@@ -182,7 +181,7 @@ def check_servers(**kwargs: object) -> list[CheckMessage]:
     return [
         level(f"Connection {connection!r}, {finding.check}: {finding.message}", hint=finding.advice, id=id)
         for connection, client in found.items()
-        for finding in look(server_of(client))
+        for finding in inspect(server_of(client))
         if finding.status != "ok" and finding.check in _OF_SERVERS
         for level, id in [_OF_SERVERS[finding.check]]
     ]

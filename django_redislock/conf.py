@@ -1,6 +1,6 @@
-"""The one reader of ``settings.DJANGO_REDISLOCK``.
+"""The only reader of ``settings.DJANGO_REDISLOCK``, and the table of all options with their checks.
 
-Nothing is written into the settings and nothing is read at import, so ``override_settings`` just works.
+Nothing is written into the settings and nothing is read at import, so ``override_settings`` works.
 """
 
 from __future__ import annotations
@@ -25,81 +25,79 @@ from .name_template import check_key, check_tenant
 
 if django.VERSION < (5, 2):
     raise ImportError(
-        f"django-redislock needs Django 5.2 or newer, and {django.get_version()} is installed: pip install -U 'Django>=5.2'."
+        f"django-redislock needs Django 5.2 or newer, and {django.get_version()} is installed: "
+        "pip install -U 'Django>=5.2'."
     )
 
 NAME = "DJANGO_REDISLOCK"
 
 
 class Kind(NamedTuple):
-    """What a value must be, in words, and the function that returns it or raises TypeError or ValueError."""
+    """The kind of an option, for the settings, for decorators and for calls."""
 
-    wanted: str
-    read: Callable[[Any], object]
-
-
-def _bool(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
+    words: str
+    """The allowed values in words."""
+    check: Callable[[Any, str], Any]
+    """Returns the checked value of an argument, or raises TypeError or ValueError that names the argument."""
 
 
-def _url(value: object) -> str:
-    url = validation.check_name(value)
+def _check_url(value: object, argument: str) -> str:
+    url = validation.check_name(value, argument)
     parse_url(url)  # type: ignore[no-untyped-call]
     return url
 
 
-def _wait(value: object) -> float:
-    seconds = validation.check_timeout(value)
+def _check_wait(value: object, argument: str) -> float:
+    seconds = validation.check_timeout(value, argument)
     if seconds is None:
-        raise TypeError
+        raise TypeError(f"{argument} must be a number of seconds or a timedelta, not None")
     return seconds
 
 
-def _retry(value: object) -> float:
-    seconds = _wait(value)
-    if seconds > 60:
-        raise ValueError  # the server remembers for two minutes what was released, so that a repeated release gets its answer
+def _check_retry(value: object, argument: str) -> float:
+    seconds = _check_wait(value, argument)
+    if seconds > 60:  # the server keeps the receipts of releases, which answer a repeated release, for two minutes
+        raise ValueError(f"{argument} must be at most 60 seconds, not {value!r}")
     return seconds
 
 
-def _one_of(*choices: str) -> Kind:
-    return Kind(f"one of {', '.join(map(repr, choices))}", lambda value: choices[choices.index(value)])
+def _one_of(*choices: str, callables: bool = False) -> Kind:
+    words = f"one of {', '.join(map(repr, choices))}{' or a callable' if callables else ''}"
+
+    def check(value: Any, argument: str) -> Any:
+        if value in choices or (callables and callable(value)):
+            return value
+        raise ValueError(f"{argument} must be {words}, not {value!r}")
+
+    return Kind(words, check)
 
 
-_CONFLICT = _one_of("raise", "skip", "reschedule", "wait")
-
-Flag = Annotated[bool, Kind("True or False", _bool)]
+Flag = Annotated[bool, Kind("True or False", validation.check_flag)]
 Text = Annotated[str, Kind("a non-empty string", validation.check_name)]
-Url = Annotated[str, Kind("a URL that begins with redis://, rediss:// or unix://", _url)]
+Url = Annotated[str, Kind("a URL that begins with redis://, rediss:// or unix://", _check_url)]
 Prefix = Annotated[str, Kind("a non-empty string without braces", validation.check_prefix)]
-Life = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a timedelta", validation.check_expire)]
-Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _wait)]
-Retry = Annotated[float, Kind("a number of seconds from 0 to 60 or a timedelta", _retry)]
+Expiry = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a timedelta", validation.check_expire)]
+Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _check_wait)]
+Retry = Annotated[float, Kind("a number of seconds from 0 to 60 or a timedelta", _check_retry)]
 OnWaitTimeout = Annotated[str, _one_of("compute", "raise", "stale")]
 OnError = Annotated[str, _one_of("raise", "stale")]
 Share = Annotated[float, Kind("a number from 0 to 1", validation.check_share)]
-SCOPES = ("run", "queued", "queued+run", "job")
-Scope = Annotated[str, _one_of(*SCOPES)]
-OnConflict = Annotated[
-    str | Callable[..., Any],
-    Kind(f"{_CONFLICT.wanted} or a callable", lambda value: value if callable(value) else _CONFLICT.read(value)),
-]
+Scope = Annotated[str, _one_of("run", "queued", "queued+run", "job")]
+OnConflict = Annotated[str | Callable[..., Any], _one_of("raise", "skip", "reschedule", "wait", callables=True)]
 OnBackendError = Annotated[str, _one_of("raise", "run", "reschedule")]
 OnDuplicate = Annotated[str, _one_of("return", "raise")]
 Key = Annotated[Any, Kind("a format string, a list of parameter names, a callable or None", check_key)]
 Tenant = Annotated[Any, Kind("a callable, the dotted path of one or None", check_tenant)]
-Anything = Annotated[Any, Kind("anything", lambda value: value)]
+Anything = Annotated[Any, Kind("anything", lambda value, argument: value)]
 
 
 @dataclass(frozen=True)
 class CacheSettings:
     """Defaults of the cache backends; ``OPTIONS["LOCK"]`` of an alias overrides them."""
 
-    expire: Life = 10.0
+    expire: Expiry = 10.0
     auto_renewal: Flag = True
-    max_hold: Life | None = 300.0
+    max_hold: Expiry | None = 300.0
     wait: Wait | None = 30.0
     on_wait_timeout: OnWaitTimeout = "compute"
     jitter: Share = 0.0
@@ -113,18 +111,18 @@ class CelerySettings:
     scope: Scope = "run"
     key: Key = None
     tenant: Tenant = None
-    expire: Life = 30.0
+    expire: Expiry = 30.0
     auto_renewal: Flag = True
-    max_hold: Life | None = None
+    max_hold: Expiry | None = None
     on_conflict: OnConflict = "raise"
     wait: Wait = 10.0
     skip_result: Anything = None
     on_duplicate: OnDuplicate = "return"
-    queue_life: Life = 3600.0
+    queue_life: Expiry = 3600.0
     keep_for: Wait = 0.0
     on_backend_error: OnBackendError = "raise"
     lock_direct_calls: Flag = False
-    reschedule_delay: Life = 10.0
+    reschedule_delay: Expiry = 10.0
     reschedule_limit: Wait | None = None
 
 
@@ -135,9 +133,9 @@ class Settings:
     cache_alias: Text = "default"
     url: Url | None = None
     key_prefix: Prefix = "redislock"
-    expire: Life = 30.0
+    expire: Expiry = 30.0
     auto_renewal: Flag = True
-    max_hold: Life | None = None
+    max_hold: Expiry | None = None
     timeout: Wait | None = None
     retry_for: Retry | None = None
     enabled: Flag = True
@@ -146,7 +144,7 @@ class Settings:
 
 
 class Problem(NamedTuple):
-    """One thing wrong with the settings: what it is, and what to write instead."""
+    """A problem of the settings, and a hint what to write instead."""
 
     message: str
     hint: str
@@ -160,9 +158,9 @@ def get() -> Settings:
     """
     global _last_read
     if _last_read is not None:
-        try:  # most of the time: what `LazySettings` and the settings that it wraps keep, without asking them
+        try:  # the quick way: read the attributes of `LazySettings` and of the settings that it wraps
             raw = _looked_up.get(NAME) or vars(_looked_up["_wrapped"]).get(NAME)
-        except (KeyError, TypeError):  # not configured any more
+        except (KeyError, TypeError):  # no longer configured
             raw = None
         if _last_read[0] is raw:
             return _last_read[1]
@@ -178,19 +176,19 @@ def get() -> Settings:
 
 _last_read: tuple[object, Settings] | None = None
 _looked_up: dict[str, Any] = vars(django_settings)
-"""Django keeps here what was looked up, and forgets it with each change; a setting that is missing is not kept."""
+"""Django stores here the settings that were read, and removes them at each change. A missing setting is not stored."""
 
 
 @receiver(setting_changed)
 def _forget(setting: str = "", **kwargs: Any) -> None:
-    """Have those who keep something made from the settings make it anew: with other CACHES it would be another, too."""
+    """Make a new settings object, so that everything derived from the old one is derived again, also for other CACHES."""
     global _last_read
     if setting in (NAME, "CACHES"):
         _last_read = None
 
 
 def read(raw: object) -> tuple[Settings, list[Problem]]:
-    """Turn the raw dict into settings and list everything wrong with it; what is wrong keeps its default."""
+    """Return the settings in this dict, and all problems of it. A wrong value is replaced by the default."""
     problems: list[Problem] = []
     return override(Settings(), {} if raw is None else raw, NAME, problems), problems
 
@@ -199,9 +197,9 @@ S = TypeVar("S", bound="Settings | CacheSettings | CelerySettings")
 
 
 def override(base: S, raw: object, where: str, problems: list[Problem] | None = None) -> S:
-    """Return `base` with the keys of `raw` (a dict with upper-case keys) in place of its own.
+    """Return `base` with the values of `raw`, a dict with upper-case keys.
 
-    Appends what is wrong to `problems`; without a list the first problem raises ImproperlyConfigured.
+    Appends the problems of `raw` to `problems`; without that list the first problem raises ImproperlyConfigured.
     """
     found: list[Problem] = []
     changes: dict[str, Any] = {}
@@ -222,10 +220,10 @@ def override(base: S, raw: object, where: str, problems: list[Problem] | None = 
             changes[name] = override(getattr(base, name), value, here, found)
             continue
         try:
-            changes[name] = kind.read(value)
+            changes[name] = kind.check(value, here)
         except (TypeError, ValueError):
             shown = "not usable" if key == "URL" else reprlib.repr(value)  # a URL may hold a password
-            found.append(Problem(f"{here} is {shown}.", f"It must be {kind.wanted}."))
+            found.append(Problem(f"{here} is {shown}.", f"It must be {kind.words}."))
     if problems is None and found:
         raise ImproperlyConfigured(f"{found[0].message} {found[0].hint}")
     if problems is not None:
@@ -234,7 +232,7 @@ def override(base: S, raw: object, where: str, problems: list[Problem] | None = 
 
 
 def _kinds(section: type) -> dict[str, Kind | None]:
-    """Return the kind of each key of a section; None stands for a section of its own."""
+    """Return the kind of each key of a section; None for a section within it."""
     kinds: dict[str, Kind | None] = {}
     for name, hint in get_type_hints(section, include_extras=True).items():
         optional = NoneType in get_args(hint)
@@ -246,9 +244,18 @@ def _kinds(section: type) -> dict[str, Kind | None]:
 
 
 def _or_none(kind: Kind) -> Kind:
-    return Kind(f"{kind.wanted} or None", lambda value: None if value is None else kind.read(value))
+    return Kind(f"{kind.words} or None", lambda value, argument: None if value is None else kind.check(value, argument))
 
 
 _KINDS: dict[type, dict[str, Kind | None]] = {
     section: _kinds(section) for section in (Settings, CacheSettings, CelerySettings)
 }
+
+
+def check_option(section: type, name: str, value: object) -> Any:
+    """Return the checked value of an argument that is named as a field of a section.
+
+    Raises TypeError and ValueError that name the argument.
+    """
+    kind = _KINDS[section][name.upper()]
+    return value if kind is None else kind.check(value, name)

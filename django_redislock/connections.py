@@ -16,35 +16,41 @@ from django.utils.module_loading import import_string
 from redis import Redis
 
 from . import conf
-from .core.driver.server import close_unused, server_of
+from .core.driver.place import place_of
+from .core.driver.registry import close_unused, server_of
+from .core.driver.server import Server
+from .core.null_server import NULL_SERVER
 
-_found: tuple[conf.Settings | None, dict[str | None, Redis]] = (None, {})
-"""The clients that were looked up under the settings in force; their names are None where the settings choose."""
+_servers: tuple[conf.Settings | None, dict[str | None, Server]] = (None, {})
+"""The settings in force, and the servers that were looked up under them; by None the server that the settings name."""
 
 
 def get_client(using: str | None = None) -> Redis:
-    """Return the client on which the locks of the settings are, or that of the cache alias `using`.
+    """Return the redis-py client of the Redis that the settings name, or of the cache alias `using`.
 
-    It is for the functions of ``django_redislock.core``, which take the ``KEY_PREFIX`` of the settings as their `prefix`. Opens no
-    connection. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
+    Use it with the functions and classes of ``django_redislock.core``, and give them the ``KEY_PREFIX`` of the settings as
+    `prefix`. Opens no connection. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
     """
-    return client_of(conf.get(), using)
+    return _client(conf.get(), using)
 
 
-def client_of(settings: conf.Settings, using: str | None = None) -> Redis:
-    """Return the client as `get_client` does under these settings; it is looked up once for each settings object."""
-    global _found
-    of, clients = _found
+def server(settings: conf.Settings, using: str | None = None) -> Server:
+    """Return the server that holds the locks under these settings; with ``ENABLED: False`` it is the null server.
+
+    Each server is looked up once for a settings object. Raises what `get_client` does.
+    """
+    global _servers
+    of, found = _servers
     if of is not settings:
-        _found = of, clients = settings, {}
+        _servers = of, found = settings, {}
     try:
-        return clients[using]
+        return found[using]
     except KeyError:
-        clients[using] = _look_up(settings, using)
-        return clients[using]
+        found[using] = server_of(_client(settings, using)) if settings.enabled else NULL_SERVER
+        return found[using]
 
 
-def _look_up(settings: conf.Settings, using: str | None) -> Redis:
+def _client(settings: conf.Settings, using: str | None) -> Redis:
     if settings.url is not None and using in (None, URL):
         return _client_of_url(settings.url)
     alias = using or settings.cache_alias
@@ -71,7 +77,7 @@ def client_of_cache(cache: Any) -> Redis | None:
     """Return the client to the primary of a Redis cache (django-redis or Django's own), or None for another cache."""
     client: Any = None
     if hasattr(getattr(cache, "client", None), "get_client"):  # django-redis
-        with suppress(NotImplementedError):  # sharded: no one server holds all
+        with suppress(NotImplementedError):  # sharded: no single server holds all keys
             client = cache.client.get_client(write=True)
     elif hasattr(getattr(cache, "_cache", None), "get_client"):  # Django's own
         client = cache._cache.get_client(write=True)
@@ -79,25 +85,59 @@ def client_of_cache(cache: Any) -> Redis | None:
 
 
 def connection_names() -> list[str]:
-    """Return the cache aliases whose servers may hold locks: that of the settings first, then the caches of this package."""
+    """Return the cache aliases whose servers may hold locks: first the alias of the settings, then the caches of this package."""
     settings = conf.get()
     first = [URL] if settings.url is not None else [settings.cache_alias]
     ours = [alias for alias, cache in django_settings.CACHES.items() if _is_ours(cache.get("BACKEND", ""))]
     return first + [alias for alias in ours if alias not in first]
 
 
+def clients(connection: str | None = None) -> tuple[dict[str, Redis], dict[str, str]]:
+    """Return the client of each connection (or of this connection only), and by connection why others have none.
+
+    A database to which several connections lead comes once. With ``ENABLED: False`` there is no connection.
+    Raises ImproperlyConfigured for wrong settings.
+    """
+    names = connection_names() if conf.get().enabled else []
+    found: dict[str, Redis] = {}
+    failed = {}
+    places = set()
+    for name in names:
+        if connection not in (None, name):
+            continue
+        try:
+            client = get_client(name)
+        except ImproperlyConfigured as error:
+            failed[name] = str(error)
+            continue
+        place = place_of(client.connection_pool)
+        if place not in places:
+            places.add(place)
+            found[name] = client
+    return found, failed
+
+
+def several_connections() -> bool:
+    """Return whether locks are held on more than one connection."""
+    try:
+        found, failed = clients()
+    except ImproperlyConfigured:  # reading the locks reports it
+        return False
+    return len(found) + len(failed) > 1
+
+
 def _is_ours(backend: str) -> bool:
-    """Tell whether a backend is one of this package, or derived from one."""
+    """Return whether a backend is a backend of this package, or derived from one."""
     try:
         bases = import_string(backend).__mro__
-    except (ImportError, ImproperlyConfigured):  # misspelt, or without its extra: it must be reported, not ignored
+    except (ImportError, ImproperlyConfigured):  # misspelt, or its extra is missing: this must be reported
         return backend.startswith("django_redislock.")
     ours = {base.__module__ for base in bases if base.__module__.startswith("django_redislock.cache")}
     return bool(ours) and "django_redislock.cache.backends.local" not in ours  # a local cache has no server
 
 
 URL = "url"
-"""The name of the connection that ``DJANGO_REDISLOCK["URL"]`` gives."""
+"""The name of the connection to ``DJANGO_REDISLOCK["URL"]``."""
 
 
 @lru_cache(maxsize=8)
@@ -109,7 +149,7 @@ def _client_of_url(url: str) -> Redis:
 
 
 @receiver(setting_changed)
-def _leave(setting: str = "", **kwargs: Any) -> None:
-    """Leave no connection to what a test has overridden: Django and django-redis keep their clients of it."""
+def _close_unused(setting: str = "", **kwargs: Any) -> None:
+    """Close the connections to servers of overridden settings, because Django and django-redis keep the clients of them."""
     if setting in ("CACHES", conf.NAME):
         close_unused()

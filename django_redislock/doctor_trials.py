@@ -1,4 +1,4 @@
-"""The trials of the doctor on a connection and on a cache, with locks and values of its own."""
+"""The trials of the diagnosis: locks on each server, and a value in each cache."""
 
 from __future__ import annotations
 
@@ -14,43 +14,46 @@ from redis.exceptions import RedisError
 from . import conf
 from .core import Lock
 from .core.clock import monotonic
-from .core.driver.server import Server, server_of
+from .core.driver.registry import server_of
+from .core.driver.server import Server
 from .core.operations import renewal
-from .doctor import Finding, look, patience, told
+from .doctor import Finding, compare_timeouts, inspect, sentence_of
 from .exceptions import LockError
 
-TRIAL = 10.0
-"""Seconds after which the trial gives up waiting."""
+TRIAL_TIMEOUT = 10.0
+"""Seconds; also the expiry of the locks."""
 
 
-def examine(client: Redis) -> Iterator[Finding]:
-    """Yield all findings about the server of this client, and try locks on it."""
+def diagnose(client: Redis) -> Iterator[Finding]:
+    """Yield all findings about the server of this client, with those of trial locks."""
     server = server_of(client)
-    for finding in look(server):
+    for finding in inspect(server):
         yield finding
         if finding.check == "connection" and finding.status == "problem":
             return  # every other trial would fail in the same way
-    yield patience(server)
-    yield from _trial(server)
-    yield from _trial_of_two(server)
+    yield compare_timeouts(server)
+    yield from _try_lock(server)
+    yield from _try_two_locks(server)
 
 
-def _trial(server: Server) -> Iterator[Finding]:
+def _try_lock(server: Server) -> Iterator[Finding]:
     """Acquire a new lock, renew it, wait for it in a thread, and release it."""
     prefix = conf.get().key_prefix
     name = f"redislock-doctor:{secrets.token_hex(8)}"
-    first, second = (Lock(server, name, prefix=prefix, expire=TRIAL, auto_renewal=False) for _ in range(2))
+    first, second = (Lock(server, name, prefix=prefix, expire=TRIAL_TIMEOUT, auto_renewal=False) for _ in range(2))
     waited: list[Finding] = []
 
     def wait() -> None:
         try:
-            if second.acquire(timeout=TRIAL):
+            if second.acquire(timeout=TRIAL_TIMEOUT):
                 second.release()
                 waited.append(Finding("wait", "ok", "A waiting thread got the lock after its release."))
             else:
                 advice = "Check that the server allows publish and subscribe, and that no proxy blocks them."
                 waited.append(
-                    Finding("wait", "problem", f"A waiting thread did not get the lock within {TRIAL:g} s.", advice)
+                    Finding(
+                        "wait", "problem", f"A waiting thread did not get the lock within {TRIAL_TIMEOUT:g} s.", advice
+                    )
                 )
         except Exception as error:
             waited.append(_failed("wait", error, prefix))
@@ -59,7 +62,7 @@ def _trial(server: Server) -> Iterator[Finding]:
     waiter = threading.Thread(target=wait, name="redislock-doctor", daemon=True)
     try:
         if not first.acquire(blocking=False):
-            advice = "Look for another program that writes keys with this prefix."
+            advice = "Find the other program that writes keys with this prefix."
             yield Finding(step, "problem", "A new lock, which nobody else uses, could not be acquired.", advice)
             return
         yield Finding(step, "ok", "A lock was acquired.")
@@ -75,13 +78,13 @@ def _trial(server: Server) -> Iterator[Finding]:
     except LockError as error:
         yield _failed(step, error, prefix)
     if waiter.ident is not None:
-        waiter.join(2 * TRIAL)
+        waiter.join(2 * TRIAL_TIMEOUT)
         yield from waited or [_failed("wait", TimeoutError("the waiting thread did not end"), prefix)]
 
 
 def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
-    """Return when the waiter is in the queue, or has ended."""
-    give_up = monotonic() + TRIAL / 2
+    """Return when the waiter is in the queue, or has ended, or after half of the timeout."""
+    give_up = monotonic() + TRIAL_TIMEOUT / 2
     while waiter.is_alive() and monotonic() < give_up:
         info = lock.owner()
         if info is None or info.waiting:
@@ -97,29 +100,31 @@ def _failed(step: str, error: Exception, prefix: str, keys: str = "") -> Finding
             "+@connection +time."
         )
     else:
-        advice = "See the log for this error; nothing can be locked on this connection until it is gone."
-    return Finding(step, "problem", told(error), advice)
+        advice = "Read the log about this error. Until it is solved, nothing can be locked on this connection."
+    return Finding(step, "problem", sentence_of(error), advice)
 
 
-def _trial_of_two(server: Server) -> Iterator[Finding]:
-    """Hold two locks at once and renew both by one call, as the watchdog does."""
+def _try_two_locks(server: Server) -> Iterator[Finding]:
+    """Hold two locks at once, and renew both by one call, as the watchdog does."""
     prefix, check = conf.get().key_prefix, "two locks"
     names = [f"redislock-doctor:{secrets.token_hex(8)}" for _ in range(2)]
-    locks = [Lock(server, name, prefix=prefix, expire=TRIAL, auto_renewal=False) for name in names]
+    locks = [Lock(server, name, prefix=prefix, expire=TRIAL_TIMEOUT, auto_renewal=False) for name in names]
     try:
         with locks[0], locks[1]:
             leases = [lease for lock in locks for lease in lock._leases.values()]
             if server.renew(renewal(leases), server.timeout) == [1, 1]:
                 yield Finding(check, "ok", "Two locks were held at once and renewed by one call.")
             else:
-                advice = "Look for another program that writes keys with this prefix, or for a server that evicts keys."
+                advice = (
+                    "Check whether another program writes keys with this prefix, and whether the server evicts keys."
+                )
                 yield Finding(check, "problem", "Two locks were held at once, and one of them was lost.", advice)
     except (LockError, RedisError) as error:
         yield _failed(check, error, prefix)
 
 
-def examine_cache(alias: str) -> Finding | None:
-    """Try the cache of an alias of this package: compute a value once, read it, delete it; None for another cache."""
+def diagnose_cache(alias: str) -> Finding | None:
+    """Compute a value once in the cache of this alias, read it and delete it; None for a cache that is not of this package."""
     from .cache import ComputeOnceMixin
 
     check = "cache"
@@ -130,7 +135,7 @@ def examine_cache(alias: str) -> Finding | None:
         key = f"redislock-doctor:{secrets.token_hex(8)}"
         values = [cache.get_or_set(key, lambda: "computed", 60), cache.get(key)]
         gone = cache.delete(key)
-    except Exception as error:  # whatever keeps the cache from working is what the reader needs to know
+    except Exception as error:  # any error that the cache raises is the finding
         return _failed(check, error, conf.get().key_prefix, keys="the keys of the cache, ")
     if values == ["computed", "computed"] and gone:
         return Finding(check, "ok", "A value was computed, read and deleted.")

@@ -9,15 +9,14 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
 from . import conf, signals  # noqa: F401  (signals: so that they are sent)
-from .connections import client_of
+from .connections import server
 from .core import listing
 from .core.async_lock import AsyncLock, AsyncRLock
 from .core.base import BaseLock
 from .core.granted import GrantedAsyncLock, GrantedAsyncRLock, GrantedLock, GrantedRLock
 from .core.lock import Lock, RLock
-from .core.null_server import NULL_SERVER
 from .core.records import LockInfo
-from .core.validation import Nothing, Seconds, unexpected, wait_of
+from .core.validation import Nothing, Seconds, check_flag, unexpected, wait_of
 from .transactions import UntilCommitLock, WatchedLock, WatchedRLock, in_atomic
 
 L = TypeVar("L", bound=BaseLock)
@@ -92,7 +91,7 @@ def lock(
         kind_of_lock = RLock if reentrant else Lock
     if not settings.enabled:
         kind_of_lock = GrantedRLock if issubclass(kind_of_lock, RLock) else GrantedLock
-    return _made(
+    return _build(
         kind_of_lock, settings, name, using, expire, auto_renewal, max_hold, id, blocking, timeout, label, on_lost, kind
     )
 
@@ -133,7 +132,7 @@ def alock(
         kind_of_lock = AsyncRLock if reentrant else AsyncLock
     else:
         kind_of_lock = GrantedAsyncRLock if reentrant else GrantedAsyncLock
-    return _made(
+    return _build(
         kind_of_lock, settings, name, using, expire, auto_renewal, max_hold, id, blocking, timeout, label, on_lost, kind
     )
 
@@ -142,11 +141,10 @@ def check_flags(until_commit: object, reentrant: object) -> None:
     """Raise TypeError for values of these options that are no flags."""
     if until_commit is not None and not isinstance(until_commit, bool):
         raise TypeError(f"until_commit must be True, False or None, not {until_commit!r}")
-    if not isinstance(reentrant, bool):
-        raise TypeError(f"reentrant must be True or False, not {reentrant!r}")
+    check_flag(reentrant, "reentrant")
 
 
-def _made(
+def _build(
     kind_of_lock: type[L],
     settings: conf.Settings,
     name: str,
@@ -168,7 +166,7 @@ def _made(
     if expire is auto_renewal is max_hold is id is label is on_lost is None and kind == "lock":  # type: ignore[comparison-overlap]
         return _plain(kind_of_lock, settings, using)._like(name, None if default_wait else wait_of(blocking, timeout))
     return kind_of_lock(
-        client_of(settings, using) if settings.enabled else NULL_SERVER,
+        server(settings, using),
         name,
         expire=settings.expire if expire is None else expire,
         auto_renewal=settings.auto_renewal if auto_renewal is None else auto_renewal,
@@ -196,7 +194,7 @@ def _plain(kind_of_lock: type[L], settings: conf.Settings, using: str | None) ->
         return found[kind_of_lock, using]  # type: ignore[no-any-return]
     except KeyError:
         plain = found[kind_of_lock, using] = kind_of_lock(
-            client_of(settings, using) if settings.enabled else NULL_SERVER,
+            server(settings, using),
             "any",
             expire=settings.expire,
             auto_renewal=settings.auto_renewal,
@@ -214,9 +212,7 @@ def held_locks(using: str | None = None) -> Iterator[LockInfo]:
     cannot answer.
     """
     settings = conf.get()
-    if not settings.enabled:
-        return iter(())
-    return listing.held_locks(client_of(settings, using), settings.key_prefix)
+    return listing.held_locks(server(settings, using), settings.key_prefix)
 
 
 def reset_all(using: str | None = None) -> int:
@@ -225,7 +221,7 @@ def reset_all(using: str | None = None) -> int:
     Touches nothing but this package's own keys. Their holders are not stopped: they are told of the loss.
     """
     settings = conf.get()
-    return listing.reset_all(client_of(settings, using), settings.key_prefix) if settings.enabled else 0
+    return listing.reset_all(server(settings, using), settings.key_prefix)
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from . import conf
+from .connections import clients
 from .core import events, operations
-from .core.driver.server import server_of
+from .core.driver.registry import server_of
 from .exceptions import LockBackendError, LossCode
-from .inventory import clients
 
 BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
 

@@ -1,4 +1,4 @@
-"""`HeldLock`, what the admin shows: a lock held now, read from Redis; no table, no rows, two permissions."""
+"""`HeldLock`, the model of the admin: a lock held now, read from Redis. It has no table, no rows, and two permissions."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from django.utils.translation import gettext_lazy as _
 from .core import LockInfo
 from .core.listing import Waiting
 from .core.validation import check_name
+from .texts import visible
 
 ALPHABET = b"-~"
-"""The last two characters of base64: the admin writes three for an underscore."""
-LONG = 2000
-"""Bytes of a name whose primary key is packed."""
+"""The last two characters of base64. Underscores are not used, because the admin writes three characters for each."""
 
 
-class NoRows(models.Manager["HeldLock"]):
-    """Held locks live in Redis; whoever asks the database (``dumpdata`` asks for every model) hears that there are none."""
+class EmptyManager(models.Manager["HeldLock"]):
+    """Finds no rows, because held locks are in Redis; ``dumpdata`` and others query the database for every model."""
 
     def get_queryset(self) -> models.QuerySet[HeldLock]:
         return super().get_queryset().none()
 
 
 class HeldLock(models.Model):
-    """A lock held now. With `fence` 0 nobody holds it, and only its name and connection are known."""
+    """A lock held now. With `fence` 0 it is free, and only its name and connection are known."""
 
-    # Never stored, so the length says nothing; longer ones would make MySQL's checks warn.
+    # Nothing is stored, so this length limits nothing; MySQL's checks warn about a larger one.
     key = models.CharField(primary_key=True, max_length=255, editable=False)
     connection = models.CharField(_("connection"), max_length=255)
     name = models.CharField(_("name"), max_length=1000)
@@ -49,20 +48,20 @@ class HeldLock(models.Model):
     thread = models.CharField(_("thread"), max_length=255)
     acquired_at = models.DateTimeField(_("acquired"))
     age = models.FloatField(_("held for"))
-    expire = models.FloatField(_("life"))
+    expire = models.FloatField(_("expiry"))
     ttl = models.FloatField(_("expires in"))
     auto_renewal = models.BooleanField(_("renewed automatically"))
     fence = models.BigIntegerField(_("fence"), default=0)
     waiting = models.PositiveIntegerField(_("waiting"))
 
     owner_id = ""
-    """The id, shortened: whole it would be the right to release."""
+    """The owner id, shortened, because the whole id is the right to release."""
     arguments = ""
     worker = ""
     queue: Sequence[Waiting] = ()
-    """The first of those who wait for it, where somebody looked."""
+    """The first waiters, where `read_waiters` of the admin read them."""
 
-    objects = NoRows()
+    objects = EmptyManager()
 
     class Meta:
         managed = False
@@ -77,13 +76,13 @@ class HeldLock(models.Model):
 
     @property
     def place(self) -> str:
-        """Where the holder runs: host, process, and thread if it says something."""
+        """The host, the process and the thread of the holder, without the name of the main thread."""
         thread = "" if self.thread == "MainThread" else self.thread
         return " · ".join(str(part) for part in (self.host, self.pid, thread) if part)
 
     @classmethod
     def of(cls, connection: str, info: LockInfo) -> HeldLock:
-        """Return the lock that `info` of this connection describes."""
+        """Return the lock of this connection that `info` describes."""
         fields = {field.name: getattr(info, field.name) for field in cls._meta.fields if hasattr(info, field.name)}
         lock = cls(key=encode_key(connection, info.name), connection=connection, **fields)
         lock.owner_id = f"{info.id[: min(6, len(info.id) // 4)]}…"
@@ -97,46 +96,13 @@ class HeldLock(models.Model):
 
 
 def encode_key(connection: str, name: str) -> str:
-    """Return the primary key of a lock: safe in URLs and forms, whatever the name holds.
-
-    A long name outside ASCII is packed, 21 bits a character, for servers refuse an address of more than about 4,000 bytes.
-    """
-    data = name.encode()
-    if len(data) <= LONG:
-        return _base64(connection, data)
-    number = 1
-    for character in name:
-        number = number << 21 | ord(character)
-    return "!" + _base64(connection, number.to_bytes((number.bit_length() + 7) // 8))
+    """Return the primary key of a lock: safe in URLs and forms, whatever the name holds."""
+    return b64encode(f"{connection}\0{name}".encode(), ALPHABET).decode().rstrip("=")
 
 
 def decode_key(key: str) -> tuple[str, str]:
     """Return the connection and the name that a primary key stands for; raises ValueError for what is none."""
-    plain = key.removeprefix("!")
-    raw, separator, data = b64decode(plain + "=" * (-len(plain) % 4), ALPHABET).partition(b"\0")
-    connection = raw.decode()
-    name = check_name(_unpack(data) if key.startswith("!") else data.decode())
-    if not separator or encode_key(connection, name) != key:
+    connection, separator, name = b64decode(key + "=" * (-len(key) % 4), ALPHABET).decode().partition("\0")
+    if not separator or encode_key(connection, check_name(name)) != key:
         raise ValueError(f"not the key of a lock: {key!r}")
     return connection, name
-
-
-def _unpack(data: bytes) -> str:
-    if len(data) > LONG * 2:
-        raise ValueError("too long for the name of a lock")
-    number = int.from_bytes(data)
-    characters = []
-    while number > 1:
-        characters.append(chr(number & 0x1FFFFF))
-        number >>= 21
-    return "".join(reversed(characters))
-
-
-def _base64(connection: str, data: bytes) -> str:
-    return b64encode(connection.encode() + b"\0" + data, ALPHABET).decode().rstrip("=")
-
-
-def visible(name: str) -> str:
-    """Return the name with everything escaped that does not show or would change how the rest shows."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-    return shown if shown.strip() else repr(shown)

@@ -1,4 +1,4 @@
-"""Names made from a function's arguments: a format string over its parameters, as in ``"report:{user_id}"``."""
+"""Names made from the arguments of a call: a format string over the parameters of the function, such as ``"report:{user_id}"``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature, without evaluating annotations, whose names may exist for type checkers only."""
+    """Return the signature. Annotations are not evaluated, because their names may exist for type checkers only."""
     if sys.version_info >= (3, 14):
         import annotationlib
 
@@ -19,7 +19,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def fields(template: str) -> Iterator[str]:
-    """Yield the parameters that a format string names: ``user`` of ``"{user.id}"``, an empty string of ``"{}"``."""
+    """Yield the parameters in a format string: ``user`` of ``"{user.id}"``, an empty string of ``"{}"``."""
     for _, field, spec, _ in Formatter().parse(template):
         if field is not None:
             yield field.split(".")[0].split("[")[0]
@@ -27,7 +27,7 @@ def fields(template: str) -> Iterator[str]:
 
 
 def check_key(value: object, name: str = "key") -> object:
-    """Return the checked key of a task: a format string, a tuple of parameter names, a callable, or None.
+    """Return the key of a task: a format string, a tuple of parameter names, a callable, or None.
 
     Raises TypeError and ValueError that name the argument.
     """
@@ -46,7 +46,7 @@ def check_key(value: object, name: str = "key") -> object:
 
 
 def check_tenant(value: object, name: str = "tenant") -> object:
-    """Return a callable, the dotted path of one, or None. Raises TypeError that names the argument."""
+    """Return the tenant of a task: a callable, the dotted path of one, or None. Raises TypeError that names the argument."""
     dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
     if value is None or callable(value) or dotted:
         return value
@@ -54,7 +54,7 @@ def check_tenant(value: object, name: str = "tenant") -> object:
 
 
 def check_parameters(wanted: Iterable[str], function: Callable[..., Any], argument: str) -> None:
-    """Raise ValueError that names the argument when one of these is no parameter of the function.
+    """Raise ValueError that names the argument when one of these names is no parameter of the function.
 
     A function with ``**kwargs`` has every parameter.
     """
@@ -70,9 +70,9 @@ def check_parameters(wanted: Iterable[str], function: Callable[..., Any], argume
 
 
 def name_from(template: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the name for the arguments of a call; those that ``**kwargs`` takes count by their own names.
+    """Return the name for the arguments of a call; the arguments in ``**kwargs`` count by their own names.
 
-    Raises TypeError when they do not fit the function or the template.
+    Raises TypeError when the arguments do not fit the function or the template.
     """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()

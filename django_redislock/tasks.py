@@ -9,6 +9,6 @@ from django.core.cache import caches
 
 
 @shared_task(name="django_redislock.refresh", ignore_result=True)
-def refresh(alias: str, order: dict[str, Any]) -> None:
-    """Compute a cached value anew; `order` is what the backend of the alias wrote."""
-    caches[alias].refresh_ordered(order)  # type: ignore[attr-defined]
+def refresh(alias: str, message: dict[str, Any]) -> None:
+    """Refresh a cached value; the backend of the alias wrote the message."""
+    caches[alias].refresh_from_message(message)  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ class Spans:
 
     def computed(self, default: Any, asked: Any, by_task: bool) -> Any:
         """Return the computing function with a span around it; it also marks the span of the call as computed."""
-        from .cache.calling import called
+        from .cache.async_calls import call_any
 
         def begin() -> AbstractContextManager[object]:
             if asked.is_recording():  # else the call has returned an old value already
@@ -101,7 +101,7 @@ class Spans:
         @wraps(default, updated=())
         async def compute_soon(*args: Any) -> Any:
             with begin():
-                return await called(default, *args)
+                return await call_any(default, *args)
 
         return compute_soon
 
@@ -122,7 +122,7 @@ def install(provider: TracerProvider | None = None) -> Callable[[], None]:
     spans = Spans(provider)
     listen = spans.listen
     events.listeners.append(listen)
-    drivers = [(Server, "call"), (AsyncServer, "call"), (AsyncServer, "ask")]
+    drivers = [(Server, "call"), (AsyncServer, "call")]
     undo = [*(_wrap(*driver, spans) for driver in drivers), *_wrap_cache(spans), *_wrap_orders(spans)]
 
     def end() -> None:
@@ -196,19 +196,19 @@ def _wrap_orders(spans: Spans) -> list[Callable[[], None]]:
     """Put spans around what a Celery worker computes for ``refresh="celery"``; return functions that undo it."""
     from .cache import celery_refresh
 
-    kind: Any = celery_refresh.OrderedMixin
-    refresh_ordered, default_of = kind.refresh_ordered, celery_refresh._default_of
+    kind: Any = celery_refresh.CeleryRefreshMixin
+    refresh_from_message, default_of = kind.refresh_from_message, celery_refresh._function_of
 
-    @wraps(refresh_ordered)
-    def refresh(cache: Any, order: dict[str, Any]) -> None:
-        with spans.wanted("refresh", order["key"]):
-            refresh_ordered(cache, order)
+    @wraps(refresh_from_message)
+    def refresh(cache: Any, message: dict[str, Any]) -> None:
+        with spans.wanted("refresh", message["key"]):
+            refresh_from_message(cache, message)
 
-    def traced(order: dict[str, Any]) -> Any:
-        return spans.computed(default_of(order), get_current_span(), False)
+    def traced(message: dict[str, Any]) -> Any:
+        return spans.computed(default_of(message), get_current_span(), False)
 
-    kind.refresh_ordered, celery_refresh._default_of = refresh, traced
+    kind.refresh_from_message, celery_refresh._function_of = refresh, traced
     return [
-        lambda: setattr(kind, "refresh_ordered", refresh_ordered),
-        lambda: setattr(celery_refresh, "_default_of", default_of),
+        lambda: setattr(kind, "refresh_from_message", refresh_from_message),
+        lambda: setattr(celery_refresh, "_function_of", default_of),
     ]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import redis
+import redis.asyncio
 from django.conf import settings
 
-from django_redislock.cache import single_flight
+from django_redislock.cache.lease import single_flight
 from django_redislock.core import held_locks
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
@@ -23,6 +24,7 @@ from tests.support import (
     Server,
     create_tables,
     listening,
+    running_sentinel,
     sqlite_file,
     using_databases,
     wait_until,
@@ -64,7 +66,7 @@ def _empty_database(server: Server) -> None:
     """Every test starts with an empty database, whichever fixtures it uses, and hears of no lock that another one left."""
     for each in list(watchdog.of_servers):
         each._leases.clear()
-    single_flight._quiet.clear()
+    single_flight._paused.clear()
     with server.client() as client:
         client.flushdb()
 
@@ -75,6 +77,11 @@ def client(server: Server, _empty_database: None) -> Iterator[redis.Redis]:
     with server.client() as client:
         client.ping()
         yield client
+
+
+@pytest.fixture
+def aclient(redis_url: str) -> redis.asyncio.Redis:
+    return redis.asyncio.from_url(redis_url)  # the locks connect by themselves, so there is nothing to close
 
 
 @pytest.fixture
@@ -95,6 +102,13 @@ def own_server() -> Iterator[RedisServer]:
     """A server for this test alone, to pause, kill and restart."""
     with RedisServer() as server:
         yield server
+
+
+@pytest.fixture
+def sentinel(tmp_path: Path) -> Iterator[int]:
+    """The port of a Sentinel that watches a primary called "main"."""
+    with running_sentinel(tmp_path) as port:
+        yield port
 
 
 @pytest.fixture

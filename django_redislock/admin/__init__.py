@@ -1,4 +1,4 @@
-"""The admin page of held locks: Django's own list over what Redis holds, and a force-release that can be trusted."""
+"""The admin page of held locks: Django's own change list of the locks in Redis, and a force-release with confirmation."""
 
 from __future__ import annotations
 
@@ -10,22 +10,33 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.auth import get_permission_codename
 from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest, HttpResponse
-from django.template.response import TemplateResponse
 from django.urls import path
 from django.utils.html import format_html
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext, gettext_lazy as _, ngettext
 
 from .. import conf, inventory
-from ..connections import connection_names
-from ..core.loss import LONGEST_WHY
+from ..connections import connection_names, several_connections
 from ..exceptions import LockBackendError
-from ..inventory import HeldLocks, duration, expiring, find, look_at_queue, reason, several_connections
-from ..models import HeldLock, decode_key, visible
+from ..inventory import cause_of, find
+from ..models import HeldLock, decode_key
+from ..texts import visible
 from . import contention
-from .display import filled, holder_of, isolated, moment, name_of, now, queue_of, time_span, waiters_of
+from .display import (
+    age_html,
+    date_and_time,
+    duration_html,
+    expiry_html,
+    fill_in,
+    holder_html,
+    isolate,
+    name_html,
+    queue_html,
+    time_of_day,
+)
 from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter, TaskFilter
-from .force_release import Release, ticked
+from .force_release import ForceRelease, confirmation_page, history_entry, selection_value
+from .queryset import HeldLocks, read_waiters
 
 if TYPE_CHECKING:
     from django.contrib.admin.views.main import ChangeList
@@ -53,7 +64,7 @@ class HeldLockAdmin(ModelAdmin):
         view = self.admin_site.admin_view(partial(contention.page, self))
         return [path("contention/", view, name="django_redislock_heldlock_contention"), *super().get_urls()]
 
-    # Who may do what
+    # Permissions
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
@@ -68,7 +79,7 @@ class HeldLockAdmin(ModelAdmin):
         codename = get_permission_codename("force_release", self.opts)
         return request.user.has_perm(f"{self.opts.app_label}.{codename}")
 
-    # What is read
+    # The queryset
 
     def get_queryset(self, request: HttpRequest) -> Any:
         return HeldLocks()
@@ -77,26 +88,21 @@ class HeldLockAdmin(ModelAdmin):
         return queryset.filter(term=search_term.strip()), False
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> HeldLock | None:
-        """Return the lock even when nobody holds it: its history stays in reach, and a reloaded page says what happened."""
+        """Return the lock even when it is free, so that its history can be opened and a reloaded page says what happened."""
         try:
             connection, name = decode_key(object_id)
             if connection not in connection_names():
                 return None
             row = find(connection, [name]).get(name)
-        except (
-            ImproperlyConfigured,
-            LockBackendError,
-        ) as error:  # first: as all of redis-py's LockErrors, it is a ValueError
-            self.message_user(request, f"{connection}: {reason(error)}", messages.ERROR)
+        except (ImproperlyConfigured, LockBackendError) as error:  # caught first, because a LockError is a ValueError
+            self.message_user(request, f"{connection}: {cause_of(error)}", messages.ERROR)
             return HeldLock.free(connection, name)
         except ValueError:
             return None
         if row is None:
-            self.message_user(request, _("Nobody holds this lock now."), messages.INFO)
+            self.message_user(request, _("This lock is free now."), messages.INFO)
             return HeldLock.free(connection, name)
-        lock = HeldLock.of(connection, row.info)
-        look_at_queue(lock)
-        return lock
+        return read_waiters(HeldLock.of(connection, row.info))
 
     # The list
 
@@ -113,7 +119,7 @@ class HeldLockAdmin(ModelAdmin):
         if not changelist.query and not changelist.has_active_filters:
             changelist.full_result_count = changelist.result_count
         if request.method == "GET":
-            self._tell_what_is_missing(request, changelist.queryset)
+            self._report_missing_locks(request, changelist.queryset)
             changelist.summary = self._summary(changelist.queryset)  # type: ignore[attr-defined]
         return changelist
 
@@ -124,19 +130,19 @@ class HeldLockAdmin(ModelAdmin):
             "As of %(now)s: %(held)s locks held, the oldest for %(age)s, %(waiting)s waiting.",
             held,
         )
-        if not held and locks.listing.failed:  # nothing could be read; a message reports it
+        if not held and locks.listing.failed:  # a message reports that nothing could be read
             return mark_safe("")
         if not held:
             text = gettext("As of %(now)s: no lock held.")
-        return filled(text, now=isolated(now()), held=held, age=time_span(oldest), waiting=waiting)
+        return fill_in(text, now=isolate(time_of_day()), held=held, age=duration_html(oldest), waiting=waiting)
 
-    def _tell_what_is_missing(self, request: HttpRequest, locks: Any) -> None:
+    def _report_missing_locks(self, request: HttpRequest, locks: Any) -> None:
         for connection, why in locks.listing.failed.items():
             text = _("The locks of connection “%(connection)s” cannot be shown: %(why)s")
             self.message_user(request, text % {"connection": connection, "why": why}, messages.ERROR)
         for connection in locks.listing.cut:
             text = _(
-                "Connection “%(connection)s” holds more than %(limit)d locks; search for the name of those not shown."
+                "Connection “%(connection)s” holds more than %(limit)d locks. Search by name for the locks that are not shown."
             )
             self.message_user(request, text % {"connection": connection, "limit": inventory.LIMIT}, messages.WARNING)
         if not locks.listing.failed and not conf.get().enabled:
@@ -145,45 +151,33 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=mark_safe('<input type="checkbox" id="action-toggle">'))
     def action_checkbox(self, obj: HeldLock) -> SafeString:
-        """Return the box to tick; it remembers which acquisition was shown beside it."""
+        """Return the check box of a lock; its value also names the acquisition that is shown beside it."""
         label = gettext("Select this lock: %s") % obj
         # Django's widget would render a template for each row: a fifth of the page's time.
         return format_html(
             '<input type="checkbox" name="{}" value="{}" class="action-select" aria-label="{}">',
-            *(ACTION_CHECKBOX_NAME, ticked(obj), label),
+            *(ACTION_CHECKBOX_NAME, selection_value(obj), label),
         )
 
     @admin.display(description=_("name"), ordering="name")
     def lock(self, obj: HeldLock) -> str:
-        return name_of(obj)
+        return name_html(obj)
 
     @admin.display(description=_("holder"), ordering="holder")
     def holder(self, obj: HeldLock) -> str:
-        return holder_of(obj)
+        return holder_html(obj)
 
     @admin.display(description=_("held for"), ordering="age")
     def held_for(self, obj: HeldLock) -> str:
-        since = moment(obj.acquired_at)
-        return format_html('<span class="nowrap" title="{}">{}</span>', since, time_span(obj.age))
+        return age_html(obj)
 
     @admin.display(description=_("expires in"), ordering="ttl")
     def expires_in(self, obj: HeldLock) -> str:
-        life = max(obj.expire, obj.ttl)
-        if not obj.auto_renewal:
-            note = format_html('<br><span class="quiet">{}</span>', _("not renewed"))
-        elif expiring(obj):
-            note = format_html('<br><span class="redislock-late">{}</span>', _("renewal is late"))
-        else:
-            note = mark_safe("")
-        return format_html(
-            '<span class="nowrap"><meter class="redislock-meter" aria-hidden="true" '
-            'max="{}" low="{}" high="{}" optimum="{}" value="{}"></meter> {}</span>{}',
-            *(life, life / 2, life / 2, life, obj.ttl, time_span(obj.ttl), note),
-        )
+        return expiry_html(obj)
 
     @admin.display(description=_("waiting"), ordering="waiting")
     def waiting_now(self, obj: HeldLock) -> str:
-        """Return how many wait, in bold if there are any: these are the ones to look at."""
+        """Return the number of waiters, in bold if there are any."""
         return format_html('<span class="redislock-waiting">{}</span>', obj.waiting) if obj.waiting else "0"
 
     @admin.display(description=_("fence"), ordering="fence")
@@ -200,20 +194,20 @@ class HeldLockAdmin(ModelAdmin):
         return [
             (None, {"fields": ["kind", "connection", "fence_number", "waiters"]}),  # the name is the page's title
             (_("Holder"), {"fields": ["label", *task, "host", "process", "thread", "shortened_id"]}),
-            (_("Life"), {"fields": ["acquired", "held_for", "expires_in", "life", *renewed]}),
+            (_("Expiry"), {"fields": ["acquired", "held_for", "expires_in", "expiry", *renewed]}),
         ]
 
     @admin.display(description=_("acquired"))
     def acquired(self, obj: HeldLock) -> str:
-        return isolated(moment(obj.acquired_at))
+        return isolate(date_and_time(obj.acquired_at))
 
     @admin.display(description=_("last renewed"))
     def last_renewed(self, obj: HeldLock) -> str:
-        """Return the time since the last renewal. Each renewal gives the whole life again."""
+        """Return the time since the last renewal, which is known because each renewal gives the lock its whole expiry again."""
         ago = max(0.0, obj.expire - obj.ttl)
         if ago >= obj.age - 0.05:
             return gettext("not yet")
-        return filled(gettext("%(time)s ago"), time=time_span(ago))
+        return fill_in(gettext("%(time)s ago"), time=duration_html(ago))
 
     @admin.display(description=_("process"))
     def process(self, obj: HeldLock) -> str:
@@ -225,20 +219,20 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=_("arguments"))
     def arguments(self, obj: HeldLock) -> str:
-        return isolated(visible(obj.arguments))
+        return isolate(visible(obj.arguments))
 
     @admin.display(description=_("worker"))
     def worker(self, obj: HeldLock) -> str:
-        return isolated(visible(obj.worker))
+        return isolate(visible(obj.worker))
 
     @admin.display(description=_("waiting"))
     def waiters(self, obj: HeldLock) -> str:
-        """Return the number of waiters, and a list of the first ones with place and time; the next one is on top."""
-        return queue_of(obj)
+        """Return the number of waiters, and a list of the first ones with place and waiting time, the next holder first."""
+        return queue_html(obj)
 
-    @admin.display(description=_("life"))
-    def life(self, obj: HeldLock) -> str:
-        return time_span(obj.expire)
+    @admin.display(description=_("expiry"))
+    def expiry(self, obj: HeldLock) -> str:
+        return duration_html(obj.expire)
 
     def render_change_form(
         self,
@@ -250,61 +244,23 @@ class HeldLockAdmin(ModelAdmin):
         obj: HeldLock | None = None,
     ) -> HttpResponse:
         if obj is not None and obj.fence and self.has_force_release_permission(request):
-            context |= {"ticked": ticked(obj), "action_checkbox_name": ACTION_CHECKBOX_NAME}
+            context |= {"selection_value": selection_value(obj), "action_checkbox_name": ACTION_CHECKBOX_NAME}
         return super().render_change_form(request, context, add, change, form_url, obj)
 
     # Force-release
 
     @admin.action(description=_("Force-release selected locks…"), permissions=["force_release"])
     def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
-        """Ask, then release what is still held by the holder that was shown.
+        """Ask for confirmation, then release the selected locks that the shown holders still hold.
 
-        Only what was ticked counts: the queryset would be every lock there is when the request says "select across".
+        The queryset is ignored, because it would contain every lock if the request said "select across".
         """
-        release = Release(request.POST.getlist(ACTION_CHECKBOX_NAME))
-        if request.POST.get("confirmed"):
-            why = request.POST.get("reason", "").strip()
-            for lock in release.carry_out(request.user, why):
-                self._log_release(request, lock, why)
-        for level, message in release.messages():
+        selected = ForceRelease(request.POST.getlist(ACTION_CHECKBOX_NAME))
+        confirmed = request.POST.get("confirmed")
+        if confirmed:
+            reason = request.POST.get("reason", "").strip()
+            for lock in selected.release(request.user, reason):
+                self.log_change(request, lock, history_entry(lock, reason))
+        for level, message in selected.messages():
             self.message_user(request, message, level)
-        if request.POST.get("confirmed") or not release.held:
-            return None
-        title = ngettext("Force-release a lock", "Force-release locks", len(release.held))
-        request.current_app = self.admin_site.name
-        return TemplateResponse(
-            request,
-            "admin/django_redislock/heldlock/force_release.html",
-            {
-                **self.admin_site.each_context(request),
-                "title": title,
-                "original": title,
-                "opts": self.opts,
-                "media": self.media,
-                "has_view_permission": True,
-                "action_checkbox_name": ACTION_CHECKBOX_NAME,
-                "longest_reason": LONGEST_WHY,
-                "several_connections": several_connections(),
-                "locks": [
-                    {
-                        "name": self.lock(lock),
-                        "holder": holder_of(lock, whole=True),
-                        "arguments": visible(lock.arguments) if lock.arguments else "",
-                        "held_for": self.held_for(lock),
-                        "waiting": lock.waiting,
-                        "next": next(iter(waiters_of(look_at_queue(lock))), ""),
-                        "connection": lock.connection,
-                        "ticked": ticked(lock),
-                    }
-                    for lock in release.held
-                ],
-            },
-        )
-
-    def _log_release(self, request: HttpRequest, lock: HeldLock, why: str) -> None:
-        text = gettext("Force-released after %(age)s. Held by %(holder)s (fence %(fence)d, connection %(connection)s).")
-        known = {"age": duration(lock.age), "fence": lock.fence, "connection": lock.connection}
-        text %= {"holder": visible(f"{lock.label} {lock.place}".strip()), **known}
-        if why:
-            text += " " + gettext("Reason: %(reason)s") % {"reason": visible(why)}
-        self.log_change(request, lock, text)
+        return confirmation_page(self, request, selected.held) if selected.held and not confirmed else None

@@ -1,4 +1,4 @@
-"""The admin's page about the last hour: waits, and what they saved; its plot is drawn here: no script, no inline style."""
+"""The admin's page about the waits of the last hour, with a plot in SVG that needs no script and no inline style."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from django.utils.html import strip_tags
 from django.utils.translation import gettext, gettext_lazy as _, ngettext
 
 from .. import conf
+from ..connections import clients, several_connections
 from ..core.contention import MINUTES, Waits, contention
 from ..exceptions import LockBackendError
-from ..inventory import RETRY_FOR, clients, reason, several_connections
-from ..models import encode_key, visible
-from .display import filled, wait_span
+from ..inventory import RETRY_FOR, cause_of
+from ..models import encode_key
+from ..texts import visible
+from .display import fill_in, wait_html
 
 ROWS = 50
-"""Names on the page: so many that were waited for longest, and so many that saved most."""
+"""Names on the page: this many with the longest waits, and this many that saved most."""
 WIDTH, HEIGHT = 720, 120
 
 
-class Row(NamedTuple):
-    """One line of the table."""
+class ContentionRow(NamedTuple):
+    """The waits for one lock, as the table shows them."""
 
     name: str
     address: str
@@ -53,19 +55,19 @@ Found = tuple[Waits, str, str]
 """The waits for a lock, its connection, its name."""
 COLUMNS: dict[str, tuple[Any, Callable[[Found], Any]]] = {
     "name": (_("name"), lambda found: found[2].casefold()),
-    "waited": (_("waited in all"), lambda found: found[0].seconds),
-    "mean": (_("on average"), lambda found: _mean(found[0])),
+    "waited": (_("total wait"), lambda found: found[0].seconds),
+    "mean": (_("average wait"), lambda found: _mean(found[0])),
     "waits": (_("waits"), lambda found: found[0].waits),
     "gave_up": (_("gave up"), lambda found: found[0].gave_up),
     "duplicates": (_("duplicates prevented"), lambda found: found[0].duplicates),
     "avoided": (_("recomputations avoided"), lambda found: found[0].avoided),
     "connection": (_("connection"), lambda found: found[1]),
 }
-"""By the word in the address: the title, and the sort key."""
+"""By the word in the query string: the title, and the sort key."""
 
 
 class Bar(NamedTuple):
-    """One minute of the plot; texts, so that no locale puts a comma into them."""
+    """One minute of the plot. The numbers are texts, so that no locale writes a comma in them."""
 
     x: str
     y: str
@@ -75,7 +77,7 @@ class Bar(NamedTuple):
 
 
 def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
-    """Show which names were waited for most in the last hour and saved most, on all connections."""
+    """Show the locks of all connections with the longest waits in the last hour, and those that saved most."""
     if not model_admin.has_view_permission(request):
         raise PermissionDenied
     found, failed = _read()
@@ -108,16 +110,16 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
         "several_connections": several,
         "cut": len(names) > len(shown),
         "bars": bars(minutes),
-        "scale": [wait_span(most), wait_span(most / 2), "0"] if most else [],
+        "scale": [wait_html(most), wait_html(most / 2), "0"] if most else [],
         "ticks": [gettext("%(minutes)d min ago") % {"minutes": ago} for ago in (60, 45, 30, 15)] + [gettext("now")],
         "width": str(WIDTH),
         "height": str(HEIGHT),
-        "most": wait_span(most) if most else "",
+        "most": wait_html(most) if most else "",
         "summary": [
-            filled(
-                ngettext("%(count)s wait, %(time)s in all", "%(count)s waits, %(time)s in all", count),
+            fill_in(
+                ngettext("%(count)s wait, %(time)s in total", "%(count)s waits, %(time)s in total", count),
                 count=count,
-                time=wait_span(sum(minute.seconds for minute in minutes)),
+                time=wait_html(sum(minute.seconds for minute in minutes)),
             ),
             ngettext("%(count)d duplicate task prevented", "%(count)d duplicate tasks prevented", duplicates)
             % {"count": duplicates},
@@ -129,7 +131,7 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
 
 
 def _read() -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the waits of each connection, and why others could not be read."""
+    """Return the waits of each connection, and by connection why others could not be read."""
     try:
         found, failed = clients()
     except ImproperlyConfigured as error:
@@ -139,12 +141,12 @@ def _read() -> tuple[dict[str, Any], dict[str, str]]:
         try:
             read[connection] = contention(client, conf.get().key_prefix, retry_for=RETRY_FOR)
         except LockBackendError as error:
-            failed[connection] = reason(error)
+            failed[connection] = cause_of(error)
     return read, failed
 
 
 def _pick(names: list[Found], sorting: str) -> list[Found]:
-    """Return the names to show: sorted by the wanted column, else first the longest waits and then the most savings."""
+    """Return the names to show: sorted by the wanted column, else first the longest waits and then the highest savings."""
     word = sorting.removeprefix("-")
     if word in COLUMNS:
         return sorted(names, key=COLUMNS[word][1], reverse=sorting.startswith("-"))[: 2 * ROWS]
@@ -164,15 +166,15 @@ def _mean(waits: Waits) -> float:
     return waits.seconds / max(1, waits.waits)
 
 
-def _row(waits: Waits, connection: str, name: str) -> Row:
-    waited = [wait_span(waits.seconds), wait_span(_mean(waits))] if waits.waits else ["\N{EN DASH}"] * 2
+def _row(waits: Waits, connection: str, name: str) -> ContentionRow:
+    waited = [wait_html(waits.seconds), wait_html(_mean(waits))] if waits.waits else ["\N{EN DASH}"] * 2
     address = reverse("admin:django_redislock_heldlock_change", args=[quote(encode_key(connection, name))])
     counts = (waits.waits, waits.gave_up, waits.duplicates, waits.avoided)
-    return Row(visible(name), address, connection, waited[0], waited[1], *counts)
+    return ContentionRow(visible(name), address, connection, waited[0], waited[1], *counts)
 
 
 def bars(minutes: list[Waits]) -> list[Bar]:
-    """Return a bar for each minute in which a wait ended: as high as what was waited in all, the longest as the plot."""
+    """Return a bar for each minute in which a wait ended. Its height is the sum of the waits; the highest fills the plot."""
     most = max(minute.seconds for minute in minutes)
     step = WIDTH / len(minutes)
     drawn = []
@@ -180,8 +182,8 @@ def bars(minutes: list[Waits]) -> list[Bar]:
         if minute.waits:
             height = max(1.0, HEIGHT * minute.seconds / most) if most else 1.0
             ago = len(minutes) - 1 - number
-            time = strip_tags(wait_span(minute.seconds))
-            title = gettext("%(ago)d min ago: waited for %(time)s") % {"ago": ago, "time": time}
+            time = strip_tags(wait_html(minute.seconds))
+            title = gettext("%(ago)d min ago: %(time)s of waiting") % {"ago": ago, "time": time}
             x, y, width, tall = (f"{value:.1f}" for value in (number * step, HEIGHT - height, step - 1, height))
             drawn.append(Bar(x, y, width, tall, title))
     return drawn

@@ -1,4 +1,4 @@
-"""Lengths of time, moments and names on the admin's pages, isolated, so that a right-to-left page keeps its order."""
+"""Durations, times, names and holders as HTML for the admin's pages, isolated, so that a right-to-left page keeps their order."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.timezone import localtime
 from django.utils.translation import gettext
 
-from ..inventory import duration
-from ..models import HeldLock, visible
+from ..models import HeldLock
+from ..texts import duration, visible
+from .queryset import renewal_is_late
 
 SHOWN_OF_ID = 8
 """Characters of a task's id in the list; the whole id is in the title."""
 _TASK = re.compile(r"(.*)\[([^\[\]]+)\]", re.DOTALL)
 
 
-def isolated(text: str) -> SafeString:
-    """Return the text such that its order does not depend on the direction of the text around it."""
+def isolate(text: str) -> SafeString:
+    """Return the text in an element that keeps its order on a page of the other direction."""
     return format_html("<bdi>{}</bdi>", text)
 
 
-def filled(text: str, **values: Any) -> SafeString:
-    """Return the text with these values in place of its ``%(name)s``; text that is not safe HTML is escaped."""
+def fill_in(text: str, **values: Any) -> SafeString:
+    """Return the translated text with these values in place of its ``%(name)s``; all that is not safe HTML is escaped."""
     return mark_safe(escape(text) % {key: conditional_escape(value) for key, value in values.items()})  # noqa: S308
 
 
-def time_span(seconds: float) -> SafeString:
-    """Return a length of time in at most two units."""
-    return isolated(duration(seconds))
+def duration_html(seconds: float) -> SafeString:
+    """Return a duration in at most two units."""
+    return isolate(duration(seconds))
 
 
-def wait_span(seconds: float) -> SafeString:
-    """Return the length of a wait: of less than a second in milliseconds, because most waits are that short."""
+def wait_html(seconds: float) -> SafeString:
+    """Return the duration of a wait; below a second in milliseconds, because most waits are that short."""
     if seconds >= 0.9995 or not seconds:
-        return time_span(seconds)
-    return isolated(gettext("%(milliseconds)s ms") % {"milliseconds": number_format(max(1, round(seconds * 1000)))})
+        return duration_html(seconds)
+    return isolate(gettext("%(milliseconds)s ms") % {"milliseconds": number_format(max(1, round(seconds * 1000)))})
 
 
-def moment(when: datetime) -> str:
-    """Return a moment with its seconds and its time zone."""
-    local = localtime(when)
-    return f"{date_format(local, 'DATE_FORMAT')}, {local:%H:%M:%S %Z}".strip()
+def date_and_time(when: datetime) -> str:
+    """Return the date, and the time of day with its seconds and its time zone."""
+    return f"{date_format(localtime(when), 'DATE_FORMAT')}, {time_of_day(when)}"
 
 
-def now() -> str:
-    """Return the time of day with its seconds and its time zone."""
-    return f"{localtime(datetime.now(UTC)):%H:%M:%S %Z}".strip()
+def time_of_day(when: datetime | None = None) -> str:
+    """Return the time of day, by default of now, with its seconds and its time zone."""
+    return f"{localtime(when or datetime.now(UTC)):%H:%M:%S %Z}".strip()
 
 
-def name_of(lock: HeldLock) -> SafeString:
-    """Return the name of a lock, with everything made visible in it."""
+def name_html(lock: HeldLock) -> SafeString:
+    """Return the name of a lock."""
     return format_html('<bdi class="redislock-name">{}</bdi>', visible(lock.name))
 
 
-def holder_of(lock: HeldLock, *, whole: bool = False) -> SafeString:
+def holder_html(lock: HeldLock, *, whole: bool = False) -> SafeString:
     """Return the holder of a lock and its place; the id of a task is shortened unless `whole`."""
-    place = isolated(visible(lock.place))
+    place = isolate(visible(lock.place))
     if not lock.label:
         return place
     label, task = visible(lock.label), _TASK.fullmatch(lock.label)
@@ -71,18 +71,40 @@ def holder_of(lock: HeldLock, *, whole: bool = False) -> SafeString:
     return format_html('<bdi{}>{}</bdi><br><span class="quiet">{}</span>', title, shown, place)
 
 
-def waiters_of(lock: HeldLock) -> list[SafeString]:
-    """Return a line for each known waiter, in the order in which they get the lock, with place and time."""
+def expiry_html(lock: HeldLock) -> SafeString:
+    """Return the time until the lock expires with a meter, and a note where the lock is not renewed or the renewal is late."""
+    expire = max(lock.expire, lock.ttl)
+    if not lock.auto_renewal:
+        note = format_html('<br><span class="quiet">{}</span>', gettext("not renewed"))
+    elif renewal_is_late(lock):
+        note = format_html('<br><span class="redislock-late">{}</span>', gettext("renewal is late"))
+    else:
+        note = SafeString("")
+    return format_html(
+        '<span class="nowrap"><meter class="redislock-meter" aria-hidden="true" '
+        'max="{}" low="{}" high="{}" optimum="{}" value="{}"></meter> {}</span>{}',
+        *(expire, expire / 2, expire / 2, expire, lock.ttl, duration_html(lock.ttl), note),
+    )
+
+
+def age_html(lock: HeldLock) -> SafeString:
+    """Return for how long the lock is held, with the time of its acquisition in the title."""
+    since = date_and_time(lock.acquired_at)
+    return format_html('<span class="nowrap" title="{}">{}</span>', since, duration_html(lock.age))
+
+
+def waiter_lines(lock: HeldLock) -> list[SafeString]:
+    """Return a line with place and waiting time for each known waiter; the next holder is the first."""
     return [
-        filled(gettext("%(place)s for %(time)s"), place=isolated(place), time=time_span(seconds))
+        fill_in(gettext("%(place)s for %(time)s"), place=isolate(place), time=duration_html(seconds))
         for host, pid, seconds in lock.queue
         for place in [visible(f"{host} · {pid}") if host else "?"]
     ]
 
 
-def queue_of(lock: HeldLock) -> SafeString:
+def queue_html(lock: HeldLock) -> SafeString:
     """Return the number of waiters of a lock, and a list of the first ones."""
-    lines = waiters_of(lock)
+    lines = waiter_lines(lock)
     if not lines:
         return SafeString(lock.waiting)
     if lock.waiting > len(lines):

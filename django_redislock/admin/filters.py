@@ -1,4 +1,4 @@
-"""What the admin's list of held locks can be narrowed by."""
+"""The filters of the admin's list of held locks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest
 from django.utils.translation import gettext, gettext_lazy as _
 
-from ..inventory import clients, duration
-from ..models import HeldLock, visible
+from ..connections import clients
+from ..models import HeldLock
+from ..texts import duration, visible
 
 if TYPE_CHECKING:
     from django.contrib.admin.views.main import ChangeList
@@ -35,7 +36,7 @@ class ConnectionFilter(admin.SimpleListFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         try:
             found, failed = clients()
-        except ImproperlyConfigured:  # the list itself tells
+        except ImproperlyConfigured:  # reading the locks reports it
             return []
         names = [*found, *failed]
         return [(name, name) for name in names] if len(names) > 1 else []
@@ -71,7 +72,7 @@ class AgeFilter(admin.SimpleListFilter):
 
 
 class FoundFilter(admin.SimpleListFilter):
-    """Offers the values found in the locks that were read for the page, so there is no second reading."""
+    """Offers the values of the locks that were read for the page, so that Redis is read only once."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         return []

@@ -1,23 +1,31 @@
-"""Force-release in the admin: look again at what was ticked, release what is still as it was shown, tell of the rest."""
+"""Force-release in the admin: ask, read the selected locks again, and release those that the shown holder still holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from typing import Any
 
 from django.contrib import messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.core.exceptions import ImproperlyConfigured
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
 from django.utils.text import Truncator
 from django.utils.translation import gettext, ngettext
 
-from ..connections import connection_names
+from ..connections import connection_names, several_connections
+from ..core.loss import LONGEST_WHY
 from ..exceptions import LockBackendError
-from ..inventory import find, force_release, reason
-from ..models import HeldLock, decode_key, visible
+from ..inventory import cause_of, find, force_release
+from ..models import HeldLock, decode_key
+from ..texts import duration, visible
+from .display import age_html, holder_html, name_html, waiter_lines
+from .queryset import read_waiters
 
 
-def ticked(lock: HeldLock) -> str:
-    """Return what a form sends of a lock: its key, and the fence of the acquisition that was shown."""
+def selection_value(lock: HeldLock) -> str:
+    """Return the value of the check box beside a lock: its primary key, and the fence of the acquisition that was shown."""
     return f"{lock.key}.{lock.fence}"
 
 
@@ -26,8 +34,8 @@ def _parse(value: str) -> tuple[str, str, int]:
     return *decode_key(key), int(fence)
 
 
-class Release:
-    """The release of the locks that were ticked. `held` are those whose holder is still the one that was shown."""
+class ForceRelease:
+    """The force-release of the selected locks. `held` are those whose holder is still the one that was shown."""
 
     def __init__(self, values: Iterable[str]) -> None:
         self.held: list[HeldLock] = []
@@ -38,18 +46,18 @@ class Release:
         self._failed: dict[str, str] = {}
         shown: dict[str, dict[str, int]] = {connection: {} for connection in connection_names()}
         for value in values:
-            with suppress(ValueError, KeyError):  # made up, or from before a change of the settings
+            with suppress(ValueError, KeyError):  # a forged value, or one from before a change of the settings
                 connection, name, fence = _parse(value)
                 shown[connection][name] = fence
         for connection, fences in shown.items():
             if fences:
-                self._look(connection, fences)
+                self._read(connection, fences)
 
-    def _look(self, connection: str, fences: dict[str, int]) -> None:
+    def _read(self, connection: str, fences: dict[str, int]) -> None:
         try:
             found = find(connection, fences)
         except (ImproperlyConfigured, LockBackendError) as error:
-            self._failed[connection] = reason(error)
+            self._failed[connection] = cause_of(error)
             return
         for name, fence in fences.items():
             if name not in found:
@@ -59,63 +67,105 @@ class Release:
             else:
                 self.held.append(HeldLock.of(connection, found[name].info))
 
-    def carry_out(self, by: object, why: str) -> Iterator[HeldLock]:
-        """Release the locks and yield each after its release; after an error, the other locks of that server stay.
+    def release(self, by: object, reason: str) -> Iterator[HeldLock]:
+        """Release the locks and yield each after its release; after an error, no other lock of that server is released.
 
-        `by` is who releases them and `why` the reason, both for the former holders.
+        The former holders get the user `by` and the `reason`.
         """
         for lock in self.held:
             if lock.connection in self._failed:
                 continue
             try:
-                if force_release(lock.connection, lock.name, lock.fence, by, why):
+                if force_release(lock.connection, lock.name, lock.fence, by, reason):
                     self._released.append(lock.name)
                     yield lock
-                elif find(lock.connection, [lock.name]):  # taken within the milliseconds since the look
+                elif find(lock.connection, [lock.name]):  # acquired by another holder since it was read
                     self._changed.append(lock.name)
                 else:
                     self._gone.append(lock.name)
             except LockBackendError as error:
                 self._unknown.append(lock.name)
-                self._failed[lock.connection] = reason(error)
+                self._failed[lock.connection] = cause_of(error)
 
     def messages(self) -> Iterator[tuple[int, str]]:
-        """Yield what is to be told, each with its level."""
+        """Yield the messages about the result, each with its level."""
         if self._released:
             text = ngettext(
-                "%(count)d lock was force-released: %(names)s. If its former holder still runs, it is told when it next "
-                "renews the lock.",
-                "%(count)d locks were force-released: %(names)s. Former holders that still run are told when they next "
-                "renew their lock.",
+                "%(count)d lock was force-released: %(names)s. If its former holder still runs, it is notified when it "
+                "next renews the lock.",
+                "%(count)d locks were force-released: %(names)s. Former holders that still run are notified when they "
+                "next renew their locks.",
                 len(self._released),
             )
-            yield messages.SUCCESS, _fill(text, self._released)
+            yield messages.SUCCESS, _fill_in(text, self._released)
         if self._changed:
             text = ngettext(
-                "%(count)d lock changed hands, left alone: %(names)s.",
-                "%(count)d locks changed hands, left alone: %(names)s.",
+                "%(count)d lock has another holder now and was not released: %(names)s.",
+                "%(count)d locks have other holders now and were not released: %(names)s.",
                 len(self._changed),
             )
-            yield messages.WARNING, _fill(text, self._changed)
+            yield messages.WARNING, _fill_in(text, self._changed)
         if self._gone:
             text = ngettext(
-                "%(count)d lock is not held any more: %(names)s.",
-                "%(count)d locks are not held any more: %(names)s.",
+                "%(count)d lock is no longer held: %(names)s.",
+                "%(count)d locks are no longer held: %(names)s.",
                 len(self._gone),
             )
-            yield messages.INFO, _fill(text, self._gone)
+            yield messages.INFO, _fill_in(text, self._gone)
         if self._unknown:
             text = ngettext(
-                "Whether %(count)d lock was released is unknown, because Redis did not answer: %(names)s.",
-                "Whether %(count)d locks were released is unknown, because Redis did not answer: %(names)s.",
+                "Redis did not answer, so it is unknown whether %(count)d lock was released: %(names)s.",
+                "Redis did not answer, so it is unknown whether %(count)d locks were released: %(names)s.",
                 len(self._unknown),
             )
-            yield messages.ERROR, _fill(text, self._unknown)
+            yield messages.ERROR, _fill_in(text, self._unknown)
         for connection, why in self._failed.items():
-            text = gettext("Connection “%(connection)s” failed, and nothing more was done there: %(why)s")
+            text = gettext("Connection “%(connection)s” failed, and no other lock was released there: %(why)s")
             yield messages.ERROR, text % {"connection": connection, "why": why}
 
 
-def _fill(text: str, names: list[str]) -> str:
+def _fill_in(text: str, names: list[str]) -> str:
     shown = ", ".join(f"“{Truncator(visible(name)).chars(60)}”" for name in names[:5])
     return text % {"count": len(names), "names": shown if len(names) <= 5 else f"{shown}, …"}
+
+
+def confirmation_page(model_admin: Any, request: HttpRequest, locks: list[HeldLock]) -> HttpResponse:
+    """Show the locks, and ask whether to release them and why."""
+    title = ngettext("Force-release a lock", "Force-release locks", len(locks))
+    request.current_app = model_admin.admin_site.name
+    context = {
+        **model_admin.admin_site.each_context(request),
+        "title": title,
+        "original": title,
+        "opts": model_admin.opts,
+        "media": model_admin.media,
+        "has_view_permission": True,
+        "action_checkbox_name": ACTION_CHECKBOX_NAME,
+        "longest_reason": LONGEST_WHY,
+        "several_connections": several_connections(),
+        "locks": [
+            {
+                "name": name_html(lock),
+                "holder": holder_html(lock, whole=True),
+                "arguments": visible(lock.arguments) if lock.arguments else "",
+                "held_for": age_html(lock),
+                "waiting": lock.waiting,
+                "next": next(iter(waiter_lines(read_waiters(lock))), ""),
+                "connection": lock.connection,
+                "selection_value": selection_value(lock),
+            }
+            for lock in locks
+        ],
+    }
+    return TemplateResponse(request, "admin/django_redislock/heldlock/force_release.html", context)
+
+
+def history_entry(lock: HeldLock, reason: str) -> str:
+    """Return the text about a forced release in the history of the lock."""
+    text = gettext("Force-released after %(age)s. Held by %(holder)s (fence %(fence)d, connection %(connection)s).") % {
+        "age": duration(lock.age),
+        "holder": visible(f"{lock.label} {lock.place}".strip()),
+        "fence": lock.fence,
+        "connection": lock.connection,
+    }
+    return f"{text} {gettext('Reason: %(reason)s') % {'reason': visible(reason)}}" if reason else text

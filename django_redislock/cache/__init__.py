@@ -1,7 +1,8 @@
-"""Cache backends whose `get_or_set` computes a missing value once: for all threads and processes that want it.
+"""Cache backends whose `get_or_set` computes a missing value once for all threads and processes.
 
-One mixin serves django-redis's backend (`RedisCache`) and Django's own (`DjangoRedisCache`). Everything else works as in
-the base class, and stored bytes are the same. `LocMemCache` and `DummyCache` have the same methods without Redis, for tests.
+One mixin serves django-redis's backend (`RedisCache`) and Django's own (`DjangoRedisCache`). Everything else works as
+in the base class, and stored bytes are the same. `LocMemCache` and `DummyCache` have the same methods without Redis,
+for tests.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 
 
 def get_cache(using: str = "default") -> ComputeOnceMixin:
-    """Return ``caches[using]``, with the methods and options of this package for type checkers.
+    """Return ``caches[using]``, typed with the methods and options of this package.
 
     Raises ImproperlyConfigured when its backend is not one of this package.
     """
@@ -44,16 +45,16 @@ def get_cache(using: str = "default") -> ComputeOnceMixin:
     if isinstance(cache, ComputeOnceMixin):
         return cache
     raise ImproperlyConfigured(
-        f"The cache {using!r} ({type(cache).__module__}.{type(cache).__qualname__}) has no methods of django-redislock. "
+        f"The cache {using!r} ({type(cache).__module__}.{type(cache).__qualname__}) has no methods of "
+        "django-redislock. "
         "Give it a BACKEND of django_redislock.cache; in tests that may be LocMemCache or DummyCache."
     )
 
 
 def __getattr__(name: str) -> Any:
-    # django-redis is an extra: only who names its backend needs it.
+    # django-redis is an extra: it is imported only when its backend is used.
     if name != "RedisCache":
-        raise_unknown(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise_unknown(__name__, name)
     try:
         from .backends.django_redis_backend import RedisCache
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""Values computed anew by a Celery worker: what the one who finds an old value writes, and what the worker does.
+"""Refreshes by a Celery worker: the message of the caller that finds a stale value, and the work of the worker.
 
-A message names what is to be called, so whoever can write to the broker could have anything called: a worker obeys only the
-names of functions that its own code has registered.
+A message names the function to be called, and anybody who can write to the broker can send a message. So a worker
+calls only functions that its own code has registered.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from django.core.exceptions import ImproperlyConfigured
 from ..core.events import log
 from ..core.records import new_id
 from .backends.base import RedisBackend
-from .lease.obtain import give_up, peek, take
+from .lease.obtain import cancel_refresh, reserve_refresh
+from .lease.read import read_value
 from .lease.request import is_interruption
+from .lease.single_flight import Caller, pause_refresh, refresh
 from .lease.store import digest
-from .options import Asked, Options, Timeout, checked
-from .single_flight import Caller, hush, refresh
+from .options import CheckedOptions, GetOrSetCall, Timeout, validate
 from .stats import alias_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,99 +34,112 @@ _registered: dict[str, Callable[..., Any]] = {}
 
 
 def refreshable(function: F) -> F:
-    """Register a function of a module, so that Celery workers call it for ``refresh="celery"``.
+    """Register a function of a module, so that Celery workers may call it for ``refresh="celery"``.
 
-    A worker must import the module. `cached` registers its function by itself. Raises TypeError for a local function.
+    The worker must import the module. `cached` registers its function itself. Raises TypeError for a local function.
     """
-    name = name_of(function)
+    name = import_path(function)
     if name is None:
         raise TypeError(f"refresh='celery' needs a function of a module, not {function!r}")
     _registered[name] = function
     return function
 
 
-class OrderedMixin(RedisBackend):
-    """What orders a value, and what makes it."""
+class CeleryRefreshMixin(RedisBackend):
+    """The two ends of ``refresh="celery"``: the caller that sends a message, and the worker that processes it."""
 
-    _made_with: tuple[Any, dict[str, Any]]
+    _constructor_args: tuple[Any, dict[str, Any]]
 
-    def refresh_ordered(self, order: dict[str, Any]) -> None:
-        """Compute a value anew that another process found to be due: what the Celery task does."""
-        names = [name for name in (order["default"], order["should_cache"], order["timeout_for"]) if name]
-        unknown = [name for name in names if name not in _registered]
-        should_cache, timeout = _registered.get(order["should_cache"]), _registered.get(order["timeout_for"])
+    def refresh_from_message(self, message: dict[str, Any]) -> None:
+        """Refresh the value of a message. This is the work of the Celery task.
+
+        Raises the error of the computation, and LookupError when the worker does not know the function of the message.
+        """
+        paths = [path for path in (message["default"], message["should_cache"], message["timeout_for"]) if path]
+        unknown = [path for path in paths if path not in _registered]
+        should_cache, timeout = _registered.get(message["should_cache"]), _registered.get(message["timeout_for"])
         if timeout is None:
-            timeout = DEFAULT_TIMEOUT if order["timeout"] == "default" else order["timeout"]
-        given = checked("get_or_set", **order["options"], stale=order["stale"], should_cache=should_cache)
-        asked = self._asked(order["key"], None if unknown else _default_of(order), timeout, order["version"], given)
-        if asked is None:
+            timeout = DEFAULT_TIMEOUT if message["timeout"] == "default" else message["timeout"]
+        checked = validate("get_or_set", **message["options"], stale=message["stale"], should_cache=should_cache)
+        call = self._prepare(
+            message["key"], None if unknown else _function_of(message), timeout, message["version"], checked
+        )
+        if call is None:
             return
-        want = replace(asked.want, id=order["id"])
+        request = replace(call.request, id=message["id"])
         if unknown:
-            want.server.run(give_up(want))
+            request.server.run(cancel_refresh(request))
             raise LookupError(
-                f"{unknown[0]} is not registered in this worker, so it is not called for refresh='celery': decorate it with "
-                "@django_redislock.cache.refreshable, and import its module in a tasks module."
+                f"{unknown[0]} is not registered in this worker, so it is not called for refresh='celery': decorate it "
+                "with @django_redislock.cache.refreshable, and import its module in a tasks module."
             )
-        data, _ = want.server.run(peek(want.key, with_life=False))
-        if data is None or digest(data).decode() != order["old"]:
-            want.server.run(give_up(want))
+        data, _ = request.server.run(read_value(request.key, with_ttl=False))
+        if data is None or digest(data).decode() != message["old"]:
+            request.server.run(cancel_refresh(request))
             return
-        caller = Caller(threading.current_thread(), want.server.room)
-        landing = want.server.run(refresh(want, caller, data, -math.inf))
-        if landing.error is not None:
-            raise landing.error
+        caller = Caller.thread(request.server)
+        outcome = request.server.run(refresh(request, caller, data, -math.inf))
+        if outcome.error is not None:
+            raise outcome.error
 
-    def _order(self, asked: Asked, key: Any, default: Any, timeout: Timeout, version: int | None, old: bytes) -> None:
-        """Have a Celery worker compute the value anew, unless somebody does so already.
+    def _refresh_in_celery(
+        self, call: GetOrSetCall, key: Any, default: Any, timeout: Timeout, version: int | None, old: bytes
+    ) -> None:
+        """Have a Celery worker refresh the value, unless another process refreshes it.
 
-        What fails on the way is logged: the old value is there.
+        An error of the broker is logged, because the caller has the stale value.
         """
         from ..tasks import refresh as task
 
-        alias = alias_of(type(self), *self._made_with)
+        alias = alias_of(type(self), *self._constructor_args)
         if not alias:
             raise ImproperlyConfigured("refresh='celery' needs a cache that is one of CACHES")
-        function, args, kwargs = _taken_apart(default)
-        given = asked.given
-        order = {
+        function, args, kwargs = _split_partial(default)
+        checked = call.options
+        message = {
             "key": key,
             "version": version,
             "timeout": timeout if timeout is None or isinstance(timeout, (int, float)) else "default",
-            "timeout_for": path_of(timeout, "timeout") if callable(timeout) else None,
-            "default": path_of(function),
+            "timeout_for": registered_name(timeout, "timeout") if callable(timeout) else None,
+            "default": registered_name(function),
             "args": list(args),
             "kwargs": kwargs,
-            "options": given.settings,
-            "stale": given.stale,
-            "should_cache": given.should_cache and path_of(given.should_cache, "should_cache"),
+            "options": checked.settings,
+            "stale": checked.stale,
+            "should_cache": checked.should_cache and registered_name(checked.should_cache, "should_cache"),
             "old": digest(old).decode(),
             "id": new_id(),
         }
-        want = replace(asked.want, id=order["id"])
-        hush(want)
+        request = replace(call.request, id=message["id"])
+        pause_refresh(request)
         try:
-            if want.server.run(take(want, threading.current_thread(), old)):
-                task.apply_async((alias, order), retry=False)
+            if request.server.run(reserve_refresh(request, threading.current_thread(), old)):
+                task.apply_async((alias, message), retry=False)
         except BaseException as error:
-            want.server.run(give_up(want))
+            request.server.run(cancel_refresh(request))
             if is_interruption(error):
                 raise
-            want.tally.count("errors")
-            log.exception("No Celery worker could be told to compute the value of %r anew.", want.key)
+            request.counters.count("errors")
+            log.exception(
+                "The message to refresh the value of %r could not be sent to Celery; callers get the stale value until "
+                "it expires.",
+                request.key,
+            )
 
-    def _asked(self, key: Any, default: Any, timeout: Timeout, version: int | None, given: Options) -> Asked | None:
+    def _prepare(
+        self, key: Any, default: Any, timeout: Timeout, version: int | None, checked: CheckedOptions
+    ) -> GetOrSetCall | None:
         raise NotImplementedError
 
 
-def check_orderable(default: Any) -> None:
-    """Raise TypeError when no worker would call it."""
-    path_of(_taken_apart(default)[0])
+def check_importable(default: Any) -> None:
+    """Raise TypeError when no worker would call the function."""
+    registered_name(_split_partial(default)[0])
 
 
-def path_of(function: Any, argument: str = "default") -> str:
-    """Return by what name a worker knows a function; raises TypeError."""
-    name = name_of(function)
+def registered_name(function: Any, argument: str = "default") -> str:
+    """Return the name under which a worker knows the function; raises TypeError if it is not registered."""
+    name = import_path(function)
     if name is None or _registered.get(name) is not function:
         raise TypeError(
             f"{argument} must be a function decorated with @django_redislock.cache.refreshable, or for default a "
@@ -134,21 +148,21 @@ def path_of(function: Any, argument: str = "default") -> str:
     return name
 
 
-def name_of(function: Any) -> str | None:
+def import_path(function: Any) -> str | None:
     """Return the name of a function of a module, or of a class in it; None for anything else."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
     return f"{module}.{name}" if module and "<" not in name else None
 
 
-def _taken_apart(default: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _split_partial(default: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if isinstance(default, functools.partial):
         return default.func, default.args, default.keywords
     return default, (), {}
 
 
-def _default_of(order: dict[str, Any]) -> Callable[[], Any]:
-    """Return the function of an order, to be called with its arguments."""
-    function = _registered[order["default"]]
+def _function_of(message: dict[str, Any]) -> Callable[[], Any]:
+    """Return the function of the message with its arguments."""
+    function = _registered[message["default"]]
     if iscoroutinefunction(function):
         function = async_to_sync(function)
-    return functools.partial(function, *order["args"], **order["kwargs"])
+    return functools.partial(function, *message["args"], **message["kwargs"])

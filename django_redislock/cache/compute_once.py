@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
@@ -15,30 +13,37 @@ from django.utils.functional import cached_property
 
 from .. import conf
 from ..core.driver.async_server import async_server_of
-from ..core.driver.server import Server, server_of
-from ..core.validation import Seconds
+from ..core.driver.registry import server_of
+from ..core.driver.server import Server
 from ..exceptions import LockBackendError
-from .calling import called, current_task, read
-from .celery_refresh import OrderedMixin, check_orderable
-from .failures import packed, unpacked
-from .instrumentation import ShownMixin
+from .async_calls import call_any, run_read
+from .celery_refresh import CeleryRefreshMixin, check_importable
+from .failures import dump_failure, load_failure
 from .invalidation import InvalidatingMixin
-from .lease.obtain import peek
+from .lease.read import read_value
 from .lease.request import MISSING, ValueRequest
+from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of
 from .locks import LocksMixin
 from .many import ManyMixin
-from .options import PLAIN, Asked, GetOrSetOptions, Options, Timeout, checked, lengthened, timeout_for
-from .refresh import in_task, in_thread
-from .single_flight import Caller, brought, is_quiet, renewed, value_of
-from .stats import Counters, Tally, alias_of, tally_of
+from .options import (
+    DEFAULTS,
+    CheckedOptions,
+    GetOrSetCall,
+    GetOrSetOptions,
+    Timeout,
+    validate,
+    with_stale_and_jitter,
+)
+from .refresh import refresh_in_task, refresh_in_thread
+from .stats import Counters, Tally, alias_of, counters_for
 
 OPTION = "CACHES[…]['OPTIONS']['LOCK']"
 
 
-class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin, ShownMixin):
-    """Put it left of a Redis cache backend, and give it the methods of `RedisBackend`."""
+class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMixin):
+    """Computes missing values once. It stands left of a Redis cache backend that has the methods of `RedisBackend`."""
 
-    _read: tuple[conf.CacheSettings, conf.CacheSettings] | None = None
+    _read_settings: tuple[conf.CacheSettings, conf.CacheSettings] | None = None
     """The settings of all aliases, and those of this alias."""
 
     def __init__(self, server: Any, params: dict[str, Any]) -> None:
@@ -46,7 +51,7 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin, S
         # A wrong option is an error at the first use, not here: Django's own checks make every cache, and an error here
         # would stop them before our check reports it.
         self._lock_options = options.pop("LOCK", {})
-        self._made_with = server, params
+        self._constructor_args = server, params
         super().__init__(server, {**params, "OPTIONS": options})  # type: ignore[call-arg]
 
     def get_or_set(
@@ -55,104 +60,73 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin, S
         default: Any,
         timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
-        *,
-        lock: bool = True,
-        wait: Seconds | None = None,
-        on_wait_timeout: Any = None,
-        expire: Seconds | None = None,
-        auto_renewal: bool | None = None,
-        max_hold: Seconds | None = None,
-        stale: Seconds | None = None,
-        refresh_before: Seconds | None = None,
-        refresh: Literal["inline", "thread", "celery"] = "inline",
-        should_cache: Callable[[Any], object] | None = None,
-        jitter: float | None = None,
-        on_error: Literal["raise", "stale"] | None = None,
+        **options: Unpack[GetOrSetOptions],
     ) -> Any:
-        """Return the value of the key; when it is missing, have one of all callers compute it by `default()` and store it.
+        """Return the value of the key. If it is missing, one of all callers computes it by `default()` and stores it.
 
-        `timeout` is a number of seconds, None (for ever), or a function of the value that returns one of them; a value for which
-        it returns 0 is not stored, but returned to all who wait for it.
+        `timeout` is a number of seconds, None (the value never expires), or a function of the value that returns one of
+        them. A value with a timeout of 0 is not stored, but returned to all callers that wait for it.
 
-        The others wait for it at most `wait` seconds. Then `on_wait_timeout` says "compute", for oneself, "raise"
-        AcquireTimeout, "stale", to take the old value if there is one, or gives a value to return (a function: what it
-        returns). `expire` is the life in seconds of the right to compute, renewed while `default` runs (`auto_renewal`), at
-        most for `max_hold` seconds; another one takes over when it ends. `jitter`, from 0 to 1, is the share by which
-        timeouts are shortened at random. What is not given comes from ``OPTIONS["LOCK"]`` and
-        ``DJANGO_REDISLOCK["CACHE"]``. A value that was deleted or set meanwhile is not overwritten; one that `should_cache`
-        returns false for is not stored, but returned to all who wait for it.
+        The other callers wait for the value at most `wait` seconds (None: without limit). Then `on_wait_timeout`
+        decides: "compute" the value for this caller, "raise" AcquireTimeout, return the "stale" value if there is one,
+        or return the given value (a function is called, and its result returned).
 
-        With `stale` a value lives so many seconds longer, and `refresh_before` seconds before its timeout it is due: then
-        one caller computes a new one, by `refresh` "inline", in a "thread" or in a "celery" worker, while everybody else
-        gets the old one at once; with ``on_wait_timeout="stale"`` only after waiting. When computing the new one fails, the next
-        try waits for a pause that grows from a second to a minute. With ``on_error="stale"`` the one caller, too, gets the old
-        value in place of the error, which is logged.
+        The computing caller holds a lease. It expires after `expire` seconds, is renewed while `default` runs (if
+        `auto_renewal`), and ends after `max_hold` seconds at the latest; then another caller computes. The loss of a
+        lease is no error. A value that was set or deleted during the computation is not overwritten. A value for which
+        `should_cache` returns false is not stored, but returned to all callers that wait for it. `jitter`, from 0 to
+        1, is the share by which timeouts are shortened at random. Options that are not given come from
+        ``OPTIONS["LOCK"]`` and ``DJANGO_REDISLOCK["CACHE"]``.
 
-        Without `lock`, with a default that is not callable or a timeout of 0 this is Django's own method. Raises what
-        `default` raises, and redis-py's errors, if the base class does.
+        With `stale` a value is kept that many seconds after its timeout, and with `refresh_before` it is due that many
+        seconds before its timeout. One caller refreshes a value that is due: `refresh` "inline", in a "thread" or in a
+        "celery" worker. All other callers get the stale value at once, or with ``on_wait_timeout="stale"`` after `wait`
+        seconds. After a failed refresh the next one waits for a pause, which grows from a second to a minute. With
+        ``on_error="stale"`` the refreshing caller, too, gets the stale value in place of the error, which is logged.
+
+        Without `lock`, with a default that is not callable, or with a timeout of 0, this is Django's own method.
+
+        Raises the error of `default`, AcquireTimeout, TypeError and ValueError for bad arguments, and redis-py's errors
+        if the base class raises them.
         """
-        if (
-            lock is True
-            and refresh == "inline"
-            and wait is on_wait_timeout is expire is auto_renewal is max_hold is stale is refresh_before is None
-            and should_cache is None
-            and jitter is None
-            and on_error is None
-        ):
-            given = PLAIN
-        else:
-            given = checked(
-                "get_or_set",
-                lock=lock,
-                wait=wait,
-                on_wait_timeout=on_wait_timeout,
-                expire=expire,
-                auto_renewal=auto_renewal,
-                max_hold=max_hold,
-                stale=stale,
-                refresh_before=refresh_before,
-                refresh=refresh,
-                should_cache=should_cache,
-                jitter=jitter,
-                on_error=on_error,
-            )
-            if not given.lock:
-                return self._get_or_set_unlocked(key, default, given.life(timeout), version)
-        if not callable(default):
-            return self._get_or_set_unlocked(key, default, given.life(timeout), version)
-        if given.refresh == "celery":
-            check_orderable(default)
-        if not given.due:
+        checked = validate("get_or_set", **options) if options else DEFAULTS
+        if not callable(default) or not checked.lock:
+            return self._get_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
+        if checked.refresh == "celery":
+            check_importable(default)
+        if not checked.due:
             value = self.get(key, MISSING, version=version)
             if value is not MISSING:
-                self._tally.count("hits")
+                self._counters.count("hits")
                 return value
-        asked = self._asked(key, default, timeout, version, given)
-        if asked is None:
-            return self._get_or_set_unlocked(key, default, given.life(timeout), version)
-        want = asked.want
-        caller = Caller(threading.current_thread(), want.server.room)
-        if given.due:
+        call = self._prepare(key, default, timeout, version, checked)
+        if call is None:
+            return self._get_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
+        request = call.request
+        server = request.server
+        caller = Caller.thread(server)
+        if checked.due:
             try:
-                reader = server_of(self._redis(want.key, write=False))
-                data, left = reader.run(peek(want.key, with_life=True))
+                reader = server_of(self._client_for(request.key, write=False))
+                data, ttl_ms = reader.run(read_value(request.key, with_ttl=True))
             except LockBackendError as error:
-                data, left = self._unread(error)
-            value = self._unpacked(want.key, data)
-            self._show("get", value, key, MISSING, version=version)
+                data, ttl_ms = self._reading_failed(error)
+            value = self._loads_or_missing(request.key, data)
+            self._report_read("get", value, key, MISSING, version=version)
             if value is not MISSING and data is not None:
-                if left == -1 or left > given.due * 1000:
-                    want.tally.count("hits")
+                if ttl_ms == -1 or ttl_ms > checked.due * 1000:
+                    request.counters.count("hits")
                     return value
-                if given.refresh != "inline":
-                    if given.refresh == "thread":
-                        in_thread(want, data)
-                    elif not is_quiet(want):
-                        self._order(asked, key, default, timeout, version, data)
-                    want.tally.count("stale_served")
-                    return value
-                return brought(want.server.run(renewed(want, caller, data, value, asked.patience(), asked.on_error)))
-        return brought(want.server.run(value_of(want, caller, asked.wait, asked.on_wait_timeout)))
+                if checked.refresh == "inline":
+                    wait_s = call.wait_with_stale()
+                    return result_of(server.run(refresh_or_stale(request, caller, data, value, wait_s, call.on_error)))
+                if checked.refresh == "thread":
+                    refresh_in_thread(request, data)
+                elif not is_refresh_paused(request):
+                    self._refresh_in_celery(call, key, default, timeout, version, data)
+                request.counters.count("stale_served")
+                return value
+        return result_of(server.run(get_value(request, caller, call.wait, call.on_wait_timeout)))
 
     async def aget_or_set(
         self,
@@ -162,167 +136,119 @@ class ComputeOnceMixin(ManyMixin, OrderedMixin, LocksMixin, InvalidatingMixin, S
         version: int | None = None,
         **options: Unpack[GetOrSetOptions],
     ) -> Any:
-        """Do as `get_or_set`; `default` may be a coroutine function, too, or return something awaitable.
+        """Do as `get_or_set`; `default` may also be a coroutine function, or return an awaitable.
 
-        Everything happens in the event loop, over connections of its own: nothing of `sync_to_async` is taken up while it
-        waits. Other defaults run where `sync_to_async` runs them. With ``refresh="thread"`` a task refreshes.
+        The caller waits in the event loop, over connections of the loop, and blocks no other work of `sync_to_async`.
+        A default that is no coroutine function runs where `sync_to_async` runs it. With ``refresh="thread"`` a task
+        refreshes.
         """
-        given = checked("aget_or_set", **options) if options else PLAIN
-        if given.refresh == "celery":
-            check_orderable(default)
-        asked = self._asked(key, lambda: called(default), timeout, version, given) if callable(default) else None
-        if asked is None or not given.lock:
-            return await self._aget_or_set_unlocked(key, default, given.life(timeout), version)
-        want = asked.want
+        checked = validate("aget_or_set", **options) if options else DEFAULTS
+        if checked.refresh == "celery":
+            check_importable(default)
+        call = self._prepare(key, lambda: call_any(default), timeout, version, checked) if callable(default) else None
+        if call is None or not checked.lock:
+            return await self._aget_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
+        request = call.request
         try:
-            reader = server_of(self._redis(want.key, write=False))
-            data, left = await read(reader, peek(want.key, with_life=bool(given.due)))
+            reader = server_of(self._client_for(request.key, write=False))
+            data, ttl_ms = await run_read(reader, read_value(request.key, with_ttl=bool(checked.due)))
         except LockBackendError as error:
-            data, left = self._unread(error)
-        value = self._unpacked(want.key, data)
-        self._show("get", value, key, MISSING, version=version)
-        server = async_server_of(want.server)
-        caller = Caller(current_task(), server.room)
+            data, ttl_ms = self._reading_failed(error)
+        value = self._loads_or_missing(request.key, data)
+        self._report_read("get", value, key, MISSING, version=version)
+        server = async_server_of(request.server)
+        caller = Caller.task(server)
         if value is not MISSING and data is not None:
-            if not given.due or left == -1 or left > given.due * 1000:
-                want.tally.count("hits")
+            if not checked.due or ttl_ms == -1 or ttl_ms > checked.due * 1000:
+                request.counters.count("hits")
                 return value
-            if given.refresh != "inline":
-                if given.refresh == "thread":
-                    in_task(want, data)
-                elif not is_quiet(want):
-                    await asyncio.to_thread(self._order, asked, key, default, timeout, version, data)
-                want.tally.count("stale_served")
-                return value
-            return brought(await server.run(renewed(want, caller, data, value, asked.patience(), asked.on_error)))
-        return brought(await server.run(value_of(want, caller, asked.wait, asked.on_wait_timeout)))
+            if checked.refresh == "inline":
+                wait_s = call.wait_with_stale()
+                return result_of(
+                    await server.run(refresh_or_stale(request, caller, data, value, wait_s, call.on_error))
+                )
+            if checked.refresh == "thread":
+                refresh_in_task(request, data)
+            elif not is_refresh_paused(request):
+                await asyncio.to_thread(self._refresh_in_celery, call, key, default, timeout, version, data)
+            request.counters.count("stale_served")
+            return value
+        return result_of(await server.run(get_value(request, caller, call.wait, call.on_wait_timeout)))
 
     def stats(self) -> Tally:
-        """Return what became of the calls of this process for this cache alias so far: counts since it started."""
-        return self._tally.read()
+        """Return the counts of hits, computations and waits of this process for this cache alias."""
+        return self._counters.read()
 
-    def locked_get_or_set(
-        self,
-        key: str,
-        value_creator: Callable[[], Any],
-        version: int | None = None,
-        expire: Seconds | None = None,
-        id: str | None = None,
-        lock_key: str | None = None,
-        timeout: float | None = DEFAULT_TIMEOUT,
-    ) -> Any:
-        """Do as python-redis-lock's method of this name; `get_or_set` is better.
+    def _lease_server(self, redis_key: str, timeout: Timeout) -> Server | None:
+        """Return the server of the lease for a value of this timeout; None when no lease is needed."""
+        stores = callable(timeout) or self._stores(timeout)
+        return self._server_of(redis_key) if stores and conf.get().enabled else None
 
-        Raises ValueError when `value_creator` returns None, which counts as a missing value here.
-        """
-
-        def create() -> Any:
-            value = value_creator()
-            if value is None:
-                raise ValueError("`value_creator` must return a value")
-            return value
-
-        if lock_key is None and id is None:
-            value = self.get_or_set(key, create, timeout, version, expire=expire)
-            if value is not None:
-                return value
-        else:
-            value = self.get(key, version=version)
-            if value is not None:
-                return value
-        with self.lock(f"get_or_set:{key}" if lock_key is None else lock_key, version=version, expire=expire, id=id):
-            value = self.get(key, version=version)
-            if value is None:
-                value = create()
-                self.set(key, value, timeout=timeout, version=version)
-            return value
-
-    def _protecting(self, made: str, timeout: Timeout) -> Server | None:
-        """Return the server of the leases for a value of this timeout; None when no lease is needed."""
-        kept = callable(timeout) or self._is_kept(timeout)
-        return self._server_of(made) if kept and conf.get().enabled else None
-
-    def _asked(self, key: Any, default: Any, timeout: Timeout, version: int | None, given: Options) -> Asked | None:
-        """Return what is wanted; None when that is the base class's business."""
+    def _prepare(
+        self, key: Any, default: Any, timeout: Timeout, version: int | None, checked: CheckedOptions
+    ) -> GetOrSetCall | None:
+        """Return the call with its request; None when the base class's method does for it."""
         settings = conf.get()
-        made = self._made(key, version)
-        server = self._protecting(made, timeout)
+        redis_key = self._redis_key(key, version)
+        server = self._lease_server(redis_key, timeout)
         if server is None:
             return None
-        if given.refresh_before and not callable(timeout):
+        if checked.refresh_before and not callable(timeout):
             seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
-            if seconds is not None and given.refresh_before >= seconds:
+            if seconds is not None and checked.refresh_before >= seconds:
                 raise ValueError(
-                    f"refresh_before must be less than the timeout of {seconds:g} s, not {given.refresh_before:g}"
+                    f"refresh_before must be less than the timeout of {seconds:g} s, not {checked.refresh_before:g}"
                 )
         own = self._settings
-        if given.settings:
-            own = replace(own, **given.settings)
-        unpack = partial(self._unpack, made)
-        want = ValueRequest(
+        if checked.settings:
+            own = replace(own, **checked.settings)
+        dumps, loads = partial(self._dumps_for, redis_key, timeout), partial(self._loads, redis_key)
+        request = ValueRequest(
             server=server,
             prefix=settings.key_prefix,
-            key=made,
+            key=redis_key,
             default=default,
-            pack=lengthened(partial(self._pack_for, made, timeout), given, own.jitter),
-            unpack=unpack,
+            dumps=with_stale_and_jitter(dumps, checked, own.jitter) if checked.stale or own.jitter else dumps,
+            loads=loads,
             expire=own.expire,
             auto_renewal=own.auto_renewal,
             max_hold=own.max_hold,
-            forgiving=self._is_forgiving(),
-            should_cache=given.should_cache,
-            tally=self._tally,
-            pack_failure=partial(packed, made, lambda error: self._pack(made, error, None)[0], unpack),
-            unpack_failure=partial(unpacked, unpack),
+            ignore_errors=self._ignores_errors(),
+            should_cache=checked.should_cache,
+            counters=self._counters,
+            dump_failure=partial(dump_failure, redis_key, lambda error: self._dumps(redis_key, error, None)[0], loads),
+            load_failure=partial(load_failure, loads),
         )
-        on_timeout = own.on_wait_timeout if given.on_wait_timeout is None else given.on_wait_timeout
-        return Asked(want, own.wait, on_timeout, given, own.on_error)
+        on_timeout = own.on_wait_timeout if checked.on_wait_timeout is None else checked.on_wait_timeout
+        return GetOrSetCall(request, own.wait, on_timeout, checked, own.on_error)
 
-    def _pack_for(self, made: str, timeout: Timeout, value: Any) -> tuple[bytes, int | None]:
+    def _dumps_for(self, redis_key: str, timeout: Timeout, value: Any) -> tuple[bytes, int | None]:
         if not callable(timeout):
-            return self._pack(made, value, timeout)
+            return self._dumps(redis_key, value, timeout)
         own = timeout(value)
-        return self._pack(made, value, own) if self._is_kept(own) else (self._pack(made, value, None)[0], 0)
+        return self._dumps(redis_key, value, own) if self._stores(own) else (self._dumps(redis_key, value, None)[0], 0)
 
     @property
     def _settings(self) -> conf.CacheSettings:
         general = conf.get().cache
-        if self._read is None or self._read[0] is not general:
+        if self._read_settings is None or self._read_settings[0] is not general:
             try:
-                self._read = general, conf.override(general, self._lock_options, OPTION)
+                self._read_settings = general, conf.override(general, self._lock_options, OPTION)
             except ImproperlyConfigured:
-                alias = alias_of(type(self), *self._made_with)
+                alias = alias_of(type(self), *self._constructor_args)
                 conf.override(conf.CacheSettings(), self._lock_options, OPTION.replace("…", repr(alias)))
                 raise
-        return self._read[1]
+        return self._read_settings[1]
 
     @cached_property
-    def _tally(self) -> Counters:
-        return tally_of(alias_of(type(self), *self._made_with))
+    def _counters(self) -> Counters:
+        return counters_for(alias_of(type(self), *self._constructor_args))
 
-    def _unpacked(self, made: str, data: bytes | None) -> Any:
-        return MISSING if data is None else self._unpack(made, data)
+    def _loads_or_missing(self, redis_key: str, data: bytes | None) -> Any:
+        return MISSING if data is None else self._loads(redis_key, data)
 
-    def _unread(self, error: LockBackendError) -> tuple[None, int]:
-        """Do as the base class does when a value cannot be read."""
-        if not self._is_forgiving():
+    def _reading_failed(self, error: LockBackendError) -> tuple[None, int]:
+        """Raise redis-py's error as the base class does, or return that there is no value."""
+        if not self._ignores_errors():
             raise (error.__cause__ or error) from None
         return None, -2
-
-    def _get_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
-        if not callable(timeout):
-            return super().get_or_set(key, default, timeout, version)
-        value = self.get(key, MISSING, version=version)
-        if value is MISSING:
-            value = default() if callable(default) else default
-            self.add(key, value, timeout=timeout(value), version=version)
-            value = self.get(key, value, version=version)
-        return value
-
-    async def _aget_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
-        value = await self.aget(key, MISSING, version=version)
-        if value is MISSING:
-            value = await called(default) if callable(default) else default
-            await self.aadd(key, value, timeout=timeout_for(timeout, value), version=version)
-            value = await self.aget(key, value, version=version)
-        return value

@@ -1,4 +1,4 @@
-"""`cached`: what a function returns is kept in a cache, and computed once for all who call it."""
+"""`cached`: the values of a function are kept in a cache, and each is computed once for all callers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
+from ..name_template import name_from
 from .celery_refresh import refreshable
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
-from .options import GetOrSetOptions, Timeout, checked, timeout_for
+from .options import GetOrSetOptions, Timeout, timeout_for, validate
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -31,16 +32,19 @@ def cached(
     version: int | None = None,
     **options: Unpack[GetOrSetOptions],
 ) -> Callable[[Callable[P, R]], Cached[P, R]]:
-    """Keep what the decorated function returns in the cache `using`, for `timeout` seconds; one of all callers computes it.
+    """Keep the values of the decorated function in the cache `using` for `timeout` seconds; one of all callers
+    computes.
 
-    `timeout` may be a function of the value.
+    `timeout` may be a function of the value. `key` is a format string over the function's bound arguments
+    (``"user:{user_id}"``, ``"cart:{self.pk}"``) or a callable that takes the same arguments. A function without
+    parameters needs no key: its own name is the key then. `options` are those of `get_or_set`. The function may be a
+    coroutine function, and a method. ``function.invalidate(...)`` and ``await function.ainvalidate(...)`` delete the
+    value for these arguments; a running computation of it is not stored.
 
-    `key` is a format string over the function's bound arguments (``"user:{user_id}"``, ``"cart:{self.pk}"``) or a callable
-    that takes what the function takes; only a function without parameters needs none: its own name is the key then. `options`
-    are those of `get_or_set`. The function may be a coroutine function, and a method. ``function.invalidate(...)`` and
-    ``await function.ainvalidate(...)`` forget the value for these arguments, also one that is being computed.
+    Raises TypeError and ValueError for bad arguments. A call raises what `get_or_set` raises; the loss of a lease is
+    no error.
     """
-    checked("cached", **options)
+    validate("cached", **options)
     if not (key is None or callable(key) or isinstance(key, str)):
         raise TypeError(f"key must be a format string or a function, not {key!r}")
 
@@ -91,13 +95,13 @@ class Cached(Generic[P, R]):
             self._is_coroutine = coroutines._is_coroutine  # type: ignore[attr-defined]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the value for these arguments; of a coroutine function, a coroutine that does."""
-        bound = self._bound(args)
+        """Return the value for these arguments, or its coroutine if the function is a coroutine function."""
+        bound = self._with_instance(args)
         default = functools.partial(self.function, *bound, **kwargs)
         cache: Any = caches[self._using]
         key = self._key_of(bound, kwargs)
-        if not isinstance(cache, ComputeOnceMixin):  # a local one in tests, say
-            return self._plainly(cache, key, default)  # type: ignore[no-any-return]
+        if not isinstance(cache, ComputeOnceMixin):  # a cache of another package
+            return self._get_without_lock(cache, key, default)  # type: ignore[no-any-return]
         get = cache.aget_or_set if self._is_async else cache.get_or_set
         return get(key, default, self._timeout, self._version, **self._options)  # type: ignore[return-value]
 
@@ -117,16 +121,17 @@ class Cached(Generic[P, R]):
 
     def key(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """Return the key of the value for these arguments."""
-        return self._key_of(self._bound(args), kwargs)
+        return self._key_of(self._with_instance(args), kwargs)
 
     def invalidate(self, *args: Any, on_commit: bool = False, **kwargs: Any) -> bool | None:
-        """Forget the value for these arguments, and tell whether there was one; what is being computed is not stored.
+        """Delete the value for these arguments; return whether there was one. A running computation of it is not
+        stored.
 
-        With `on_commit` it happens when the default database's transaction is committed, and the answer is None: before that,
-        others would compute from what was there before it, and that would stay.
+        With `on_commit` the value is deleted when the default database's transaction commits, and the answer is None. A
+        delete before the commit is too early, because another caller would compute a value from the old data.
         """
-        forget = functools.partial(self._forget, self.key(*args, **kwargs))
-        return transaction.on_commit(forget) if on_commit else forget()  # type: ignore[func-returns-value]
+        delete = functools.partial(self._delete, self.key(*args, **kwargs))
+        return transaction.on_commit(delete) if on_commit else delete()  # type: ignore[func-returns-value]
 
     async def ainvalidate(self, *args: Any, on_commit: bool = False, **kwargs: Any) -> bool | None:
         """Do as `invalidate`."""
@@ -134,10 +139,10 @@ class Cached(Generic[P, R]):
             return await sync_to_async(self.invalidate)(*args, on_commit=True, **kwargs)
         return bool(await caches[self._using].adelete(self.key(*args, **kwargs), version=self._version))
 
-    def _forget(self, key: str) -> bool:
+    def _delete(self, key: str) -> bool:
         return bool(caches[self._using].delete(key, version=self._version))
 
-    def _plainly(self, cache: Any, key: str, default: Callable[[], Any]) -> Any:
+    def _get_without_lock(self, cache: Any, key: str, default: Callable[[], Any]) -> Any:
         if not self._is_async and not callable(self._timeout):
             return cache.get_or_set(key, default, self._timeout, self._version)
         if not self._is_async:
@@ -156,7 +161,7 @@ class Cached(Generic[P, R]):
 
         return get()
 
-    def _bound(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _with_instance(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if self._instance is None else (self._instance, *args)
 
     def _key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -165,6 +170,4 @@ class Cached(Generic[P, R]):
             return f"{self.function.__module__}.{self.function.__qualname__}"
         if callable(self._key):
             return self._key(*args, **kwargs)
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return self._key.format(**bound.arguments)
+        return name_from(self._key, self._signature, args, kwargs)

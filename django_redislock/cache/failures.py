@@ -1,4 +1,4 @@
-"""Failures for those who waited: what one caller's computation or view ended with, in a form that reaches other processes."""
+"""Failures of a computation or a view, in a form that can be sent to the waiters in other processes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from django.http.multipartparser import MultiPartParserError
 from ..exceptions import ComputationFailed
 
 PERSONAL = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
-"""What Django answers by 4xx: it is about one request, and another's may be allowed what this one's is not."""
-LONGEST = 1000
-"""Characters of an error's text that are sent."""
-LARGEST = 32768
-"""Bytes of an exception that is sent itself."""
+"""Errors that Django answers with a status 4xx: they are about one request, and another request may succeed."""
+MAX_TEXT = 1000
+"""Number of characters of an error's text that are sent."""
+MAX_PICKLE = 32768
+"""Number of bytes up to which an exception itself is sent."""
 
 
-def portable(name: str, error: Exception) -> Exception:
-    """Return the exception, or ComputationFailed in place of one that does not come out of a pickle as it went in."""
+def portable_error(name: str, error: Exception) -> Exception:
+    """Return the exception, or ComputationFailed in place of one that cannot be pickled and unpickled."""
     try:
-        if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301  # made here
+        if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301  # pickled here
             return error
     except Exception:  # noqa: S110  # its own methods may raise anything
         pass
-    return _in_words(name, error)
+    return _as_text(name, error)
 
 
-def portable_answer(response: HttpResponseBase) -> HttpResponseBase:
-    """Return the response, or one of its status alone, when it was made for one client only or cannot be sent."""
+def portable_response(response: HttpResponseBase) -> HttpResponseBase:
+    """Return the response, or one with its status alone if it is meant for one client only or cannot be pickled."""
     control = response.get("Cache-Control", "")
     if not (response.streaming or response.cookies or "private" in control or "no-store" in control):
         try:
@@ -46,24 +46,24 @@ def portable_answer(response: HttpResponseBase) -> HttpResponseBase:
     return plain
 
 
-def packed(name: str, pack: Callable[[Any], bytes], unpack: Callable[[bytes], Any], error: Exception) -> bytes:
-    """Return the exception as those who wait are sent it: serialized as the cache's values are, or else told in words."""
+def dump_failure(name: str, dumps: Callable[[Any], bytes], loads: Callable[[bytes], Any], error: Exception) -> bytes:
+    """Return the exception as bytes for the waiters: serialized like a value of the cache, or else as text."""
     try:
-        data = pack(portable(name, error))
-        if len(data) <= LARGEST and isinstance(unpack(data), Exception):
+        data = dumps(portable_error(name, error))
+        if len(data) <= MAX_PICKLE and isinstance(loads(data), Exception):
             return b"=" + data
     except Exception:  # noqa: S110  # not every serializer takes exceptions
         pass
-    return b"!" + json.dumps(_in_words(name, error).args).encode()
+    return b"!" + json.dumps(_as_text(name, error).args).encode()
 
 
-def unpacked(unpack: Callable[[bytes], Any], data: bytes) -> Exception:
-    """Return the exception that was packed."""
-    error: Exception = unpack(data[1:]) if data[:1] == b"=" else ComputationFailed(*json.loads(data[1:]))
-    error.add_note("It was raised in another process, which computed the value for all who waited for it.")
+def load_failure(loads: Callable[[bytes], Any], data: bytes) -> Exception:
+    """Return the exception from the bytes."""
+    error: Exception = loads(data[1:]) if data[:1] == b"=" else ComputationFailed(*json.loads(data[1:]))
+    error.add_note("It was raised in another process, which computed the value for all waiting callers.")
     return error
 
 
-def _in_words(name: str, error: Exception) -> ComputationFailed:
+def _as_text(name: str, error: Exception) -> ComputationFailed:
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return ComputationFailed(name, kind, str(error)[:LONGEST])
+    return ComputationFailed(name, kind, str(error)[:MAX_TEXT])

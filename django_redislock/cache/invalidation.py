@@ -1,8 +1,9 @@
-"""What is computed must not be stored over what happened to the key meanwhile.
+"""The methods that change values end leases, so that no computation stores its result over a later change.
 
-A value that is written needs nothing here: it is seen when the computed one is to be stored, and so is a new end of the old
-one. But one that may have ended by then ends the leases, when it is there. `clear` takes the leases along, since they are in the same database. Only what may leave no value ends the leases, before
-it happens: who computes from then on has seen what led to it.
+A method that writes a value does not end its lease: the script that stores a computed value finds the written one, or
+a new expiry of the stale one. A written value that may expire before the computation ends is an exception: its lease
+is ended after the write. A method that may remove a value ends the lease of its key first. A computation that starts
+afterwards has read the new state, so its result may be stored.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from .. import conf
 from ..core.driver.server import Server
 from ..exceptions import LockBackendError
 from .backends.base import RedisBackend
-from .lease.invalidate import invalidate, leases_like
-from .lease.request import is_forbidden, is_refusal, level_of, note_told
+from .lease.invalidate import invalidate, invalidate_pattern
+from .lease.request import is_forbidden, is_refusal, log_level, note_logged
 
 IGNORED: Any = None
-"""What the base class returns when Redis cannot be reached and IGNORE_EXCEPTIONS is set."""
+"""The result of the base class when Redis cannot be reached and IGNORE_EXCEPTIONS is set."""
 BATCH = 1000
-"""Keys looked at, and deleted, in one go."""
+"""Number of keys that one command scans, and one pipeline deletes."""
 
 
 class InvalidatingMixin(RedisBackend):
-    """The methods that delete."""
+    """The methods that delete or change values, and invalidate running computations."""
 
     def delete(self, key: Any, version: int | None = None, *args: Any, **kwargs: Any) -> bool:
-        """Delete the value; one that is being computed now will not be stored."""
-        if not self._invalidate([self._made(key, version, *args, **kwargs)]):
+        """Delete the value. A running computation of it is not stored."""
+        if not self._invalidate([self._redis_key(key, version, *args, **kwargs)]):
             return IGNORED  # type: ignore[no-any-return]
         return super().delete(key, version, *args, **kwargs)
 
     def delete_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Delete the values; those that are being computed now will not be stored."""
+        """Delete the values. Running computations of them are not stored."""
         keys = list(keys)
-        if not self._invalidate([self._made(key, version) for key in keys]):
+        if not self._invalidate([self._redis_key(key, version) for key in keys]):
             return IGNORED
         return super().delete_many(keys, version, *args, **kwargs)
 
@@ -54,12 +55,14 @@ class InvalidatingMixin(RedisBackend):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Store the value."""
-        if not self._is_kept(timeout) and not self._invalidate([self._made(key, version)]):  # it deletes
+        """Store the value; a running computation does not overwrite it. A timeout of 0 deletes it."""
+        if not self._stores(timeout) and not self._invalidate(
+            [self._redis_key(key, version)]
+        ):  # the base class deletes
             return IGNORED
         answer = super().set(key, value, timeout, version, *args, **kwargs)
-        if self._is_short(timeout) and not (answer is IGNORED and self._is_forgiving()):
-            self._invalidate([self._made(key, version)])
+        if self._may_expire_first(timeout) and not (answer is IGNORED and self._ignores_errors()):
+            self._invalidate([self._redis_key(key, version)])
         return answer
 
     def add(
@@ -71,10 +74,10 @@ class InvalidatingMixin(RedisBackend):
         *args: Any,
         **kwargs: Any,
     ) -> bool:
-        """Store the value if there is none."""
+        """Store the value if there is none; a running computation does not overwrite it."""
         added = super().add(key, value, timeout, version, *args, **kwargs)
-        if added and self._is_short(timeout):
-            self._invalidate([self._made(key, version)])
+        if added and self._may_expire_first(timeout):
+            self._invalidate([self._redis_key(key, version)])
         return added
 
     def set_many(
@@ -85,45 +88,45 @@ class InvalidatingMixin(RedisBackend):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Store the values."""
-        if not self._is_kept(timeout) and not self._invalidate([self._made(key, version) for key in data]):
+        """Store the values; running computations do not overwrite them. A timeout of 0 deletes them."""
+        if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version) for key in data]):
             return IGNORED
         answer = super().set_many(data, timeout, version, *args, **kwargs)
-        if self._is_short(timeout):
-            self._invalidate([self._made(key, version) for key in data])
+        if self._may_expire_first(timeout):
+            self._invalidate([self._redis_key(key, version) for key in data])
         return answer
 
     def touch(
         self, key: Any, timeout: float | None = DEFAULT_TIMEOUT, version: int | None = None, *args: Any, **kwargs: Any
     ) -> bool:
-        """Give the value a new life; a timeout of 0 deletes it, and one that is being computed now will not be stored."""
-        if not self._is_kept(timeout) and not self._invalidate([self._made(key, version)]):
+        """Give the value a new timeout in seconds. A timeout of 0 deletes it: a running computation is not stored."""
+        if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version)]):
             return IGNORED  # type: ignore[no-any-return]
         return super().touch(key, timeout, version, *args, **kwargs)
 
     def incr_version(self, key: Any, delta: int = 1, version: int | None = None, *args: Any, **kwargs: Any) -> int:
-        """Move the value to another version; one that is being computed now for this version will not be stored."""
-        if not self._invalidate([self._made(key, version)]):
+        """Move the value to another version. A running computation of this version is not stored."""
+        if not self._invalidate([self._redis_key(key, version)]):
             return IGNORED  # type: ignore[no-any-return]
         return super().incr_version(key, delta, version, *args, **kwargs)
 
     def clear(self) -> Any:
-        """Delete everything in the database but the locks; what is being computed now will not be stored."""
+        """Delete all keys of the database but the locks. Running computations are not stored."""
         if not conf.get().enabled:
             return super().clear()
-        if not self._invalidate_like(self._every_redis(), "*"):
+        if not self._invalidate_pattern(self._all_clients(), "*"):
             return IGNORED
-        self._delete_like("*")
+        self._delete_all_but_locks("*")
         return True
 
-    def _delete_like(self, pattern: str, at_once: int | None = None) -> int:
-        """Delete all keys that match the pattern and are no lock's, and return how many there were."""
+    def _delete_all_but_locks(self, pattern: str, batch: int | None = None) -> int:
+        """Delete all keys that match the pattern but those of locks; return the number of deleted keys."""
         locks = b"{" + conf.get().key_prefix.encode()
         deleted = 0
         try:
-            for client in self._every_redis():
+            for client in self._all_clients():
                 pipeline = client.pipeline(transaction=False)
-                for key in client.scan_iter(match=pattern, count=at_once or BATCH):
+                for key in client.scan_iter(match=pattern, count=batch or BATCH):
                     raw = key if isinstance(key, bytes) else key.encode()
                     if raw.startswith((locks + b":", locks + b"}")):
                         continue
@@ -132,14 +135,14 @@ class InvalidatingMixin(RedisBackend):
                         deleted += sum(pipeline.execute())
                 deleted += sum(pipeline.execute())
         except RedisError:
-            if not self._is_forgiving():
+            if not self._ignores_errors():
                 raise
         return deleted
 
-    def _is_short(self, timeout: float | None) -> bool:
-        """Whether a value may end before a computation does that is under way: before those who wait for that give up."""
+    def _may_expire_first(self, timeout: float | None) -> bool:
+        """Whether the value may expire before a running computation ends, that is before its waiters give up."""
         seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
-        if seconds is None or not self._is_kept(timeout):
+        if seconds is None or not self._stores(timeout):
             return False
         wait = self._settings.wait
         return wait is None or seconds < wait
@@ -149,7 +152,7 @@ class InvalidatingMixin(RedisBackend):
         raise NotImplementedError
 
     def _invalidate(self, keys: list[str]) -> bool:
-        """End the leases of these values; False when no server can be reached and the base class ignores that."""
+        """End the leases of these values; False when no server can be reached and the base class ignores errors."""
         settings = conf.get()
         if not settings.enabled:
             return True
@@ -158,39 +161,39 @@ class InvalidatingMixin(RedisBackend):
             server = self._server_of(key)
             if server is not None:
                 by_server.setdefault(server, []).append(key)
-        level = {server: level_of(server, self._is_forgiving()) for server in by_server}
+        level = {server: log_level(server, self._ignores_errors()) for server in by_server}
         reached = [
             self._run(server, invalidate(server, settings.key_prefix, its_keys, level[server]))
             for server, its_keys in by_server.items()
         ]
         return not reached or any(reached)
 
-    def _invalidate_like(self, servers: list[Redis], pattern: str) -> bool:
-        """End the leases of all values whose keys match a pattern, as Redis's KEYS does; False as in `_invalidate`."""
+    def _invalidate_pattern(self, servers: list[Redis], pattern: str) -> bool:
+        """End the leases of all values whose keys match a pattern of Redis; False as in `_invalidate`."""
         settings = conf.get()
         if not settings.enabled:
             return True
         found = [server for client in servers if (server := self._server_at(client)) is not None]
-        reached = [self._run(server, leases_like(server, settings.key_prefix, pattern)) for server in found]
+        reached = [self._run(server, invalidate_pattern(server, settings.key_prefix, pattern)) for server in found]
         return not found or any(reached)
 
-    def _run(self, server: Server, steps: Any) -> bool:
+    def _run(self, server: Server, operation: Any) -> bool:
         if is_forbidden(server):
             return True
         try:
-            server.run(steps)
+            server.run(operation)
         except LockBackendError as error:
             if is_refusal(error, server):
                 return True
-            if not self._is_forgiving():
+            if not self._ignores_errors():
                 raise (error.__cause__ or error) from None
-            note_told(server)
+            note_logged(server)
             return not isinstance(error.__cause__, (ConnectionError, TimeoutError))
         return True
 
 
-class ExpiringMixin(InvalidatingMixin):
-    """What django-redis has beyond that."""
+class DjangoRedisInvalidatingMixin(InvalidatingMixin):
+    """The further methods of django-redis that delete or change values."""
 
     def delete_pattern(
         self,
@@ -200,44 +203,44 @@ class ExpiringMixin(InvalidatingMixin):
         *args: Any,
         **kwargs: Any,
     ) -> int | None:
-        """Delete all values whose keys match; those that are being computed now will not be stored."""
-        made = self.client.make_pattern(pattern, version=version, prefix=prefix)  # type: ignore[attr-defined]
-        if not self._invalidate_like(self._every_redis(), made):
+        """Delete all values whose keys match the pattern; return their number. Running computations are not stored."""
+        redis_pattern = self.client.make_pattern(pattern, version=version, prefix=prefix)  # type: ignore[attr-defined]
+        if not self._invalidate_pattern(self._all_clients(), redis_pattern):
             return None
-        if conf.get().enabled and made[:1] in ("*", "?", "[", "{", "\\"):  # it may match the keys of locks
-            return self._delete_like(made, kwargs.get("itersize"))
+        if conf.get().enabled and redis_pattern[:1] in ("*", "?", "[", "{", "\\"):  # it may match the keys of locks
+            return self._delete_all_but_locks(redis_pattern, kwargs.get("itersize"))
         return super().delete_pattern(pattern, version, prefix, *args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def expire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Give the value a new life in seconds; 0 deletes it."""
-        if not self._expiring(key, version, timeout):
+        """Give the value a new timeout in seconds; 0 deletes it."""
+        if not self._invalidate_if_deleting(key, version, timeout):
             return IGNORED
         return super().expire(key, timeout, version, *args, **kwargs)  # type: ignore[misc]
 
     def pexpire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Give the value a new life in milliseconds; 0 deletes it."""
-        if not self._expiring(key, version, timeout):
+        """Give the value a new timeout in milliseconds; 0 deletes it."""
+        if not self._invalidate_if_deleting(key, version, timeout):
             return IGNORED
         return super().pexpire(key, timeout, version, *args, **kwargs)  # type: ignore[misc]
 
     def expire_at(self, key: Any, when: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Let the value end at a time; one in the past deletes it."""
-        if not self._ending(key, version, when, 1):
+        """Let the value expire at a time; a time in the past deletes it."""
+        if not self._invalidate_if_past(key, version, when, 1):
             return IGNORED
         return super().expire_at(key, when, version, *args, **kwargs)  # type: ignore[misc]
 
     def pexpire_at(self, key: Any, when: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Let the value end at a time; one in the past deletes it."""
-        if not self._ending(key, version, when, 1000):
+        """Let the value expire at a time; a time in the past deletes it."""
+        if not self._invalidate_if_past(key, version, when, 1000):
             return IGNORED
         return super().pexpire_at(key, when, version, *args, **kwargs)  # type: ignore[misc]
 
-    def _expiring(self, key: Any, version: int | None, timeout: Any) -> bool:
+    def _invalidate_if_deleting(self, key: Any, version: int | None, timeout: Any) -> bool:
         left = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deletes = left is not DEFAULT_TIMEOUT and left is not None and left <= 0
-        return not deletes or self._invalidate([self._made(key, version)])
+        return not deletes or self._invalidate([self._redis_key(key, version)])
 
-    def _ending(self, key: Any, version: int | None, when: Any, units: int) -> bool:
+    def _invalidate_if_past(self, key: Any, version: int | None, when: Any, units: int) -> bool:
         ends = when.timestamp() if isinstance(when, datetime) else when / units
         deletes = ends <= time.time() + 1  # the server's clock may be ahead
-        return not deletes or self._invalidate([self._made(key, version)])
+        return not deletes or self._invalidate([self._redis_key(key, version)])

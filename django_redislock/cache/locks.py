@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
 from redis import Redis
 
@@ -20,20 +21,20 @@ from ..exceptions import AlreadyAcquired
 from .backends.base import RedisBackend, warn_once
 
 OF_TIMEOUT = (
-    "The timeout of cache.lock(timeout=...) is the life of the lock, as in django-redis: the lock is not renewed, and "
-    "the wait for it has no limit. Give blocking_timeout=... to limit the wait. Only the timeout of "
+    "The timeout of cache.lock(timeout=...) is the expiry of the lock, as in django-redis: the lock is not renewed, "
+    "and the wait for it has no limit. Give blocking_timeout=... to limit the wait. Only the timeout of "
     "django_redislock.lock(timeout=...) is the wait."
 )
 
 
 class CacheLock(Lock):
-    """A lock of a cache: redis-py's words for what `Lock` does, in redis-py's order.
+    """A lock of a cache: `Lock` with the argument names of redis-py, in the order of redis-py.
 
     Its errors derive from ``redis.exceptions.LockError``, as those of redis-py's lock do.
     """
 
     _any_thread = False
-    """Whether any thread may release what one of them acquired."""
+    """Whether any thread may release the lock that one of them acquired."""
 
     def acquire(  # type: ignore[override]
         self,
@@ -44,12 +45,12 @@ class CacheLock(Lock):
         *,
         timeout: Seconds | AsMade | None = AS_MADE,
     ) -> bool:
-        """Acquire the lock, and tell whether it was acquired.
+        """Acquire the lock; return whether it was acquired.
 
         Waits up to `blocking_timeout` seconds (or `timeout`, where None is for ever); without `blocking` it tries once.
         Arguments that are not given come from the lock. `token` is the id of this acquisition; of two acquisitions by
-        one token, one holds the lock. `sleep` means nothing, but True or False in its place are python-redis-lock's:
-        ``acquire(blocking, timeout)``.
+        one token, one holds the lock. `sleep` is ignored, because no waiter polls; True or False in its place are the
+        first argument of python-redis-lock's ``acquire(blocking, timeout)``.
 
         Raises what `Lock.acquire` does.
         """
@@ -67,10 +68,10 @@ class CacheLock(Lock):
     def extend(  # type: ignore[override]
         self, additional_time: Seconds | None = None, replace_ttl: bool = False, *, expire: Seconds | None = None
     ) -> Literal[True]:
-        """Add so many seconds to the rest of the held lock's life, and return True.
+        """Add so many seconds to the remaining time of the held lock, and return True.
 
-        With `replace_ttl`, or given as `expire`, they are its whole life from now on; without any, its own life begins
-        again. Only the object that acquired the lock makes its life shorter.
+        With `replace_ttl`, or given as `expire`, they replace the remaining time; without any, the lock gets its own
+        `expire` again. Only the object that acquired the lock can shorten its expiry.
 
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
@@ -100,11 +101,11 @@ class CacheLock(Lock):
 
 
 class GrantedCacheLock(Granted, CacheLock):
-    """A lock that is granted to everybody."""
+    """A lock that is granted to every caller (ENABLED is False)."""
 
 
 class LocksMixin(RedisBackend):
-    """`lock` and `reset_all`."""
+    """The locks of a cache: `lock`, `reset_all` and `locked_get_or_set`."""
 
     def lock(
         self,
@@ -126,30 +127,31 @@ class LocksMixin(RedisBackend):
     ) -> CacheLock:
         """Return a lock on this cache's server, named with its prefix and version.
 
-        It takes the words of django-redis, in its order, and those of python-redis-lock: `expire`, or `timeout`, is its life in
-        seconds. With a life given it ends then, unless `auto_renewal` is true; without one it is renewed while its holder lives.
-        `blocking` and `blocking_timeout` are how ``with`` and ``acquire()`` wait. With ``thread_local=False`` any thread may
-        release it. `sleep` means nothing here, because no waiter polls.
+        It takes the arguments of django-redis, in its order, and those of python-redis-lock: `expire`, or `timeout`,
+        is the expiry in seconds. A lock with a given expiry ends then, unless `auto_renewal` is true; without one it
+        is renewed while its holder lives. ``with`` and ``acquire()`` wait as `blocking` and `blocking_timeout`
+        (seconds) say. With ``thread_local=False`` any thread may release the lock. `sleep` is ignored, because no
+        waiter polls. A loss is reported to `on_lost`, as for `Lock`.
 
-        Raises TypeError and ValueError for bad arguments, and when both `expire` and `timeout` are given.
+        Raises TypeError and ValueError for bad arguments, and TypeError when both `expire` and `timeout` are given.
         """
         if expire is not None and timeout is not None:
-            raise TypeError("lock() takes expire or timeout, which both mean its life, and not both")
+            raise TypeError("lock() takes expire or timeout, but not both: each means the expiry of the lock")
         life = timeout if expire is None else expire
         if timeout is not None and blocking_timeout is None and blocking:
             warn_once(OF_TIMEOUT)
-        name = self._made(key, version)
+        name = self._redis_key(key, version)
         settings = conf.get()
         if client is life is auto_renewal is max_hold is id is label is on_lost is None and thread_local:  # type: ignore[comparison-overlap]
             of, plain = self._plain
             if of is not settings:
                 plain = self._plain_lock(settings)
             if plain is not None:
-                made = (
+                wait = (
                     None if blocking is True and blocking_timeout is None else wait_as_redis(blocking, blocking_timeout)
                 )
-                return plain._like(name, made)
-        server = client or self._redis(name) if settings.enabled else NULL_SERVER
+                return plain._like(name, wait)
+        server = client or self._client_for(name) if settings.enabled else NULL_SERVER
         lock = (CacheLock if settings.enabled else GrantedCacheLock)(
             server,
             name,
@@ -168,8 +170,8 @@ class LocksMixin(RedisBackend):
     _plain: tuple[conf.Settings | None, CacheLock | None] = (None, None)
 
     def _plain_lock(self, settings: conf.Settings) -> CacheLock | None:
-        """Return a lock with the defaults of the settings: those without options are made like it. None when servers differ by key."""
-        servers = self._every_redis() if settings.enabled else [NULL_SERVER]
+        """Return the lock from which locks without options are copied; None if servers differ by key."""
+        servers = self._all_clients() if settings.enabled else [NULL_SERVER]
         plain = None
         if len(servers) == 1:
             plain = (CacheLock if settings.enabled else GrantedCacheLock)(
@@ -183,21 +185,59 @@ class LocksMixin(RedisBackend):
         self._plain = settings, plain
         return plain
 
+    def locked_get_or_set(
+        self,
+        key: str,
+        value_creator: Callable[[], Any],
+        version: int | None = None,
+        expire: Seconds | None = None,
+        id: str | None = None,
+        lock_key: str | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> Any:
+        """Do as python-redis-lock's method of this name. New code uses `get_or_set`.
+
+        `expire` is the expiry of the lock in seconds, `timeout` the one of the value. Raises ValueError when
+        `value_creator` returns None, which counts as a missing value here, and the errors of `get_or_set` and `lock`.
+        """
+
+        def create() -> Any:
+            value = value_creator()
+            if value is None:
+                raise ValueError("`value_creator` must return a value")
+            return value
+
+        if lock_key is None and id is None:
+            value = self.get_or_set(key, create, timeout, version, expire=expire)  # type: ignore[call-arg]
+            if value is not None:
+                return value
+        else:
+            value = self.get(key, version=version)
+            if value is not None:
+                return value
+        with self.lock(f"get_or_set:{key}" if lock_key is None else lock_key, version=version, expire=expire, id=id):
+            value = self.get(key, version=version)
+            if value is None:
+                value = create()
+                self.set(key, value, timeout=timeout, version=version)
+            return value
+
     def reset_all(self) -> int:
         """Force-release the locks of this cache and the leases of its values, and return how many there were.
 
-        Touches nothing of other prefixes. Their holders are not stopped: they are told of the loss.
+        Does not touch locks of other prefixes. The holders are not stopped; they are notified of the loss. Raises
+        ImproperlyConfigured if the KEY_FUNCTION does not keep the key, and LockBackendError if Redis does not answer.
         """
         version, key = 9080706050, "redislockprobe"
-        made = self.make_key(key, version)
-        if key not in made:
+        probe = self.make_key(key, version)
+        if key not in probe:
             raise ImproperlyConfigured("reset_all() needs a KEY_FUNCTION that keeps the key in what it makes")
         versions = rf"(?:-?\d+|{re.escape(str(self.version))})"
-        own = re.compile(re.escape(made).replace(str(version), versions).replace(key, ".*"), re.DOTALL)
+        own = re.compile(re.escape(probe).replace(str(version), versions).replace(key, ".*"), re.DOTALL)
         prefix = conf.get().key_prefix
         return sum(
             Lock(client, info.name, prefix=prefix).reset(info.fence)
-            for client in self._every_redis()
+            for client in self._all_clients()
             for info in list(held_locks(client, prefix))
             if own.fullmatch(info.name.removeprefix("cache:") if info.kind == "cache" else info.name)
         )

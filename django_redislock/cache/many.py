@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -12,117 +11,119 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from redis.exceptions import ClusterCrossSlotError, RedisError
 
 from ..core.driver.async_server import async_server_of
-from ..core.driver.server import Server, server_of
+from ..core.driver.registry import server_of
+from ..core.driver.server import Server
 from ..exceptions import LockBackendError
+from .async_calls import call_any, run_read
 from .backends.base import RedisBackend
-from .calling import called, current_task, read
-from .lease.obtain import peek_many
+from .lease.many import DefaultForMany, get_values
+from .lease.read import read_values
 from .lease.request import MISSING, Outcome, ValueRequest
+from .lease.single_flight import Caller, result_of
 from .lease.store import ABSENT
-from .options import PLAIN, ManyOptions, Options, Timeout, checked, timeout_for
-from .single_flight import Caller, brought, values_of
-
-Missing = Callable[[list[Any]], Any]
+from .options import DEFAULTS, CheckedOptions, ManyOptions, Timeout, timeout_for, validate
 
 
 class ManyMixin(RedisBackend):
-    """`get_or_set_many` and its twin."""
+    """`get_or_set_many` and `aget_or_set_many`."""
 
     def get_or_set_many(
         self,
         keys: Iterable[Any],
-        default: Missing,
+        default: DefaultForMany,
         timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
         **options: Unpack[ManyOptions],
     ) -> dict[Any, Any]:
-        """Return the values of the keys; ``default(missing_keys)`` returns a dict with those that are missing.
+        """Return the values of the keys; ``default(missing_keys)`` returns a dict of the missing values.
 
-        Each missing key is computed once over all callers that want it, whatever other keys they want; a key that the dict
-        does not have is left out. `options` are those of `get_or_set` but for `stale`, `refresh_before`, `refresh` and `on_error`.
-        Raises what `default` raises, and redis-py's errors, if the base class does.
+        Each missing value is computed once over all callers, also if they want other keys, too. A key that the dict
+        does not have is left out. `timeout` is in seconds, or a function of each value. `options` are those of
+        `get_or_set` without `stale`, `refresh_before`, `refresh` and `on_error`.
+
+        Raises what `get_or_set` raises; the first error of `default` ends the many.
         """
-        call = _Call(self, keys, default, timeout, version, options)
-        if not call.locked:
-            return self._get_or_set_many_unlocked(call)
-        for reader, some in call.by_reader():
+        many = _ManyRequest(self, keys, default, timeout, version, options)
+        if not many.locked:
+            return self._get_or_set_many_unlocked(many)
+        for reader, some in many.by_reader():
             try:
                 try:
                     data = reader.mget(some)
                 except ClusterCrossSlotError:
-                    data = server_of(reader).run(peek_many(some))
-                call.note(some, data)
+                    data = server_of(reader).run(read_values(some))
+                many.add_stored(some, data)
             except LockBackendError as error:
-                if not self._is_forgiving():
+                if not self._ignores_errors():
                     raise (error.__cause__ or error) from None
             except RedisError:
-                if not self._is_forgiving():
+                if not self._ignores_errors():
                     raise
-        call.show()
-        for server, wants in call.missing(lambda key: default([key]).get(key, ABSENT)):
-            caller = Caller(threading.current_thread(), server.room)
-            call.take(server.run(values_of(wants, default, caller, call.wait, call.on_wait_timeout)))
-        return call.values()
+        many.report()
+        for server, requests in many.missing(lambda key: default([key]).get(key, ABSENT)):
+            caller = Caller.thread(server)
+            many.add_outcomes(server.run(get_values(requests, default, caller, many.wait, many.on_wait_timeout)))
+        return many.values()
 
     async def aget_or_set_many(
         self,
         keys: Iterable[Any],
-        default: Missing,
+        default: DefaultForMany,
         timeout: Timeout = DEFAULT_TIMEOUT,
         version: int | None = None,
         **options: Unpack[ManyOptions],
     ) -> dict[Any, Any]:
         """Do as `get_or_set_many`; `default` may be a coroutine function, too."""
-        call = _Call(self, keys, default, timeout, version, options)
-        if not call.locked:
-            return await self._aget_or_set_many_unlocked(call)
-        for reader, some in call.by_reader():
+        many = _ManyRequest(self, keys, default, timeout, version, options)
+        if not many.locked:
+            return await self._aget_or_set_many_unlocked(many)
+        for reader, some in many.by_reader():
             try:
-                call.note(some, await read(server_of(reader), peek_many(some)))
+                many.add_stored(some, await run_read(server_of(reader), read_values(some)))
             except LockBackendError as error:
-                if not self._is_forgiving():
+                if not self._ignores_errors():
                     raise (error.__cause__ or error) from None
 
-        async def one(key: Any) -> Any:
-            return (await called(default, [key])).get(key, ABSENT)
+        async def compute_one(key: Any) -> Any:
+            return (await call_any(default, [key])).get(key, ABSENT)
 
-        call.show()
-        for server, wants in call.missing(one):
+        many.report()
+        for server, requests in many.missing(compute_one):
             tasks = async_server_of(server)
-            caller = Caller(current_task(), tasks.room)
-            steps = values_of(wants, partial(called, default), caller, call.wait, call.on_wait_timeout)
-            call.take(await tasks.run(steps))
-        return call.values()
+            caller = Caller.task(tasks)
+            operation = get_values(requests, partial(call_any, default), caller, many.wait, many.on_wait_timeout)
+            many.add_outcomes(await tasks.run(operation))
+        return many.values()
 
-    def _get_or_set_many_unlocked(self, call: _Call) -> dict[Any, Any]:
-        found = self.get_many(call.keys, version=call.version)
-        missing = [key for key in call.keys if key not in found]
+    def _get_or_set_many_unlocked(self, many: _ManyRequest) -> dict[Any, Any]:
+        found = self.get_many(many.keys, version=many.version)
+        missing = [key for key in many.keys if key not in found]
         if missing:
-            new = call.default(missing)
-            for timeout, some in call.by_timeout(new):
-                self.set_many(some, timeout, version=call.version)
+            new = many.default(missing)
+            for timeout, some in many.by_timeout(new):
+                self.set_many(some, timeout, version=many.version)
             found |= new
         return found
 
-    async def _aget_or_set_many_unlocked(self, call: _Call) -> dict[Any, Any]:
-        found = await self.aget_many(call.keys, version=call.version)
-        missing = [key for key in call.keys if key not in found]
+    async def _aget_or_set_many_unlocked(self, many: _ManyRequest) -> dict[Any, Any]:
+        found = await self.aget_many(many.keys, version=many.version)
+        missing = [key for key in many.keys if key not in found]
         if missing:
-            new = await called(call.default, missing)
-            for timeout, some in call.by_timeout(new):
-                await self.aset_many(some, timeout, version=call.version)
+            new = await call_any(many.default, missing)
+            for timeout, some in many.by_timeout(new):
+                await self.aset_many(some, timeout, version=many.version)
             found |= new
         return found
 
 
-class _Call:
-    """One call for many keys, on its way from what is stored to what is wanted."""
+class _ManyRequest:
+    """One call for many keys: the values that were found, and the requests for the missing ones."""
 
     def __init__(
         self,
         cache: Any,
         keys: Iterable[Any],
-        default: Missing,
+        default: DefaultForMany,
         timeout: Timeout,
         version: int | None,
         options: ManyOptions,
@@ -137,58 +138,61 @@ class _Call:
         self.default = default
         self.timeout = timeout
         self.version = version
-        self.given: Options = checked("get_or_set_many", **options) if options else PLAIN
-        self.made: dict[str, Any] = {cache._made(key, version): key for key in self.keys}
+        self.checked: CheckedOptions = validate("get_or_set_many", **options) if options else DEFAULTS
+        self.redis_keys: dict[str, Any] = {cache._redis_key(key, version): key for key in self.keys}
         self.found: dict[str, Any] = {}
-        self.locked = self.given.lock and cache._protecting(next(iter(self.made), ""), timeout) is not None
+        self.locked = self.checked.lock and cache._lease_server(next(iter(self.redis_keys), ""), timeout) is not None
         """Whether missing values are computed under leases."""
 
     def by_timeout(self, values: dict[Any, Any]) -> list[tuple[float | None, dict[Any, Any]]]:
-        """Return the values, each with those of the same life."""
+        """Return the values in groups of the same timeout."""
         groups: dict[Any, dict[Any, Any]] = {}
         for key, value in values.items():
-            groups.setdefault(timeout_for(self.given.life(self.timeout), value), {})[key] = value
+            groups.setdefault(timeout_for(self.checked.timeout_without_lease(self.timeout), value), {})[key] = value
         return list(groups.items())
 
     def by_reader(self) -> list[tuple[Any, list[str]]]:
         """Return the clients to read from, each with its keys in Redis."""
         readers: dict[int, tuple[Any, list[str]]] = {}
         if self.cache._has_one_server:
-            return [(self.cache._redis(made, write=False), list(self.made)) for made in list(self.made)[:1]]
-        for made in self.made:
-            reader = self.cache._redis(made, write=False)
-            readers.setdefault(id(reader), (reader, []))[1].append(made)
+            return [
+                (self.cache._client_for(redis_key, write=False), list(self.redis_keys))
+                for redis_key in list(self.redis_keys)[:1]
+            ]
+        for redis_key in self.redis_keys:
+            reader = self.cache._client_for(redis_key, write=False)
+            readers.setdefault(id(reader), (reader, []))[1].append(redis_key)
         return list(readers.values())
 
-    def note(self, made: list[str], data: list[bytes | None]) -> None:
-        """Keep the stored values."""
-        unpack, before = self.cache._unpack, len(self.found)
-        for key, value in zip(made, data, strict=True):
-            if value is not None and (unpacked := unpack(key, value)) is not MISSING:
-                self.found[key] = unpacked
-        self.cache._tally.count("hits", len(self.found) - before)
+    def add_stored(self, redis_keys: list[str], data: list[bytes | None]) -> None:
+        """Add the values that were read."""
+        loads, before = self.cache._loads, len(self.found)
+        for key, value in zip(redis_keys, data, strict=True):
+            if value is not None and (loaded := loads(key, value)) is not MISSING:
+                self.found[key] = loaded
+        self.cache._counters.count("hits", len(self.found) - before)
 
-    def show(self) -> None:
-        """Show the found values to the tools that watch the cache."""
-        if self.cache._is_watched("get_many"):
-            self.cache._show("get_many", self.values(), self.keys, version=self.version)
+    def report(self) -> None:
+        """Report the values that were found to the tools that wrap the cache."""
+        if self.cache._is_wrapped("get_many"):
+            self.cache._report_read("get_many", self.values(), self.keys, version=self.version)
 
-    def missing(self, one: Callable[[Any], Any]) -> list[tuple[Server, list[ValueRequest]]]:
-        """Return the missing values by their servers; `one` computes the value of one of the caller's keys."""
+    def missing(self, compute_one: Callable[[Any], Any]) -> list[tuple[Server, list[ValueRequest]]]:
+        """Return the requests for the missing values by server; `compute_one` computes the value of one key."""
         by_server: dict[Server, list[ValueRequest]] = {}
-        for made, key in self.made.items():
-            if made not in self.found:
-                asked = self.cache._asked(key, None, self.timeout, self.version, self.given)
-                self.wait, self.on_wait_timeout = asked.wait, asked.on_wait_timeout
-                want = replace(asked.want, default=partial(one, key), asked_as=key)
-                by_server.setdefault(want.server, []).append(want)
+        for redis_key, key in self.redis_keys.items():
+            if redis_key not in self.found:
+                prepared = self.cache._prepare(key, None, self.timeout, self.version, self.checked)
+                self.wait, self.on_wait_timeout = prepared.wait, prepared.on_wait_timeout
+                request = replace(prepared.request, default=partial(compute_one, key), caller_key=key)
+                by_server.setdefault(request.server, []).append(request)
         return list(by_server.items())
 
-    def take(self, landings: dict[str, Outcome]) -> None:
-        """Take in what was computed."""
-        for made, landing in landings.items():
-            self.found[made] = brought(landing)
+    def add_outcomes(self, outcomes: dict[str, Outcome]) -> None:
+        """Add the computed values."""
+        for redis_key, outcome in outcomes.items():
+            self.found[redis_key] = result_of(outcome)
 
     def values(self) -> dict[Any, Any]:
         """Return the values by the caller's keys, in their order."""
-        return {key: self.found[made] for made, key in self.made.items() if made in self.found}
+        return {key: self.found[redis_key] for redis_key, key in self.redis_keys.items() if redis_key in self.found}

@@ -1,4 +1,4 @@
-"""What `get_or_set` can be told, checked."""
+"""The options of `get_or_set` and of the methods and decorators that are built on it, and their checks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from ..core.validation import Seconds, check_expire, check_share, check_timeout
-from .calling import is_asynchronous
+from .async_calls import is_async_callable
 from .lease.request import ValueRequest
 
 Timeout = float | Callable[[Any], float | None] | None
-"""A value's life in seconds (None: for ever), or a function of the value that returns it."""
+"""Seconds until a value expires (None: never), or a function of the value that returns them."""
 
 
 class ManyOptions(TypedDict, total=False):
@@ -50,48 +49,45 @@ class PageOptions(TypedDict, total=False):
     on_error: Literal["raise", "stale"] | None
 
 
-WORDS = ("compute", "raise", "stale")
-HOW = ("inline", "thread", "celery")
+ON_WAIT_TIMEOUT = ("compute", "raise", "stale")
+REFRESH = ("inline", "thread", "celery")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What one call was told."""
+class CheckedOptions:
+    """The options of one call, checked."""
 
     lock: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
-    """What it overrides of the alias's settings."""
+    """The options that override settings of the alias."""
     on_wait_timeout: Any = None
     stale: float = 0.0
     refresh_before: float = 0.0
+    due: float = 0.0
+    """The seconds before its expiry in Redis at which a value is due for a refresh; 0: never."""
     refresh: str = "inline"
     should_cache: Callable[[Any], object] | None = None
 
-    @property
-    def due(self) -> float:
-        """The seconds before its end in Redis at which a value is to be computed anew; 0: it is not."""
-        return self.stale + self.refresh_before
-
-    def life(self, timeout: Timeout) -> Timeout:
+    def timeout_without_lease(self, timeout: Timeout) -> Timeout:
         """Return the timeout for storing without a lease: 0 for a value that `should_cache` refuses."""
-        wanted = self.should_cache
-        if wanted is None:
+        should_cache = self.should_cache
+        if should_cache is None:
             return timeout
-        return lambda value: timeout_for(timeout, value) if wanted(value) else 0
+        return lambda value: timeout_for(timeout, value) if should_cache(value) else 0
 
 
-PLAIN = Options()
+DEFAULTS = CheckedOptions()
 
 
-def checked(function: str, /, **options: Any) -> Options:
-    """Return the options of the function, or raise TypeError or ValueError."""
-    wrong = options.keys() - (_checked.__kwdefaults__ or {}).keys()
+def validate(function: str, /, **options: Any) -> CheckedOptions:
+    """Return the checked options; raises TypeError and ValueError that name the argument."""
+    wrong = options.keys() - (_validate.__kwdefaults__ or {}).keys()
     if wrong:
         raise TypeError(f"{function}() got an unexpected keyword argument {min(wrong)!r}")
-    return _checked(**options)
+    return _validate(**options)
 
 
-def _checked(
+def _validate(
     *,
     lock: object = True,
     wait: Seconds | None = None,
@@ -105,19 +101,19 @@ def _checked(
     should_cache: Callable[[Any], object] | None = None,
     jitter: object = None,
     on_error: object = None,
-) -> Options:
+) -> CheckedOptions:
     given: dict[str, Any] = {}
     if lock is not True and lock is not False:
         raise TypeError(f"lock must be True or False, not {lock!r}")
     if wait is not None:
         given["wait"] = check_timeout(wait, "wait")
-    if isinstance(on_wait_timeout, str) and on_wait_timeout not in WORDS:
+    if isinstance(on_wait_timeout, str) and on_wait_timeout not in ON_WAIT_TIMEOUT:
         raise ValueError(
             f"on_wait_timeout must be 'compute', 'raise', 'stale' or a value, not {on_wait_timeout!r}; "
             "give a string as a function that returns it"
         )
     for argument, function in (("on_wait_timeout", on_wait_timeout), ("should_cache", should_cache)):
-        if callable(function) and is_asynchronous(function):
+        if callable(function) and is_async_callable(function):
             raise TypeError(f"{argument} must be a plain function, not the coroutine function {function!r}")
     if expire is not None:
         given["expire"] = check_expire(expire)
@@ -127,7 +123,7 @@ def _checked(
         given["auto_renewal"] = auto_renewal
     if max_hold is not None:
         given["max_hold"] = check_expire(max_hold, "max_hold")
-    if refresh not in HOW:
+    if refresh not in REFRESH:
         raise ValueError(f"refresh must be 'inline', 'thread' or 'celery', not {refresh!r}")
     if should_cache is not None and not callable(should_cache):
         raise TypeError(f"should_cache must be a function of the value, not {should_cache!r}")
@@ -137,51 +133,48 @@ def _checked(
         if on_error not in ("raise", "stale"):
             raise ValueError(f"on_error must be 'raise' or 'stale', not {on_error!r}")
         given["on_error"] = on_error
-    return Options(
-        lock,
-        given,
-        on_wait_timeout,
-        check_timeout(stale, "stale") or 0.0,
-        check_timeout(refresh_before, "refresh_before") or 0.0,
-        refresh,
-        should_cache,
-    )
+    stale_s = check_timeout(stale, "stale") or 0.0
+    refresh_before_s = check_timeout(refresh_before, "refresh_before") or 0.0
+    due = stale_s + refresh_before_s
+    return CheckedOptions(lock, given, on_wait_timeout, stale_s, refresh_before_s, due, refresh, should_cache)
 
 
 def timeout_for(timeout: Timeout, value: Any) -> float | None:
-    """Return the life of this value."""
+    """Return the timeout of this value."""
     return timeout(value) if callable(timeout) else timeout
 
 
-def lengthened(pack: Callable[[Any], tuple[bytes, int | None]], given: Options, jitter: float) -> Any:
-    """Return a `pack` that makes lives shorter by up to the share `jitter`, and then longer by `stale` seconds.
+def with_stale_and_jitter(
+    dumps: Callable[[Any], tuple[bytes, int | None]], options: CheckedOptions, jitter: float
+) -> Callable[[Any], tuple[bytes, int | None]]:
+    """Return a `dumps` that shortens each expiry at random by up to the share `jitter`, and then adds `stale` seconds.
 
-    It leaves the time alone in which a value is due: one that is due as soon as it is stored would be computed at each call.
+    It does not shorten the time `refresh_before`: a value that is due as soon as it is stored would be computed at
+    each call.
     """
-    return partial(_pack, pack, given, jitter) if given.stale or jitter else pack
+
+    def changed(value: Any) -> tuple[bytes, int | None]:
+        data, expiry_ms = dumps(value)
+        if expiry_ms:
+            fresh = max(0.0, expiry_ms - options.refresh_before * 1000)
+            shortened = int(expiry_ms - fresh * random.random() * jitter)  # noqa: S311
+            expiry_ms = max(1, shortened + int(options.stale * 1000))
+        return data, expiry_ms
+
+    return changed
 
 
-def _pack(
-    pack: Callable[[Any], tuple[bytes, int | None]], given: Options, jitter: float, value: Any
-) -> tuple[bytes, int | None]:
-    data, life = pack(value)
-    if life:
-        fresh = max(0.0, life - given.refresh_before * 1000)
-        life = max(1, int(life - fresh * random.random() * jitter) + int(given.stale * 1000))  # noqa: S311
-    return data, life
+class GetOrSetCall(NamedTuple):
+    """One call of `get_or_set`: its request, and how long and for what it waits."""
 
-
-class Asked(NamedTuple):
-    """A value that is wanted, and what its caller said of it."""
-
-    want: ValueRequest
+    request: ValueRequest
     wait: float | None
     on_wait_timeout: Any
-    given: Options
+    options: CheckedOptions
     on_error: str
 
-    def patience(self) -> float:
-        """How long to wait while there is an old value."""
+    def wait_with_stale(self) -> float:
+        """Return how many seconds the caller waits while there is a stale value."""
         if self.on_wait_timeout != "stale":
             return 0.0
         return threading.TIMEOUT_MAX if self.wait is None else self.wait

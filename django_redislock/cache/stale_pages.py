@@ -1,4 +1,4 @@
-"""Copies of pages that live longer than the pages: `cache_page` shows them while a view renders, or fails."""
+"""Copies of pages that expire later than the pages: `cache_page` shows them while a view renders, or when it fails."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from django.utils.cache import get_cache_key, get_max_age, learn_cache_key, patc
 from django.utils.http import http_date
 
 LONGEST_PAUSE = 60
-"""Longest pause in seconds between two tries of a failing view; it starts at a second, and each failure doubles it."""
+"""Longest pause in seconds between two calls of a failing view. The first is a second; each failure doubles it."""
 
 
-class OldPages:
+class StalePages:
     """The copies of the pages of one view. Django's own rules store each copy, under a separate prefix."""
 
     def __init__(self, rules: CacheMiddleware, cache: Any, stale: float) -> None:
@@ -21,7 +21,7 @@ class OldPages:
         self._cache = cache
         self._prefix = f"redislock.stale.{rules.key_prefix}"
         self.stale = stale
-        """Seconds that a copy lives longer than its page."""
+        """Seconds by which a copy expires later than its page."""
 
     def find(self, request: HttpRequest) -> HttpResponseBase | None:
         """Return the copy for this request, marked as expired so that no browser keeps it."""
@@ -34,25 +34,25 @@ class OldPages:
                 return page
         return None
 
-    def keep(self, request: HttpRequest, page: HttpResponseBase) -> None:
-        """Keep a copy of a page that was stored just now."""
+    def save(self, request: HttpRequest, page: HttpResponseBase) -> None:
+        """Save a copy of a page that was stored just now."""
         timeout = self._rules.page_timeout  # type: ignore[attr-defined]
         if timeout is None:
             timeout = get_max_age(page)
         if timeout is None:
             timeout = self._rules.cache_timeout
-        life = timeout + self.stale
-        self._cache.set(learn_cache_key(request, page, life, self._prefix, cache=self._cache), page, life)
+        expiry = timeout + self.stale
+        self._cache.set(learn_cache_key(request, page, expiry, self._prefix, cache=self._cache), page, expiry)
         self._cache.delete(self._failures(request))
 
-    def forget(self, request: HttpRequest) -> None:
-        """Forget the copy: there is no such page any more."""
+    def delete(self, request: HttpRequest) -> None:
+        """Delete the copy, because the page does not exist any more."""
         key = get_cache_key(request, self._prefix, str(request.method), cache=self._cache)
         if key is not None:
             self._cache.delete(key)
 
     def pause(self, request: HttpRequest) -> float:
-        """Count a failure, and return for how many seconds the view is not to be tried again."""
+        """Count a failure, and return the seconds until the view may be called again."""
         key = self._failures(request)
         failures = self._cache.get(key, 0)
         pause = float(min(LONGEST_PAUSE, 2**failures))

@@ -1,4 +1,4 @@
-"""What became of the calls that wanted a value: counted for each cache alias of this process.
+"""Counts of hits, computations and waits, for each cache alias of this process.
 
 The counts are module-level, because Django makes a backend object for every thread and task.
 """
@@ -12,7 +12,7 @@ from django.conf import settings
 
 from ..core.driver.fork import after_in_child
 
-What = Literal[
+CounterName = Literal[
     "hits",
     "computed",
     "waited",
@@ -31,52 +31,52 @@ class Tally:
     """Counts of this process since it started, for one cache alias."""
 
     hits: int = 0
-    """Values that were there."""
+    """Values that were found in the cache."""
     computed: int = 0
-    """Values that were computed here."""
+    """Values that this process computed."""
     waited: int = 0
-    """How often a caller waited for a value that another one computed."""
+    """Waits for a value that another caller computed."""
     seconds_waited: float = 0.0
     taken_over: int = 0
-    """Values computed here after waiting for one who failed, died or was overtaken by an invalidation."""
+    """Values that this process computed after it had waited for a process that failed, died or was invalidated."""
     lease_lost: int = 0
-    """Computations that took longer than the right to compute lasts; others may have computed the same values, too."""
+    """Computations that took longer than their lease; other processes may have computed the same values, too."""
     lease_evicted: int = 0
-    """Rights to compute that the server evicted; others may have computed the same values, too."""
+    """Leases that the server evicted; other processes may have computed the same values, too."""
     fenced: int = 0
-    """Values not stored, because they were set or invalidated meanwhile."""
+    """Values that were not stored, because they were set or invalidated during the computation."""
     stale_served: int = 0
-    """Old values returned, while somebody computes a new one."""
+    """Stale values that were returned, while another caller computed or after an error."""
     errors: int = 0
-    """Computations that raised, and values for which Redis did not answer."""
+    """Computations that raised an error, and values for which Redis did not answer."""
 
 
 class Counters:
-    """Count exactly without a lock: a signal handler or a destructor may count, too, at any point of a count.
+    """Counts exactly without a lock: a signal handler or a destructor may count at any point of another count.
 
-    Whoever counts takes a tally out of those that are free, so that nobody else changes it meanwhile. There are as many as
-    were ever needed at the same time, and their sum is what was counted.
+    Each count takes a tally out of the free ones, so that no other count changes it meanwhile. There are as many
+    tallies as were ever needed at the same time. The counts are their sums.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew; a count that is under way does not reach the new tallies."""
-        all: list[Tally] = []
+        """Start again at zero; a count that is under way does not reach the new tallies."""
+        tallies: list[Tally] = []
         free: list[Tally] = []
-        self._tallies = all, free
+        self._tallies = tallies, free
 
-    def count(self, what: What, by: float = 1) -> None:
+    def count(self, name: CounterName, by: float = 1) -> None:
         """Add to one of the counts."""
-        all, free = self._tallies
+        tallies, free = self._tallies
         try:
-            mine = free.pop()
+            tally = free.pop()
         except IndexError:
-            mine = Tally()
-            all.append(mine)
-        setattr(mine, what, getattr(mine, what) + by)
-        free.append(mine)
+            tally = Tally()
+            tallies.append(tally)
+        setattr(tally, name, getattr(tally, name) + by)
+        free.append(tally)
 
     def read(self) -> Tally:
         """Return the counts so far."""
@@ -87,13 +87,13 @@ class Counters:
 _tallies: dict[str, Counters] = {}
 
 
-def tally_of(alias: str) -> Counters:
+def counters_for(alias: str) -> Counters:
     """Return the counters of the alias in this process."""
     return _tallies.setdefault(alias, Counters())
 
 
 def alias_of(backend: type, location: Any, params: dict[str, Any]) -> str:
-    """Return the alias of a backend made with these arguments, "" when no alias of the settings is so."""
+    """Return the alias of a backend that was made with these arguments, "" when the settings have none."""
     aliases: dict[str, dict[str, Any]] = settings.CACHES
     for alias, cache in aliases.items():
         others = {key: value for key, value in cache.items() if key not in ("BACKEND", "LOCATION")}
@@ -105,8 +105,8 @@ def alias_of(backend: type, location: Any, params: dict[str, Any]) -> str:
 
 
 def _after_fork() -> None:
-    for tally in _tallies.values():
-        tally.reset()  # what the parent did was not done here
+    for counters in _tallies.values():
+        counters.reset()  # the counts are those of the parent
 
 
-after_in_child(_after_fork)
+after_in_child("statistics", _after_fork)

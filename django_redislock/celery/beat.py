@@ -18,8 +18,8 @@ from celery.utils.time import maybe_make_aware
 from .. import conf
 from ..connections import get_client
 from ..core.driver.effects import Pipeline
+from ..core.driver.registry import server_of
 from ..core.driver.retry import with_retries
-from ..core.driver.server import server_of
 from ..core.keys import milliseconds
 from ..core.lock import Lock
 from ..core.validation import Seconds

@@ -23,10 +23,10 @@ from .running import SingleInstanceMixin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ATTRIBUTE = "__single_instance__"
+DECLARATION = "__single_instance__"
 
 
-_marks: WeakSet[Declaration] = WeakSet()
+_declarations: WeakSet[Declaration] = WeakSet()
 
 
 @overload
@@ -59,7 +59,7 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
     function.
     """
 
-    def mark(function: F) -> F:
+    def declare(function: F) -> F:
         if issubclass(type(function), Proxy) or isinstance(function, Task):
             raise TypeError(
                 "@single_instance must stand below @shared_task or @app.task, next to the function:\n\n"
@@ -73,12 +73,12 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
         # A partial() and other callables are refused: their parameters are not those of the function that they call.
         if not callable(function) or not hasattr(function, "__code__") or inspect.ismethod(function):
             raise TypeError(f"@single_instance marks functions, not {function!r}; options are given by name")
-        mark = Declaration(function, options)
-        setattr(function, ATTRIBUTE, mark)
-        _marks.add(mark)
+        declaration = Declaration(function, options)
+        setattr(function, DECLARATION, declaration)
+        _declarations.add(declaration)
         return function
 
-    return mark if function is None else mark(function)
+    return declare if function is None else declare(function)
 
 
 _task_from_fun = Celery._task_from_fun
@@ -87,11 +87,13 @@ _task_from_fun = Celery._task_from_fun
 def _task_from_marked_fun(
     self: Celery, fun: Callable[..., Any], name: str | None = None, base: Any = None, **options: Any
 ) -> Any:
-    mark = getattr(fun, ATTRIBUTE, None)
-    if mark is not None:
+    declaration = getattr(fun, DECLARATION, None)
+    if declaration is not None:
         if "single_instance" in options:
-            raise TypeError(f"{mark.function} has both @single_instance and single_instance=...; use one of them")
-        options["single_instance"] = mark
+            raise TypeError(
+                f"{declaration.function} has both @single_instance and single_instance=...; use one of them"
+            )
+        options["single_instance"] = declaration
         base = base or self.Task
         if not issubclass(base, SingleInstanceMixin):
             base = type(base.__name__, (SingleInstanceMixin, base), {"__module__": base.__module__})
@@ -105,16 +107,20 @@ def _task_from_marked_fun(
 Celery._task_from_fun = _task_from_marked_fun  # type: ignore[assignment, method-assign]
 
 
+def _unused_declarations() -> list[Declaration]:
+    return sorted((each for each in _declarations if not each.effective), key=lambda each: each.function)
+
+
 def check_tasks() -> list[CheckMessage]:
     """Report functions and tasks that ask to be single-instance and are not."""
     found: list[CheckMessage] = []
-    idle = sorted((mark for mark in _marks if not mark.effective), key=lambda mark: mark.function)
+    unused = _unused_declarations()
     apps = list(_state._get_active_apps())  # type: ignore[attr-defined]
-    if idle and not apps:  # then no function is a task yet
-        more = "" if len(idle) == 1 else f" (and {len(idle) - 1} more)"
+    if unused and not apps:  # then no function is a task yet
+        more = "" if len(unused) == 1 else f" (and {len(unused) - 1} more)"
         return [
             Error(
-                f"{idle[0].function}{more} is marked with @single_instance, but no Celery app has been imported.",
+                f"{unused[0].function}{more} is marked with @single_instance, but no Celery app has been imported.",
                 hint="Import the app where Django starts: write 'from .celery import app as celery_app' in the "
                 "__init__.py of the project. Otherwise the messages of this process go to Celery's default app, which "
                 "does not know your broker.",
@@ -142,12 +148,12 @@ def check_tasks() -> list[CheckMessage]:
         found += [message for task in tasks.values() for message in _check_tenant(task)]
     return found + [
         Error(
-            f"{mark.function} is marked with @single_instance, but no task holds that mark.",
+            f"{declaration.function} is marked with @single_instance, but no task holds that mark.",
             hint="Put @shared_task or @app.task directly above @single_instance; a decorator between them must use "
             "functools.wraps. Two tasks of one name are one task: the first.",
             id="redislock.E010",
         )
-        for mark in sorted((mark for mark in _marks if not mark.effective), key=lambda mark: mark.function)
+        for declaration in _unused_declarations()
     ]
 
 

@@ -21,7 +21,7 @@ from ..core import events
 from ..core.clock import monotonic
 from ..core.validation import MAX_SECONDS
 
-LONGEST = 300
+MAX_ARGUMENTS_LENGTH = 300
 """Characters of the arguments that are told."""
 
 
@@ -49,7 +49,7 @@ class DuplicateResult(_AsyncResult):
         return super().get(*args, **kwargs)
 
 
-def life(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:
+def waiting_expire(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:
     """Return for how many seconds a message holds its lock: until it should have started, and no longer than it may start."""
     begins = countdown if countdown is not None else _seconds_until(app, eta)
     seconds = queue_life + max(0.0, begins if isinstance(begins, (int, float)) else 0.0)
@@ -83,7 +83,7 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
         return False
 
 
-def report_dropped(task: str, holder: str, options: Mapping[str, Any]) -> None:
+def warn_dropped_callbacks(task: str, holder: str, options: Mapping[str, Any]) -> None:
     """Report the callbacks of a message that is not published: Celery cannot add them to a published message."""
     dropped = [name for name in ("link", "link_error") if options.get(name)]
     if dropped:
@@ -96,23 +96,23 @@ def report_dropped(task: str, holder: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def level_of(name: str) -> int:
+def log_level_of(name: str) -> int:
     """Return the log level for a message that is not published under this lock: WARNING once a minute, else lower.
 
     It is wanted, as a rule. But where no worker frees the lock, as one without the task's decorator, nothing is published any more.
     """
     minute = int(monotonic() // 60)
-    if _told.get(name) == minute:
+    if _warned_in.get(name) == minute:
         return logging.INFO
-    if len(_told) >= MANY:
-        _told.clear()
-    _told[name] = minute
+    if len(_warned_in) >= MAX_REMEMBERED:
+        _warned_in.clear()
+    _warned_in[name] = minute
     return logging.WARNING
 
 
-_told: dict[str, int] = {}
+_warned_in: dict[str, int] = {}
 """The minute in which each lock was told of."""
-MANY = 1000
+MAX_REMEMBERED = 1000
 """Locks that are remembered at most."""
 
 
@@ -141,7 +141,7 @@ class _Shortened(reprlib.Repr):
 _shortened = _Shortened()
 
 
-def shown(bound: inspect.BoundArguments) -> str:
+def describe_arguments(bound: inspect.BoundArguments) -> str:
     """Return the arguments in words: shortened, and without those that Django's error pages hide."""
     cleanse = get_default_exception_reporter_filter().cleanse_setting
     arguments: dict[str, Any] = {}
@@ -160,4 +160,4 @@ def shown(bound: inspect.BoundArguments) -> str:
         except Exception:  # of somebody's repr()
             parts.append(f"{name}=?")
     text = ", ".join(parts)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return text if len(text) <= MAX_ARGUMENTS_LENGTH else f"{text[: MAX_ARGUMENTS_LENGTH - 1]}…"

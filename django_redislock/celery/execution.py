@@ -51,7 +51,7 @@ def executions() -> tuple[Execution, ...]:
     return tuple(execution for execution in _executions.get() if not execution._over)
 
 
-def release(lock: Lock) -> None:
+def release_quietly(lock: Lock) -> None:
     """Release the lock, if it is held."""
     try:
         lock.release()
@@ -71,7 +71,7 @@ def leave_queue(queued: ExecutionLock | None) -> ExecutionLock | None:
     """Release what the message held while it waited, if it did; return what could not be released."""
     if queued is not None:
         try:
-            queued.free()
+            queued.release_given_id()
         except LockBackendError as error:
             events.log.warning("%s could not release its place in the queue: %s", queued.label, error)
             return queued

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self
+
+from redis.exceptions import RedisError
 
 from ..core import events, operations, records, scripts
 from ..core.base import TOLD
@@ -36,7 +39,7 @@ CLAIM = Script("claim", "message", home=__package__)
 DONE = Script("done", home=__package__)
 DUPLICATE = Script("duplicate", "counts", home=__package__)
 
-_json = json.JSONEncoder(separators=(",", ":")).encode
+_json = json.JSONEncoder().encode
 
 
 class Delivery(NamedTuple):
@@ -55,9 +58,9 @@ class Delivery(NamedTuple):
 class AfterRelease(NamedTuple):
     """What is left behind by an execution."""
 
-    marked: float = 0.0
+    processed_for: float = 0.0
     """Seconds for which its message is marked as processed."""
-    confirmed: bool = True
+    complete: bool = True
     """Whether nothing comes after the release that would still have to be done."""
     keep_id: str = ""
     """Who has the lock from now on; nobody: it is released."""
@@ -75,15 +78,15 @@ class ExecutionLock(Lock):
     """What `release` leaves behind."""
     processed = False
     """Whether the lock was refused because the message has been processed, or published again."""
-    look_in: float | None = None
+    retry_in: float | None = None
     """Seconds until another look makes sense, when the lock was refused because a copy of the message runs or ends now."""
 
-    def named(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
+    def with_name(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
         """Return a lock as this one, with a name of its own, and what else is given; nothing of that is checked again."""
         return self._copy(name=name, _keys=lock_keys(self._prefix, name), label=label, _given_id=id, **changes)
 
     @contextmanager
-    def alive(self, expire: float) -> Iterator[None]:
+    def keep_alive(self, expire: float) -> Iterator[None]:
         """Give the lock of the given id a shorter life, renewed during the block, because the process may die there.
 
         After the block it is still held. Raises LockBackendError when Redis cannot answer.
@@ -105,19 +108,36 @@ class ExecutionLock(Lock):
         This process does not watch or renew the lock. `fresh`: the given id is new. Raises LockBackendError when Redis
         cannot answer.
         """
-        fence = self._server.run(self._take(fresh))
+        _, reply = self._server.run(with_retries(self.name, self._take_call(fresh), 0.0, self._server))
+        return self._has_taken(reply)
+
+    def take_ahead(self) -> Callable[[], bool | None] | None:
+        """Send what `take` sends for a new id; None when no connection is free.
+
+        The function returned waits for the answer: call it once, in this thread. It returns None when there is no answer;
+        then `take` shall try again.
+        """
+        receive = self._server.send_ahead(self._take_call(fresh=True))
+        return None if receive is None else partial(self._answer_of, receive)
+
+    def _answer_of(self, receive: Callable[[], Any]) -> bool | None:
+        try:
+            return self._has_taken(receive())
+        except RedisError:
+            return None
+
+    def _take_call(self, fresh: bool) -> ScriptCall:
+        id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
+        args = (id, milliseconds(self.expire), name, self._record(), b"", b"0", b"")
+        return ScriptCall(scripts.ACQUIRE, keys[:4] if fresh else keys, args)
+
+    def _has_taken(self, reply: object) -> bool:
+        fence = abs(reply) if isinstance(reply, int) else 0
         if fence:
             events.emit("acquired", TOLD["acquired"], self.name, fence, name=self.name, fence=fence)
         return fence > 0
 
-    def _take(self, fresh: bool) -> Operation[int]:
-        id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
-        args = (id, milliseconds(self.expire), name, self._record(), b"", b"0", b"")
-        call = ScriptCall(scripts.ACQUIRE, keys[:4] if fresh else keys, args)
-        _, reply = yield from with_retries(self.name, call, 0.0, self._server)
-        return abs(reply) if isinstance(reply, int) else 0
-
-    def free(self) -> bool:
+    def release_given_id(self) -> bool:
         """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot answer."""
         return self._server.run(operations.release(self._new_lease(self._given_id or "")))
 
@@ -133,13 +153,15 @@ class ExecutionLock(Lock):
         delivery = self.delivery
         if delivery is None or not delivery.known:
             if state == "done":
-                self.confirm(life)
+                self.mark_processed(life)
             return True
         args = (*_copies(delivery), os.urandom(4).hex().encode(), state.encode(), milliseconds(life))
-        reply = self._server.run(self._mark(ScriptCall(CLAIM, (self._keys.lock, mark_key(self._keys, delivery)), args)))
-        return self._is_granted(reply)
+        reply = self._server.run(
+            self._write_marker(ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args))
+        )
+        return self._note_reply(reply)
 
-    def confirm(self, life: float, version: int | None = None, *, alone: bool = True) -> None:
+    def mark_processed(self, life: float, version: int | None = None, *, alone: bool = True) -> None:
         """Mark the message as processed, or as published again in this version, for so many seconds.
 
         `alone`: nobody else has it; else a mark that says more stays. Raises LockBackendError when Redis cannot answer.
@@ -147,20 +169,20 @@ class ExecutionLock(Lock):
         if self.delivery is not None and self.delivery.message:
             state = b"done" if version is None else b"%d" % version
             args = (state, milliseconds(life), b"" if alone else b"1")
-            self._server.run(self._mark(ScriptCall(DONE, (mark_key(self._keys, self.delivery),), args)))
+            self._server.run(self._write_marker(ScriptCall(DONE, (marker_key(self._keys, self.delivery),), args)))
 
-    def _mark(self, call: ScriptCall) -> Operation[int]:
+    def _write_marker(self, call: ScriptCall) -> Operation[int]:
         _, reply = yield from with_retries(self.name, call, 0.0)
         return int(reply)
 
     @property
     def refused(self) -> bool:
         """Whether the lock was refused because of a copy of the message."""
-        return self.processed or self.look_in is not None
+        return self.processed or self.retry_in is not None
 
-    def _is_granted(self, reply: int) -> bool:
+    def _note_reply(self, reply: int) -> bool:
         self.processed = reply == 0
-        self.look_in = (-1 - reply) / 1000 if reply < 0 else None
+        self.retry_in = (-1 - reply) / 1000 if reply < 0 else None
         return reply > 0
 
     def is_copy(self, holder: LockInfo | None) -> bool:
@@ -172,12 +194,12 @@ class ExecutionLock(Lock):
         if delivery is None:
             return super()._new_claim(timeout)
         lease = self._new_lease(self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}")
-        keys = (mark_key(self._keys, delivery),)
+        keys = (marker_key(self._keys, delivery),)
         args = (delivery.id.encode(), b"1" if delivery.known else b"0", *_copies(delivery))
         return operations.AcquireRequest(lease, self._record(), timeout, self._given_id is not None, START, keys, args)
 
     def _begins(self, lease: Lease) -> bool:
-        return self._is_granted(lease.fence)
+        return self._note_reply(lease.fence)
 
     def _release(self) -> Operation[None]:
         delivery = self.delivery
@@ -197,16 +219,16 @@ class ExecutionLock(Lock):
         id = lease.id.encode()
         call = ScriptCall(
             LEAVE,
-            (keys.lock, keys.held, keys.queue, keys.receipts, mark_key(keys, delivery)),
+            (keys.lock, keys.held, keys.queue, keys.receipts, marker_key(keys, delivery)),
             (
                 id,
                 lease.name.encode(),
                 b"%d" % lease.fence,
-                milliseconds(ending.marked) if ending.marked and delivery.message else b"",
+                milliseconds(ending.processed_for) if ending.processed_for and delivery.message else b"",
                 ending.keep_id.encode(),
                 milliseconds(ending.keep),
                 self._record() if ending.keep_id else b"",
-                b"done" if ending.confirmed else b"ending",
+                b"done" if ending.complete else b"ending",
             ),
         )
         # Also after a loss of the lock, because the message has been processed all the same.
@@ -216,11 +238,11 @@ class ExecutionLock(Lock):
     def _record(self) -> bytes:
         # What differs from one task to the next is added to what is kept ready for all of them.
         general = records.record(self.kind, "", self.expire, self.auto_renewal)
-        own = _json({"label": self.label, **self.details}).encode()
-        return b"%b,%b" % (general[:-1], own[1:])
+        own = [f',"{name}":{"true" if value is True else _json(value)}' for name, value in self.details.items()]
+        return b'%b,"label":%b}' % (general[:-1], "".join([_json(self.label), *own]).encode())
 
 
-def mark_key(keys: LockKeys, delivery: Delivery) -> bytes:
+def marker_key(keys: LockKeys, delivery: Delivery) -> bytes:
     return keys.held.removesuffix(b"held") + b"done:" + delivery.message.encode()
 
 

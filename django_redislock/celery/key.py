@@ -18,7 +18,7 @@ from typing import Any
 from django.db.models import Model
 from kombu.utils import json as kombu_json
 
-from ..core.validation import MAX_NAME
+from ..core.validation import fitting_name
 from ..task_names import escaped
 from .pydantic_models import Models
 
@@ -31,10 +31,10 @@ def lock_name(task: str, key: str, kind: str = "celery") -> str:
     task = escaped(task)
     name = f"{kind}:{task}:{key}" if key else f"{kind}:{task}"
     name = name.encode(errors="backslashreplace").decode()
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 33]}:{_hash(name)}"
+    return fitting_name(name, lambda: _hash(name))
 
 
-def make(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) -> str:
+def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) -> str:
     """Return the key of these arguments.
 
     `key` is a format string over the parameters (``"report:{customer_id}"``), a list of those that count (``[]``: none, one
@@ -45,10 +45,10 @@ def make(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) ->
     if len(bound.arguments) < len(bound.signature.parameters):
         bound.apply_defaults()
     if callable(key):
-        seen = _seen_by_the_body(bound, models)
+        seen = _as_body_sees(bound, models)
         return _text(key(*seen.args, **seen.kwargs))
     if isinstance(key, str):
-        arguments = _by_name(_seen_by_the_body(bound, models))
+        arguments = _by_name(_as_body_sees(bound, models))
         try:
             return key.format(**arguments)
         except (LookupError, AttributeError, TypeError, ValueError) as error:
@@ -66,7 +66,7 @@ def make(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) ->
     return digest(arguments)
 
 
-def of_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
+def with_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
     """Return the key of the current tenant. Raises TypeError when the tenant is no str."""
     if get_tenant is None:
         return key
@@ -79,8 +79,11 @@ def of_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
 def digest(arguments: Mapping[str, Any]) -> str:
     """Return a hash of the arguments: the same for what is the same to a worker, another for 1, "1" and True."""
     try:
-        flat = _FLAT.issuperset(map(type, arguments.values()))
-        return _hash(_sorted(arguments if flat else _plain(arguments, _DigestEncoder)))
+        if not _FLAT.issuperset(map(type, arguments.values())):
+            arguments = _through_json(arguments, _DigestEncoder)
+            if not _FLAT.issuperset(map(type, arguments.values())):
+                return _hash(_sorted(arguments))
+        return _hash(ascii(sorted(arguments.items())))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"no key can be made from the arguments {arguments!r}: {error}. Name the parameters that count, as in "
@@ -88,16 +91,16 @@ def digest(arguments: Mapping[str, Any]) -> str:
         ) from error
 
 
-def _seen_by_the_body(bound: inspect.BoundArguments, models: Models) -> inspect.BoundArguments:
+def _as_body_sees(bound: inspect.BoundArguments, models: Models) -> inspect.BoundArguments:
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            arguments[name] = tuple(map(_seen, value))
+            arguments[name] = tuple(map(_as_worker_sees, value))
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            arguments[name] = {other: _seen(each) for other, each in value.items()}
+            arguments[name] = {other: _as_worker_sees(each) for other, each in value.items()}
         else:
-            arguments[name] = models[name](_seen(value)) if name in models else _seen(value)
+            arguments[name] = models[name](_as_worker_sees(value)) if name in models else _as_worker_sees(value)
     return inspect.BoundArguments(bound.signature, OrderedDict(arguments))
 
 
@@ -111,11 +114,11 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 _FLAT = frozenset({str, int, float, bool, type(None)})
-"""Types whose values are the same before and after `_plain`."""
+"""Types whose values are the same before and after `_through_json`."""
 _sorted = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
-def _plain(value: object, encoder: type[_Encoder]) -> Any:
+def _through_json(value: object, encoder: type[_Encoder]) -> Any:
     """Return the value as a worker gets it, before it makes anything of it: then the keys that are sorted are strings."""
     return json.loads(json.dumps(value, cls=encoder))
 
@@ -150,9 +153,9 @@ class _DigestEncoder(_Encoder):
         return super().default(value)
 
 
-def _seen(value: Any) -> Any:
+def _as_worker_sees(value: Any) -> Any:
     """Return an argument as a worker sees it; what JSON cannot carry stays as it is."""
     try:
-        return kombu_json.loads(_sorted(_plain(value, _Encoder)))
+        return kombu_json.loads(_sorted(_through_json(value, _Encoder)))
     except (TypeError, ValueError):
         return value

@@ -22,21 +22,28 @@ SCOPE_HEADER = "single_instance_scope"
 """Carries the scope of a message that holds a lock while it waits, for a worker that does not know the scope."""
 MESSAGE_HEADER = "single_instance_message"
 """Tells one message from another of the same task id; its copies have it in common."""
-AGAIN_HEADER = "single_instance_again"
+REDELIVERED_HEADER = "single_instance_redelivered"
 """Says that a message without `MESSAGE_HEADER` may be a copy of one that is being processed."""
 VERSION_HEADER = "single_instance_version"
 """Carries how often a message has been published again, for whatever reason."""
-SEEN_HEADER = "single_instance_seen"
+COPY_FENCE_HEADER = "single_instance_copy_fence"
 """Carries the fence of the execution that a copy found running, when it looks again."""
 RESCHEDULED_HEADER = "single_instance_rescheduled"
 """Carries how often a message has been rescheduled, because of a conflict."""
-SINCE_HEADER = "single_instance_since"
+FIRST_CONFLICT_HEADER = "single_instance_first_conflict"
 """Carries the time of the first of these conflicts, in seconds since 1970."""
 REFUSED_HEADER = "single_instance_refused"
 """Names the holder of the lock when a message with a given id was published. The message is to be skipped."""
-_FORMER = {VERSION_HEADER, SEEN_HEADER, SCOPE_HEADER, RESCHEDULED_HEADER, SINCE_HEADER, REFUSED_HEADER}
+_OF_FORMER_MESSAGE = {
+    VERSION_HEADER,
+    COPY_FENCE_HEADER,
+    SCOPE_HEADER,
+    RESCHEDULED_HEADER,
+    FIRST_CONFLICT_HEADER,
+    REFUSED_HEADER,
+}
 """Headers that a retry does not take from the message before."""
-MARK_LIFE = 3600.0
+MARKER_EXPIRE = 3600.0
 """Seconds for which it is known that a message was processed, at least: as long as Redis as broker waits for a worker."""
 
 
@@ -45,7 +52,11 @@ def new_message(headers: Mapping[str, Any] | None, key: str, scope: str) -> dict
     ours = {KEY_HEADER: key, MESSAGE_HEADER: os.urandom(4).hex()}
     if scope != "run":
         ours[SCOPE_HEADER] = scope
-    return with_ours({name: headers[name] for name in headers if name not in _FORMER}, ours) if headers else ours
+    return (
+        with_ours({name: headers[name] for name in headers if name not in _OF_FORMER_MESSAGE}, ours)
+        if headers
+        else ours
+    )
 
 
 def with_ours(headers: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +83,7 @@ def delivery_of(request: Context) -> Delivery:
         return Delivery(id)
     # What was published without us has what kombu's brokers give to each message; RabbitMQ gives it none, and tells of copies.
     message = header(request, MESSAGE_HEADER) or (request.properties or {}).get("delivery_tag") or ""
-    again = (request.delivery_info or {}).get("redelivered") or header(request, AGAIN_HEADER)
+    again = (request.delivery_info or {}).get("redelivered") or header(request, REDELIVERED_HEADER)
     version = header(request, VERSION_HEADER)
     common = f"{id}:{request.retries}:{waiting_id(str(message)) if message else ''}"
     return Delivery(id, common, bool(message or again), version if isinstance(version, int) else 0)
@@ -80,16 +91,16 @@ def delivery_of(request: Context) -> Delivery:
 
 def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[str, Any]:
     """Return the headers of the same message when it is published again."""
-    names = (KEY_HEADER, SCOPE_HEADER, MESSAGE_HEADER, AGAIN_HEADER, RESCHEDULED_HEADER, SINCE_HEADER)
+    names = (KEY_HEADER, SCOPE_HEADER, MESSAGE_HEADER, REDELIVERED_HEADER, RESCHEDULED_HEADER, FIRST_CONFLICT_HEADER)
     ours = {name: value for name in names if (value := header(request, name)) is not None}
     ours |= {VERSION_HEADER: delivery.version + 1, **more}
     if MESSAGE_HEADER not in ours:
         tag = (request.properties or {}).get("delivery_tag")
-        ours |= {MESSAGE_HEADER: tag} if tag else {AGAIN_HEADER: delivery.known}
+        ours |= {MESSAGE_HEADER: tag} if tag else {REDELIVERED_HEADER: delivery.known}
     return with_ours(request.as_execution_options()["headers"], ours)
 
 
-def mark_life(app: Celery, queue_life: float) -> float:
+def marker_expire(app: Celery, queue_life: float) -> float:
     """Return for how many seconds a message is known that was processed: for as long as a copy of it may still come."""
     silence = (app.conf.broker_transport_options or {}).get("visibility_timeout", 0)
-    return max(MARK_LIFE, queue_life, float(silence))
+    return max(MARKER_EXPIRE, queue_life, float(silence))

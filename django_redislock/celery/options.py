@@ -13,10 +13,9 @@ from django.utils.functional import cached_property
 from django.utils.module_loading import import_string
 
 from .. import conf
-from ..connections import client_of
-from ..core.null_server import NULL_SERVER
-from ..core.validation import Seconds, check_expire, check_timeout
-from ..name_template import check_key, check_parameters as check_names, check_tenant, fields as fields_of
+from ..connections import server
+from ..core.validation import Seconds
+from ..name_template import check_parameters as check_names, fields as fields_of
 from .execution_lock import ExecutionLock
 from .key import Key
 
@@ -95,7 +94,7 @@ class Options(conf.CelerySettings):
         """What every lock of the task is made from."""
         settings = self.settings
         return ExecutionLock(
-            client_of(settings) if settings.enabled else NULL_SERVER,
+            server(settings),
             "celery",
             kind="celery",
             prefix=settings.key_prefix,
@@ -135,7 +134,7 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
             raise TypeError(f"single_instance has no option {name!r}: {hint}")
         if name == "expire" and value is None:
             continue  # as everywhere: the life that the settings give
-        checked[name] = _CHECKS[name](value, name) if name in _CHECKS else value
+        checked[name] = conf.check_option(conf.CelerySettings, name, value)
     check_parameters(checked.get("key"), function)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
@@ -143,53 +142,6 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
             "runs. Let a plain function run it, with asgiref's async_to_sync or asyncio.run()."
         )
     return checked
-
-
-def _one_of(*choices: str) -> Callable[[object, str], object]:
-    def check(value: object, name: str) -> object:
-        if value not in choices:
-            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
-        return value
-
-    return check
-
-
-_check_policy = _one_of("raise", "skip", "reschedule", "wait")
-
-
-def _check_on_conflict(value: object, name: str) -> object:
-    return value if callable(value) else _check_policy(value, name)
-
-
-def _check_flag(value: object, name: str) -> object:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
-    return value
-
-
-def _check_wait(value: object, name: str) -> object:
-    if value is None:
-        raise TypeError(f"{name} must be a number of seconds or a timedelta, not None: a worker would wait for ever")
-    return check_timeout(value, name)
-
-
-_CHECKS: dict[str, Callable[[Any, str], object]] = {
-    "scope": _one_of(*conf.SCOPES),
-    "key": check_key,
-    "tenant": check_tenant,
-    "expire": check_expire,
-    "auto_renewal": _check_flag,
-    "max_hold": lambda value, name: None if value is None else check_expire(value, name),
-    "on_conflict": _check_on_conflict,
-    "wait": _check_wait,
-    "on_duplicate": _one_of("return", "raise"),
-    "queue_life": check_expire,
-    "keep_for": lambda value, name: check_timeout(value, name) or 0.0,
-    "on_backend_error": _one_of("raise", "run", "reschedule"),
-    "lock_direct_calls": _check_flag,
-    "reschedule_delay": check_expire,
-    "reschedule_limit": check_timeout,
-}
 
 
 def check_parameters(key: Key, function: Callable[..., Any] | None) -> None:

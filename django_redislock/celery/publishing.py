@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
@@ -21,21 +22,32 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from ..task_names import waiting_id
 from . import options as options_of
-from .duplicates import DuplicateResult, has_ended, level_of, life, report_dropped, shown
-from .execution import leave_queue, release
+from .duplicates import (
+    DuplicateResult,
+    describe_arguments,
+    has_ended,
+    log_level_of,
+    waiting_expire,
+    warn_dropped_callbacks,
+)
+from .execution import leave_queue, release_quietly
 from .execution_lock import ExecutionLock
-from .key import NO_MODELS, lock_name, make, of_tenant
+from .key import NO_MODELS, lock_name, make_key, with_tenant
 from .message import KEY_HEADER, REFUSED_HEADER, delivery_of, header, new_message, with_ours
 from .options import Options
+from .publish_ahead import is_celerys_own, publish_ahead
 from .pydantic_models import Models, models_of
 
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
-MOMENT = 1.0
+HANDOVER_GRACE = 1.0
 """Seconds given to a holder that is about to end: one that has published its own retry, or a lock that changes hands."""
 
 CANVAS_OPTIONS = frozenset({"root_id", "parent_id", "group_id", "chord", "chain", "retries"})
 """Members of canvases and retries have at least one of these options; a message with a given id has none."""
+
+_OWN_PRODUCER = frozenset({"connection", "publisher"})
+"""Options by which a caller gives a producer of its own."""
 
 if TYPE_CHECKING:
     _Task = Task[Any, Any]
@@ -43,7 +55,7 @@ else:
     _Task = object
 
 
-class LockedTask(_Task):
+class PublishingMixin(_Task):
     """A task that has locks; `SingleInstanceMixin` runs it under them."""
 
     _given_options: Mapping[str, Any] = {}
@@ -94,31 +106,45 @@ class LockedTask(_Task):
         except TypeError:
             # Celery's own check tells, or without that the worker does
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
-        key = self._key(bound)
         ours = self._options
+        key = self._key(bound, ours)
         options["headers"] = new_message(options.get("headers"), key, ours.scope)
+        publish = super().apply_async
         if ours.scope == "run" or self.app.conf.task_always_eager:
-            return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
+            return publish(args, kwargs, task_id=task_id, producer=producer, **options)
         # A canvas, or who wants the result of a retry, waits for an id that is known.
         known, task_id = task_id is not None, task_id or uuid()
-        lock = self._waiting_lock(key, task_id, ours, options, shown(bound))
+        lock = self._waiting_lock(key, task_id, ours, options, describe_arguments(bound))
         try:
-            duplicate = self._claim(lock, ours, known, options)
+            result = None
+            if (
+                not known
+                and producer is None
+                and _OWN_PRODUCER.isdisjoint(options)
+                and is_celerys_own(self.app, publish)
+            ):
+                result = publish_ahead(self.app, lock, partial(publish, args, kwargs, task_id=task_id, **options))
+                if isinstance(result, AsyncResult):
+                    return result
+            duplicate = self._claim(lock, ours, known, options, refused=result is False)
             if duplicate is None:
-                return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
+                return publish(args, kwargs, task_id=task_id, producer=producer, **options)
         except BaseException:
-            release(lock)
+            release_quietly(lock)
             raise
-        report_dropped(self.name, duplicate.id, options)
+        warn_dropped_callbacks(self.name, duplicate.id, options)
         return duplicate
 
     def _claim(
-        self, lock: ExecutionLock, options: Options, known: bool, message: dict[str, Any]
+        self, lock: ExecutionLock, options: Options, known: bool, message: dict[str, Any], refused: bool
     ) -> DuplicateResult | None:
-        """Take the lock for a message, or return the result of its holder; None when the message is to be published."""
+        """Take the lock for a message, or return the result of its holder; None when the message is to be published.
+
+        `refused`: it was just found to be held.
+        """
         skipped = known and options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message)
         try:
-            if lock.take(fresh=not known) or (known and not skipped):
+            if (not refused and lock.take(fresh=not known)) or (known and not skipped):
                 return None
             holder = self._holder(lock)
             if holder is None:
@@ -138,10 +164,10 @@ class LockedTask(_Task):
     def _holder(self, lock: ExecutionLock) -> LockInfo | None:
         """Return the holder of the lock; None when the lock was acquired after all, or changes hands too fast."""
         holder = lock.owner()
-        if holder is None and not lock.acquire(timeout=MOMENT):
+        if holder is None and not lock.acquire(timeout=HANDOVER_GRACE):
             holder = lock.owner()
-        if holder is not None and self._waits_in_vain(holder):
-            leave_queue(lock.named(lock.name, id=holder.id))
+        if holder is not None and self._has_ended(holder):
+            leave_queue(lock.with_name(lock.name, id=holder.id))
             holder = None if lock.take() else lock.owner()
         return holder
 
@@ -155,7 +181,7 @@ class LockedTask(_Task):
             holder.age,
             holder.holder,
             options.on_duplicate,
-            level=level_of(lock.name),
+            level=log_level_of(lock.name),
             name=lock.name,
             holder=holder,
             task=self.name,
@@ -171,7 +197,7 @@ class LockedTask(_Task):
         result.elsewhere = (holder.host, holder.pid) != (HOST, os.getpid())
         return result
 
-    def _waits_in_vain(self, holder: LockInfo) -> bool:
+    def _has_ended(self, holder: LockInfo) -> bool:
         """Tell whether the lock is that of a message whose task has ended: it was revoked, perhaps, and not met since."""
         task_id = self._task_id_of(holder)
         return holder.id == waiting_id(task_id) and has_ended(self.backend, task_id, holder.acquired_at)
@@ -184,11 +210,11 @@ class LockedTask(_Task):
     ) -> ExecutionLock:
         """Return the lock that a message of this id holds while it waits."""
         expires = options.get("expires", self.expires)
-        return ours.lock.named(
+        return ours.lock.with_name(
             lock_name(self.name, key, "celery" if ours.scope == "job" else "celery-queue"),
             label=f"{self.name}[{task_id}]",
             id=waiting_id(task_id),
-            expire=life(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
+            expire=waiting_expire(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
             auto_renewal=False,
             details=self._details(arguments, options.get("ignore_result")),
         )
@@ -223,30 +249,29 @@ class LockedTask(_Task):
 
     def _key_of(self, args: Any, kwargs: Any, request: Context | None = None) -> str:
         key = header(request, KEY_HEADER)
-        return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs))
+        return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs), self._options)
 
-    def _key(self, bound: inspect.BoundArguments) -> str:
-        options = self._options
-        return of_tenant(options.get_tenant, make(options.key, bound, self._models))
+    def _key(self, bound: inspect.BoundArguments, options: Options) -> str:
+        return with_tenant(options.get_tenant, make_key(options.key, bound, self._models))
 
     def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
         """Return every lock of these arguments that the scope knows; the one of what runs first."""
         options, key = self._options, self._key_of(args, kwargs)
         if options.scope != "queued":
-            yield options.lock.named(lock_name(self.name, key))
+            yield options.lock.with_name(lock_name(self.name, key))
         if options.scope in ("queued", "queued+run"):
-            yield options.lock.named(lock_name(self.name, key, "celery-queue"))
+            yield options.lock.with_name(lock_name(self.name, key, "celery-queue"))
 
     def _running_lock(
         self, name: str, options: Options, request: Context | None, args: Any, kwargs: Any
     ) -> ExecutionLock:
         if request is None:
-            return options.lock.named(name, label=f"{self.name}[{DIRECT}]")
+            return options.lock.with_name(name, label=f"{self.name}[{DIRECT}]")
         arguments = ""
         with suppress(TypeError):  # wrong arguments; the body tells
-            arguments = shown(self._signature.bind(*args, **kwargs))
+            arguments = describe_arguments(self._signature.bind(*args, **kwargs))
         details = {**self._details(arguments, request.ignore_result), "worker": request.hostname or ""}
         delivery = delivery_of(request)
         if options.scope == "queued":  # its runs may overlap, but not those of one message
             name = lock_name(self.name, delivery.message, "celery-message")
-        return options.lock.named(name, label=f"{self.name}[{request.id}]", delivery=delivery, details=details)
+        return options.lock.with_name(name, label=f"{self.name}[{request.id}]", delivery=delivery, details=details)

@@ -14,9 +14,17 @@ from celery.exceptions import Ignore, Reject, Retry
 from ..core import events
 from ..exceptions import LockBackendError, LockError
 from .execution_lock import ExecutionLock
-from .message import RESCHEDULED_HEADER, SEEN_HEADER, SINCE_HEADER, delivery_of, header, mark_life, published_again
+from .message import (
+    COPY_FENCE_HEADER,
+    FIRST_CONFLICT_HEADER,
+    RESCHEDULED_HEADER,
+    delivery_of,
+    header,
+    marker_expire,
+    published_again,
+)
 from .options import Options
-from .publishing import LockedTask
+from .publishing import PublishingMixin
 
 MARGIN = 0.1
 """Seconds after the life of a lock, or of a mark, when its end is looked for."""
@@ -27,15 +35,15 @@ LONGEST_DELAY = 300.0
 """Longest delay by this growth in seconds, on average. A broker gives a message to another worker much later."""
 
 
-REPORTS_RETRIES = hasattr(trace, "get_actual_ignore_result")
+HIDES_IGNORED_RETRIES = hasattr(trace, "get_actual_ignore_result")
 """Whether Celery stores no RETRY when the message has `ignore_result`; before 5.6.3 it asks the task only."""
 
 
-class Elsewhere(Ignore):
+class HandledElsewhere(Ignore):
     """The message is in other hands: a copy of it is, or it was published again. This one ends and stores nothing."""
 
 
-class RepublishedTask(LockedTask):
+class RepublishingMixin(PublishingMixin):
     """A task whose messages are published again."""
 
     def _reschedule(
@@ -56,12 +64,12 @@ class RepublishedTask(LockedTask):
         run of the same id goes on, whose state stands.
         """
         before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
-        since = header(request, SINCE_HEADER) or now
+        since = header(request, FIRST_CONFLICT_HEADER) or now
         waited = max(0.0, now - since)
         if request is None or request.is_eager or (limit is not None and waited >= limit):
             raise error
         if not isinstance(error, LockBackendError):
-            self._claim_copies(lock, request, options, final=False)
+            self._claim_message(lock, request, options, final=False)
         delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY)) * random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:
             delay = min(delay, limit - waited)
@@ -71,7 +79,9 @@ class RepublishedTask(LockedTask):
         try:
             if not (silent or self.ignore_result or request.ignore_result):
                 self.backend.mark_as_retry(request.id or "", error, request=request)
-            self._publish_again(lock, request, options, delay, {RESCHEDULED_HEADER: before + 1, SINCE_HEADER: since})
+            self._publish_again(
+                lock, request, options, delay, {RESCHEDULED_HEADER: before + 1, FIRST_CONFLICT_HEADER: since}
+            )
         except Exception as failure:
             raise error from failure
         events.emit(
@@ -86,12 +96,12 @@ class RepublishedTask(LockedTask):
             delay=delay,
             often=before + 1,
         )
-        if silent or self.store_errors_even_if_ignored or not REPORTS_RETRIES:
-            raise Elsewhere(f"published again: {error}")
+        if silent or self.store_errors_even_if_ignored or not HIDES_IGNORED_RETRIES:
+            raise HandledElsewhere(f"published again: {error}")
         request.update(ignore_result=True)
         raise Retry(f"published again, to start in {delay:.1f} s: {error}", error)
 
-    def _meet_copies(self, lock: ExecutionLock, request: Context | None, options: Options) -> None:
+    def _end_if_copy(self, lock: ExecutionLock, request: Context | None, options: Options) -> None:
         """End here, without a trace, when the lock was refused because of a copy of the message.
 
         A copy runs perhaps, or has died: that shows when the life of its lock has ended. So the message is published once
@@ -101,34 +111,34 @@ class RepublishedTask(LockedTask):
         """
         if lock.processed:
             events.log.info("%s has been processed; this copy of its message is dropped.", lock.label)
-            raise Elsewhere("processed")
-        if lock.look_in is None or request is None:
+            raise HandledElsewhere("processed")
+        if lock.retry_in is None or request is None:
             return
-        holder, delay = None, lock.look_in
+        holder, delay = None, lock.retry_in
         with suppress(LockBackendError):
             holder = lock.owner()
         fence = holder.fence if holder is not None and lock.is_copy(holder) else None
-        if fence is not None and fence == header(request, SEEN_HEADER) and not self.acks_late:
+        if fence is not None and fence == header(request, COPY_FENCE_HEADER) and not self.acks_late:
             events.log.info("%s runs; this copy of its message is dropped.", lock.label)
-            raise Elsewhere("a copy runs")
+            raise HandledElsewhere("a copy runs")
         try:
-            self._publish_again(lock, request, options, delay + MARGIN, {SEEN_HEADER: fence}, alone=False)
+            self._publish_again(lock, request, options, delay + MARGIN, {COPY_FENCE_HEADER: fence}, alone=False)
         except Exception as failure:
             raise Reject(failure, requeue=True) from failure
         events.log.info("%s runs or has died; this copy of its message looks again in %.1f s.", lock.label, delay)
-        raise Elsewhere("a copy runs, or has died")
+        raise HandledElsewhere("a copy runs, or has died")
 
-    def _claim_copies(self, lock: ExecutionLock, request: Context | None, options: Options, *, final: bool) -> None:
+    def _claim_message(self, lock: ExecutionLock, request: Context | None, options: Options, *, final: bool) -> None:
         """Make sure that no copy of a message runs that is refused (`final`) or published again now, nor will do meanwhile."""
         done = final and not self.acks_late
         try:
             lock.claim(
-                mark_life(self.app, options.queue_life) if done else options.expire, "done" if done else "ending"
+                marker_expire(self.app, options.queue_life) if done else options.expire, "done" if done else "ending"
             )
         except LockBackendError as error:
             events.log.warning("Copies of the message of %s may run: %s", lock.label, error)
             return
-        self._meet_copies(lock, request, options)
+        self._end_if_copy(lock, request, options)
         if final and not done and request is not None:
             request.update(single_instance_lock=lock)
 
@@ -153,9 +163,9 @@ class RepublishedTask(LockedTask):
             **more,
         )
         # The key stays what its producer said.
-        super(LockedTask, self).apply_async(message.args, message.kwargs, **message.options)
+        super(PublishingMixin, self).apply_async(message.args, message.kwargs, **message.options)
         try:
             if delivery.known:
-                lock.confirm(mark_life(self.app, options.queue_life), delivery.version + 1, alone=alone)
+                lock.mark_processed(marker_expire(self.app, options.queue_life), delivery.version + 1, alone=alone)
         except LockBackendError as error:
             events.log.warning("Copies of the message of %s may be published again: %s", lock.label, error)

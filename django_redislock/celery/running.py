@@ -21,16 +21,16 @@ from celery.exceptions import Ignore, Reject, Retry
 from ..core import LockInfo, events
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from . import options as options_of
-from .duplicates import life
-from .execution import Execution, executions, leave_queue, release
+from .duplicates import waiting_expire
+from .execution import Execution, executions, leave_queue, release_quietly
 from .execution_lock import AfterRelease, ExecutionLock
 from .key import lock_name
-from .message import KEY_HEADER, REFUSED_HEADER, header, mark_life
+from .message import KEY_HEADER, REFUSED_HEADER, header, marker_expire
 from .options import Declaration, Options
-from .publishing import MOMENT
-from .republish import Elsewhere, RepublishedTask
+from .publishing import HANDOVER_GRACE
+from .republish import HandledElsewhere, RepublishingMixin
 
-_foreign: set[str] = set()
+_warned_foreign: set[str] = set()
 """Tasks of which a message without our headers has come, and that was told."""
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ else:
     _DjangoTask = DjangoTask
 
 
-class SingleInstanceMixin(RepublishedTask):
+class SingleInstanceMixin(RepublishingMixin):
     """Makes a task class run one instance at a time: ``class MyTask(SingleInstanceMixin, ProjectTask)``.
 
     The options are a dict in the class attribute, or the task option, ``single_instance``; subclasses inherit them one by one.
@@ -105,7 +105,7 @@ class SingleInstanceMixin(RepublishedTask):
                     return super().__call__(*args, **kwargs)
         queued = None
         if options.scope != "run":
-            self._tell_foreign(request)
+            self._warn_foreign(request)
         if request is not None and task_id is not None and options.scope in ("queued", "queued+run"):
             queued = self._waiting_lock(key, task_id, options, {})
         lock = self._running_lock(name, options, request, args, kwargs)
@@ -129,7 +129,7 @@ class SingleInstanceMixin(RepublishedTask):
                 events.log.warning("%s runs without its lock, because Redis does not answer.", lock.label)
             else:
                 if not acquired:
-                    self._meet_copies(lock, request, options)
+                    self._end_if_copy(lock, request, options)
                     return self._conflict(lock, holder, options, request, queued)
             if self._tracks_started:
                 self._store_started(request)
@@ -142,18 +142,23 @@ class SingleInstanceMixin(RepublishedTask):
                 raise
             self._set_ending(lock, options, request)
             return result
-        except (Elsewhere, Retry):  # what holds the place from now on is another message, or a copy of this one
+        except (HandledElsewhere, Retry):  # what holds the place from now on is another message, or a copy of this one
             queued = None
             raise
         finally:
-            release(lock)
+            release_quietly(lock)
             leave_queue(queued)
 
-    def _tell_foreign(self, request: Context | None) -> None:
+    def _warn_foreign(self, request: Context | None) -> None:
         """Tell, once, that a message has none of our headers: it held no lock while it waited."""
-        if request is None or request.is_eager or header(request, KEY_HEADER) is not None or self.name in _foreign:
+        if (
+            request is None
+            or request.is_eager
+            or header(request, KEY_HEADER) is not None
+            or self.name in _warned_foreign
+        ):
             return
-        _foreign.add(self.name)
+        _warned_foreign.add(self.name)
         events.log.warning(
             "%s[%s] has been published without its lock: by a program that does not have the task's code, or something has taken "
             "the headers of its message away. The scope %r begins at the start of such messages.",
@@ -177,17 +182,17 @@ class SingleInstanceMixin(RepublishedTask):
             if options.scope == "job" and late and delivery is not None:
                 lock.ending = AfterRelease(keep_id=delivery.id, keep=options.queue_life)
             return
-        marked = 0.0
+        processed_for = 0.0
         if delivery is not None and delivery.message:
-            marked = options.expire if late else mark_life(self.app, options.queue_life)
+            processed_for = options.expire if late else marker_expire(self.app, options.queue_life)
         keep_id, keep = "", 0.0
         if isinstance(error, Retry):
             if options.scope == "job" and delivery is not None and self._has_key(error, lock):
-                keep_id, keep = delivery.id, life(self.app, options.queue_life, None, error.when, None)
+                keep_id, keep = delivery.id, waiting_expire(self.app, options.queue_life, None, error.when, None)
         elif options.keep_for and options.scope != "queued" and not isinstance(error, (Ignore, Reject)):
             keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
-        lock.ending = AfterRelease(marked, not late, keep_id, keep)
-        if marked and late and request is not None:
+        lock.ending = AfterRelease(processed_for, not late, keep_id, keep)
+        if processed_for and late and request is not None:
             request.update(single_instance_lock=lock)
 
     def _has_key(self, retry: Retry, lock: ExecutionLock) -> bool:
@@ -196,7 +201,7 @@ class SingleInstanceMixin(RepublishedTask):
         if message is None:
             return True
         try:
-            key = self._key(self._signature.bind(*message.args, **message.kwargs))
+            key = self._key_of(message.args, message.kwargs)
         except TypeError:  # it has no key; its worker tells of wrong arguments
             return False
         return lock_name(self.name, key) == lock.name
@@ -215,7 +220,7 @@ class SingleInstanceMixin(RepublishedTask):
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:
-            with queued.alive(options.expire):  # a hard time limit may end the wait, and its message for ever
+            with queued.keep_alive(options.expire):  # a hard time limit may end the wait, and its message for ever
                 acquired = lock.acquire(timeout=wait)
         if acquired:
             return True, None
@@ -225,7 +230,7 @@ class SingleInstanceMixin(RepublishedTask):
             holder = lock.owner()
             # It may have ended between the two questions. A run that retries has published its successor before it ends.
             if holder is None or holder.label == lock.label:
-                if lock.acquire(timeout=MOMENT):
+                if lock.acquire(timeout=HANDOVER_GRACE):
                     return True, None
                 holder = None if lock.refused else lock.owner()
             return False, holder
@@ -266,7 +271,7 @@ class SingleInstanceMixin(RepublishedTask):
         if policy == "reschedule":
             self._reschedule(lock, error, options, request, limit, queued, silent=same)
         lock.count_duplicate()
-        self._claim_copies(lock, request, options, final=True)
+        self._claim_message(lock, request, options, final=True)
         if callable(policy):
             return policy(self, error)
         if policy == "skip":

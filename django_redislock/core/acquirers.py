@@ -140,4 +140,4 @@ def _living(refs: tuple[weakref.ref[Lease], ...]) -> tuple[weakref.ref[Lease], .
 
 
 holders = Holders()
-after_in_child(holders.clear)
+after_in_child("acquirers", holders.clear)

@@ -15,7 +15,7 @@ from .acquirers import Acquirers, holders
 from .clock import monotonic
 from .driver import process
 from .driver.effects import Operation
-from .driver.server import server_of
+from .driver.registry import server_of
 from .keys import lock_keys
 from .lease import Lease
 from .loss import check_reason, find_cause, report_reset

@@ -15,8 +15,9 @@ from redis import Redis
 from . import scripts
 from .clock import monotonic
 from .driver.effects import Operation, ScriptCall
+from .driver.registry import server_of
 from .driver.retry import with_retries
-from .driver.server import Server, server_of
+from .driver.server import Server
 from .keys import held_keys
 from .validation import check_prefix
 

@@ -12,9 +12,10 @@ from redis import Redis
 from . import operations, scripts
 from .clock import monotonic
 from .driver.effects import Operation, ScriptCall
-from .driver.interleave import together
+from .driver.interleave import interleave
+from .driver.registry import server_of
 from .driver.retry import with_retries
-from .driver.server import Server, server_of
+from .driver.server import Server
 from .keys import lock_keys
 from .lock import Lock
 from .records import Held, LockInfo
@@ -104,6 +105,6 @@ def reset_all(client: Redis | Server, prefix: str = "redislock") -> int:
             Lock(server, info.name, prefix=prefix)._reset(info.fence, None, "all locks were reset")
             for info in held[start : start + BATCH]
         ]
-        server.run(together(resets, ended))
+        server.run(interleave(resets, ended))
         freed += sum(ended.values())
     return freed

@@ -1,4 +1,4 @@
-"""A server that grants every lock and remembers nothing: ``ENABLED: False`` runs on it."""
+"""A server that grants every lock and stores nothing, for ``ENABLED: False``."""
 
 from __future__ import annotations
 
@@ -7,32 +7,27 @@ from typing import Any
 
 from . import scripts
 from .driver.async_server import AsyncServer
-from .driver.connection import RespConnection, ScriptConnection
 from .driver.effects import Pipeline, ScriptBatch, ScriptCall
-from .driver.pool import ConnectionPool
 from .driver.server import DEFAULT_TIMEOUT, Server
-from .driver.wakeups_threads import WaitingRoom
 
 
 class NullServer(Server):
-    """A server that grants everything and remembers nothing: what ``ENABLED: False`` runs on."""
-
-    patience = DEFAULT_TIMEOUT
+    """Grants every lock and stores nothing; it has no connections."""
 
     def __init__(self) -> None:
-        self.views = {}
-        self.connection_class, self.settings, self.timeout, self.place = None, {}, DEFAULT_TIMEOUT, None
-        self.room = WaitingRoom(lambda: RespConnection(self.connection()), self.patience)
-        self.links = ConnectionPool(0, 0.0, lambda: ScriptConnection(self.connection()))
+        self.connection_class, self.settings, self.place = None, {}, None
+        self.timeout = self.patience = DEFAULT_TIMEOUT
+        self.limit = 0
+        self.forget_connections()
 
     def renew(self, call: ScriptCall, patience: float) -> Any:
-        """Grant it."""
+        """Return the reply of a server that holds the lock."""
         return self.call(call)
 
     def call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
-        """Grant it."""
+        """Return the reply of a server that grants the call."""
         if isinstance(call, ScriptBatch):
-            return [self.call(each) for each in call.calls]
+            return [self.call(script_call) for script_call in call.calls]
         if isinstance(call, Pipeline):
             return [None] * len(call.commands)
         match call.script:
@@ -52,10 +47,10 @@ class NullServer(Server):
 
 
 class AsyncNullServer(AsyncServer):
-    """A server that grants everything and remembers nothing."""
+    """The null server as an event loop sees it."""
 
-    async def call(self, call: ScriptCall) -> Any:
-        """Grant it."""
+    async def call(self, call: ScriptCall | Pipeline) -> Any:
+        """Return the reply of a server that grants the call."""
         return NULL_SERVER.call(call)
 
 

@@ -105,7 +105,7 @@ def acquire(claim: AcquireRequest, waiting: bool) -> Operation[bool]:
     except BaseException:
         # Interrupted: whatever the server gave us so far (the lock, a reservation, a place in the queue) goes back.
         with suppress(RedisError):
-            yield give_back(lease, waiter.channel if waiter is not None else b"")
+            yield give_back(lease, waiter.channel if waiter is not None else b"").with_text()
         raise
     finally:
         if waiter is not None:

@@ -31,7 +31,7 @@ from .acquirers import Acquirers
 from .base import chain
 from .clock import monotonic
 from .driver.effects import Operation
-from .driver.server import server_of
+from .driver.registry import server_of
 from .lock import Lock
 from .loss import check_reason, report_reset
 from .quorum_lease import Holding, majority

@@ -13,8 +13,8 @@ from ..exceptions import LockBackendError, LockError, LockLost, LossCode, LossRe
 from . import events
 from .clock import monotonic
 from .driver import process
-from .driver.seat import Seat
 from .driver.server import Server
+from .driver.slot import Slot
 from .lease import Lease
 from .lock import Lock
 from .records import new_id
@@ -67,7 +67,7 @@ class Holding:
         self._losses: list[LossRecord] = []
         """The losses of the parts that were found lost at the release."""
         self._complete = False
-        self._lost: Seat[LossRecord] = Seat()
+        self._lost: Slot[LossRecord] = Slot()
 
     @property
     def inherited_by_fork(self) -> bool:
@@ -143,9 +143,9 @@ class Holding:
     @property
     def loss(self) -> LossRecord | None:
         """Why and when the whole was lost, or None while it is held; local and free."""
-        if self._lost.taken_by is None:
+        if self._lost.value is None:
             self.report_loss()
-        return self._lost.taken_by
+        return self._lost.value
 
     @property
     def alive(self) -> int:
@@ -165,7 +165,7 @@ class Holding:
         if len({loss.code for loss in losses}) == 1:  # all for the same cause
             code, reason = losses[0].code, f"{reason}: {losses[0].reason}"
         record = LossRecord(self.name, self.id, 0, reason, time.time(), code)
-        if self._lost.take(record) is not record:
+        if self._lost.put_if_empty(record) is not record:
             return
         events.emit("lost", "Quorum lock %r was lost: %s.", self.name, reason, name=self.name, fence=0, record=record)
         lock = self._lock()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import Enum
 from typing import Final, NamedTuple, TypedDict
 
 MAX_NAME = 1000
+"""Bytes in UTF-8."""
 MAX_SECONDS = 10 * 366 * 86400.0
 
 Seconds = float | timedelta
@@ -30,24 +31,33 @@ AS_MADE: Final = AsMade.AS_MADE
 def check_name(name: object, argument: str = "name") -> str:
     """Return the name of a lock.
 
-    Raises TypeError for anything but str, ValueError when it is empty, longer than 1,000 characters or not valid Unicode.
+    Raises TypeError for anything but str, ValueError when it is empty, longer than 1,000 bytes in UTF-8, or not valid Unicode.
     """
     if not isinstance(name, str):
         raise TypeError(f"{argument} must be a str, not {type(name).__name__}")
-    if not 1 <= len(name) <= MAX_NAME:
-        raise ValueError(f"{argument} must have 1 to {MAX_NAME} characters, not {len(name)}")
     try:
-        name.encode()
+        size = len(name.encode())
     except UnicodeEncodeError as error:
         raise ValueError(f"{argument} must be valid Unicode: {error}") from None
+    if not 1 <= size <= MAX_NAME:
+        raise ValueError(f"{argument} must have 1 to {MAX_NAME} bytes in UTF-8, not {size}")
     return name
 
 
-def check_prefix(prefix: object) -> str:
+def fitting_name(name: str, digest: Callable[[], str]) -> str:
+    """Return the name of a lock: a name that is too long is cut, and ends with the digest."""
+    raw = name.encode()
+    if len(raw) <= MAX_NAME:
+        return name
+    end = f":{digest()}"
+    return raw[: MAX_NAME - len(end)].decode(errors="ignore") + end
+
+
+def check_prefix(prefix: object, argument: str = "prefix") -> str:
     """Return the key prefix; it may not contain braces, which would break the Cluster hash tag."""
-    prefix = check_name(prefix, "prefix")
+    prefix = check_name(prefix, argument)
     if "{" in prefix or "}" in prefix:
-        raise ValueError(f"prefix must not contain braces: {prefix!r}")
+        raise ValueError(f"{argument} must not contain braces: {prefix!r}")
     return prefix
 
 
@@ -161,6 +171,13 @@ def unexpected(function: str, given: Iterable[str], known: Iterable[str]) -> Typ
         return TypeError(f"{text}: {MEANINGS[meant]} is {meant}=, in seconds")
     near = difflib.get_close_matches(word, known, n=1)
     return TypeError(f"{text}: did you mean {near[0]!r}?" if near else text)
+
+
+def check_flag(value: object, argument: str) -> bool:
+    """Return True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument} must be True or False, not {value!r}")
+    return value
 
 
 def check_share(value: object, argument: str = "value") -> float:

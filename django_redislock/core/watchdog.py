@@ -77,7 +77,7 @@ class ServerWatchdog:
             if self._leases.pop(key, None) is not None and renew:
                 # It is told by the thread: a destructor may come at any point, where nobody expects what listeners do.
                 self._abandoned.append((name, fence))
-                self._post.alarm.ring()
+                self._post.alarm.set()
 
         lease.renewing = renew
         lease.watch_acquirer()
@@ -102,7 +102,7 @@ class ServerWatchdog:
         if look < post.next:
             self._wish = look
             if not post.away:
-                post.alarm.ring()
+                post.alarm.set()
             if post.away:  # if it went just now, it may not have heard
                 self._relieve(post)
 
@@ -148,13 +148,13 @@ class ServerWatchdog:
             if soonest > now:
                 leases.clear()  # nobody is kept alive by the sleeping watchdog
                 post.next = soonest
-                rung = post.alarm.sleep(min(soonest - now, LONGEST_SLEEP))
+                rung = post.alarm.wait(min(soonest - now, LONGEST_SLEEP))
                 continue
             try:
                 self._look(post, now, leases)
             except Exception:  # the thread that keeps all locks must survive whatever one of them does
                 events.log.exception("The watchdog failed; it goes on.")
-                post.alarm.sleep(SOONEST)
+                post.alarm.wait(SOONEST)
             leases.clear()
 
     def _look(self, post: Post, now: float, leases: list[Lease]) -> None:
@@ -176,7 +176,7 @@ class ServerWatchdog:
                 group = groups.pop(0)
                 post.next = monotonic() + _patience(group[-1])
                 missed = any(lease.next_look < post.next for lease in leases if id(lease) in self._leases)
-                if missed or not server.ready or post.alarm.silence():
+                if missed or not server.ready or post.alarm.clear():
                     with suppress(RuntimeError):  # no further thread is to be had
                         self._relieve(post)
                 self._renew(server, group)
@@ -186,7 +186,7 @@ class ServerWatchdog:
             relief = post.relief.pop(None, None)
             if relief is not None and self._post is relief:
                 self._post = post
-                relief.alarm.ring()
+                relief.alarm.set()
             post.away = False
 
     def _is_due(self, now: float, lease: Lease) -> bool:
@@ -335,4 +335,4 @@ def _after_fork() -> None:
         each.__init__()  # type: ignore[misc]  # a child owns nothing of its parent's
 
 
-after_in_child(_after_fork)
+after_in_child("watchdogs", _after_fork)

@@ -9,8 +9,8 @@ from .. import conf
 from ..connections import get_client
 from ..core.driver import process
 from ..core.driver.effects import Pipeline
+from ..core.driver.registry import server_of
 from ..core.driver.retry import with_retries
-from ..core.driver.server import server_of
 from ..core.keys import milliseconds
 
 KEEP = 86400.0

@@ -13,8 +13,8 @@ from ..core.validation import Seconds
 from ..exceptions import AcquireTimeout, LockBackendError, LockLost
 from ..locks import lock
 from .durations import seconds
+from .output import holder_of
 from .run_arguments import BUSY, LABEL, LOST, UNAVAILABLE
-from .which import holder_of
 
 
 class LockedCommand(BaseCommand):

@@ -1,15 +1,17 @@
-"""The output of the command about locks: words for people, plain values for JSON."""
+"""Held locks in the output of the command: as a table, as lines, and as JSON data."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from .. import inventory
-from ..inventory import Listing, Row, duration
-from ..models import visible
+from ..core.lock import Lock
+from ..exceptions import LockBackendError
+from ..inventory import HeldLockRow, Listing
+from ..texts import duration, visible
 
 
-def table(rows: list[Row], ids: bool, *, arguments: bool = False) -> str:
+def table(rows: list[HeldLockRow], ids: bool, *, arguments: bool = False) -> str:
     if not rows:
         return "No held locks found."
     words = [words_of(row, ids) | ({"arguments": visible(row.info.arguments)} if arguments else {}) for row in rows]
@@ -20,7 +22,7 @@ def table(rows: list[Row], ids: bool, *, arguments: bool = False) -> str:
     )
 
 
-def record(rows: list[Row], ids: bool) -> str:
+def record(rows: list[HeldLockRow], ids: bool) -> str:
     return "\n\n".join("\n".join(f"{key:<11} {text}" for key, text in _all(row, ids).items()) for row in rows)
 
 
@@ -28,16 +30,13 @@ def counted(locks: int) -> str:
     return "1 lock" if locks == 1 else f"{locks} locks"
 
 
-def unread(failed: dict[str, str]) -> list[str]:
-    return [f"Connection {connection!r} could not be read: {why}" for connection, why in failed.items()]
-
-
 def cut(listing: Listing) -> list[str]:
-    words = "Connection {!r} holds more than {} locks; not all were looked at."
-    return [words.format(name, inventory.LIMIT) for name in listing.cut]
+    text = "Connection {!r} holds more than {} locks; the others were not read."
+    return [text.format(name, inventory.LIMIT) for name in listing.cut]
 
 
-def words_of(row: Row, ids: bool) -> dict[str, str]:
+def words_of(row: HeldLockRow, ids: bool) -> dict[str, str]:
+    """Return the columns of a lock in the table, by heading; its owner id only on request."""
     info = row.info
     words = {
         "name": visible(info.name),
@@ -52,17 +51,26 @@ def words_of(row: Row, ids: bool) -> dict[str, str]:
     return words | ({"id": info.id} if ids else {})
 
 
-def _all(row: Row, ids: bool) -> dict[str, str]:
-    """Return the words about one lock alone; for a task's lock also its arguments and its worker."""
+def _all(row: HeldLockRow, ids: bool) -> dict[str, str]:
+    """Return the columns, and for a task's lock also its arguments and its worker."""
     info = row.info
     task = {"arguments": info.arguments, "worker": info.worker}
     return words_of(row, ids) | {key: visible(text) for key, text in task.items() if text}
 
 
-def plain(row: Row, ids: bool) -> dict[str, Any]:
-    """Return the JSON data of a lock: seconds as numbers, ids only on request."""
+def plain(row: HeldLockRow, ids: bool) -> dict[str, Any]:
+    """Return the JSON data of a lock: times in seconds, its owner id only on request."""
     info = row.info
     lock = {"connection": row.connection} | vars(info) | {"acquired_at": info.acquired_at.isoformat()}
     if not ids:
         del lock["id"]
     return lock
+
+
+def holder_of(lock: Lock) -> str:
+    """Return who holds the lock, in words."""
+    try:
+        info = lock.owner()
+    except LockBackendError as error:
+        return f"an unknown holder ({error.cause})"
+    return "nobody any more" if info is None else f"{info.holder} for {info.age:.0f} s"

@@ -19,13 +19,17 @@ from ..core.validation import check_expire, check_name
 from ..exceptions import LockBackendError, LockLost
 from ..locks import lock
 from .done_runs import DoneRuns
+from .output import holder_of
 from .process_group import ProcessGroup
 from .run_arguments import LABEL, LOST, UNAVAILABLE, USAGE, find_program
-from .which import holder_of
 
 REPORT_EVERY = 30.0
 """Seconds between two reports for whom the command waits."""
-FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = [
+    getattr(signal, f"SIG{name}")
+    for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2")
+    if hasattr(signal, f"SIG{name}")  # Windows, where the module is imported only, has two of them
+]
 
 
 def run(options: dict[str, Any], stderr: OutputWrapper) -> int:
@@ -185,7 +189,7 @@ class _Run:
         before = {number: signal.getsignal(number) for number in FORWARDED}
         before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide the exit status
-        for number in before.keys() & FORWARDED:
+        for number in before.keys() & set(FORWARDED):
             signal.signal(number, self._on_signal)
         try:
             yield

@@ -12,17 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 Read = Callable[[], tuple[list[dict[str, str]], list[str]]]
-"""Returns the lines of the table, each a text by heading, and what else is to be told."""
+"""Returns the lines of the table, each as texts by heading, and remarks to show below the table."""
 
 
 LONG = {"name": 3, "holder": 2}
-"""Headings of columns that share the remaining width in these parts; long texts are folded, and not cut."""
+"""Headings of the columns that share the remaining width, with their parts of it. Long texts are folded and not cut."""
 LEFT_OUT = {"fence"}
-"""Headings of columns that are not shown, because the names need the room; ``redislock show`` has them."""
+"""Headings of columns that are not shown, because the names need the room. ``redislock show`` shows them."""
 
 
 def watch(read: Read, output: TextIO, interval: float | None) -> None:
-    """Draw what `read` returns: once with `interval` None, else again after so many seconds until Ctrl-C."""
+    """Draw the table once, or, with an `interval` in seconds, again and again until Ctrl-C."""
     console = Console(file=output)
     if interval is None or not console.is_terminal:
         while True:
@@ -37,7 +37,7 @@ def watch(read: Read, output: TextIO, interval: float | None) -> None:
 
 
 def _picture(lines: list[dict[str, str]], remarks: list[str]) -> RenderableType:
-    count = f"{len(lines)} held" if lines or not remarks else ""  # without a reading the number is not known
+    count = f"{len(lines)} held" if lines or not remarks else ""  # the number is unknown when nothing could be read
     parts: list[RenderableType] = [Text(time.strftime("%H:%M:%S  ") + count, style="bold")]
     if lines:
         table = Table(box=None, pad_edge=False)
@@ -48,6 +48,6 @@ def _picture(lines: list[dict[str, str]], remarks: list[str]) -> RenderableType:
             long = heading in LONG
             table.add_column(heading.upper(), overflow="fold", no_wrap=not long, ratio=LONG.get(heading))
         for line in lines:
-            table.add_row(*(Text(line[heading]) for heading in shown))  # as Text: names are no markup
+            table.add_row(*(Text(line[heading]) for heading in shown))  # as Text, because a name may look like markup
         parts.append(table)
     return Group(*parts, *(Text(remark, style="red") for remark in remarks))

@@ -16,7 +16,7 @@ from django.http import HttpRequest, HttpResponse
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 from django_redislock.celery.execution_lock import count_duplicate
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockLost
 from tests.support import find_program, wait_in_a_thread
@@ -140,7 +140,7 @@ def test_force_release(visit: Callable[..., Page], client: redis.Redis) -> None:
 
     page.goto("/admin/")
     page.get_by_role("link", name="stuck").click()
-    page.get_by_text("Nobody holds this lock now.").wait_for()
+    page.get_by_text("This lock is free now.").wait_for()
     page.get_by_role("link", name="History").click()
     page.get_by_text("Reason: it hangs").wait_for()
 
@@ -154,7 +154,7 @@ def test_changed_hands_while_the_question_stands(visit: Callable[..., Page], cli
     first.release()
     second = hold(client, "stuck")
     page.get_by_role("button", name="Yes, force-release").click()
-    page.get_by_text("changed hands, left alone").wait_for()
+    page.get_by_text("has another holder now and was not released").wait_for()
     assert second.owned()
 
 
@@ -366,7 +366,7 @@ def test_the_page_of_contention_sorts_links_and_is_as_wide_as_its_table(
     page.get_by_role("link", name="duplicates prevented").click()
     expect(shown).to_have_text(["waited for", "celery:a", "celery:b"])
     page.get_by_role("link", name="celery:a").click()
-    page.get_by_text("Nobody holds this lock now.").wait_for()
+    page.get_by_text("This lock is free now.").wait_for()
 
 
 def picture(page: Page, name: str) -> None:

@@ -15,7 +15,7 @@ from django_redislock.admin import contention
 from django_redislock.admin.contention import HEIGHT, WIDTH, bars
 from django_redislock.celery.execution_lock import count_duplicate
 from django_redislock.core.contention import Waits
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from tests.support import counting, wait_in_a_thread
 from tests.support.admin_pages import LIST, browser, messages, names, superuser, user
@@ -38,7 +38,7 @@ def plot(html: str) -> ElementTree.Element:
 
 def test_nobody_waited() -> None:
     html = get(browser(superuser()))
-    assert "Nobody waited for a lock, and nothing was saved." in html
+    assert "There were no waits for locks, and nothing was saved." in html
     assert plot(html).findall("rect") == []
 
 
@@ -79,7 +79,7 @@ def test_names_that_saved_most_are_shown_beside_those_waited_for_longest(
     html = get(browser(superuser()))
     assert len(names(html)) == 2
     assert names(html)[1] == "saved more"
-    assert "Only those that were waited for longest or saved most are shown." in html
+    assert "Only the names with the longest waits and the highest savings are shown." in html
 
 
 def test_nothing_inline_that_a_strict_policy_forbids(client: redis.Redis) -> None:

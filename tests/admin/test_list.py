@@ -21,7 +21,8 @@ from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.core import Lock
 from django_redislock.core.records import Held
 from django_redislock.core.validation import MAX_NAME
-from django_redislock.models import HeldLock, decode_key, encode_key, visible
+from django_redislock.models import HeldLock, decode_key, encode_key
+from django_redislock.texts import duration, visible
 from tests.support import RedisServer, Server, counting, wait_until
 from tests.support.admin_pages import (
     LIST,
@@ -52,7 +53,7 @@ AWKWARD = [
     "%2F%00_2F",
     "{braces}{{ template }}{% now 'Y' %}",
     "x" * MAX_NAME,
-    "🔒" * MAX_NAME,
+    "🔒" * (MAX_NAME // 4),
 ]
 
 
@@ -278,7 +279,7 @@ def test_any_name_is_shown_and_has_its_page(web: Client, client: redis.Redis, na
 
 @given(
     connection=st.text(st.characters(exclude_characters="\0", codec="utf-8")),
-    name=st.text(min_size=1, max_size=MAX_NAME),
+    name=st.text(min_size=1, max_size=MAX_NAME // 4),
 )
 def test_a_key_stands_for_its_lock(connection: str, name: str) -> None:
     try:
@@ -375,14 +376,14 @@ def test_the_list_names_the_connection_only_where_there_are_several(
     ],
 )
 def test_durations_are_rounded(seconds: float, text: str) -> None:
-    assert inventory.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 def test_the_page_of_a_lock_that_nobody_holds(web: Client, client: redis.Redis) -> None:
     hold(client, "gone").release()
     response = web.get(page_of("gone"))
     assert response.status_code == 200
-    assert messages(response) == ["Nobody holds this lock now."]
+    assert messages(response) == ["This lock is free now."]
     assert "Force-release" not in response.content.decode()
     assert web.get(page_of("gone", view="history")).status_code == 200
 
@@ -592,7 +593,9 @@ def test_a_record_that_cannot_be_read_hides_no_other_lock(web: Client, client: r
     assert "5" in get(web, path=page_of("odd"))
 
 
-@pytest.mark.parametrize("name", ["é" * MAX_NAME, "世" * MAX_NAME, "\U0010fffd" * MAX_NAME, "\0" * 500 + "🔒" * 500])
+@pytest.mark.parametrize(
+    "name", ["é" * (MAX_NAME // 2), "\U0010fffd" * (MAX_NAME // 4), "_" * MAX_NAME, "\0" * MAX_NAME]
+)
 @pytest.mark.parametrize("view", ["change", "history"])
 def test_the_address_of_a_long_name_is_not_too_long_for_servers(
     web: Client, client: redis.Redis, name: str, view: str
@@ -605,8 +608,8 @@ def test_the_address_of_a_long_name_is_not_too_long_for_servers(
     assert decode_key(encode_key("default", name)) == ("default", name)
 
 
-@pytest.mark.parametrize("key", ["!", "!AA", "!dXJsAA", "!dXJsAA" + "~" * 6000, "!dXJsAP~~~~~~", "!dXJsAAE"])
-def test_a_packed_key_that_is_none_is_no_server_error(web: Client, key: str) -> None:
+@pytest.mark.parametrize("key", ["!", "A", "AA", "dXJsAA", "dXJsAA" + "~" * 6000, "dXJsAP~~~~~~", "dXJsAGE="])
+def test_an_address_that_is_no_key_of_a_lock_is_no_server_error(web: Client, key: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         decode_key(key)
     assert web.get(f"{LIST}{quote(key)}/change/").status_code == 302
@@ -644,7 +647,7 @@ def test_who_waits_is_told_with_host_and_process(web: Client, client: redis.Redi
 
 def test_arguments_and_worker_of_a_task(web: Client, client: redis.Redis) -> None:
     details = {"arguments": "customer='<b>', day=3", "worker": "celery@one"}
-    lock = ExecutionLock(client, "celery", kind="celery", expire=600, auto_renewal=False).named(
+    lock = ExecutionLock(client, "celery", kind="celery", expire=600, auto_renewal=False).with_name(
         "celery:a", details=details
     )
     assert lock.acquire(blocking=False)

@@ -11,7 +11,8 @@ from django.core import checks
 from django.core.management import call_command
 from django.db import connection
 
-from django_redislock.models import HeldLock, visible
+from django_redislock.models import HeldLock
+from django_redislock.texts import visible
 
 pytestmark = pytest.mark.django_db
 

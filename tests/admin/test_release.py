@@ -131,7 +131,7 @@ def test_changed_hands_between_list_and_question(web: Client, client: redis.Redi
     first.release()
     second = hold(client, "stuck")
     answer = confirm(web, box)
-    assert messages(answer) == ["1 lock changed hands, left alone: “stuck”."]
+    assert messages(answer) == ["1 lock has another holder now and was not released: “stuck”."]
     assert answer.redirect_chain == [(LIST, 302)]
     assert second.owned()
 
@@ -143,7 +143,7 @@ def test_changed_hands_between_question_and_answer(web: Client, client: redis.Re
     second = hold(client, "stuck")
     answer = web.post(LIST, form(question), follow=True)
     assert sorted(message.split(":")[0] for message in messages(answer)) == [
-        "1 lock changed hands, left alone",
+        "1 lock has another holder now and was not released",
         "1 lock was force-released",
     ]
     assert second.owned()
@@ -168,7 +168,7 @@ def test_changed_hands_within_the_release_itself(
 
     monkeypatch.setattr(Lock, "reset", late)
     answer = release(web, box)
-    what = "changed hands, left alone" if taken else "is not held any more"
+    what = "has another holder now and was not released" if taken else "is no longer held"
     assert messages(answer) == [f"1 lock {what}: “stuck”."]
     assert held(client, "stuck") == taken
     assert not LogEntry.objects.exists()
@@ -178,8 +178,8 @@ def test_not_held_any_more(web: Client, client: redis.Redis) -> None:
     lock = hold(client, "stuck")
     box = tick(lock)
     lock.release()
-    assert messages(confirm(web, box)) == ["1 lock is not held any more: “stuck”."]
-    assert messages(release(web, box)) == ["1 lock is not held any more: “stuck”."]
+    assert messages(confirm(web, box)) == ["1 lock is no longer held: “stuck”."]
+    assert messages(release(web, box)) == ["1 lock is no longer held: “stuck”."]
 
 
 @pytest.mark.parametrize("send", [confirm, release])
@@ -240,7 +240,7 @@ def test_a_connection_that_is_down_is_told_and_the_others_are_released(
     answer = release(web, *boxes, tick(lock))
     told = " ".join(messages(answer))
     assert "“near”" in told
-    assert "Connection “second” failed, and nothing more was done there: ConnectionError" in told
+    assert "Connection “second” failed, and no other lock was released there: ConnectionError" in told
     assert not held(client, "near")
 
 
@@ -260,8 +260,8 @@ def test_a_release_that_is_not_answered_is_unknown(
     answer = web.post(LIST, {"action": "force_release", "confirmed": "yes", "_selected_action": boxes})
     proxy.heal()
     told = [str(message) for message in get_messages(answer.wsgi_request)]
-    assert told[0] == "Whether 1 lock was released is unknown, because Redis did not answer: “a”."
-    assert told[1].startswith("Connection “url” failed, and nothing more was done there: TimeoutError")
+    assert told[0] == "Redis did not answer, so it is unknown whether 1 lock was released: “a”."
+    assert told[1].startswith("Connection “url” failed, and no other lock was released there: TimeoutError")
     assert not LogEntry.objects.exists()
 
 
@@ -319,7 +319,7 @@ def test_the_question_shows_the_task_its_arguments_and_who_is_next(
     details = {"arguments": "customer='<b>', day=3", "worker": "celery@one"}
     label = "shop.tasks.rebuild[0b6c8f0e-3b60-4a52-9c1f-2f5d0c9b6a11]"
     lock = ExecutionLock(client, "celery", kind="celery", expire=600, auto_renewal=False)
-    lock = lock.named("celery:a", label=label, details=details)
+    lock = lock.with_name("celery:a", label=label, details=details)
     assert lock.acquire(blocking=False)
     channels = [f"redislock:wake:0:{number}:web" for number in (11, 22)]
     listen(*channels)

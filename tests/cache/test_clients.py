@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import redis
 from django.test import override_settings
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from django_redislock.core import held_locks
-from tests.support import RedisServer, free_port, monitoring, wait_until
+from tests.support import RedisServer, monitoring, wait_until
 from tests.support.cache_programs import base_at, cache_at, commands
 
 HERD = {"CLIENT_CLASS": "django_redis.client.HerdClient"}
@@ -156,14 +152,14 @@ def test_sharded(server):
     for key in keys:
 
         def compute(key=key):
-            holding = [client for client in cache._every_redis() if list(held_locks(client))]
+            holding = [client for client in cache._all_clients() if list(held_locks(client))]
             assert holding == [cache.client.get_server(cache.client.make_key(key))]
             return key
 
         assert cache.get_or_set(key, compute, 60) == key
         assert cache.get_or_set(key, never, 60) == key
-    assert sum(client.exists(f":1:{key}") for client in cache._every_redis() for key in keys) == 20
-    assert all(client.dbsize() for client in cache._every_redis()), "both are used"
+    assert sum(client.exists(f":1:{key}") for client in cache._all_clients() for key in keys) == 20
+    assert all(client.dbsize() for client in cache._all_clients()), "both are used"
     assert cache.get_or_set("stale", lambda: [cache.delete("stale"), cache.delete_many(keys)] and "v") == "v"
     assert cache.get("stale") is None
     for key in keys[:5]:
@@ -232,28 +228,6 @@ def test_with_a_replica_that_lags_a_value_is_computed_once(replicated, backend):
 
 
 # Sentinel: who is the primary is asked of it
-
-
-@pytest.fixture
-def sentinel(tmp_path):
-    with RedisServer() as primary:
-        port, config = free_port(), tmp_path / "sentinel.conf"
-        config.write_text(f"port {port}\ndir {tmp_path}\nsentinel monitor main 127.0.0.1 {primary.port} 1\n")
-        arguments = [primary.program, str(config), "--sentinel"]
-        with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            try:
-                with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:
-                    wait_until(lambda: answers(client))
-                yield port
-            finally:
-                process.kill()
-
-
-def answers(client):
-    try:
-        return client.ping()
-    except redis.ConnectionError:
-        return False
 
 
 @pytest.mark.processes

@@ -25,7 +25,7 @@ def clustered():
 @pytest.fixture
 def nodes(clustered):
     """A client of the server, whose data is gone, and which nobody knows to be in cluster mode."""
-    cluster_slots._clustered.clear()
+    cluster_slots.clustered_servers.clear()
     with clustered.client() as client:
         client.flushall()
         yield client
@@ -105,7 +105,7 @@ def test_another_process_gets_the_failure_too(get, elsewhere):
 
 INVALIDATIONS = {
     "delete": lambda cache: cache.delete("k"),
-    "set that ends": lambda cache: (cache.set("k", "newer", 5), cache._redis("").delete(":1:k")),
+    "set that ends": lambda cache: (cache.set("k", "newer", 5), cache._client_for("").delete(":1:k")),
     "clear": lambda cache: cache.clear(),
     "delete_pattern": lambda cache: cache.delete_pattern("k*") if hasattr(cache, "delete_pattern") else cache.clear(),
 }
@@ -203,7 +203,7 @@ def test_many_keys(cache, nodes, asynchronous):
 
 def test_what_is_many_keys_for_an_invalidation(cache):
     from django_redislock.cache.lease.invalidate import invalidate
-    from django_redislock.core.driver.server import server_of
+    from django_redislock.core.driver.registry import server_of
 
-    server = server_of(cache._redis(""))
+    server = server_of(cache._client_for(""))
     assert server.run(invalidate(server, "redislock", [f":1:k{number}" for number in range(300)])) == 0

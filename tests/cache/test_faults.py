@@ -1,25 +1,18 @@
-"""The cache backends when Redis, the network or the connections fail."""
+"""The cache backends when Redis dies, restarts, is full or refuses."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import redis
 
-from django_redislock.cache.lease import obtain
-from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.core import held_locks
-from django_redislock.core.clock import monotonic
 from django_redislock.signals import lock_backend_error
-from tests.support import Proxy, RedisServer, cache_programs, lived, queued, wait_until
+from tests.support import Proxy, RedisServer, cache_programs, queued, wait_until
 from tests.support.cache_programs import Work, base_at, cache_at, followers
-
-FORGIVING = {"IGNORE_EXCEPTIONS": True}
 
 
 def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
@@ -29,6 +22,9 @@ def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
     for key in ("k", "k2"):
         with pytest.raises(redis.ConnectionError):
             cache.get_or_set(key, lambda: 2)
+
+
+FORGIVING = {"IGNORE_EXCEPTIONS": True}
 
 
 def test_without_redis_it_may_compute_once_a_process_at_a_time(own_server):
@@ -110,93 +106,6 @@ def test_redis_dies_while_others_wait(own_server, run_python, options):
                 assert isinstance(future.exception(60), redis.ConnectionError)
 
 
-@pytest.mark.parametrize("of", [b"compute", b"value"], ids=["lease", "settle"])
-def test_a_lost_reply_loses_nothing(proxy, redis_url, client, backend, of):
-    """Each script may be repeated: the reply of the first or of the second one does not arrive."""
-    cache = cache_at(proxy.url, backend)
-    cache.get_or_set("warm", lambda: 1)
-
-    def compute():
-        if of == b"value":
-            proxy.drop_next_reply(containing=b"EVALSHA")
-        return "v"
-
-    if of == b"compute":
-        assert cache.get("k") is None
-        proxy.drop_next_reply(containing=b"EVALSHA")
-    started = time.monotonic()
-    assert cache.get_or_set("k", compute, 60) == "v"
-    assert time.monotonic() - started < 5, "it never waits for itself"
-    assert proxy.dropped == 1
-    assert cache.get("k") == "v"
-    assert not list(held_locks(client))
-
-
-def test_who_finds_the_value_after_a_lost_reply_keeps_no_lease(cache_and_want, client):
-    cache, want = cache_and_want
-    lease = want.lease(threading.current_thread())
-    steps = partial(obtain._seek, want, lease, b"", monotonic() + 10, False)
-    assert want.server.run(steps())[0] == b"compute"
-    cache.set("k", "v")
-    assert want.server.run(steps()) == (b"value", client.get(":1:k")), (
-        "the same call again, as its reply did not arrive"
-    )
-    assert not list(held_locks(client))
-
-
-@pytest.fixture
-def cache_and_want(redis_url):
-    cache = cache_at(redis_url)
-    server = cache._server_of(":1:k")
-    return cache, ValueRequest(server, "redislock", ":1:k", str, None, None, 60.0, False, None, False)
-
-
-def test_a_wake_up_that_is_lost_costs_half_a_second(proxy, redis_url, client):
-    there, here = cache_at(redis_url), cache_at(proxy.url)
-    work = Work()
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(there.get_or_set, "k", work, 60)
-        assert work.running.wait(10)
-        second = pool.submit(here.get_or_set, "k", lambda: "own", 60)
-        wait_until(lambda: queued(client, "cache::1:k") == 1)
-        proxy.drop_next_reply()  # the message, as it is the next that comes
-        started = time.monotonic()
-        work.end.set()
-        assert first.result(20) == "v"
-        assert second.result(20) == "v"
-        assert time.monotonic() - started < 2
-
-
-def test_a_pool_of_two_connections_serves_sixteen_threads(redis_url, client):
-    pool_of_two = {
-        "CONNECTION_POOL_CLASS": "redis.BlockingConnectionPool",
-        "CONNECTION_POOL_KWARGS": {"max_connections": 2},
-    }
-    cache = cache_at(redis_url, OPTIONS=pool_of_two)
-    work = Work()
-    with ThreadPoolExecutor(16) as pool:
-        futures = [pool.submit(cache.get_or_set, f"k{number}", work, 60, expire=1.8) for number in range(16)]
-        wait_until(lambda: work.calls == 16)
-        lived(2.5)
-        assert len(list(held_locks(client))) == 16, "all are renewed"
-        work.end.set()
-        assert [future.result(20) for future in futures] == ["v"] * 16
-
-
-def test_a_short_socket_timeout_and_long_work(redis_url):
-    cache = cache_at(f"{redis_url}?socket_timeout=0.5")
-    work = Work()
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(cache.get_or_set, "k", work, 60, expire=2)
-        assert work.running.wait(10)
-        elsewhere = cache_at(f"{redis_url}?socket_timeout=0.51")  # as if it were another process
-        second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)
-        lived(5)
-        work.end.set()
-        assert first.result(20) == "v"
-        assert second.result(20) == "v"
-
-
 def test_a_full_redis_fails_as_in_the_base_class_and_leaves_no_lease(backend):
     with RedisServer(maxmemory="8mb", maxmemory_policy="noeviction") as server, server.client() as client:
         cache = cache_at(server.url, backend)
@@ -245,9 +154,6 @@ def test_a_pattern_is_deleted_without_redis_as_fast_as_by_the_base_class(own_ser
     assert sum(pauses) < 0.1
 
 
-# Users with fewer rights
-
-
 WITHOUT_REDIS = {
     "delete": lambda cache: cache.delete("k"),
     "delete_many": lambda cache: cache.delete_many(["k", "l"]),
@@ -287,6 +193,74 @@ def test_where_errors_are_ignored_the_log_tells_of_them_once(own_server, caplog,
     told = [record for record in caplog.records if record.name == "django_redislock" and record.levelname != "DEBUG"]
     assert len(told) == 1
     assert "did not answer" in told[0].message
+
+
+@pytest.mark.parametrize("forgiving", [False, True])
+def test_a_value_that_cannot_be_read_is_no_error_of_a_lock(own_server, forgiving):
+    """The signal tells of the right to compute alone, for threads and for tasks alike."""
+    told = []
+
+    def note(sender, name, **kwargs):
+        told.append(name)
+
+    cache = cache_at(own_server.url, OPTIONS={"IGNORE_EXCEPTIONS": forgiving})
+    own_server.kill()
+    lock_backend_error.connect(note)
+    try:
+        for get in (cache.get_or_set, lambda *args: asyncio.run(cache.aget_or_set(*args))):
+            told.clear()
+            if forgiving:
+                assert get("k", lambda: "v", 60) == "v"
+            else:
+                with pytest.raises(redis.ConnectionError):
+                    get("k", lambda: "v", 60)
+            assert told == ["cache::1:k"] * forgiving
+    finally:
+        lock_backend_error.disconnect(note)
+
+
+# Tasks
+
+
+def test_tasks_without_redis_fail_as_the_base_class_does_or_compute(own_server, backend):
+    strict = cache_at(own_server.url, backend)
+    forgiving = cache_at(own_server.url, OPTIONS=FORGIVING)
+    work = Work()
+
+    async def main():
+        for cache in (strict, forgiving):
+            assert await cache.aget_or_set("warm", lambda: 1) == 1
+        own_server.kill()
+        with pytest.raises(redis.ConnectionError):
+            await strict.aget_or_set("k", lambda: 1)
+        tasks = [asyncio.ensure_future(forgiving.aget_or_set("k", work, 60)) for _ in range(5)]
+        await asyncio.to_thread(wait_until, lambda: followers() == 4, 60)
+        work.end.set()
+        assert await asyncio.gather(*tasks) == ["v"] * 5
+        assert work.calls == 1
+        own_server.start()
+        assert await forgiving.aget_or_set("k", lambda: "after", 60) == "after"
+        assert await strict.aget_or_set("k", lambda: "never", 60) == "after"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
+def test_redis_dies_before_a_task_stores_its_value(own_server, options):
+    cache = cache_at(own_server.url, OPTIONS=options)
+
+    async def compute():
+        own_server.kill()
+        return "v"
+
+    if options:
+        assert asyncio.run(cache.aget_or_set("k", compute, 60)) == "v"
+    else:
+        with pytest.raises(redis.ConnectionError):
+            asyncio.run(cache.aget_or_set("k", compute, 60))
+
+
+# Users with fewer rights
 
 
 @pytest.fixture
@@ -343,110 +317,5 @@ def test_who_may_use_values_only_has_the_base_class(as_user, own_server, backend
         assert cache.get("k") == "new"
         assert cache.get_or_set("n", lambda: "v", 60, should_cache=lambda value: False) == "v"
         assert not cache.has_key("n")
-    told = [record for record in caplog.records if "Values are not computed once" in record.getMessage()]
+    told = [record for record in caplog.records if "The Redis user may not use leases of values" in record.getMessage()]
     assert len(told) == 1
-
-
-# Tasks
-
-
-def test_tasks_without_redis_fail_as_the_base_class_does_or_compute(own_server, backend):
-    strict = cache_at(own_server.url, backend)
-    forgiving = cache_at(own_server.url, OPTIONS=FORGIVING)
-    work = Work()
-
-    async def main():
-        for cache in (strict, forgiving):
-            assert await cache.aget_or_set("warm", lambda: 1) == 1
-        own_server.kill()
-        with pytest.raises(redis.ConnectionError):
-            await strict.aget_or_set("k", lambda: 1)
-        tasks = [asyncio.ensure_future(forgiving.aget_or_set("k", work, 60)) for _ in range(5)]
-        await asyncio.to_thread(wait_until, lambda: followers() == 4, 60)
-        work.end.set()
-        assert await asyncio.gather(*tasks) == ["v"] * 5
-        assert work.calls == 1
-        own_server.start()
-        assert await forgiving.aget_or_set("k", lambda: "after", 60) == "after"
-        assert await strict.aget_or_set("k", lambda: "never", 60) == "after"
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-@pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
-def test_redis_dies_before_a_task_stores_its_value(own_server, options):
-    cache = cache_at(own_server.url, OPTIONS=options)
-
-    async def compute():
-        own_server.kill()
-        return "v"
-
-    if options:
-        assert asyncio.run(cache.aget_or_set("k", compute, 60)) == "v"
-    else:
-        with pytest.raises(redis.ConnectionError):
-            asyncio.run(cache.aget_or_set("k", compute, 60))
-
-
-@pytest.mark.parametrize("of", ["lease", "settle"])
-def test_a_lost_reply_loses_nothing_for_tasks(proxy, client, of):
-    cache = cache_at(proxy.url)
-
-    async def compute():
-        if of == "settle":
-            proxy.drop_next_reply(containing=b"EVALSHA")
-        return "v"
-
-    async def main():
-        await cache.aget_or_set("warm", compute) if of == "lease" else await cache.aget_or_set("warm", lambda: 1)
-        if of == "lease":
-            proxy.drop_next_reply(containing=b"EVALSHA")
-        assert await asyncio.wait_for(cache.aget_or_set("k", compute, 60), 5) == "v"
-
-    asyncio.run(main())
-    assert proxy.dropped == 1
-    assert cache.get("k") == "v"
-    assert not list(held_locks(client))
-
-
-def test_a_short_socket_timeout_and_long_work_of_a_task(redis_url):
-    cache = cache_at(f"{redis_url}?socket_timeout=0.5")
-    elsewhere = cache_at(f"{redis_url}?socket_timeout=0.51")  # as if it were another process
-    running = threading.Event()
-
-    async def compute():
-        running.set()
-        await asyncio.sleep(5)  # the work
-        return "v"
-
-    async def main():
-        first = asyncio.ensure_future(cache.aget_or_set("k", compute, 60, expire=1))
-        await asyncio.to_thread(running.wait, 10)
-        assert await elsewhere.aget_or_set("k", lambda: "own", 60) == "v"
-        assert await first == "v"
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("forgiving", [False, True])
-def test_a_value_that_cannot_be_read_is_no_error_of_a_lock(own_server, forgiving):
-    """The signal tells of the right to compute alone, for threads and for tasks alike."""
-    told = []
-
-    def note(sender, name, **kwargs):
-        told.append(name)
-
-    cache = cache_at(own_server.url, OPTIONS={"IGNORE_EXCEPTIONS": forgiving})
-    own_server.kill()
-    lock_backend_error.connect(note)
-    try:
-        for get in (cache.get_or_set, lambda *args: asyncio.run(cache.aget_or_set(*args))):
-            told.clear()
-            if forgiving:
-                assert get("k", lambda: "v", 60) == "v"
-            else:
-                with pytest.raises(redis.ConnectionError):
-                    get("k", lambda: "v", 60)
-            assert told == ["cache::1:k"] * forgiving
-    finally:
-        lock_backend_error.disconnect(note)

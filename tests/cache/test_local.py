@@ -251,11 +251,7 @@ def test_the_check_is_an_error_only_where_the_alias_is_named(cache, settings, na
 def test_the_types_of_the_options_name_those_that_are_checked():
     from django_redislock.cache import options
 
-    assert options.GetOrSetOptions.__optional_keys__ == (options._checked.__kwdefaults__ or {}).keys()
-    signature = inspect.signature(ComputeOnceMixin.get_or_set)
-    assert {name for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY} == (
-        options.GetOrSetOptions.__optional_keys__
-    )
+    assert options.GetOrSetOptions.__optional_keys__ == (options._validate.__kwdefaults__ or {}).keys()
 
 
 def test_get_cache_returns_the_cache_and_refuses_one_of_another_package(cache, settings):

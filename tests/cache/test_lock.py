@@ -16,11 +16,6 @@ from tests.support import wait_until
 from tests.support.cache_programs import cache_at, cache_is_computing
 
 
-@pytest.fixture
-def cache(redis_url, backend):
-    return cache_at(redis_url, backend)
-
-
 def in_thread(function):
     results = []
     thread = threading.Thread(target=lambda: results.append(function()))

@@ -10,12 +10,12 @@ import time
 import pytest
 from redis.exceptions import RedisError
 
-from django_redislock.cache import single_flight
-from django_redislock.cache.lease.obtain import PIECE, _fetch
+from django_redislock.cache.lease import single_flight
+from django_redislock.cache.lease.obtain import PIECE, _fetch_large
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.store import digest
 from django_redislock.core import held_locks
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from tests.support import RedisServer, cache_programs, monitoring, queued, wait_until
 from tests.support.cache_programs import cache_at, commands
 
@@ -78,7 +78,7 @@ def test_a_large_value_that_is_replaced_while_it_is_fetched_is_fetched_anew(redi
         assert first == [old[:PIECE]]
         client.set("k", new)
 
-    steps = _fetch(made, b"%d %b" % (len(old), digest(old)))
+    steps = _fetch_large(made, b"%d %b" % (len(old), digest(old)))
     assert server.run(with_a_look_at_the_first_result(steps, replace)) == new
 
 
@@ -96,6 +96,20 @@ def test_a_large_value_costs_one_round_trip_more_and_replaces_what_is_due(redis_
     assert cache.get_or_set("l", lambda: cache.delete("l") or "z" * MEGABYTE) == "z" * MEGABYTE
     assert cache.get("l") is None
     assert not client.keys("*:value")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", [None, "redis-server"], ids=["valkey", "redis"])
+def test_a_value_that_takes_the_server_long_to_hash_is_replaced_when_it_is_due(program):
+    """On Redis 7.0 the time goes on while a script runs."""
+    if program is not None and shutil.which(program) is None:
+        pytest.skip("no redis-server here")
+    with RedisServer(program) as server, server.client() as client:
+        cache = cache_at(server.url)
+        cache.set("k", b"old" * 10 * MEGABYTE, 25)
+        assert cache.get_or_set("k", lambda: b"new", 60, stale=30) == b"new"
+        assert cache.get("k") == b"new"
+        assert client.pttl(":1:k") > 80_000
 
 
 def with_a_look_at_the_first_result(steps, look):

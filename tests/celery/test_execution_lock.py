@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from django_redislock import LockLost, NotAcquired
-from django_redislock.celery.execution_lock import CLAIM, AfterRelease, Delivery, ExecutionLock, mark_key
+from django_redislock.celery.execution_lock import CLAIM, AfterRelease, Delivery, ExecutionLock, marker_key
 from django_redislock.core import Lock
 from django_redislock.task_names import waiting_id
 from tests.support import BUSY, lived, wait_until
@@ -21,7 +21,7 @@ def lock(client):
     """Make a lock of one name; give an `id` for a message and a `delivery` for an execution."""
 
     def lock(**options):
-        return ExecutionLock(client, "name", expire=30).named("name", **options)
+        return ExecutionLock(client, "name", expire=30).with_name("name", **options)
 
     return lock
 
@@ -34,7 +34,7 @@ def test_an_execution_takes_over_what_its_message_holds(lock):
     after = execution.owner()
     assert after.fence > before.fence
     assert (before.worker, after.worker) == ("", "w")
-    assert message.free() is False
+    assert message.release_given_id() is False
     assert execution.owned()
     execution.release()
     assert execution.owner() is None
@@ -52,7 +52,7 @@ def test_a_copy_does_not_take_over_from_a_living_execution(lock):
     assert execution.acquire(blocking=False)
     assert not copy.acquire(timeout=10), "it does not wait for it"
     assert not copy.processed
-    assert 29 < copy.look_in <= 30, "when the life of the execution has ended, if nobody renews it"
+    assert 29 < copy.retry_in <= 30, "when the life of the execution has ended, if nobody renews it"
     assert copy.is_copy(copy.owner())
     assert not lock(id="task").acquire(blocking=False), "nor does what it publishes"
 
@@ -63,7 +63,7 @@ def test_another_message_of_the_same_id_is_no_copy(lock):
     assert not retry.acquire(blocking=False)
     assert not retry.refused
     assert not retry.is_copy(retry.owner())
-    execution.ending = AfterRelease(marked=30)
+    execution.ending = AfterRelease(processed_for=30)
     execution.release()
     assert retry.acquire(blocking=False)
     retry.release()
@@ -74,7 +74,7 @@ def test_a_message_that_nothing_tells_from_others_is_not_asked_about(lock):
     for _ in range(2):
         execution = lock(delivery=unknown)
         assert execution.acquire(blocking=False)
-        execution.ending = AfterRelease(marked=30)
+        execution.ending = AfterRelease(processed_for=30)
         execution.release()
     copy = lock(delivery=unknown._replace(known=True))
     assert not copy.acquire(blocking=False)
@@ -94,7 +94,7 @@ def test_a_message_is_not_refused_while_its_copy_runs(lock):
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
     execution.acquire()
     assert not copy.claim(30, "done")
-    assert copy.look_in > 29
+    assert copy.retry_in > 29
     execution.release()
     assert copy.claim(30, "done")
 
@@ -104,8 +104,8 @@ def test_while_one_is_published_again_no_copy_runs_and_then_the_last_version_doe
     assert first.claim(20, "ending")
     assert not copy.claim(20, "ending")
     assert not copy.acquire(blocking=False)
-    assert 19 < copy.look_in <= 20
-    first.confirm(30, 1)
+    assert 19 < copy.retry_in <= 20
+    first.mark_processed(30, 1)
     assert not copy.acquire(blocking=False)
     assert copy.processed
     assert second.acquire(blocking=False)
@@ -114,42 +114,42 @@ def test_while_one_is_published_again_no_copy_runs_and_then_the_last_version_doe
 
 def test_what_looks_again_takes_nothing_from_what_is_known(lock):
     copy, execution = lock(delivery=COPY), lock(delivery=FIRST)
-    execution.confirm(30)
-    copy.confirm(30, 1, alone=False)
+    execution.mark_processed(30)
+    copy.mark_processed(30, 1, alone=False)
     assert not lock(delivery=FIRST._replace(version=5)).acquire(blocking=False), "it has been processed"
     other, late = Delivery("o", "o:0:x", known=True), Delivery("o", "o:0:x", known=True, version=1)
-    lock(delivery=other).confirm(30, 2, alone=False)
-    lock(delivery=other).confirm(30, 1, alone=False)
+    lock(delivery=other).mark_processed(30, 2, alone=False)
+    lock(delivery=other).mark_processed(30, 1, alone=False)
     assert not lock(delivery=late).acquire(blocking=False), "the second version is the last one"
 
 
 def test_a_claim_whose_answer_was_lost_is_the_callers_all_the_same(client, lock):
     first = lock(delivery=FIRST)
-    keys, args = (first._keys.lock, mark_key(first._keys, FIRST)), (b"task:0:one", b"0", b"claim", b"done", b"9000")
+    keys, args = (first._keys.lock, marker_key(first._keys, FIRST)), (b"task:0:one", b"0", b"claim", b"done", b"9000")
     for _ in range(2):
         assert client.eval(CLAIM.text, 2, *keys, *args) == 1
     assert client.eval(CLAIM.text, 2, *keys, *args[:2], b"other", *args[3:]) == 0
 
 
-def test_what_is_not_confirmed_ends_with_the_life_of_its_mark(lock):
+def test_a_marker_that_is_not_confirmed_ends_with_its_expiry(lock):
     """Whoever ran it died before its result was stored: then a copy may be the only one."""
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
     execution.acquire()
-    execution.ending = AfterRelease(marked=1, confirmed=False)
+    execution.ending = AfterRelease(processed_for=1, complete=False)
     execution.release()
     assert not copy.acquire(timeout=10), "it does not wait for that"
     assert not copy.processed
-    assert 0 < copy.look_in <= 1
+    assert 0 < copy.retry_in <= 1
     wait_until(lambda: copy.acquire(blocking=False), 1 + BUSY)
     copy.release()
 
 
-def test_what_is_confirmed_is_processed(client, lock):
+def test_a_message_marked_as_processed_is_processed(client, lock):
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
     execution.acquire()
-    execution.ending = AfterRelease(marked=30, confirmed=False)
+    execution.ending = AfterRelease(processed_for=30, complete=False)
     execution.release()
-    execution.confirm(30)
+    execution.mark_processed(30)
     assert not copy.acquire(timeout=10)
     assert copy.processed
     retry = lock(delivery=RETRY)
@@ -165,7 +165,7 @@ def test_the_copy_that_waits_learns_that_it_was_processed(client, lock):
     def run(one):
         answers.append(one.acquire(timeout=20))
         if answers[-1]:
-            one.ending = AfterRelease(marked=30)
+            one.ending = AfterRelease(processed_for=30)
             one.release()
 
     threads = [threading.Thread(target=run, args=(one,)) for one in (execution, copy)]
@@ -181,11 +181,11 @@ def test_the_copy_that_waits_learns_that_it_was_processed(client, lock):
     assert not client.exists(copy._keys.queue)
 
 
-def test_a_mark_is_left_also_where_the_lock_was_lost(client, lock):
+def test_a_marker_is_left_also_where_the_lock_was_lost(client, lock):
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
     execution.acquire()
     execution.reset()
-    execution.ending = AfterRelease(marked=30, confirmed=False)
+    execution.ending = AfterRelease(processed_for=30, complete=False)
     with pytest.raises(LockLost):
         execution.release()
     assert not copy.acquire(blocking=False)
@@ -226,9 +226,9 @@ def test_a_message_that_waits_in_a_worker_lives_no_longer_than_the_worker(lock):
     """Its own life is that of a queue; should the process die in the wait, the message is lost."""
     message = lock(id="task", auto_renewal=False, expire=600)
     assert message.acquire(blocking=False)
-    with message.alive(2):
+    with message.keep_alive(2):
         assert message.ttl() <= 2
         lived(2.5)
         assert message.owned()
     assert message.ttl() <= 2
-    message.free()
+    message.release_given_id()

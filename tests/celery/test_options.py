@@ -31,16 +31,25 @@ def app():
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"scope": "queue"}, ValueError, "scope must be 'run' or 'queued' or 'queued[+]run' or 'job', not 'queue'"),
-        ({"on_conflict": "ignore"}, ValueError, "on_conflict must be 'raise' or 'skip' or 'reschedule' or 'wait'"),
+        ({"scope": "queue"}, ValueError, "scope must be one of 'run', 'queued', 'queued[+]run', 'job', not 'queue'"),
+        (
+            {"on_conflict": "ignore"},
+            ValueError,
+            "on_conflict must be one of 'raise', 'skip', 'reschedule', 'wait' or a callable, not 'ignore'",
+        ),
         ({"on_conflict": None}, ValueError, "on_conflict must be"),
-        ({"on_backend_error": "skip"}, ValueError, "on_backend_error must be 'raise' or 'run' or 'reschedule'"),
+        (
+            {"on_backend_error": "skip"},
+            ValueError,
+            "on_backend_error must be one of 'raise', 'run', 'reschedule', not 'skip'",
+        ),
         ({"expire": 0}, ValueError, "expire must be between"),
         ({"expire": "5"}, TypeError, "expire must be a number"),
         ({"expire": True}, TypeError, "expire must be a number"),
         ({"expire": float("nan")}, ValueError, "expire must not be nan"),
         ({"max_hold": -1}, ValueError, "max_hold must be between"),
         ({"wait": None}, TypeError, "wait must be a number of seconds"),
+        ({"keep_for": None}, TypeError, "keep_for must be a number of seconds or a timedelta, not None"),
         ({"wait": -1}, ValueError, "wait must be None or between 0"),
         ({"auto_renewal": 1}, TypeError, "auto_renewal must be True or False"),
         ({"lock_direct_calls": None}, TypeError, "lock_direct_calls must be True or False"),

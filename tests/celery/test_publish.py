@@ -219,7 +219,7 @@ def test_a_run_keeps_its_lock_whatever_was_stored_of_it(client, make):
     task = make(scope="job")
     first = task.delay()
     request = task._running_lock(f"celery:{task.name}:x", task._options, None, (), {})
-    running = request.named(task.lock_info().name, label=f"{task.name}[{first.id}]", delivery=Delivery(first.id))
+    running = request.with_name(task.lock_info().name, label=f"{task.name}[{first.id}]", delivery=Delivery(first.id))
     assert running.acquire(blocking=False), "it takes over from its message"
     started = task.lock_info().acquired_at
     wait_until(lambda: datetime.now(UTC) - started > timedelta(milliseconds=2))
@@ -433,8 +433,8 @@ class Traced(Task):
 def ten_seconds_later(headers):
     """Let the message have waited longer, where it tells of that."""
     for those in (headers, headers["headers"]):
-        if "single_instance_since" in those:
-            those["single_instance_since"] -= 10
+        if "single_instance_first_conflict" in those:
+            those["single_instance_first_conflict"] -= 10
 
 
 def test_headers_that_a_caller_put_within_the_headers_carry_ours_too(client, app, make):

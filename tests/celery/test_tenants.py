@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from hypothesis import assume, example, given, strategies as st
 
 from django_redislock.celery import DuplicateResult, single_instance
-from django_redislock.celery.key import of_tenant
+from django_redislock.celery.key import with_tenant
 from django_redislock.checks import TAG
 from django_redislock.core import held_locks
 from tests.support import name_of, wait_until
@@ -52,7 +52,7 @@ def make(app, request):
 @example("a%3Ab", "", "a:b", "")
 def test_two_tenants_never_share_a_key(tenant, key, other, other_key):
     assume((tenant, key) != (other, other_key))
-    assert of_tenant(lambda: tenant, key) != of_tenant(lambda: other, other_key)
+    assert with_tenant(lambda: tenant, key) != with_tenant(lambda: other, other_key)
 
 
 @pytest.mark.parametrize("scope", ["queued", "queued+run", "job"])

@@ -8,7 +8,7 @@ from django.core.cache import caches
 from django_redislock.celery.execution_lock import count_duplicate
 from django_redislock.core import Lock, scripts
 from django_redislock.core.contention import contention
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from tests.support import counting, wait_in_a_thread
 

@@ -11,7 +11,7 @@ import redis
 
 from django_redislock.core import Lock, operations, reset_all
 from django_redislock.core.contention import contention
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import BUCKETS, held_keys, lock_keys
 from django_redislock.core.listing import held_locks
 from django_redislock.core.watchdog import BATCH
@@ -41,7 +41,7 @@ def replies(client: redis.Redis, steps: Any) -> tuple[list[Any], Any]:
             effect = steps.send(reply)
         except StopIteration as stop:
             return all_of_them, stop.value
-        reply = server.call(effect)
+        reply = server.call(effect.with_text())
         all_of_them.append(reply)
 
 

@@ -15,7 +15,7 @@ import redis
 
 from django_redislock.core import AsyncLock, Lock, held_locks, scripts
 from django_redislock.core.driver.effects import ScriptCall
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.listing import read_queue
 from tests.support import BUSY, PythonProcess, counting, listening, queued, wait_until
@@ -37,15 +37,17 @@ def signal_all(pids: list[int], number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def with_retries(client: redis.Redis, id: str, ticket: int | None = None, waits: bool = True) -> Any:
+def try_for(client: redis.Redis, id: str, ticket: int | None = None, waits: bool = True) -> Any:
     """Try for the lock as the waiter of that id, whose channel has the same name."""
     arguments = (id, "60000", "a", "{}", id, "1" if waits else "0", "" if ticket is None else str(ticket))
-    return server_of(client).call(ScriptCall(scripts.ACQUIRE, KEYS[:4], tuple(part.encode() for part in arguments)))
+    call = ScriptCall(scripts.ACQUIRE, KEYS[:4], tuple(part.encode() for part in arguments))
+    return server_of(client).call(call.with_text())
 
 
 def give_up(client: redis.Redis, id: str) -> None:
     arguments = (id.encode(), b"a", id.encode(), b"")
-    server_of(client).call(ScriptCall(scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), arguments))
+    call = ScriptCall(scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), arguments)
+    server_of(client).call(call.with_text())
 
 
 def unclaimed(client: redis.Redis, channel: str, *entries: str) -> None:
@@ -95,27 +97,27 @@ def test_ten_frozen_processes_ahead_hold_up_a_free_lock_for_no_longer_than_a_sec
 def test_those_who_answer_a_roll_call_are_served_in_their_order(client: redis.Redis) -> None:
     with listening(client, "frozen 1", "frozen 2", "first", "second") as told:
         unclaimed(client, "frozen 1", "frozen 2", "first", "second")
-        left, _, up = with_retries(client, "second", 3)
+        left, _, up = try_for(client, "second", 3)
         assert up == 1
         assert 0 < left <= 200
         assert told() == ["frozen 2", "first"], "those ahead of it"
-        assert with_retries(client, "first", 2)[2:] == [1], "frozen 2 might answer still"
-        assert with_retries(client, "second", 3)[2:] == []
-        assert with_retries(client, "newcomer")[2:] == []
+        assert try_for(client, "first", 2)[2:] == [1], "frozen 2 might answer still"
+        assert try_for(client, "second", 3)[2:] == []
+        assert try_for(client, "newcomer")[2:] == []
         after_the_roll_call(client)
-        assert isinstance(with_retries(client, "second", 3), list)
+        assert isinstance(try_for(client, "second", 3), list)
         assert told() == ["frozen 2", "first"], "the one to come back when it can, the other because it is its turn"
-        assert isinstance(with_retries(client, "first", 2), int)
+        assert isinstance(try_for(client, "first", 2), int)
         assert queue(client) == ["second", "newcomer"]
-        assert with_retries(client, "frozen 2", 1)[2:] == []
+        assert try_for(client, "frozen 2", 1)[2:] == []
         assert queue(client) == ["frozen 2", "second", "newcomer"], "thawed, it has its place again"
 
 
 def test_whoever_answers_a_roll_call_as_the_first_in_the_queue_waits_for_nobody(client: redis.Redis) -> None:
     with listening(client, "frozen", "first", "second") as told:
         unclaimed(client, "frozen", "first", "second")
-        assert with_retries(client, "second", 2)[2:] == [1]
-        assert isinstance(with_retries(client, "first", 1), int)
+        assert try_for(client, "second", 2)[2:] == [1]
+        assert isinstance(try_for(client, "first", 1), int)
         assert queue(client) == ["second"]
         assert told() == ["first"]
 
@@ -124,7 +126,7 @@ def test_other_waiters_of_the_process_that_did_not_answer_are_not_waited_for(cli
     with listening(client, "frozen", "first") as told:
         unclaimed(client, "frozen", "first")
         client.zadd(KEYS.queue, {"frozen\nother thread": 0})
-        assert isinstance(with_retries(client, "first", 1), int)
+        assert isinstance(try_for(client, "first", 1), int)
         assert told() == ["other thread"]
         assert queue(client) == []
 
@@ -134,16 +136,16 @@ def test_who_answered_a_roll_call_and_died_is_followed_by_another(client: redis.
         unclaimed(client, "frozen 1", "frozen 2", "second")
         with listening(client, "first"):
             client.zadd(KEYS.queue, {"first\nfirst": 1.5})
-            assert with_retries(client, "first", 2)[2:] == [1]
+            assert try_for(client, "first", 2)[2:] == [1]
         after_the_roll_call(client)
-        assert isinstance(with_retries(client, "second", 2), int)
+        assert isinstance(try_for(client, "second", 2), int)
         assert queue(client) == []
 
 
 def test_who_answered_a_roll_call_and_gave_up_is_followed_by_another(client: redis.Redis) -> None:
     with listening(client, "frozen 1", "frozen 2", "first", "second"):
         unclaimed(client, "frozen 1", "frozen 2", "first", "second")
-        assert with_retries(client, "first", 2)[2:] == [1]
+        assert try_for(client, "first", 2)[2:] == [1]
         give_up(client, "first")
         assert queue(client) == ["second"]
         assert client.get(KEYS.lock).startswith(b"frozen 2\n0\n")
@@ -152,8 +154,8 @@ def test_who_answered_a_roll_call_and_gave_up_is_followed_by_another(client: red
 def test_the_last_try_of_who_answered_a_roll_call_takes_the_lock(client: redis.Redis) -> None:
     with listening(client, "frozen 1", "frozen 2", "first"):
         unclaimed(client, "frozen 1", "frozen 2", "first")
-        assert with_retries(client, "first", 2)[2:] == [1]
-        assert isinstance(with_retries(client, "first", 2, waits=False), int)
+        assert try_for(client, "first", 2)[2:] == [1]
+        assert isinstance(try_for(client, "first", 2, waits=False), int)
         assert queue(client) == []
 
 
@@ -223,7 +225,7 @@ def test_of_a_thousand_killed_waiters_and_a_living_one_one_waits(client: redis.R
     with Lock(client, "a", expire=60):
         leave_entries(client, 1000)
         with listening(client, "living"):
-            with_retries(client, "living")
+            try_for(client, "living")
             assert waiting(client) == 1
             leave_entries(client, 30)
             [only] = read_queue(client, "a", "redislock")

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import socket
 import threading
-import time
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 import redis
 
-from django_redislock.core import AsyncLock, Lock, RLock
+from django_redislock.core import Lock, RLock
 from django_redislock.core.clock import monotonic
-from django_redislock.core.driver import wakeups
-from django_redislock.core.driver.connection import ScriptConnection
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.connection import Connection
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import milliseconds
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import BUSY, Proxy, in_a_fork, lived, monitoring, queued, say, wait_until
+from tests.support import Proxy, in_a_fork, lived, queued, wait_until
 
-
-def start(function, *args):
-    thread = threading.Thread(target=function, args=args, daemon=True)
-    thread.start()
-    return thread
+# Commands that arrive late
 
 
 class LateProxy(Proxy):
@@ -61,9 +54,6 @@ class LateProxy(Proxy):
         """Whether the server has read everything from that port and closed the connection."""
         with redis.Redis.from_url(self._direct) as client:
             return not any(found["addr"].endswith(f":{port}") for found in client.client_list())
-
-
-# Commands that arrive late
 
 
 def test_a_call_that_arrives_after_its_repetition_frees_nothing(client, redis_url):
@@ -125,6 +115,12 @@ def test_a_force_released_holder_does_not_live_on_in_its_successor_of_the_same_i
     successor.release()
 
 
+def start(function, *args):
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
 def test_threads_that_share_an_object_with_a_given_id_never_hold_it_both(client):
     shared = Lock(client, "a", id="given")
     results = []
@@ -149,7 +145,7 @@ def test_threads_that_share_an_object_with_a_given_id_never_hold_it_both(client)
     assert sorted(results) == [False, True]
 
 
-# Lives
+# Expiry
 
 
 def test_the_life_in_redis_is_never_shorter_than_the_one_believed_in():
@@ -215,152 +211,6 @@ def test_a_renewal_that_overlaps_a_shortening_does_not_let_the_belief_outlive_th
         assert lock.owned()
 
 
-# The waiting room
-
-
-class ForgetfulProxy(Proxy):
-    """Lets subscriptions die as a router does that forgot them: the server has closed them, and the client hears nothing."""
-
-    def __init__(self, url):
-        super().__init__(url)
-        self.subscriptions = []
-        self.forgotten = []
-
-    def _note_request(self, link, data):
-        super()._note_request(link, data)
-        if b"\nSUBSCRIBE" in data:
-            self.subscriptions.append(link)
-
-    def forget(self):
-        for link in self.subscriptions:
-            link.close = lambda: None
-            link.server.shutdown(socket.SHUT_RDWR)
-            self.forgotten.append(link)
-        self.subscriptions = []
-
-    def close(self):
-        for link in self.forgotten:
-            del link.close
-            link.close()
-        super().close()
-
-
-@contextmanager
-def contention(client, name):
-    """Others come and go, so that the lock is never found free."""
-    stop = threading.Event()
-
-    def cycle():
-        while not stop.is_set():
-            with Lock(client, name):
-                stop.wait(0.02)
-
-    others = [start(cycle) for _ in range(3)]
-    try:
-        wait_until(lambda: queued(client, name) >= 2)
-        yield
-    finally:
-        stop.set()
-        for other in others:
-            other.join(10)
-
-
-def test_a_subscription_that_died_in_silence_starves_no_thread(client, redis_url, monkeypatch):
-    monkeypatch.setattr(wakeups, "QUIET", 0.5)
-    with ForgetfulProxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
-        with Lock(client, "a"):
-            assert not Lock(behind, "a").acquire(timeout=0.1)
-        proxy.forget()
-        with contention(client, "a"):
-            lock = Lock(behind, "a")
-            assert lock.acquire(timeout=10)
-            lock.release()
-
-
-def test_a_subscription_that_died_in_silence_starves_no_task(client, redis_url, monkeypatch):
-    monkeypatch.setattr(wakeups, "QUIET", 0.5)
-
-    async def main():
-        with Lock(client, "a"):
-            assert not await AsyncLock(behind, "a").acquire(timeout=0.1)
-        proxy.forget()
-        with contention(client, "a"):
-            lock = AsyncLock(behind, "a")
-            assert await lock.acquire(timeout=10)
-            await lock.release()
-
-    with ForgetfulProxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
-        asyncio.run(main())
-
-
-def subscriptions(client):
-    return {found["id"] for found in client.client_list() if int(found["sub"])}
-
-
-def test_a_quiet_subscription_that_lives_is_kept(client, monkeypatch):
-    monkeypatch.setattr(wakeups, "QUIET", 0.2)
-    with Lock(client, "a"):
-        thread = start(lambda: Lock(client, "a").acquire(timeout=30))
-        wait_until(lambda: queued(client, "a") == 1)
-        before = wait_until(lambda: subscriptions(client))
-        with monitoring(client) as sent:
-            lived(2)
-        assert sent.count("PING") >= 2
-        assert subscriptions(client) == before
-    thread.join(10)
-
-
-def wait_in_threads(url, name, count):
-    client = redis.Redis.from_url(url)
-
-    def wait():
-        with Lock(client, name):
-            pass
-
-    for _ in range(count):
-        start(wait)
-    say(event="started")
-    input()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("count", [1, 8])
-def test_a_frozen_process_holds_up_a_free_lock_once_and_not_for_each_of_its_threads(
-    client, redis_url, run_python, count
-):
-    with Lock(client, "a", expire=60):
-        frozen = run_python(wait_in_threads, redis_url, "a", count)
-        wait_until(lambda: queued(client, "a") == count)
-        frozen.pause()
-        taken = []
-
-        def wait():
-            with Lock(client, "a", timeout=30):
-                taken.append(time.monotonic())
-
-        thread = start(wait)
-        wait_until(lambda: queued(client, "a") == count + 1)
-    freed = time.monotonic()
-    thread.join(30)
-    assert taken[0] - freed < 0.5 + BUSY, "one reservation, not one for each of its threads"
-
-
-def test_waiters_for_a_short_lived_lock_do_not_look_all_of_them_at_its_every_end(client):
-    def acquire():
-        with Lock(client, "a", timeout=20):
-            pass
-
-    with Lock(client, "a", expire=1.5):
-        threads = [start(acquire) for _ in range(50)]
-        wait_until(lambda: queued(client, "a") == 50)
-        before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
-        lived(3)
-        calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - before
-    for thread in threads:
-        thread.join(20)
-    assert calls <= 50, "two looks a second, and the renewals"
-
-
 # False reports
 
 
@@ -403,7 +253,7 @@ def test_an_interrupted_call_keeps_no_lock_alive(client, monkeypatch):
     lock = Lock(client, "a")
     gone = weakref.ref(lock)
     with monkeypatch.context() as patch:
-        patch.setattr(ScriptConnection, "call", interrupt)
+        patch.setattr(Connection, "execute", interrupt)
         gc.disable()
         try:
             with suppress(KeyboardInterrupt):

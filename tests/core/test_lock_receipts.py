@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from django_redislock.core import Lock
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.operations import give_back, reset
 from django_redislock.exceptions import NotAcquired
@@ -56,7 +56,7 @@ def test_a_release_whose_reply_was_lost_is_repeated_after_a_thousand_others_came
     """Such as that of a client that is cut off while others go on."""
     lock = Lock(client, "a")
     lock.acquire()
-    release = give_back(lock._latest())
+    release = give_back(lock._latest()).with_text()
     assert server_of(client).call(release) == 1
     cycle(client, "a", 1000)
     lock.release()
@@ -112,7 +112,7 @@ def test_a_release_by_id_alone_may_be_repeated(client: redis.Redis) -> None:
 def test_a_reset_is_repeated_while_the_next_one_holds(client: redis.Redis) -> None:
     """It frees one acquisition, however often its call comes."""
     Lock(client, "a").acquire()
-    call: Any = next(reset("a", lock_keys("redislock", "a"), None))
+    call: Any = next(reset("a", lock_keys("redislock", "a"), None)).with_text()
     server = server_of(client)
     assert server.call(call) == 1
     successor = Lock(client, "a")

@@ -42,8 +42,8 @@ def lose(client, shared, thread):
     return fence, told.value
 
 
-def test_who_was_told_of_its_loss_never_sees_its_successors_acquisition(client, one, two):
-    shared = Lock(client, "a", auto_renewal=False)
+def test_who_was_told_of_its_loss_never_sees_its_successors_acquisition(make_lock, client, one, two):
+    shared = make_lock(client, "a", auto_renewal=False)
     fence, told = lose(client, shared, one)
     for succeeded in (False, True):
         if succeeded:
@@ -59,8 +59,8 @@ def test_who_was_told_of_its_loss_never_sees_its_successors_acquisition(client, 
     two(shared.release)
 
 
-def test_who_has_released_never_sees_the_next_ones_acquisition(client, one, two):
-    shared = Lock(client, "a")
+def test_who_has_released_never_sees_the_next_ones_acquisition(make_lock, client, one, two):
+    shared = make_lock(client, "a")
     one(shared.acquire)
     one(shared.release)
     two(shared.acquire)
@@ -75,8 +75,8 @@ def test_who_has_released_never_sees_the_next_ones_acquisition(client, one, two)
         two(shared.release)
 
 
-def test_an_acquisition_after_a_loss_is_ones_own_again(client, one):
-    shared = Lock(client, "a", auto_renewal=False)
+def test_an_acquisition_after_a_loss_is_ones_own_again(make_lock, client, one):
+    shared = make_lock(client, "a", auto_renewal=False)
     fence, _ = lose(client, shared, one)
     one(shared.acquire, False)
     assert one(lambda: shared.fence) > fence
@@ -88,8 +88,8 @@ def test_an_acquisition_after_a_loss_is_ones_own_again(client, one):
     assert one(lambda: shared.lost) is None
 
 
-def test_with_an_id_given_who_has_ended_is_told_so_too(client, one, two):
-    shared = Lock(client, "a", id="mine", auto_renewal=False)
+def test_with_an_id_given_who_has_ended_is_told_so_too(make_lock, client, one, two):
+    shared = make_lock(client, "a", id="mine", auto_renewal=False)
     lose(client, shared, one)
     two(shared.acquire, False)
     for look in (lambda: shared.fence, shared.raise_if_lost):
@@ -100,8 +100,8 @@ def test_with_an_id_given_who_has_ended_is_told_so_too(client, one, two):
         two(shared.raise_if_lost)
 
 
-def test_who_never_acquired_sees_the_only_acquisition_and_none_of_several(client, one, two):
-    shared = Lock(client, "a", auto_renewal=False)
+def test_who_never_acquired_sees_the_only_acquisition_and_none_of_several(make_lock, client, one, two):
+    shared = make_lock(client, "a", auto_renewal=False)
     one(shared.acquire)
     fence, id = one(lambda: (shared.fence, shared.id))
     assert (shared.fence, shared.id, shared.lost) == (fence, id, None)
@@ -121,7 +121,7 @@ def test_who_never_acquired_sees_the_only_acquisition_and_none_of_several(client
         shared.fence  # noqa: B018
 
 
-def test_on_lost_is_told_of_the_lost_acquisition_though_another_one_holds_the_lock_by_then(client, one, two):
+def test_on_lost_is_told_of_the_lost_acquisition_though_another_one_holds_the_lock_by_then(make_lock, client, one, two):
     seen = []
 
     def on_lost(lock):
@@ -130,7 +130,7 @@ def test_on_lost_is_told_of_the_lost_acquisition_though_another_one_holds_the_lo
             lock.raise_if_lost()
         seen.append("told")
 
-    shared = Lock(client, "a", on_lost=on_lost)
+    shared = make_lock(client, "a", on_lost=on_lost)
     one(shared.acquire)
     lease = one(shared._latest)
     client.delete(KEYS.lock)

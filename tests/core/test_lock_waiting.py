@@ -11,19 +11,19 @@ import pytest
 import redis
 import redis.asyncio
 
-from django_redislock.core import AsyncLock, Lock
+from django_redislock.core import AsyncLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
 from tests.support import BUSY, lived, monitoring, queued, wait_until
 
 
-def waiters(client, name, count, results, **options):
+def waiters(make_lock, client, name, count, results, **options):
     """Start threads that wait for the lock one after another, and return them once all wait."""
     threads = []
     for number in range(count):
 
         def wait(number=number):
-            lock = Lock(client, name, **options)
+            lock = make_lock(client, name, **options)
             if lock.acquire(timeout=30):
                 results.append(number)
                 lock.release()
@@ -36,10 +36,10 @@ def waiters(client, name, count, results, **options):
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05, 0.2, 0.7])
-def test_a_timeout_is_kept(client, timeout):
-    with Lock(client, "a"):
+def test_a_timeout_is_kept(make_lock, client, timeout):
+    with make_lock(client, "a"):
         started = time.monotonic()
-        lock = Lock(client, "a")
+        lock = make_lock(client, "a")
         result = []
         thread = threading.Thread(target=lambda: result.append(lock.acquire(timeout=timeout)))
         thread.start()
@@ -49,7 +49,7 @@ def test_a_timeout_is_kept(client, timeout):
     assert not client.exists(lock_keys("redislock", "a").queue), "who gives up leaves the queue"
 
 
-def test_the_deadline_holds_when_every_race_is_lost(client):
+def test_the_deadline_holds_when_every_race_is_lost(make_lock, client):
     """A barger frees and retakes the lock in one step, so that each wake-up comes too late."""
     keys, stop = lock_keys("redislock", "a"), threading.Event()
 
@@ -61,30 +61,30 @@ def test_the_deadline_holds_when_every_race_is_lost(client):
     client.set(keys.lock, "barger\n1\n1\n{}", px=5000)
     barger.start()
     started = time.monotonic()
-    assert Lock(client, "a").acquire(timeout=1) is False
+    assert make_lock(client, "a").acquire(timeout=1) is False
     assert 1 <= time.monotonic() - started < 1 + BUSY
     stop.set()
     barger.join()
 
 
-def test_waiters_are_served_first_come_first_served(client):
+def test_waiters_are_served_first_come_first_served(make_lock, client):
     order: list[int] = []
-    with Lock(client, "a"):
-        threads = waiters(client, "a", 12, order)
+    with make_lock(client, "a"):
+        threads = waiters(make_lock, client, "a", 12, order)
     for thread in threads:
         thread.join(timeout=30)
     assert order == list(range(12))
 
 
-def test_neither_a_newcomer_nor_the_releaser_overtakes_a_waiter(client):
-    lock, judged = Lock(client, "a"), 0
+def test_neither_a_newcomer_nor_the_releaser_overtakes_a_waiter(make_lock, client):
+    lock, judged = make_lock(client, "a"), 0
     for _ in range(20):
         order: list[object] = []
         lock.acquire()
-        threads = waiters(client, "a", 1, order)
+        threads = waiters(make_lock, client, "a", 1, order)
         started = time.monotonic()
         lock.release()
-        newcomer = Lock(client, "a")
+        newcomer = make_lock(client, "a")
         if newcomer.acquire(blocking=False):
             order.append("newcomer")
             newcomer.release()
@@ -98,14 +98,14 @@ def test_neither_a_newcomer_nor_the_releaser_overtakes_a_waiter(client):
     assert judged
 
 
-def test_waiters_of_one_given_id_are_told_apart(client):
+def test_waiters_of_one_given_id_are_told_apart(make_lock, client):
     """One id may wait for several locks at once: who leaves takes nobody along, and whoever stays is still told."""
-    held = {name: Lock(client, name) for name in "abc"}
+    held = {name: make_lock(client, name) for name in "abc"}
     got: list[str] = []
     threads = {}
 
     def wait(name, id):
-        with Lock(client, name, id=id):
+        with make_lock(client, name, id=id):
             got.append(name)
 
     for name, id in (("c", None), ("a", "worker"), ("b", "worker")):  # the first of them reads for all
@@ -119,22 +119,22 @@ def test_waiters_of_one_given_id_are_told_apart(client):
         threads[name].join(timeout=30)
 
 
-def test_a_waiter_wakes_at_the_holders_expiry(client):
+def test_a_waiter_wakes_at_the_holders_expiry(make_lock, client):
     """Even with nothing published, and whatever the waiter's own settings."""
-    Lock(client, "a", expire=0.4, auto_renewal=False).acquire()
+    make_lock(client, "a", expire=0.4, auto_renewal=False).acquire()
     started = time.monotonic()
-    assert Lock(client, "a", expire=60).acquire(timeout=20)
+    assert make_lock(client, "a", expire=60).acquire(timeout=20)
     assert time.monotonic() - started < 0.4 + BUSY
 
 
-def test_waiting_threads_share_one_connection_and_never_starve_the_holder(redis_url):
+def test_waiting_threads_share_one_connection_and_never_starve_the_holder(make_lock, redis_url):
     with redis.Redis.from_url(redis_url, max_connections=2) as client, redis.Redis.from_url(redis_url) as observer:
         before = len(observer.client_list())
         results: list[int] = []
-        holder = Lock(client, "a", expire=1.2)
+        holder = make_lock(client, "a", expire=1.2)
         with holder:
             fence = holder.fence
-            threads = waiters(observer, "a", 16, results)
+            threads = waiters(make_lock, observer, "a", 16, results)
             lived(1.5)
             assert holder.owner().fence == fence, "renewed beyond its life"
             connections = len(observer.client_list()) - before
@@ -145,21 +145,21 @@ def test_waiting_threads_share_one_connection_and_never_starve_the_holder(redis_
     assert connections <= 2 + 16 + 2
 
 
-def test_a_thousand_waiting_threads_block_one_connection(own_server):
+def test_a_thousand_waiting_threads_block_one_connection(make_lock, own_server):
     with own_server.client() as client:
-        _a_thousand_wait(client)
+        _a_thousand_wait(make_lock, client)
 
 
-def _a_thousand_wait(client):
+def _a_thousand_wait(make_lock, client):
     names = [f"lock {i}" for i in range(10)]
     before = len(subscribed(client))
-    holders = [Lock(client, name, expire=120) for name in names]
+    holders = [make_lock(client, name, expire=120) for name in names]
     for holder in holders:
         holder.acquire()
     done = []
 
     def wait(name):
-        with Lock(client, name, timeout=60):
+        with make_lock(client, name, timeout=60):
             done.append(name)
 
     threads = [threading.Thread(target=wait, args=(names[i % 10],)) for i in range(1000)]
@@ -177,11 +177,11 @@ def _a_thousand_wait(client):
     assert blocked == 0
 
 
-def test_a_waiter_does_not_poll(client):
+def test_a_waiter_does_not_poll(make_lock, client):
     """While the lock is held, the waiters of a process look twice a second, however many they are."""
     results: list[int] = []
-    with Lock(client, "a", expire=60):
-        threads = waiters(client, "a", 10, results)
+    with make_lock(client, "a", expire=60):
+        threads = waiters(make_lock, client, "a", 10, results)
         with monitoring(client) as sent:
             lived(2)
         assert len([line for line in sent if line.startswith("EVALSHA")]) <= 5
@@ -198,10 +198,10 @@ def cut_subscriptions(client):
         client.client_kill(found["addr"])
 
 
-def test_a_cut_subscription_is_mended_and_nobody_loses_his_place(client):
+def test_a_cut_subscription_is_mended_and_nobody_loses_his_place(make_lock, client):
     results: list[int] = []
-    with Lock(client, "a", expire=60):
-        threads = waiters(client, "a", 5, results)
+    with make_lock(client, "a", expire=60):
+        threads = waiters(make_lock, client, "a", 5, results)
         cut_subscriptions(client)
         wait_until(lambda: subscribed(client))
     for thread in threads:
@@ -209,10 +209,10 @@ def test_a_cut_subscription_is_mended_and_nobody_loses_his_place(client):
     assert results == list(range(5))
 
 
-def test_a_release_that_nobody_hears_keeps_nobody_waiting(client):
+def test_a_release_that_nobody_hears_keeps_nobody_waiting(make_lock, client):
     results: list[int] = []
-    with Lock(client, "a", expire=60):
-        threads = waiters(client, "a", 5, results)
+    with make_lock(client, "a", expire=60):
+        threads = waiters(make_lock, client, "a", 5, results)
         cut_subscriptions(client)
     freed = time.monotonic()
     for thread in threads:
@@ -221,24 +221,24 @@ def test_a_release_that_nobody_hears_keeps_nobody_waiting(client):
     assert time.monotonic() - freed < 1 + BUSY
 
 
-def test_an_idle_subscription_that_the_server_closed_is_no_error(client):
+def test_an_idle_subscription_that_the_server_closed_is_no_error(make_lock, client):
     results: list[int] = []
-    with Lock(client, "a"):
-        threads = waiters(client, "a", 1, results)
+    with make_lock(client, "a"):
+        threads = waiters(make_lock, client, "a", 1, results)
     threads[0].join()
     cut_subscriptions(client)
-    with Lock(client, "a"):
-        thread = threading.Thread(target=lambda: Lock(client, "a").acquire(timeout=10))
+    with make_lock(client, "a"):
+        thread = threading.Thread(target=lambda: make_lock(client, "a").acquire(timeout=10))
         thread.start()
         wait_until(lambda: queued(client, "a") == 1)
     thread.join(timeout=5)
     assert not thread.is_alive()
 
 
-def test_a_reservation_that_nobody_claims_passes_on(client):
+def test_a_reservation_that_nobody_claims_passes_on(make_lock, client):
     """The first in the queue listens but never comes, as a frozen process does."""
     keys = lock_keys("redislock", "a")
-    lock = Lock(client, "a", expire=60)
+    lock = make_lock(client, "a", expire=60)
     lock.acquire()
     results: list[int] = []
     ghost = redis.Redis.from_url(f"redis://{client.connection_pool.connection_kwargs['host']}:{_port(client)}")
@@ -246,7 +246,7 @@ def test_a_reservation_that_nobody_claims_passes_on(client):
         pubsub.subscribe("ghost")
         assert pubsub.get_message(timeout=5)["type"] == "subscribe"
         client.zadd(keys.queue, {"ghost\nghost-id": 1})
-        thread = threading.Thread(target=lambda: Lock(client, "a").acquire(timeout=20) and results.append(1))
+        thread = threading.Thread(target=lambda: make_lock(client, "a").acquire(timeout=20) and results.append(1))
         thread.start()
         wait_until(lambda: client.zcard(keys.queue) == 2)
         freed = time.monotonic()
@@ -261,9 +261,9 @@ def _port(client):
     return client.connection_pool.connection_kwargs["port"]
 
 
-def test_dead_waiters_are_passed_over_at_once(client):
+def test_dead_waiters_are_passed_over_at_once(make_lock, client):
     keys = lock_keys("redislock", "a")
-    lock = Lock(client, "a", expire=60)
+    lock = make_lock(client, "a", expire=60)
     lock.acquire()
     client.zadd(keys.queue, {f"gone-{i}\nid-{i}": i for i in range(100)})
     lock.release()
@@ -281,48 +281,52 @@ def outcome(lock, **how):
         return LockBackendError
 
 
-def connect(behind, proxy, pool, count):
+def connect(make_lock, behind, proxy, pool, count):
     """See to it that so many threads have their connections for calls."""
     proxy.delay_replies(0.3)
-    list(pool.map(lambda _: Lock(behind, "a").locked(), range(count)))
+    list(pool.map(lambda _: make_lock(behind, "a").locked(), range(count)))
     proxy.delay_replies(0)
 
 
-def test_one_thread_subscribes_for_all_and_its_failure_is_the_answer_for_all(client, proxy):
+def test_one_thread_subscribes_for_all_and_its_failure_is_the_answer_for_all(make_lock, client, proxy):
     """Each of 12 threads would else connect in vain when the one before it has given up."""
-    with redis.Redis.from_url(proxy.url, socket_timeout=1) as behind, Lock(client, "a"), ThreadPoolExecutor(12) as pool:
-        connect(behind, proxy, pool, 12)
+    with (
+        redis.Redis.from_url(proxy.url, socket_timeout=1) as behind,
+        make_lock(client, "a"),
+        ThreadPoolExecutor(12) as pool,
+    ):
+        connect(make_lock, behind, proxy, pool, 12)
         proxy.deafen()
         started = time.monotonic()
-        results = list(pool.map(lambda _: outcome(Lock(behind, "a"), timeout=0.2), range(12)))
+        results = list(pool.map(lambda _: outcome(make_lock(behind, "a"), timeout=0.2), range(12)))
         assert time.monotonic() - started < 0.2 + 1 + BUSY
         assert set(results) <= {False, LockBackendError}
         assert proxy.unheard <= 2, "one, and one for who came when that was over"
 
 
-def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(proxy):
+def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(make_lock, proxy):
     with (
         redis.Redis.from_url(proxy.url, socket_timeout=1, max_connections=1) as behind,
         ThreadPoolExecutor(12) as pool,
     ):
         proxy.deafen()
         started = time.monotonic()
-        results = list(pool.map(lambda n: outcome(Lock(behind, f"lock {n}"), blocking=False), range(12)))
+        results = list(pool.map(lambda n: outcome(make_lock(behind, f"lock {n}"), blocking=False), range(12)))
         assert time.monotonic() - started < 1 + BUSY
         assert set(results) == {LockBackendError}
         assert proxy.unheard == 1
 
 
-def test_a_subscription_that_cannot_be_renewed_does_not_keep_waiters_from_looking(client, proxy):
+def test_a_subscription_that_cannot_be_renewed_does_not_keep_waiters_from_looking(make_lock, client, proxy):
     """Even while one of them tries to connect."""
 
     def take():
-        with Lock(behind, "a", timeout=30):
+        with make_lock(behind, "a", timeout=30):
             pass
 
     with redis.Redis.from_url(proxy.url, socket_timeout=3) as behind, ThreadPoolExecutor(4) as pool:
-        connect(behind, proxy, pool, 4)
-        with Lock(client, "a", expire=60):
+        connect(make_lock, behind, proxy, pool, 4)
+        with make_lock(client, "a", expire=60):
             waiting = [pool.submit(take) for _ in range(3)]
             wait_until(lambda: queued(client, "a") == 3)
             proxy.deafen()

@@ -13,8 +13,9 @@ import redis
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.effects import Pipeline, ScriptBatch, ScriptCall
-from django_redislock.core.driver.resp import NotPrimary, Replies
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.primary import NotPrimary
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.resp import Replies
 from django_redislock.core.lease import Lease
 from django_redislock.exceptions import LockBackendError
 from tests.support import Proxy, RedisServer, command_counts, counting, lived, queued, wait_until
@@ -33,6 +34,7 @@ class Address(Proxy):
         """Let the other server be the primary and this one its replica; the address leads to this one still."""
         self.primary, self.replica = self.replica, self.primary
         with self.primary.client() as promoted, self.replica.client() as demoted:
+            wait_until(lambda: offset(promoted) == offset(demoted), message="the replica has all that was written")
             promoted.replicaof("no", "one")
             demoted.replicaof("127.0.0.1", self.primary.port)
             wait_until(lambda: demoted.info("replication")["master_link_status"] == "up")
@@ -40,6 +42,12 @@ class Address(Proxy):
     def move(self):
         """Lead new connections to the primary."""
         self.lead_new_to(self.primary.url)
+
+
+def offset(client):
+    """Return how much of the stream of writes the server has."""
+    found = client.info("replication")
+    return found["master_repl_offset" if found["role"] == "master" else "slave_repl_offset"]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +119,7 @@ class Script:
     sha = hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()
 
 
-WRITE = ScriptCall(Script, (b"{redislock:0}:x",), ())
+WRITE = ScriptCall(Script, (b"{redislock:0}:x",), ()).with_text()
 READ = (b"GET", b"{redislock:0}:x")
 
 
@@ -136,14 +144,14 @@ def test_every_kind_of_call_gives_up_the_connection_and_works_the_next_time(addr
 def test_a_connection_that_was_in_use_meanwhile_is_not_used_again(address, client):
     server = server_of(client)
     server.call(WRITE)
-    in_use = server.links.take()
-    (other := server.links.wait()).call(WRITE)
-    server.links.free.append(other)
+    in_use = server.pool.take()
+    (other := server.pool.wait()).execute(WRITE)
+    server.pool.free.append(other)
     address.demote()
     address.move()
     with pytest.raises(NotPrimary):
         server.call(WRITE)
-    server.links.free.append(in_use)
+    server.pool.free.append(in_use)
     server.call(WRITE)
 
 
@@ -269,21 +277,21 @@ def test_of_the_requests_of_a_loop_only_those_that_write_are_refused(address, cl
     async def main():
         server = async_server_of(server_of(client))
         await server.call(WRITE)
-        line = server._commands.line
+        line = server._commands.connection
         await asyncio.to_thread(address.demote)
         address.move()
         read, refused, also_read = await asyncio.gather(
-            server.ask(Pipeline((READ,))), server.call(WRITE), server.ask(Pipeline((READ,))), return_exceptions=True
+            server.call(Pipeline((READ,))), server.call(WRITE), server.call(Pipeline((READ,))), return_exceptions=True
         )
         assert (read, also_read) == ([b"1"], [b"1"])
         assert isinstance(refused, NotPrimary)
-        assert server._commands.line is None
+        assert server._commands.connection is None
         await line.lost
         with pytest.raises(NotPrimary):  # several commands are one request
             await server.call(WRITE)
             await asyncio.to_thread(address.demote)
             address.move()
-            await server.ask(Pipeline((READ, (b"SET", b"{redislock:0}:x", b"1"))))
+            await server.call(Pipeline((READ, (b"SET", b"{redislock:0}:x", b"1"))))
         assert await server.call(WRITE) == b"OK"
 
     asyncio.run(main())

@@ -6,7 +6,7 @@ from django_redislock.core.driver.wakeups import Waiter, Waiters
 
 
 class Sleeper(Waiter):
-    def stir(self):
+    def interrupt(self):
         """Be woken, and no more."""
 
 
@@ -24,29 +24,29 @@ def comes(waiters, id):
 def test_one_waiter_for_each_lock_looks(waiters):
     first, second = comes(waiters, b"1"), comes(waiters, b"2")
     for _ in range(2):
-        waiters.wake_first()
+        waiters.wake_pollers()
         assert (first.woken, second.woken) == (True, False)
-        first.heed()
+        first.take_message()
 
 
 def test_a_waiter_that_was_interrupted_keeps_no_other_one_from_looking(waiters):
     """Its object may be kept alive, by the traceback of its error for example."""
     interrupted, other = comes(waiters, b"1"), comes(waiters, b"2")
-    waiters.wake_first()
+    waiters.wake_pollers()
     assert interrupted.woken
-    waiters.wake_first()
+    waiters.wake_pollers()
     assert other.woken
-    other.heed()
-    waiters.wake_first()
+    other.take_message()
+    waiters.wake_pollers()
     assert other.woken
-    assert waiters.is_first(other)
+    assert waiters.polls(other)
 
 
 def test_a_waiter_that_left_is_not_taken_for_the_first_any_more(waiters):
     left = comes(waiters, b"1")
     waiters.remove(left)
-    assert waiters.is_first(left), "by a reader that saw it just before it left"
+    assert waiters.polls(left), "by a reader that saw it just before it left"
     other = comes(waiters, b"2")
-    waiters.wake_first()
+    waiters.wake_pollers()
     assert other.woken
-    assert waiters.is_first(other)
+    assert waiters.polls(other)

@@ -13,8 +13,9 @@ import redis
 
 from django_redislock.core import Lock
 from django_redislock.core.clock import monotonic
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.operations import renewal
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import Proxy, RedisServer, key_of, lived, wait_until, watchdogs_of
@@ -228,13 +229,19 @@ def test_a_renewal_waits_for_no_connection_that_callers_use(redis_url):
         server = server_of(small)
         lock = Lock(small, "a", expire=1)
         lock.acquire()
-        used = server.links.free.pop()  # somebody is about to call, and takes his time
+        used = server.pool.free.pop()  # somebody is about to call, and takes his time
         before = lock._latest().deadline
         wait_until(lambda: lock._latest().deadline > before + 1)
         assert lock.lost is None
-        server.links.free.append(used)
+        server.pool.free.append(used)
         lock.release()
-        assert len(server.links.free) <= 2
+        assert len(server.pool.free) <= 2
+
+
+def test_a_renewal_whose_script_the_server_forgot_is_sent_with_its_text(client):
+    with Lock(client, "a", auto_renewal=False) as lock:
+        client.script_flush()
+        assert lock._server.renew(renewal([lock._latest()]), patience=5) == [1]
 
 
 def test_a_call_has_its_own_time_after_a_renewal_used_its_connection(own_server):
@@ -243,9 +250,9 @@ def test_a_call_has_its_own_time_after_a_renewal_used_its_connection(own_server)
         lock.acquire()
         before = lock._latest().deadline
         wait_until(lambda: lock._latest().deadline > before)
-        (link,) = wait_until(lambda: server_of(client).links.free)
-        assert link.connection._sock.gettimeout() == 7
-        assert (link.connection.socket_timeout, link.connection.socket_connect_timeout) == (7, 6)
+        (link,) = wait_until(lambda: server_of(client).pool.free)
+        assert link.redis_connection._sock.gettimeout() == 7
+        assert (link.redis_connection.socket_timeout, link.redis_connection.socket_connect_timeout) == (7, 6)
         lock.release()
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
+from django.apps import apps
 from django.core import checks
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
@@ -98,6 +100,22 @@ def test_plain_check_says_it_in_a_line(settings):
         call_command("check")
     with pytest.raises(ImproperlyConfigured, match=r"CACHES\['reports'\]"):
         caches["reports"].get("k")
+
+
+@pytest.mark.parametrize("module", ["cahce", "cache.backend", "cahce.backends"])
+def test_plain_check_says_in_a_line_that_a_backends_module_is_misspelt(settings, module):
+    path = f"django_redislock.{module}.RedisCache"
+    settings.CACHES = {"default": REDIS, "reports": {"BACKEND": path}}
+    try:
+        apps.get_app_config("django_redislock").ready()
+        with pytest.raises(
+            CommandError, match=rf"^CACHES\['reports'\]\['BACKEND'\] is '{path}'.*'django_redislock.cache.RedisC"
+        ):
+            call_command("check")
+        with pytest.raises(ImproperlyConfigured, match=r"CACHES\['reports'\]"):
+            caches["reports"].get("k")
+    finally:
+        sys.modules.pop(f"django_redislock.{module}")
 
 
 def test_missing_alias(found):
@@ -250,9 +268,7 @@ def test_server_that_evicts(deployed, redis_url, client):
     try:
         told = deployed(redis_url)["redislock.W004"]
         assert "noeviction" in told
-        assert (
-            "volatile-lru evicts the keys with the shortest life first. These are the rights to compute values" in told
-        )
+        assert "volatile-lru evicts only keys with an expiry, such as the leases of values" in told
     finally:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", "0")

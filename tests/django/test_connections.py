@@ -22,7 +22,7 @@ from django_redislock.core.clock import monotonic
 from django_redislock.core.driver import idle
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.effects import Pipeline
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from tests.support import counting, in_a_fork, lived, queued, wait_until
 
 PING = Pipeline(((b"PING",),))
@@ -183,9 +183,9 @@ def burst(client):
         for _ in range(5):
             server.call(PING)
 
-    links = [server.links.wait() for _ in range(8)]
+    links = [server.pool.wait() for _ in range(8)]
     for link in links:
-        link.ask(PING)
+        link.execute(PING)
     for link in links:
         server._give_back(link)
     threads = [threading.Thread(target=work) for _ in range(40)]
@@ -215,13 +215,13 @@ def test_a_connection_that_is_used_stays(own_server, short_minute):
     with own_server.client() as watcher, own_server.client() as client:
         server = server_of(client)
         burst(client)
-        in_use = server.links.take()
+        in_use = server.pool.take()
         ids = {entry["id"] for entry in watcher.client_list()}
         wait_until(lambda: connections(watcher) == 2)
-        used = in_use.connection._sock
+        used = in_use.redis_connection._sock
         server._give_back(in_use)
         server.call(PING)
-        assert in_use.connection._sock is used
+        assert in_use.redis_connection._sock is used
         assert {entry["id"] for entry in watcher.client_list()} <= ids
         wait_until(lambda: connections(watcher) == 1)
 
@@ -229,9 +229,9 @@ def test_a_connection_that_is_used_stays(own_server, short_minute):
 def test_what_was_used_within_the_minute_stays(own_server):
     with own_server.client() as watcher, own_server.client() as client:
         server = server_of(client)
-        links = [server.links.wait() for _ in range(3)]
+        links = [server.pool.wait() for _ in range(3)]
         for link in links:
-            link.ask(PING)
+            link.execute(PING)
         server._give_back(links[0])
         before = monotonic()
         server._give_back(links[1])
@@ -304,9 +304,9 @@ def test_without_a_further_thread_calls_go_on_and_the_next_one_tries_again(own_s
         server = server_of(client)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            links = [server.links.wait() for _ in range(3)]
+            links = [server.pool.wait() for _ in range(3)]
             for link in links:
-                link.ask(PING)
+                link.execute(PING)
                 server._give_back(link)
         assert connections(watcher) == 3
         server.call(PING)
@@ -317,7 +317,8 @@ GREENLETS = """
 {patch}
 import sys, threading, time
 import redis
-from django_redislock.core import Lock, idle
+from django_redislock.core import Lock
+from django_redislock.core.driver import idle
 
 idle.IDLE = 0.3
 client = redis.Redis.from_url(sys.argv[1])

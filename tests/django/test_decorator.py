@@ -232,7 +232,7 @@ def test_a_function_makes_the_name(client):
         ("{0}", "name names '0', which is no parameter"),
         ("report:{user", "name is no format string"),
         ("}", "name is no format string"),
-        ("", "name must have 1 to 1000 characters"),
+        ("", "name must have 1 to 1000 bytes"),
     ],
 )
 def test_a_name_that_does_not_fit_the_function_is_refused_where_it_is_decorated(template, said):

@@ -174,7 +174,13 @@ def test_cached_functions_are_seen_by_their_keys(redis_url, tracer):
 def test_the_end_of_it_leaves_everything_as_it_was():
     def wrapped():
         kind = ComputeOnceMixin
-        return Server.call, kind.get_or_set, kind.aget_or_set_many, kind.refresh_ordered, celery_refresh._default_of
+        return (
+            Server.call,
+            kind.get_or_set,
+            kind.aget_or_set_many,
+            kind.refresh_from_message,
+            celery_refresh._function_of,
+        )
 
     before = wrapped()
     end = tracing.install(TracerProvider())

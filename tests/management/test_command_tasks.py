@@ -19,7 +19,7 @@ from django_redislock import LockLost
 from django_redislock.celery import DuplicateResult, single_instance
 from django_redislock.celery.key import lock_name
 from django_redislock.core import held_locks
-from django_redislock.management import which
+from django_redislock.management import selection
 from django_redislock.task_names import is_waiting, key_of, task_of
 from tests.support import RedisServer, wait_until
 from tests.support.admin_pages import hold
@@ -168,7 +168,7 @@ def test_a_message_that_starts_meanwhile_keeps_its_lock(
 
     class Slow(io.StringIO):
         def readline(self, *args: Any) -> str:
-            task._waiting_lock("", first.id, task._options, {}).free()
+            task._waiting_lock("", first.id, task._options, {}).release_given_id()
             lock.acquire()
             return "y\n"
 
@@ -273,14 +273,14 @@ def test_a_unique_beginning_is_shown_and_released(client: redis.Redis) -> None:
     ],
 )
 def test_what_is_no_unique_beginning_is_told_with_what_may_be_meant(action: str, wrong: str, meant: str) -> None:
-    with pytest.raises(CommandError, match=rf"Nobody holds the lock '{wrong}' now\. Did you mean {meant}"):
+    with pytest.raises(CommandError, match=rf"The lock '{wrong}' is not held now\. Did you mean {meant}"):
         run(action, wrong, answer="y\n")
 
 
 @pytest.mark.usefixtures("three")
 def test_what_nobody_is_asked_about_is_released_by_its_whole_name_only(client: redis.Redis) -> None:
     """A script that releases invoice:42 does not take invoice:421 when that is free."""
-    with pytest.raises(CommandError, match="Nobody holds the lock 'invoice:42' now"):
+    with pytest.raises(CommandError, match="The lock 'invoice:42' is not held now"):
         run("release", "invoice:42", "--yes")
     assert len(names(client)) == 3
     (info,) = [info for info in held_locks(client) if info.name == "invoice:421"]
@@ -306,5 +306,5 @@ def test_nothing_is_guessed_where_a_connection_cannot_be_read(settings: Any, own
 
 def test_of_many_similar_names_a_few_are_told() -> None:
     names = [f"invoice:{number}" for number in range(100)]
-    assert which.near("invoice:", names) == ["invoice:0", "invoice:1", "invoice:10", "invoice:11", "invoice:12"]
-    assert which.near("elsewhere", names) == []
+    assert selection.near("invoice:", names) == ["invoice:0", "invoice:1", "invoice:10", "invoice:11", "invoice:12"]
+    assert selection.near("elsewhere", names) == []

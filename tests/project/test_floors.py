@@ -26,6 +26,7 @@ FLOORS = [
         "signals",
         "inventory",
         "models",
+        "texts",
     },
     {"checks", "doctor", "doctor_trials", "admin", "cache", "celery", "management", "metrics", "tracing", "testing"},
     {"apps", "tasks", "pytest_plugin", ""},
@@ -42,7 +43,7 @@ LAZY = {
     ("cache.celery_refresh", "tasks"),
     ("checks", "celery.decorator"),
     ("doctor_trials", "cache"),
-    ("tracing", "cache.calling"),
+    ("tracing", "cache.async_calls"),
     ("tracing", "cache.celery_refresh"),
     ("tracing", "cache.compute_once"),
 }

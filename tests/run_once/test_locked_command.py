@@ -128,5 +128,5 @@ def test_without_redis_it_does_not_run(settings: Any) -> None:
 
 @pytest.mark.parametrize("options", [("--no-lock", "--skip-if-locked"), ("--lock-timeout", "soon")])
 def test_bad_options_are_said_before_the_lock_is_taken(options: tuple[str, ...]) -> None:
-    with pytest.raises(CommandError, match=r"not allowed with|not a length of time"):
+    with pytest.raises(CommandError, match=r"not allowed with|not a duration"):
         run(Command(), "prices", *options)

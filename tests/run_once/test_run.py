@@ -82,7 +82,7 @@ def test_a_label_hides_the_command_line(manage: Callable[..., Managed]) -> None:
         (("n" * 1001, "--", "true"), 2, "name must have 1 to 1000"),
         (("x", "--skip", "--timeout", "3", "--", "true"), 1, "not allowed with argument --skip"),
         (("x", "--skip", "--no-wait", "--", "true"), 1, "not allowed with argument --skip"),
-        (("x", "--timeout", "soon", "--", "true"), 1, "'soon' is not a length of time"),
+        (("x", "--timeout", "soon", "--", "true"), 1, "'soon' is not a duration"),
         (("x", "--expire", "0", "--", "true"), 2, "--expire must be between"),
         (("x", "--max-hold", "0", "--", "true"), 2, "--max-hold must be between"),
         (("x", "--keep", "1h", "--", "true"), 2, "--keep needs --once"),

@@ -89,7 +89,9 @@ PLANTED = {
 NOT_FOUND = {
     "an answer that comes late shortens the belief": lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
     "a renewal does not ask whose lock it is": lambda: script(N, "and is_of(value, holder)", ""),
-    "a renewal asks for the id only": lambda: attribute(lease.Lease, "value_prefix", property(lambda self: self.id.encode())),
+    "a renewal asks for the id only": lambda: attribute(
+        lease.Lease, "value_prefix", property(lambda self: self.id.encode())
+    ),
     "a reservation has no end": lambda: script(A, "return left, left <= 0 or", "return left, false and"),
     "who is gone is handed the lock": lambda: script(
         R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"

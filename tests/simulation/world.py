@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError, RedisError, ResponseError, Timeout
 from django_redislock.core.base import BaseLock
 from django_redislock.core.driver.effects import ScriptBatch, ScriptCall, Sleep, Subscribe, Unsubscribe, WaitForWakeup
 from django_redislock.core.driver.server import Server
-from django_redislock.core.driver.wakeups import LOOK_EVERY, Waiter, Waiters
+from django_redislock.core.driver.wakeups import POLL_INTERVAL, Waiter, Waiters
 from django_redislock.core.lease import Lease
 from django_redislock.core.loss import UNKNOWN
 from django_redislock.core.operations import renewal
@@ -191,7 +191,7 @@ class SimulatedWaiter(Waiter):
     __slots__ = ("stirred",)
     stirred: Callable[[], None] | None
 
-    def stir(self) -> None:
+    def interrupt(self) -> None:
         if self.stirred is not None:
             self.stirred()
 
@@ -207,7 +207,7 @@ class Room:
         self._keep: set[SimulatedWaiter] = set()
         self._looks = False
 
-    def join(self, lock: bytes, id: bytes, answer: Callable[[Any], None]) -> None:
+    def register(self, lock: bytes, id: bytes, answer: Callable[[Any], None]) -> None:
         waiter = SimulatedWaiter(lock, id, self.channel)
         waiter.stirred = None
         self._waiters.add(waiter)
@@ -218,7 +218,7 @@ class Room:
 
         def subscribed(error: RedisError | None) -> None:
             if error is not None:
-                self.leave(waiter)
+                self.unregister(waiter)
                 answer(error)
             else:
                 answer(waiter)
@@ -247,12 +247,12 @@ class Room:
     def _look(self) -> None:
         if not self._looks:
             self._looks = True
-            self.process.soon(LOOK_EVERY, self._looked)
+            self.process.soon(POLL_INTERVAL, self._looked)
 
     def _looked(self) -> None:
         self._looks = False
         if len(self._waiters):
-            self._waiters.wake_first()
+            self._waiters.wake_pollers()
             self._look()
 
     def _heard(self, message: bytes) -> None:
@@ -260,7 +260,7 @@ class Room:
 
     def _hear(self, message: bytes) -> None:
         if self.open:
-            self._waiters.hear([b"message", self.channel, message])
+            self._waiters.dispatch([b"message", self.channel, message])
 
     def cut(self) -> None:
         """Break the subscription."""
@@ -277,15 +277,15 @@ class Room:
     def _mend(self) -> None:
         def mended(error: RedisError | None) -> None:
             if error is not None:
-                self._waiters.wake_first()
-                self.process.soon(LOOK_EVERY, self._mend)
+                self._waiters.wake_pollers()
+                self.process.soon(POLL_INTERVAL, self._mend)
 
         if len(self._waiters) and not self.open:
             self.subscribe(mended)
 
-    def wait(self, waiter: SimulatedWaiter, until: float, look: float, answer: Callable[[Any], None]) -> None:
-        if look < until and self._waiters.is_first(waiter):
-            until = look
+    def wait(self, waiter: SimulatedWaiter, until: float, poll_at: float, answer: Callable[[Any], None]) -> None:
+        if poll_at < until and self._waiters.polls(waiter):
+            until = poll_at
         process = self.process
         state = {"over": False}
         if not self.open:
@@ -296,7 +296,7 @@ class Room:
             if not state["over"]:
                 state["over"] = True
                 waiter.stirred = None
-                answer(waiter.heed())
+                answer(waiter.take_message())
 
         if waiter.woken:
             process.soon(0, wake)
@@ -305,7 +305,7 @@ class Room:
             if until < math.inf:
                 process.soon(max(0.0, until - process.clock()), wake)
 
-    def leave(self, waiter: SimulatedWaiter) -> None:
+    def unregister(self, waiter: SimulatedWaiter) -> None:
         self._waiters.remove(waiter)
         self._keep.discard(waiter)
 
@@ -416,12 +416,12 @@ class Thread:
                 process.request([effect], self._replied)
             case ScriptBatch(calls):
                 process.request(list(calls), self.go_on)
-            case Subscribe(lock, id, _):
-                process.room.join(lock, id, lambda result: process.soon(0, partial(self.go_on, result)))
-            case WaitForWakeup(waiter, until, look):
-                process.room.wait(waiter, until, look, self.go_on)
+            case Subscribe(lock, id):
+                process.room.register(lock, id, lambda result: process.soon(0, partial(self.go_on, result)))
+            case WaitForWakeup(waiter, until, poll_at):
+                process.room.wait(waiter, until, poll_at, self.go_on)
             case Unsubscribe(waiter):
-                process.room.leave(waiter)
+                process.room.unregister(waiter)
                 process.soon(0, partial(self.go_on, None))
             case Sleep(seconds):
                 process.soon(seconds, partial(self.go_on, None))

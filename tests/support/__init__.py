@@ -5,13 +5,23 @@ from __future__ import annotations
 from .counts import command_counts, counting, monitoring
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .interruptions import Interrupted, TimeLimit, interruptions
-from .locks import key_of, listening, name_of, queue_of, queued, wait_in_a_thread, watchdogs_of
+from .locks import (
+    acquire_and_release,
+    in_thread,
+    key_of,
+    listening,
+    name_of,
+    queue_of,
+    queued,
+    wait_in_a_thread,
+    watchdogs_of,
+)
 from .processes import PythonProcess, in_a_fork, say
 from .programs import find_program
 from .proxy import Proxy
 from .rabbitmq import RabbitServer
-from .servers import RedisServer, Server, free_port
-from .waiting import BUSY, lived, wait_until
+from .servers import RedisServer, Server, free_port, running_sentinel
+from .waiting import BUSY, lived, until, wait_until, within
 
 __all__ = [
     "BUSY",
@@ -24,6 +34,7 @@ __all__ = [
     "RedisServer",
     "Server",
     "TimeLimit",
+    "acquire_and_release",
     "command_counts",
     "counting",
     "create_tables",
@@ -31,6 +42,7 @@ __all__ = [
     "find_program",
     "free_port",
     "in_a_fork",
+    "in_thread",
     "interruptions",
     "key_of",
     "listening",
@@ -39,10 +51,13 @@ __all__ = [
     "name_of",
     "queue_of",
     "queued",
+    "running_sentinel",
     "say",
     "sqlite_file",
+    "until",
     "using_databases",
     "wait_in_a_thread",
     "wait_until",
     "watchdogs_of",
+    "within",
 ]

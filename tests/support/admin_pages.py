@@ -12,7 +12,7 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
-from django_redislock.admin.force_release import ticked
+from django_redislock.admin.force_release import selection_value
 from django_redislock.core import Lock
 from django_redislock.models import HeldLock, encode_key
 from tests.support import wait_until
@@ -66,7 +66,7 @@ def tick(lock: Lock, connection: str = CONNECTION) -> str:
     """Return what the check box beside the lock sends."""
     info = lock.owner()
     assert info is not None
-    return ticked(HeldLock.of(connection, info))
+    return selection_value(HeldLock.of(connection, info))
 
 
 def page_of(name: str, connection: str = CONNECTION, view: str = "change") -> str:

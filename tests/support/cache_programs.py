@@ -15,7 +15,8 @@ from typing import Any
 import redis
 from django.utils.module_loading import import_string
 
-from django_redislock.cache import refreshable, single_flight
+from django_redislock.cache import refreshable
+from django_redislock.cache.lease import single_flight
 from django_redislock.cache.lease.store import digest
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from tests.support import say
@@ -92,6 +93,31 @@ class Work:
         self.running.set()
         assert self.end.wait(30)
         return self.value
+
+    async def async_(self) -> Any:
+        self.calls += 1
+        self.running.set()
+        while not self.end.is_set():
+            await asyncio.sleep(0.01)
+        return self.value
+
+
+def never(*args: Any) -> Any:
+    raise AssertionError(f"computed although nobody should, for {args}")
+
+
+@refreshable
+def refreshable_never() -> Any:
+    raise AssertionError("not called here")
+
+
+def upper(keys: Iterable[str]) -> dict[str, str]:
+    return {key: key.upper() for key in keys}
+
+
+def make_stale(client: redis.Redis, key: str = ":1:k", left: int = 10) -> None:
+    """Bring the end of a value that lives 60 + 30 seconds near, as if time had passed."""
+    assert client.expire(key, left)
 
 
 def ask(
@@ -209,8 +235,8 @@ def cache_is_computing(cache: Any, key: str) -> bool:
     """Return whether anybody computes the value of the key now."""
     from django_redislock.core import Lock
 
-    made = cache._made(key, None)
-    return Lock(cache._redis(made), f"cache:{made}").locked()
+    made = cache._redis_key(key, None)
+    return Lock(cache._client_for(made), f"cache:{made}").locked()
 
 
 @refreshable
@@ -275,8 +301,8 @@ def work_in_steps(url: str, steps: int) -> None:
 def wait_for_values(url: str, tasks: bool) -> None:
     """At each line, want the key that it names, which somebody else computes; wake-ups alone end the wait."""
     for room in (wakeups_threads, wakeups_tasks):
-        assert room.LOOK_EVERY < 60
-        room.LOOK_EVERY = 60.0
+        assert room.POLL_INTERVAL < 60
+        room.POLL_INTERVAL = 60.0
     cache = cache_at(url)
     with asyncio.Runner() as runner:
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import redis
 
 from django_redislock.core import Lock
-from django_redislock.core.driver.server import server_of
+from django_redislock.core.driver.registry import server_of
 from tests.support import say, wait_until
 from tests.support.cache_programs import cache_at
 

@@ -4,15 +4,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 
-from django_redislock.core import Lock
-from django_redislock.core.driver.server import server_of
+from django_redislock.core import AsyncLock, AsyncRLock, Lock
+from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 
 from .waiting import wait_until
+
+T = TypeVar("T")
 
 
 def key_of(name: str) -> str:
@@ -38,6 +40,21 @@ def watchdogs_of(client: redis.Redis) -> int:
     """Return how many threads of this process watch the locks on the client's server."""
     found = [getattr(thread, "_target", None) for thread in threading.enumerate() if "watchdog" in thread.name]
     return sum(isinstance(run, partial) and run.func.__self__ is server_of(client).watchdog for run in found)  # type: ignore[attr-defined]
+
+
+async def acquire_and_release(lock: AsyncLock | AsyncRLock) -> bool:
+    async with lock:
+        return True
+
+
+def in_thread(function: Callable[..., T], *args: object) -> T:
+    """Run the function in a thread of its own, and return what it returned."""
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(function(*args)))
+    thread.start()
+    thread.join(timeout=20)
+    assert results, "the thread did not finish"
+    return results[0]
 
 
 @contextmanager

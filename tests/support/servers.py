@@ -6,8 +6,9 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -157,3 +158,26 @@ class RedisServer(Started, Server):
         if not keep_data:
             (self.directory / "dump.rdb").unlink(missing_ok=True)
         self.start()
+
+
+@contextmanager
+def running_sentinel(directory: Path) -> Iterator[int]:
+    """Yield the port of a Sentinel that watches a primary of its own, which it calls "main"."""
+    with RedisServer() as primary:
+        port, config = free_port(), directory / "sentinel.conf"
+        config.write_text(f"port {port}\ndir {directory}\nsentinel monitor main 127.0.0.1 {primary.port} 1\n")
+        arguments = [str(primary.program), str(config), "--sentinel"]
+        with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                with redis.Redis(port=port, retry=None) as client:
+                    wait_until(lambda: _answers(client), message="the Sentinel answers")
+                yield port
+            finally:
+                process.kill()
+
+
+def _answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False

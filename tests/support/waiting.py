@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -30,3 +32,19 @@ def lived(seconds: float) -> None:
     """Let so much of a lock's life pass."""
     end = time.monotonic() + seconds
     wait_until(lambda: time.monotonic() >= end, timeout=seconds + 5)
+
+
+async def until(condition: Callable[[], object], timeout: float = 10) -> None:
+    """Wait for the condition, and let the other tasks run meanwhile."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"Not within {timeout} s: {condition}"
+        await asyncio.sleep(0.005)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """The body must not take longer: a bound that a promise names."""
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < seconds + BUSY

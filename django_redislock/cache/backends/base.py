@@ -1,20 +1,29 @@
-"""What differs between django-redis's backend and Django's own."""
+"""The interface of a cache backend: its clients, its keys, its bytes, and the tools that wrap its methods."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from django.core.cache.backends.base import BaseCache
 from redis import Redis
 
-from ...core.driver.server import Server, server_of
+from ...core.driver.registry import server_of
+from ...core.driver.server import Server
 from ...core.events import log
+from ..async_calls import call_any
+from ..lease.request import MISSING
+from ..options import Timeout, timeout_for
 
 if TYPE_CHECKING:
     Base = BaseCache
 else:
     Base = object
+
+_reported: ContextVar[tuple[Any, ...]] = ContextVar("redislock_reported", default=())
+"""The value that was read already, while it is reported to the tools."""
 
 
 @lru_cache
@@ -24,11 +33,39 @@ def warn_once(message: str) -> None:
 
 
 class RedisBackend(Base):
-    """What the mixins need to know of the backend that they are put in front of."""
+    """The interface between the mixins and the backend that they are put in front of.
 
-    def _server_of(self, made: str) -> Server | None:
-        """Return the server of the key, or None when its client is of a kind that has no locks."""
-        return self._server_at(self._redis(made))
+    Sentry and Django Debug Toolbar wrap `get` and `get_many` of each cache object, and count its hits and misses
+    there. The wrappers of Sentry are not asynchronous. So `_report_read` calls them after a read by other means, in
+    the same thread or task, and nothing is read again.
+    """
+
+    def get(self, key: Any, default: Any = None, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Return the value of the key, or `default`."""
+        reported = _reported.get()
+        return reported[0] if reported else super().get(key, default, version, *args, **kwargs)
+
+    def get_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """Return the values of the keys that have one."""
+        reported = _reported.get()
+        return reported[0] if reported else super().get_many(keys, version, *args, **kwargs)
+
+    def _is_wrapped(self, method: str) -> bool:
+        """Whether a tool wraps the method of this object."""
+        return method in vars(self)
+
+    def _report_read(self, method: str, value: Any, *args: Any, version: int | None) -> None:
+        """Report this value to the tools as the result of the method for these arguments."""
+        if self._is_wrapped(method):
+            token = _reported.set((value,))
+            try:
+                getattr(self, method)(*args, version=version)
+            finally:
+                _reported.reset(token)
+
+    def _server_of(self, redis_key: str) -> Server | None:
+        """Return the server of the key, or None when locks do not work with its client."""
+        return self._server_at(self._client_for(redis_key))
 
     def _server_at(self, client: Redis) -> Server | None:
         try:
@@ -37,8 +74,8 @@ class RedisBackend(Base):
             warn_once(f"The cache works without locks: {error}.")
             return None
 
-    def _redis(self, made: str, write: bool = True) -> Redis:
-        """Return the client of the primary that holds the key, or of what it is read from."""
+    def _client_for(self, redis_key: str, write: bool = True) -> Redis:
+        """Return the client of the primary that holds the key, or without `write` the client to read it from."""
         raise NotImplementedError
 
     @property
@@ -46,29 +83,48 @@ class RedisBackend(Base):
         """Whether one server, with its replicas, has all keys."""
         raise NotImplementedError
 
-    def _every_redis(self) -> list[Redis]:
+    def _all_clients(self) -> list[Redis]:
         """Return a client for each primary."""
         raise NotImplementedError
 
-    def _made(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
+    def _redis_key(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
         """Return the key in Redis."""
         raise NotImplementedError
 
-    def _is_kept(self, timeout: float | None) -> bool:
+    def _stores(self, timeout: float | None) -> bool:
         """Whether the base class stores a value with this timeout at all."""
         raise NotImplementedError
 
-    def _pack(self, made: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
-        """Return the bytes that the base class stores, and their life in milliseconds (None: for ever)."""
+    def _dumps(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
+        """Return the bytes that the base class stores, and their expiry in milliseconds (None: never)."""
         raise NotImplementedError
 
-    def _unpack(self, made: str, data: bytes) -> Any:
+    def _loads(self, redis_key: str, data: bytes) -> Any:
         """Return the value as the base class's `get` does, or MISSING."""
         raise NotImplementedError
 
-    def _is_forgiving(self) -> bool:
+    def _ignores_errors(self) -> bool:
         """Whether the base class ignores errors of Redis."""
         return False
+
+    def _get_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
+        """Do as Django's own method, but take a function as the timeout, too."""
+        if not callable(timeout):
+            return super().get_or_set(key, default, timeout, version)
+        value = self.get(key, MISSING, version=version)
+        if value is MISSING:
+            value = default() if callable(default) else default
+            self.add(key, value, timeout=timeout(value), version=version)
+            value = self.get(key, value, version=version)
+        return value
+
+    async def _aget_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
+        value = await self.aget(key, MISSING, version=version)
+        if value is MISSING:
+            value = await call_any(default) if callable(default) else default
+            await self.aadd(key, value, timeout=timeout_for(timeout, value), version=version)
+            value = await self.aget(key, value, version=version)
+        return value
 
 
 def as_bytes(value: Any) -> bytes:

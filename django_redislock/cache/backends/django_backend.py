@@ -15,9 +15,9 @@ from .base import as_bytes
 class DjangoRedisCache(ComputeOnceMixin, RedisCache):
     """Django's own Redis backend, with a `get_or_set` that computes once."""
 
-    def _redis(self, made: str, write: bool = True) -> Redis:
+    def _client_for(self, redis_key: str, write: bool = True) -> Redis:
         if not self._has_one_server:
-            return self._cache.get_client(made, write=write)
+            return self._cache.get_client(redis_key, write=write)
         pool = self._cache._get_connection_pool(write)  # type: ignore[attr-defined]
         client = self._clients.get(pool)
         if client is None:
@@ -26,7 +26,7 @@ class DjangoRedisCache(ComputeOnceMixin, RedisCache):
 
     @cached_property
     def _clients(self) -> dict[Any, Redis]:
-        """The clients by their pools, kept because a new client takes longer than a command."""
+        """The clients by their pools, because making a client takes longer than a command."""
         return {}
 
     @cached_property
@@ -34,20 +34,20 @@ class DjangoRedisCache(ComputeOnceMixin, RedisCache):
         # Another class may choose the server by the key.
         return type(self._cache).get_client is RedisCacheClient.get_client
 
-    def _every_redis(self) -> list[Redis]:
-        return [self._redis("")]
+    def _all_clients(self) -> list[Redis]:
+        return [self._client_for("")]
 
-    def _made(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
+    def _redis_key(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
         return self.make_key(key, version)
 
-    def _is_kept(self, timeout: float | None) -> bool:
+    def _stores(self, timeout: float | None) -> bool:
         return self.get_backend_timeout(timeout) != 0
 
-    def _pack(self, made: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
+    def _dumps(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
         seconds = self.get_backend_timeout(timeout)
         return as_bytes(self._serializer.dumps(value)), None if seconds is None else int(seconds * 1000)
 
-    def _unpack(self, made: str, data: bytes) -> Any:
+    def _loads(self, redis_key: str, data: bytes) -> Any:
         return self._serializer.loads(data)
 
     @property

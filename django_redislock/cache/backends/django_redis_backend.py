@@ -12,47 +12,47 @@ from django_redis.client.sharded import ShardClient  # type: ignore[import-untyp
 from redis import Redis
 
 from ..compute_once import ComputeOnceMixin
-from ..invalidation import ExpiringMixin
+from ..invalidation import DjangoRedisInvalidatingMixin
 from ..lease.request import MISSING
 from .base import as_bytes
 
 
-class RedisCache(ComputeOnceMixin, ExpiringMixin, DjangoRedisBase):  # type: ignore[misc]
+class RedisCache(ComputeOnceMixin, DjangoRedisInvalidatingMixin, DjangoRedisBase):  # type: ignore[misc]
     """django-redis's backend, with a `get_or_set` that computes once."""
 
-    def _redis(self, made: str, write: bool = True) -> Any:
+    def _client_for(self, redis_key: str, write: bool = True) -> Any:
         client = self.client
-        return client.get_server(made) if isinstance(client, ShardClient) else client.get_client(write=write)
+        return client.get_server(redis_key) if isinstance(client, ShardClient) else client.get_client(write=write)
 
     @cached_property
     def _has_one_server(self) -> bool:
         return not isinstance(self.client, ShardClient)
 
-    def _every_redis(self) -> list[Redis]:
+    def _all_clients(self) -> list[Redis]:
         client = self.client
         return list(client._serverdict.values()) if isinstance(client, ShardClient) else [client.get_client(write=True)]
 
-    def _made(
+    def _redis_key(
         self, key: Any, version: int | None, prefix: str | None = None, client: object = None, **kwargs: Any
     ) -> str:
         return self.client.make_key(key, version=version, prefix=prefix)  # type: ignore[no-any-return]
 
-    def _is_kept(self, timeout: float | None) -> bool:
+    def _stores(self, timeout: float | None) -> bool:
         if timeout is DEFAULT_TIMEOUT:
             timeout = self.default_timeout
         return timeout is None or int(timeout * 1000) > 0
 
-    def _pack(self, made: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
-        # The client class makes the bytes by itself, on a connection that only writes down what it would send: Herd, for
-        # one, wraps the value and adds to its life.
-        note = _Note()
-        self._class.set(self.client, made, value, timeout=timeout, client=note)
-        return as_bytes(note.value), note.life
+    def _dumps(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
+        # The client class makes the bytes itself and sends them to a client that only records them: the Herd client
+        # wraps the value and lengthens its expiry.
+        client = _RecordingClient()
+        self._class.set(self.client, redis_key, value, timeout=timeout, client=client)
+        return as_bytes(client.value), client.expiry_ms
 
-    def _unpack(self, made: str, data: bytes) -> Any:
+    def _loads(self, redis_key: str, data: bytes) -> Any:
         if self._only_decodes:
             return self.client.decode(data)
-        return self._class.get(self.client, made, default=MISSING, client=_Note(data))
+        return self._class.get(self.client, redis_key, default=MISSING, client=_RecordingClient(data))
 
     @cached_property
     def _only_decodes(self) -> bool:
@@ -61,22 +61,22 @@ class RedisCache(ComputeOnceMixin, ExpiringMixin, DjangoRedisBase):  # type: ign
 
     @property
     def _class(self) -> Any:
-        # A sharded client chooses the connection and wants none given.
+        # A sharded client chooses its connection itself and accepts none.
         return DefaultClient if isinstance(self.client, ShardClient) else type(self.client)
 
-    def _is_forgiving(self) -> bool:
+    def _ignores_errors(self) -> bool:
         return bool(self._ignore_exceptions)
 
 
-class _Note:
-    """A connection that takes down the value that is set, and gives the one that it has."""
+class _RecordingClient:
+    """A client that records the value that is set, and returns the value that it was made with."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
-        self.life: int | None = None
+        self.expiry_ms: int | None = None
 
     def set(self, key: str, value: Any, *, px: int | None = None, **flags: bool) -> bool:
-        self.value, self.life = value, px
+        self.value, self.expiry_ms = value, px
         return True
 
     def get(self, key: str) -> Any:

@@ -22,19 +22,19 @@ from .local_server import LocalServer
 class LocalBackend(ComputeOnceMixin):
     """The methods of a backend without Redis: values have no server, and locks have one in this process."""
 
-    def _server_of(self, made: str) -> Server | None:
+    def _server_of(self, redis_key: str) -> Server | None:
         return None
 
-    def _redis(self, made: str, write: bool = True) -> Any:
-        return _servers.setdefault((type(self).__name__, self._made_with[0]), LocalServer())
+    def _client_for(self, redis_key: str, write: bool = True) -> Any:
+        return _servers.setdefault((type(self).__name__, self._constructor_args[0]), LocalServer())
 
-    def _every_redis(self) -> list[Any]:
-        return [self._redis("")]
+    def _all_clients(self) -> list[Any]:
+        return [self._client_for("")]
 
-    def _made(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
+    def _redis_key(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
         return self.make_key(key, version)
 
-    def _is_kept(self, timeout: float | None) -> bool:
+    def _stores(self, timeout: float | None) -> bool:
         seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
         return seconds is None or seconds > 0
 
@@ -48,7 +48,7 @@ class LocMemCache(LocalBackend, DjangosLocMemCache):
 
 
 class DummyCache(LocalBackend, DjangosDummyCache):
-    """Django's cache that keeps nothing, with the methods of the Redis backends and locks between the process's threads."""
+    """Django's cache that keeps nothing, with the methods of the Redis backends and locks between its threads."""
 
 
 _servers: dict[tuple[str, str], LocalServer] = {}
@@ -60,4 +60,4 @@ def _after_fork() -> None:
         server.forget()
 
 
-after_in_child(_after_fork)
+after_in_child("local server", _after_fork)

@@ -1,7 +1,7 @@
 """Servers in cluster mode behind a plain client: all keys of one script must be in one slot, that of the value.
 
 Such a server is recognised by its answer CROSSSLOT to the first script that names a value and its lease. From then on
-the lease of a value has its keys in the value's slot. No lease is ever taken under other keys on such a server, so all
+the lease of a value has its keys in the value's slot. Such a server never grants a lease under other keys, so all
 processes agree.
 """
 
@@ -19,27 +19,30 @@ from ...core.keys import BUCKETS, LockKeys, lock_keys
 from ...exceptions import LockBackendError
 
 SLOTS = 16384
-_clustered: weakref.WeakSet[Server] = weakref.WeakSet()
+clustered_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+"""The servers that are known to be in cluster mode."""
 
 
 def is_clustered(server: Server) -> bool:
     """Whether the server is known to be in cluster mode."""
-    return server in _clustered
+    return server in clustered_servers
 
 
 def is_crossing(error: LockBackendError, server: Server) -> bool:
-    """Whether the server refused keys of several slots; if so, leases have other keys from now on."""
+    """Whether the server refused keys of several slots. If so, leases have other keys from now on."""
     if not isinstance(error.__cause__, ClusterCrossSlotError):
         return False
-    if server not in _clustered:
-        _clustered.add(server)
-        events.log.info("The server is in cluster mode: the right to compute a value has its keys in the value's slot.")
+    if server not in clustered_servers:
+        clustered_servers.add(server)
+        events.log.info(
+            "The server is in cluster mode: from now on the lease of each value has its keys in the slot of the value."
+        )
     return True
 
 
 def lease_keys(server: Server, prefix: str, name: str, key: str) -> LockKeys:
-    """Return the keys of the lease of this name, under which the value of the key is computed."""
-    if server not in _clustered:
+    """Return the keys of the lease of this name, whose value has this key."""
+    if server not in clustered_servers:
         return lock_keys(prefix, name)
     number = _numbers(prefix)[slot_of(key.encode())]
     return keys_in(b"{%b:%d}" % (prefix.encode(), number), name)

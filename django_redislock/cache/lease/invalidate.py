@@ -1,4 +1,4 @@
-"""The end of leases, so that what is being computed is not stored: the protocol, without I/O."""
+"""The end of leases, so that running computations are not stored: the algorithm, without I/O."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .request import KIND, era_key, lease_name
 INVALIDATE = Script("invalidate", "handover", home=__package__)
 
 BATCH = 250
-"""Leases ended in one call at most, so that the server is not kept busy for long."""
+"""Number of leases that one call ends at most, so that the server is not busy for long."""
 
 NamedLease = tuple[str, LockKeys]
 
 
 def invalidate(server: Server, prefix: str, keys: list[str], level: int | None = None) -> Operation[int]:
-    """End the leases of the values, so that what is being computed is not stored, and return how many there were.
+    """End the leases of the values, so that their running computations are not stored; return the number of leases.
 
     `level` is the log level of the record when the server does not answer.
     """
@@ -51,8 +51,10 @@ def _end(server: Server, leases: list[NamedLease], level: int | None = None, *mo
             ended += reply
         return ended
     for start in range(0, len(leases), BATCH):
-        calls = tuple(_call([lease]) for lease in leases[start : start + BATCH])
-        _, replies = yield from with_retries(leases[start][0], ScriptBatch(calls), monotonic(), level=level)
+        first, *others = [_call([lease]) for lease in leases[start : start + BATCH]]
+        # The text of the first call makes the script known to the server for the others.
+        batch = ScriptBatch((first.with_text(), *others))
+        _, replies = yield from with_retries(leases[start][0], batch, monotonic(), level=level)
         for reply in replies:
             if isinstance(reply, RedisError):
                 raise LockBackendError(leases[start][0], str(reply)) from reply
@@ -65,8 +67,8 @@ def _call(leases: list[NamedLease], *more: bytes) -> ScriptCall:
     return ScriptCall(INVALIDATE, (*keys, *more), tuple(name.encode() for name, _ in leases))
 
 
-def leases_like(server: Server, prefix: str, pattern: str) -> Operation[int]:
-    """End the leases of the values whose keys match a pattern of Redis, and return how many there were."""
+def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[int]:
+    """End the leases of the values whose keys match a pattern of Redis; return the number of leases."""
     known = is_clustered(server)
     try:
         if known:
@@ -79,19 +81,19 @@ def leases_like(server: Server, prefix: str, pattern: str) -> Operation[int]:
     except LockBackendError as error:
         if known or not is_crossing(error, server):
             raise
-        return (yield from leases_like(server, prefix, pattern))
+        return (yield from invalidate_pattern(server, prefix, pattern))
     matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
-    # A long key is cut in the name of its lease, so it may match.
+    # A long key is cut in the name of its lease, at most three bytes before the limit, so it may match.
     wanted = [
         (name, keys)
         for name, keys in leases
-        if name.startswith(KIND) and (len(name) == MAX_NAME or matches(name.removeprefix(KIND)))
+        if name.startswith(KIND) and (len(name.encode()) > MAX_NAME - 4 or matches(name.removeprefix(KIND)))
     ]
     return (yield from _end(server, wanted))
 
 
 def _leases_in_slots(prefix: str) -> Operation[list[NamedLease]]:
-    """Find the leases of a server in cluster mode by a scan, as no index covers all slots, and void all witnesses."""
+    """Find the leases of a server in cluster mode by a scan, because no index covers all slots; void all witnesses."""
     found: list[NamedLease] = []
     ours = b"{" + re.sub(rb"([*?[\\])", rb"\\\1", prefix.encode()) + b":*}:*"
     cursor, tags = b"", set()
@@ -111,7 +113,7 @@ def _leases_in_slots(prefix: str) -> Operation[list[NamedLease]]:
 
 
 def glob_to_regex(pattern: str) -> str:
-    """Return a regular expression for what Redis matches by the pattern; for ``[a-c]`` it matches any one character."""
+    """Return a regular expression for the pattern of Redis; for ``[a-c]`` it matches any one character."""
     return _TOKEN.sub(lambda token: _REGEX.get(token[0][0]) or re.escape(token[1] or token[0]), pattern)
 
 

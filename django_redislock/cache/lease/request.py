@@ -1,4 +1,4 @@
-"""A value that is wanted, the right to compute it, and what came of it."""
+"""The request for a value, the lease under which it is computed, and the outcome."""
 
 from __future__ import annotations
 
@@ -18,179 +18,186 @@ from redis.exceptions import NoPermissionError
 from ...core import events
 from ...core.clock import monotonic
 from ...core.driver.server import Server
-from ...core.keys import LockKeys
+from ...core.keys import LockKeys, lock_keys
 from ...core.lease import Lease
 from ...core.records import new_id
-from ...core.validation import MAX_NAME
+from ...core.validation import MAX_NAME, fitting_name
 from ...exceptions import LockBackendError
 from ..stats import Counters
-from .cluster_slots import is_clustered, lease_keys
+from .cluster_slots import clustered_servers, lease_keys
 
 MISSING: Any = object()
 KIND = "cache:"
 
-Owner = threading.Thread | asyncio.Task[Any]
+Acquirer = threading.Thread | asyncio.Task[Any]
 
 
 class ValueLease(Lease):
-    """The right to compute a value for all. To lose it is no error: then others may compute the value, too."""
+    """The right to compute a value for all processes. Its loss is no error: other processes may compute, too."""
 
     ended = False
     waited = False
-    """Whether it came after waiting for somebody else's."""
+    """Whether its caller waited for another lease of the same value before."""
     has_waited = False
-    """Whether its computation has waited for other values: then Redis may have an entry of that wait."""
+    """Whether its computation has waited for other values: then Redis may have an entry about that wait."""
 
     def report_loss(self) -> None:
-        """Log it: nobody else needs to know."""
+        """Log the loss; no other code needs to know."""
         if self.noted_loss is not None:
-            events.log.info("The right to compute %r for all has ended: %s.", self.name, self.noted_loss.reason)
+            events.log.info("The lease of the value %r ended early: %s.", self.name, self.noted_loss.reason)
 
 
 computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=())
-"""The leases under which this thread or task computes: a value may need another one."""
+"""The leases under which this thread or task computes; there are several when one value needs another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRequest:
-    """A value that is wanted, and how to come by it."""
+    """One caller's request for a value, with the functions that compute, serialize and deserialize it."""
 
     server: Server
     prefix: str
     key: str
-    """Of the value, in Redis."""
+    """The key of the value in Redis."""
     default: Callable[[], Any]
-    pack: Callable[[Any], tuple[bytes, int | None]]
-    """From a value to the bytes to store, and their life in milliseconds."""
-    unpack: Callable[[bytes], Any]
-    """From stored bytes to the value, or MISSING when it is too old."""
+    dumps: Callable[[Any], tuple[bytes, int | None]]
+    """Turns a value into the bytes to store, and their expiry in milliseconds (None: never)."""
+    loads: Callable[[bytes], Any]
+    """Turns stored bytes into the value, or into MISSING when it is too old."""
     expire: float
     auto_renewal: bool
     max_hold: float | None
-    forgiving: bool
-    """Without Redis compute all the same."""
+    ignore_errors: bool
+    """Whether to compute without a lease when Redis cannot be reached (IGNORE_EXCEPTIONS)."""
     should_cache: Callable[[Any], object] | None = None
-    """Whether a value is to be stored; one that is not goes to those who wait for it now."""
-    tally: Counters = field(default_factory=Counters)
-    pack_failure: Callable[[Exception], bytes] = lambda error: repr(error).encode()
-    """From what `default` raised to what those who wait are sent."""
-    unpack_failure: Callable[[bytes], Exception] = lambda data: RuntimeError(data.decode())
+    """Decides whether a value is stored; a value that is not stored still goes to the current waiters."""
+    counters: Counters = field(default_factory=Counters)
+    dump_failure: Callable[[Exception], bytes] = lambda error: repr(error).encode()
+    """Turns an error of `default` into the bytes that are sent to the waiters."""
+    load_failure: Callable[[bytes], Exception] = lambda data: RuntimeError(data.decode())
     id: str = ""
-    """Of the lease, when another process took it for this one."""
-    asked_as: Any = None
-    """The key as its caller knows it, when many are wanted together."""
+    """The owner id of the lease, when another process acquired it for this one."""
+    caller_key: Any = None
+    """The key as the caller gave it, in a request for many keys."""
 
     @property
     def name(self) -> str:
-        """The name of the lock."""
+        """The name of the lease's lock."""
         return lease_name(self.key)
 
-    def lease(self, owner: Owner) -> ValueLease:
-        """Return a lease to be acquired."""
+    def lease(self, acquirer: Acquirer) -> ValueLease:
+        """Return a lease that is not acquired yet."""
         name = self.name
-        keys = lease_keys(self.server, self.prefix, name, self.key)
-        return ValueLease(self.server, name, keys, self.id or new_id(), self.expire, owner, self.max_hold, lambda: None)
+        keys = lock_keys(self.prefix, name)
+        if self.server in clustered_servers:
+            keys = lease_keys(self.server, self.prefix, name, self.key)
+        return ValueLease(
+            self.server, name, keys, self.id or new_id(), self.expire, acquirer, self.max_hold, lambda: None
+        )
 
 
 class Outcome(NamedTuple):
-    """How a flight for a value ended."""
+    """The result of a request: a value, an error, or neither when the time to wait ended."""
 
     data: bytes | None = None
     value: Any = MISSING
-    """The value, made from the data for one caller alone."""
+    """The value, deserialized for one caller alone."""
     error: BaseException | None = None
     trace: TracebackType | None = None
-    """Of the error, before anybody raised it again."""
+    """The traceback of the error, before it is raised again."""
     shared: bool = False
-    """Whether it answers everybody who waited for it, too."""
+    """Whether it is also the outcome of all followers."""
     absent: bool = False
-    """Whether who was to compute it had nothing."""
+    """Whether the function for many keys returned no value for this key."""
 
     @property
     def empty(self) -> bool:
-        """Whether it brought nothing: the time to wait was over."""
+        """Whether there is neither a value nor an error, because the time to wait ended."""
         return self.data is None and self.error is None and not self.absent
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether it ends the work of one caller alone, and says nothing of the value; Celery's soft time limit is an Exception."""
+    """Whether the error ends the work of one caller only and says nothing about the value.
+
+    Celery's soft time limit is such an error, though it is an Exception.
+    """
     return not isinstance(error, Exception) or any(
         kind.__name__ == "SoftTimeLimitExceeded" for kind in type(error).__mro__
     )
 
 
-def outer(server: Server) -> list[ValueLease]:
-    """Return the leases under which the caller computes now."""
+def enclosing_leases(server: Server) -> list[ValueLease]:
+    """Return the leases of this server under which the caller computes now."""
     return [lease for lease in computing.get() if lease.server is server and not lease.ended]
 
 
-def is_below(server: Server, name: str = "") -> bool:
-    """Whether the caller computes under a lease of a server with a higher place: then it must not wait.
+def must_not_wait(server: Server, name: str = "") -> bool:
+    """Whether a wait of the caller could close a circle of computations that no server sees.
 
-    No server sees a circle of computations over several servers. If each waits only for computations on servers with a
-    higher place, there is no circle. In cluster mode no script sees more than one slot: there a lease with a higher
-    name counts, too.
+    A script sees the computations on its own server only. So a computation waits only for computations on servers of a
+    higher rank; then no circle is possible. In cluster mode a script sees one slot only, so that the leases of one
+    server are ranked by their names.
     """
     leases = [lease for lease in computing.get() if not lease.ended]
     if not leases:
         return False
-    if any(_place(lease.server) > _place(server) for lease in leases):
+    if any(_rank(lease.server) > _rank(server) for lease in leases):
         return True
-    return is_clustered(server) and any(lease.server is server and lease.name >= name for lease in leases)
+    return server in clustered_servers and any(lease.server is server and lease.name >= name for lease in leases)
 
 
-def _place(server: Server) -> list[str]:
+def _rank(server: Server) -> list[str]:
     return [str(server.settings.get(name)) for name in ("host", "port", "path", "db")]
 
 
 _forbidden: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
-ASKED_AGAIN_AFTER = 60.0
-"""Seconds after which a server that refused a lease for want of permissions is asked for one again."""
+ASK_AGAIN_AFTER_REFUSAL = 60.0
+"""Seconds for which a server that refused a lease, because permissions are missing, is not asked again."""
+
+_logged: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
+LOG_AGAIN_AFTER = 60.0
+"""Seconds for which the next ignored error of the same server is logged as DEBUG only."""
 
 
-_told: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
-TOLD_AGAIN_AFTER = 60.0
-"""Seconds for which an error of Redis that the cache ignores is not logged as a warning again."""
+def log_level(server: Server, ignore_errors: bool) -> int | None:
+    """Return the level at which an error of the server is logged; None: the usual one."""
+    return DEBUG if ignore_errors and monotonic() < _logged.get(server, 0.0) else None
 
 
-def level_of(server: Server, forgiving: bool) -> int | None:
-    """Return the log level for a server that does not answer; None: the usual one."""
-    return DEBUG if forgiving and monotonic() < _told.get(server, 0.0) else None
-
-
-def note_told(server: Server) -> None:
-    """Note that the error was logged now."""
-    if level_of(server, True) is None:
-        _told[server] = monotonic() + TOLD_AGAIN_AFTER
+def note_logged(server: Server) -> None:
+    """Remember that an error of the server was logged now."""
+    if log_level(server, True) is None:
+        _logged[server] = monotonic() + LOG_AGAIN_AFTER
 
 
 def is_forbidden(server: Server) -> bool:
-    """Whether the server refused leases just now: they need more permissions than values do."""
+    """Whether the server refused a lease in the last minute, because a lease needs more permissions than a value."""
     return monotonic() < _forbidden.get(server, 0.0)
 
 
 def is_refusal(error: LockBackendError, server: Server) -> bool:
-    """Whether permissions are missing for leases: then it is said, and they are done without for a while."""
+    """Whether permissions are missing for leases. If so, log it, and do not ask the server for a lease for a while."""
     if not isinstance(error.__cause__, NoPermissionError):
         return False
-    _forbidden[server] = monotonic() + ASKED_AGAIN_AFTER
+    _forbidden[server] = monotonic() + ASK_AGAIN_AFTER_REFUSAL
     events.log.warning(
-        "Values are not computed once, and what is computed may overwrite what was deleted meanwhile: the user of Redis needs "
-        "+@scripting and the keys of the locks (%s). `manage.py redislock doctor` tells more.",
+        "The Redis user may not use leases of values (%s). For the next %g s several processes may compute the same "
+        "value, and a computed value may overwrite a later delete. Give the user +@scripting and access to the keys of "
+        "the locks; `manage.py redislock doctor` shows the missing permissions.",
         error.cause,
+        ASK_AGAIN_AFTER_REFUSAL,
     )
     return True
 
 
 def lease_name(key: str) -> str:
-    """Return the name of the lock under which the value of the key is computed."""
+    """Return the name of the lock that is the lease of the key's value."""
     name = KIND + key
-    if len(name) <= MAX_NAME:
+    if len(name) <= MAX_NAME // 4:  # a character has four bytes at most
         return name
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    return f"{name[: MAX_NAME - len(digest) - 1]}:{digest}"
+    return fitting_name(name, lambda: hashlib.sha256(key.encode()).hexdigest())
 
 
 def era_key(keys: LockKeys) -> bytes:
-    """Return the key of the era: its deletion makes all witnesses of the bucket void."""
+    """Return the key of the era. Its deletion makes all witnesses of the bucket void."""
     return keys.held[: -len(b"held")] + b"era"

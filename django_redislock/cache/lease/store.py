@@ -1,9 +1,9 @@
-"""From the right to compute values to the values in Redis: the protocol, without I/O."""
+"""The computation under a lease, and the storing of its value: the algorithm, without I/O."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -11,8 +11,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from ...core import events
 from ...core.clock import monotonic
-from ...core.driver.effects import Invoke, Operation, Pipeline, ScriptCall
-from ...core.driver.interleave import together
+from ...core.driver.effects import Invoke, Operation, Pipeline, ScriptCall, T
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.keys import witness_key
@@ -28,253 +27,244 @@ from .request import (
     computing,
     era_key,
     is_interruption,
-    level_of,
-    note_told,
+    log_level,
+    note_logged,
 )
 
 SETTLE = Script("settle", "counts", home=__package__)
 
 LARGE = 524288
-"""Bytes. A larger value is put ready in pieces of this size, and then moved into place: in one piece it would take up twice
-its size in the server, and in a script three times."""
-READY_FOR = 60_000
-"""Milliseconds for which it stays there at most."""
+"""Bytes. A larger value is uploaded in pieces of this size and then moved into place: a command takes up twice the
+size of its value in the server, and a script three times."""
+UPLOAD_EXPIRY_MS = 60_000
 
 SMALL = 32768
-"""Bytes. A larger value that is only told is put ready for those who wait: it is not sent to each."""
+"""Bytes. A larger value that is not stored is uploaded for the waiters to fetch: it is not sent to each of them."""
 
 ABSENT: Any = object()
-"""In place of a value that was asked for together with others, and did not come."""
+"""Stands for the value of a key for which the function for many keys returned none."""
 
 
 class ComputeJob(NamedTuple):
-    """A value that is to be computed, and what Redis said to that."""
+    """A value that this process computes, and the verdict that led to it."""
 
-    want: ValueRequest
+    request: ValueRequest
     lease: ValueLease
     verdict: bytes
-    told: bytes
-    replaced: bytes
-    """The digest of the old value, b"" without."""
+    reply: bytes
+    old_digest: bytes
+    """The digest of the stale value, b"" if there is none."""
 
     @property
-    def mine(self) -> bool:
-        """Whether it is computed for all."""
+    def is_leader(self) -> bool:
+        """Whether the value is computed for all callers."""
         return self.verdict == b"compute"
 
     @property
     def fence(self) -> bytes:
-        """Of the lease under which it may be stored, b"" for none.
+        """The fence of the lease under which the value may be stored, b"" for none.
 
-        A caller that does not wait any longer may settle under the lease of the caller that still computes: a lease
-        that stands proves that nothing was invalidated meanwhile. A reservation (fence 0) proves nothing.
+        A caller that does not wait any longer may store its value under the lease of the caller that still computes: a
+        lease that stands proves that no invalidation happened meanwhile. A reservation (fence 0) proves nothing.
         """
-        fence = self._parts[0]
+        fence = self.reply.partition(b" ")[0]
         return b"" if fence == b"0" else fence
 
     @property
-    def ends(self) -> bytes:
-        """When the old value ends."""
-        return self._parts[1]
-
-    @property
-    def _parts(self) -> list[bytes]:
-        return [*self.told.split(b" ", 1), b""]
+    def old_expires_at(self) -> bytes:
+        """The time at which the stale value expires."""
+        return self.reply.partition(b" ")[2]
 
 
-def compute(
-    tickets: Sequence[ComputeJob],
-    function: Callable[[], Any],
-    values_of: Callable[[Any], list[Any]] = lambda value: [value],
-) -> Operation[list[Outcome]]:
-    """Call the function once, store what it returns, and return how it went; `values_of` takes that apart, one a ticket."""
-    mine = [ticket for ticket in tickets if ticket.mine]
-    token = computing.set((*computing.get(), *[ticket.lease for ticket in mine])) if mine else None
-    for want, lease, *_ in mine:
+def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operation[T]:
+    """Run the operation, which computes the values of the jobs, while the watchdog renews their leases.
+
+    If it is interrupted, the leases are released.
+    """
+    leading = [job for job in jobs if job.is_leader]
+    token = computing.set((*computing.get(), *[job.lease for job in leading])) if leading else None
+    for request, lease, *_ in leading:
         if lease.waited:
-            want.tally.count("taken_over")
-        watchdog.add(lease, want.auto_renewal)
+            request.counters.count("taken_over")
+        watchdog.add(lease, request.auto_renewal)
     try:
-        result, error = yield Invoke(function)
-        values = [ABSENT] * len(tickets)
-        if error is None:
-            try:
-                values = values_of(result)
-            except Exception as failure:
-                error = failure
-        landings: dict[int, Outcome] = {}
-        each = [_land(ticket, value, error) for ticket, value in zip(tickets, values, strict=True)]
-        yield from together(each, landings)
-        return [landings[number] for number in range(len(each))]
+        return (yield from operation)
     except BaseException:
-        for _, lease, *_ in mine:
+        for _, lease, *_ in leading:
             watchdog.remove(lease)
             if not lease.inherited_by_fork and not lease.ended:
                 with suppress(RedisError):
-                    yield give_back(lease)
+                    yield give_back(lease).with_text()
         raise
     finally:
-        for _, lease, *_ in tickets:
+        for _, lease, *_ in jobs:
             lease.ended = True
         if token is not None:
             with suppress(ValueError):  # the generator is closed by another task than the one that ran it
                 computing.reset(token)
 
 
-def _land(ticket: ComputeJob, value: Any, error: BaseException | None) -> Operation[Outcome]:
-    want, lease, verdict, _, _ = ticket
-    tally = want.tally
+def compute(job: ComputeJob) -> Operation[Outcome]:
+    """Call the function of the request, and store the value that it returns."""
+    value, error = yield Invoke(job.request.default)
+    return (yield from finish(job, value, error))
+
+
+def finish(job: ComputeJob, value: Any, error: BaseException | None) -> Operation[Outcome]:
+    """Store the value, or send the error to the waiters; the lease ends. Returns the outcome of the computation."""
+    request, lease, verdict, _, _ = job
+    counters = request.counters
     if error is None and value is not ABSENT:
-        tally.count("computed")
+        counters.count("computed")
         try:
-            data, life = want.pack(value)
-            copy = want.unpack(data)
-            if want.should_cache is not None and not want.should_cache(value):
-                life = 0
+            data, expiry_ms = request.dumps(value)
+            copy = request.loads(data)
+            if request.should_cache is not None and not request.should_cache(value):
+                expiry_ms = 0
         except Exception as failure:
             error = failure
     watchdog.remove(lease)
     if error is not None or value is ABSENT:
         if error is not None:
-            tally.count("errors")
-        if ticket.mine and not lease.inherited_by_fork:
+            counters.count("errors")
+        if job.is_leader and not lease.inherited_by_fork:
             if error is None or is_interruption(error):
-                yield from _abandon(ticket)
+                yield from _release(job)
             else:
-                yield from _tell_failure(ticket, error)
+                yield from _send_failure(job, error)
         lease.ended = True
         if error is None:
             return Outcome(absent=True)
         return Outcome(error=error, trace=error.__traceback__, shared=True)
-    landing = Outcome(data, value if copy is MISSING else copy, shared=verdict in (b"unreachable", b"forbidden"))
-    if verdict == b"forbidden" and life != 0:
-        yield from _store_plainly(ticket, data, life)
-    if not ticket.fence or lease.inherited_by_fork:
-        return landing
+    outcome = Outcome(data, value if copy is MISSING else copy, shared=verdict in (b"unreachable", b"forbidden"))
+    if verdict == b"forbidden" and expiry_ms != 0:
+        yield from _store_without_lease(job, data, expiry_ms)
+    if not job.fence or lease.inherited_by_fork:
+        return outcome
     try:
-        stored = yield from _settle(ticket, data, life)
+        stored = yield from _store(job, data, expiry_ms)
     except LockBackendError as failure:
-        tally.count("errors")
-        if not want.forgiving:
+        counters.count("errors")
+        if not request.ignore_errors:
             raise
-        note_told(want.server)
+        note_logged(request.server)
         stored = True
-        if isinstance(failure.__cause__, ResponseError):  # it is there, but does not store: it is full, or a replica
+        if isinstance(failure.__cause__, ResponseError):  # the server answers, but stores nothing: full, or a replica
             try:
-                yield from _settle(ticket, data, 0)
+                yield from _store(job, data, 0)
             except LockBackendError:
-                yield from _abandon(ticket)
+                yield from _release(job)
     lease.ended = True
-    return landing._replace(shared=stored)
+    return outcome._replace(shared=stored)
 
 
-def _settle(ticket: ComputeJob, data: bytes, life: int | None) -> Operation[bool]:
-    """Store the value if the lease of that fence stands and nothing newer is there; wake everybody.
+def _store(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[bool]:
+    """Store the value if the lease of the job's fence stands and there is no newer value; wake all waiters.
 
-    With a life of 0 it is only told to those who wait. What it replaces is known by its digest and by when it ends.
+    With an expiry of 0 the value is only sent to the waiters. The stale value that may be replaced is identified by its
+    digest and its expiry.
     """
-    want, lease = ticket.want, ticket.lease
-    keys = lease.keys
-    ready: tuple[bytes, ...] = ()
-    if len(data) > (SMALL if life == 0 else LARGE):
-        ready = (keys.held.removesuffix(b"held") + b"ready:" + lease.id.encode(),)
-        yield from with_retries(lease.name, _pieces(ready[0], data), monotonic() + lease.retry_for)
-        data = b"%d %b" % (len(data), digest(data)) + (b" " + ready[0] if life == 0 else b"")
-    call = _settlement(ticket, b"" if life is None else b"%d" % life, data, *ready)
-    now = monotonic()
-    level = level_of(want.server, want.forgiving)
-    _, reply = yield from with_retries(lease.name, call, now if want.forgiving else now + lease.retry_for, lease, level)
+    request, lease = job.request, job.lease
+    upload: tuple[bytes, ...] = ()
+    if len(data) > (SMALL if expiry_ms == 0 else LARGE):
+        upload = (lease.keys.held.removesuffix(b"held") + b"ready:" + lease.id.encode(),)
+        yield from with_retries(lease.name, _upload(upload[0], data), monotonic() + lease.retry_for)
+        data = b"%d %b" % (len(data), digest(data)) + (b" " + upload[0] if expiry_ms == 0 else b"")
+    call = _store_call(job, b"" if expiry_ms is None else b"%d" % expiry_ms, data, *upload)
+    until = monotonic() + (0 if request.ignore_errors else lease.retry_for)
+    level = log_level(request.server, request.ignore_errors)
+    _, reply = yield from with_retries(lease.name, call, until, lease, level)
     if reply != 1:
-        _tell(ticket, reply)
+        _log_reply(job, reply)
     return bool(reply > 0)
 
 
-def _tell(ticket: ComputeJob, reply: int) -> None:
+def _log_reply(job: ComputeJob, reply: int) -> None:
     """Count and log why a value was not stored, or why its lease ended early."""
-    want, lease = ticket.want, ticket.lease
+    counters, lease = job.request.counters, job.lease
     late = bool(lease.fence) and lease.loss is not None and lease.loss.code in ("expired", "no_answer")
     if late and reply != 0:
-        want.tally.count("lease_lost")
+        counters.count("lease_lost")
         events.log.warning(
-            "The computation of %r took longer than the right to compute lasts (expire, max_hold), so other processes "
-            "may have computed the value, too. The value was %s. Give a longer expire or max_hold.",
+            "The computation of %r took longer than its lease (expire, max_hold), so other processes may have computed "
+            "the value, too. The value was %s. Set a longer expire or max_hold.",
             lease.name,
             "stored" if reply == 2 else "not stored, because it may have been invalidated meanwhile",
         )
     elif reply == 2:
-        want.tally.count("lease_evicted")
+        counters.count("lease_evicted")
         events.log.warning(
-            "The server evicted the right to compute %r, so other processes may have computed the value, too. The "
-            "value was stored. The server evicts the keys with the shortest life first: set its maxmemory-policy to "
-            "noeviction or allkeys-lru.",
+            "The server evicted the lease of %r, so other processes may have computed the value, too. The value was "
+            "stored. The server evicts the keys with the shortest expiry first: set its maxmemory-policy to noeviction "
+            "or allkeys-lru.",
             lease.name,
         )
     else:
-        want.tally.count("fenced")
-        why = "a newer value is there" if reply == 0 else "it was invalidated meanwhile"
-        events.log.info("The value computed for %r was not stored: %s.", lease.name, why)
+        counters.count("fenced")
+        reason = "a newer value is there" if reply == 0 else "it was invalidated meanwhile"
+        events.log.info("The value computed for %r was not stored: %s.", lease.name, reason)
 
 
-def _store_plainly(ticket: ComputeJob, data: bytes, life: int | None) -> Operation[None]:
-    """Store the value as the base class does, where there are no leases."""
-    expiry = () if life is None else (b"PX", b"%d" % life)
-    command = (b"SET", ticket.want.key.encode(), data, *expiry, *(() if ticket.replaced else (b"NX",)))
+def _store_without_lease(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[None]:
+    """Store the value as the base class does, on a server that refuses leases."""
+    expiry = () if expiry_ms is None else (b"PX", b"%d" % expiry_ms)
+    command = (b"SET", job.request.key.encode(), data, *expiry, *(() if job.old_digest else (b"NX",)))
     try:
-        yield from with_retries(ticket.lease.name, Pipeline((command,)), monotonic())
+        yield from with_retries(job.lease.name, Pipeline((command,)), monotonic())
     except LockBackendError:
-        if not ticket.want.forgiving:
+        if not job.request.ignore_errors:
             raise
 
 
-def _settlement(ticket: ComputeJob, life: bytes, data: bytes, *ready: bytes) -> ScriptCall:
-    want, lease = ticket.want, ticket.lease
-    keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, want.key.encode(), *witness(lease))
-    if lease.has_waited or ticket.replaced or ready:
-        keys += (waits(want, lease), failures(lease), *ready)
-    name, own = lease.name.encode(), b"%d" % ticket.mine
-    return ScriptCall(SETTLE, keys, (ticket.fence, name, life, ticket.replaced, ticket.ends, data, own))
+def _store_call(job: ComputeJob, expiry_ms: bytes, data: bytes, *upload: bytes) -> ScriptCall:
+    request, lease = job.request, job.lease
+    keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, request.key.encode(), *witness_keys(lease))
+    if lease.has_waited or job.old_digest or upload:
+        keys += (waits_key(request, lease), failures_key(lease), *upload)
+    name, leader = lease.name.encode(), b"%d" % job.is_leader
+    return ScriptCall(SETTLE, keys, (job.fence, name, expiry_ms, job.old_digest, job.old_expires_at, data, leader))
 
 
-def _pieces(key: bytes, data: bytes) -> Pipeline:
+def _upload(key: bytes, data: bytes) -> Pipeline:
+    """Return the commands that write the data in pieces: the last byte first, so that memory is allocated once."""
     end = len(data) - 1
     pieces = [(b"SETRANGE", key, b"%d" % at, data[at : at + LARGE]) for at in range(0, len(data), LARGE)]
-    # The last byte first, so that room is made once.
-    return Pipeline(((b"SETRANGE", key, b"%d" % end, data[end:]), (b"PEXPIRE", key, b"%d" % READY_FOR), *pieces))
+    return Pipeline(((b"SETRANGE", key, b"%d" % end, data[end:]), (b"PEXPIRE", key, b"%d" % UPLOAD_EXPIRY_MS), *pieces))
 
 
-def _tell_failure(ticket: ComputeJob, error: BaseException) -> Operation[None]:
-    """End the lease without a value, and tell those who wait why: they would only find out one after another."""
-    data = ticket.want.pack_failure(error)  # type: ignore[arg-type]
+def _send_failure(job: ComputeJob, error: BaseException) -> Operation[None]:
+    """End the lease without a value, and send the error to the waiters: otherwise they would fail one after another."""
+    data = job.request.dump_failure(error)  # type: ignore[arg-type]
     with suppress(LockBackendError):
-        yield from with_retries(ticket.lease.name, _settlement(ticket, b"!", data), monotonic())
+        yield from with_retries(job.lease.name, _store_call(job, b"!", data), monotonic())
 
 
-def _abandon(ticket: ComputeJob) -> Operation[None]:
-    """End the lease without a value: one of those who wait computes next."""
-    want, lease = ticket.want, ticket.lease
-    waited_for = (b"HDEL", waits(want, lease), lease.name.encode())
+def _release(job: ComputeJob) -> Operation[None]:
+    """End the lease without a value: one of the waiters computes next."""
+    request, lease = job.request, job.lease
+    waited_for = (b"HDEL", waits_key(request, lease), lease.name.encode())
     with suppress(LockBackendError):
         yield from with_retries(lease.name, give_back(lease), monotonic())
-        yield from with_retries(lease.name, Pipeline((waited_for, (b"UNLINK", witness(lease)[0]))), monotonic())
+        yield from with_retries(lease.name, Pipeline((waited_for, (b"UNLINK", witness_keys(lease)[0]))), monotonic())
 
 
 def digest(data: bytes) -> bytes:
-    """Return by what the scripts know a value."""
+    """Return the SHA-1 by which the scripts identify a stored value."""
     return hashlib.sha1(data, usedforsecurity=False).hexdigest().encode()
 
 
-def failures(lease: ValueLease) -> bytes:
-    """Return the key that tells how often an old value could not be replaced."""
+def failures_key(lease: ValueLease) -> bytes:
+    """Return the key that counts the failed computations of a stale value."""
     return lease.keys.held[: -len(b"held")] + b"failed:" + lease.name.encode()
 
 
-def witness(lease: ValueLease) -> tuple[bytes, bytes]:
-    """Return the two keys of the check whether the value was invalidated since the lease was taken."""
+def witness_keys(lease: ValueLease) -> tuple[bytes, bytes]:
+    """Return the witness and the era: they show whether the value was invalidated since the lease was acquired."""
     return witness_key(lease.keys, lease.name), era_key(lease.keys)
 
 
-def waits(want: ValueRequest, lease: ValueLease) -> bytes:
-    """Return the key that tells which computation waits for which."""
-    if is_clustered(want.server):
+def waits_key(request: ValueRequest, lease: ValueLease) -> bytes:
+    """Return the key of the hash that maps each computation to the one that it waits for."""
+    if is_clustered(request.server):
         return lease.keys.held[: -len(b"held")] + b"waits"
-    return b"{%s}:waits" % want.prefix.encode()
+    return b"{%s}:waits" % request.prefix.encode()

@@ -1,144 +1,134 @@
-"""A connection for asyncio on which many requests are under way at once.
+"""A connection for asyncio, on which many requests are under way at once.
 
-redis-py opens it, with its passwords, its TLS and its unix sockets. From then on the loop hands what arrives to whoever
-waits for it, so that there is no task that reads, nothing to cancel, and no pool to wait for.
+redis-py opens it, with its passwords, TLS and unix sockets. From then on the event loop hands each reply to the task that waits
+for it. So no task reads, none has to be cancelled, and there is no pool to wait for.
 """
 
 from __future__ import annotations
 
 import asyncio
-from builtins import TimeoutError as TimeoutError_
+from builtins import TimeoutError as LoopTimeout
 from collections import deque
 from collections.abc import Callable, Coroutine
 from copy import copy
 from typing import Any
 
-from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
+from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
 
-from .resp import Incomplete, NotPrimary, Replies
+from .connection_kinds import close_at_once, transport_of
+from .effects import ScriptCall, undo_after
+from .primary import NotPrimary
+from .resp import Incomplete, Replies
 
 GRACE = 0.02
-"""Seconds for a loop that was blocked to read what came meanwhile, before it calls the server silent."""
+"""Seconds for a loop that was blocked to read what has arrived meanwhile, before the server counts as silent."""
 
 
 class AsyncConnection(asyncio.Protocol):
-    """An open connection whose answers come in the order of the requests.
+    """An open connection whose replies come in the order of the requests.
 
-    It counts as silent when no byte has come for `patience` seconds, as for the socket of a thread: a large answer
-    takes time.
+    It counts as silent when no byte has come for `patience` seconds, as the socket of a thread does: a large reply takes time.
     """
 
-    def __init__(self, connection: Any, patience: float, hear: Callable[[Any], None] | None = None) -> None:
-        """Take over a connection of redis-py; `hear` is told whatever answers no request."""
+    def __init__(self, redis_connection: Any, patience: float, on_push: Callable[[Any], None] | None = None) -> None:
+        """Take over a connection of redis-py; `on_push` is called with each reply that answers no request."""
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = self._loop.create_future()
-        """Done when the connection is closed, by whomever."""
-        self._connection = connection
-        self._transport = connection._writer.transport
+        """Done when the connection is closed, by either side."""
+        self._redis_connection = redis_connection
+        self._transport = transport_of(redis_connection)
         self._patience = patience
-        self._hear = hear
-        self._asked: deque[asyncio.Future[Any] | None] = deque()
+        self._on_push = on_push
+        self._pending: deque[asyncio.Future[Any] | None] = deque()
+        """The futures of the replies, in the order of the requests; None when no task waits for the reply."""
         self._replies = Replies()
         self._given_up = False
-        self._heard_at = 0.0
+        self._received_at = 0.0
         self._transport.set_protocol(self)
 
     @property
     def usable(self) -> bool:
-        """Whether there is a point in asking."""
+        """Whether a new request may be sent."""
         return not self._given_up and not self._transport.is_closing()
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits for an answer."""
-        return all(answer is None or answer.done() for answer in self._asked)
+        """Whether no task waits for a reply."""
+        return all(reply is None or reply.done() for reply in self._pending)
 
-    async def ask(self, request: bytes, undo: Callable[[], bytes] | None = None) -> Any:
-        """Send the request and return the answer; when none comes, or nobody waits for it any more, send what undoes it.
+    async def request(self, request: bytes, call: ScriptCall | None = None) -> Any:
+        """Send the request and return the reply; `call` is the call that it runs, for its undo.
 
-        Raises what the server answers, TimeoutError when it does not in time, and ConnectionError.
+        Raises the error of an error reply, TimeoutError when the server stays silent, and ConnectionError.
         """
         if self._transport.is_closing():
             raise ConnectionError("The connection is closed.")
         loop = asyncio.get_running_loop()
-        answer = loop.create_future()
+        reply = loop.create_future()
         self._transport.write(request)
-        self._asked.append(answer)
-        timer = loop.call_later(self._patience, loop.call_later, GRACE, self._give_up, answer)
+        self._pending.append(reply)
+        timer = loop.call_later(self._patience, loop.call_later, GRACE, self._give_up, reply)
         try:
-            return await answer
-        except (ResponseError, ConnectionError, GeneratorExit):  # refused, or nothing can be sent any more
-            raise
-        except BaseException:
-            if undo is not None:
-                self.tell(undo())  # on the same connection it comes after what the request may still do
+            return await reply
+        except BaseException as error:
+            if call is not None:
+                undo = undo_after(error, call)
+                if undo:
+                    self.send_and_forget(undo)
             raise
         finally:
             timer.cancel()
             self._close_when_idle()
 
-    async def ask_together(self, first: bytes, second: bytes, undo: Callable[[], bytes]) -> Any:
-        """Send two requests in the same breath and return the answer to the first; None when that one is refused."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked.append(answer)
-        try:
-            await self.ask(first + second, undo)
-        except BaseException as error:
-            answer.cancel()
-            if isinstance(error, ResponseError):
-                self.tell(undo())
-            raise
-        return None if answer.exception() else answer.result()
-
-    def tell(self, request: bytes) -> None:
-        """Send the request, if that is possible still, and let nobody wait for the answer."""
+    def send_and_forget(self, request: bytes) -> None:
+        """Send the request if that is still possible; no task waits for the reply."""
         if not self._transport.is_closing():
             self._transport.write(request)
-            self._asked.append(None)
+            self._pending.append(None)
 
-    def say(self, request: bytes) -> None:
-        """Send what is not a request: whatever comes back goes to `hear`."""
-        self._transport.write(request)
+    def send_raw(self, data: bytes) -> None:
+        """Send data that gets no reply in the order of the requests: what comes back goes to `on_push`."""
+        self._transport.write(data)
 
     def close(self) -> None:
-        """Close the connection when everything is sent."""
-        self._connection._close()
+        """Close the connection when all data is sent."""
+        close_at_once(self._redis_connection)
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection without sending the rest."""
         self._transport.abort()
-        self._connection._close()
+        close_at_once(self._redis_connection)
 
     def _close_when_idle(self) -> None:
         if self._given_up and self.idle:
             self.close()
 
-    def _give_up(self, answer: asyncio.Future[Any]) -> None:
-        """End this request with an error; the others may still get an answer, but no new request is sent here."""
-        if answer.done():
+    def _give_up(self, reply: asyncio.Future[Any]) -> None:
+        """End this request with an error; the others may still get their replies, but no new request is sent here."""
+        if reply.done():
             return
-        left = self._heard_at + self._patience - self._loop.time()
-        if left > 0:  # a part of an answer has come meanwhile
-            self._loop.call_later(left, self._loop.call_later, GRACE, self._give_up, answer)
+        left = self._received_at + self._patience - self._loop.time()
+        if left > 0:  # a part of a reply has arrived meanwhile
+            self._loop.call_later(left, self._loop.call_later, GRACE, self._give_up, reply)
         else:
             self._given_up = True
-            answer.set_exception(TimeoutError(f"no answer within {self._patience:g} s"))
+            reply.set_exception(TimeoutError(f"no reply within {self._patience:g} s"))
 
-    # What the loop calls
+    # Called by the event loop
 
     def data_received(self, data: bytes) -> None:
-        """Hand out the answers that are complete."""
-        self._heard_at = self._loop.time()
+        """Hand out the replies that are complete."""
+        self._received_at = self._loop.time()
         self._replies.add(data)
         try:
             while not self._replies.empty:
                 reply = self._replies.next()
-                if isinstance(reply, NotPrimary):  # the others still get their answers
+                if isinstance(reply, NotPrimary):  # the other requests still get their replies
                     self._given_up = True
-                if self._asked:
-                    _settle(self._asked.popleft(), reply)
-                elif self._hear is not None and not isinstance(reply, RedisError):
-                    self._hear(reply)
+                if self._pending:
+                    _settle(self._pending.popleft(), reply)
+                elif self._on_push is not None and not isinstance(reply, RedisError):
+                    self._on_push(reply)
         except Incomplete:
             pass
         except (InvalidResponse, ValueError):
@@ -146,69 +136,69 @@ class AsyncConnection(asyncio.Protocol):
         self._close_when_idle()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell everybody."""
+        """End all requests with an error."""
         reason = "Connection closed by server." if error is None else f"Connection lost: {error}"
-        for answer in self._asked:
-            _settle(answer, ConnectionError(reason))
-        self._asked.clear()
-        self._connection._close()
+        for reply in self._pending:
+            _settle(reply, ConnectionError(reason))
+        self._pending.clear()
+        close_at_once(self._redis_connection)
         self.lost.set_result(None)
 
 
-def _settle(answer: asyncio.Future[Any] | None, reply: Any) -> None:
-    if answer is None or answer.done():
+def _settle(future: asyncio.Future[Any] | None, reply: Any) -> None:
+    if future is None or future.done():
         return
     if isinstance(reply, RedisError):
-        answer.set_exception(reply)
+        future.set_exception(reply)
     else:
-        answer.set_result(reply)
+        future.set_result(reply)
 
 
 class SharedConnection:
-    """A line that is opened by the first who needs it, for all; nobody waits longer than `patience` seconds for others."""
+    """A connection that all tasks share: the first task that needs it opens it, the others wait, for `patience` seconds at most."""
 
     def __init__(self, connect: Callable[..., Coroutine[Any, Any, AsyncConnection]], patience: float) -> None:
         self._connect = connect
         self._patience = patience
-        self._line: AsyncConnection | None = None
+        self._connection: AsyncConnection | None = None
         self._opening: asyncio.Future[Exception | None] | None = None
 
     @property
-    def line(self) -> AsyncConnection | None:
-        """The line, if it is open."""
-        return self._line if self._line is not None and self._line.usable else None
+    def connection(self) -> AsyncConnection | None:
+        """The connection, None when it is not open."""
+        return self._connection if self._connection is not None and self._connection.usable else None
 
-    async def open(self, *given: Any) -> AsyncConnection:
-        """Return the line; raises redis-py's errors when it cannot be had. What is given goes to whatever connects."""
+    async def open(self, *args: Any) -> AsyncConnection:
+        """Return the connection, opened by `connect(*args)` if necessary. Raises redis-py's errors."""
         give_up: float | None = None
-        while (line := self.line) is None:
+        while (connection := self.connection) is None:
             opening = self._opening
             if opening is None:
                 try:
-                    async with asyncio.timeout_at(give_up):  # who waited for another one has less time left
-                        await self._open(*given)
-                except TimeoutError_ as error:
+                    async with asyncio.timeout_at(give_up):  # after a wait for another task there is less time left
+                        await self._open(*args)
+                except LoopTimeout as error:
                     raise TimeoutError(f"no connection within {self._patience:g} s") from error
                 continue
             loop = asyncio.get_running_loop()
             give_up = give_up or loop.time() + self._patience
-            # Not the future itself, which would be cancelled with one of those who wait.
+            # Not the future itself, which would be cancelled together with one of the tasks.
             await asyncio.wait([opening], timeout=give_up - loop.time())
             if not opening.done():
                 raise TimeoutError(f"no connection within {self._patience:g} s")
             failure = opening.result()
             if failure is not None:
                 raise copy(failure)
-        return line
+        return connection
 
-    async def _open(self, *given: Any) -> None:
+    async def _open(self, *args: Any) -> None:
         opening = self._opening = asyncio.get_running_loop().create_future()
         failure = None
         try:
-            self._line = await self._connect(*given)
+            self._connection = await self._connect(*args)
         except (RedisError, OSError) as error:
             failure = error
             raise
-        finally:  # also cancelled: then one of those who wait opens it
+        finally:  # also when it is cancelled: then one of the waiting tasks opens it
             self._opening = None
             opening.set_result(failure)

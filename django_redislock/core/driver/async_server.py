@@ -9,14 +9,13 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, TypeVar
 
-from redis.exceptions import ConnectionError, NoScriptError, RedisError
+from redis.exceptions import ConnectionError, RedisError
 
 from ..clock import monotonic
 from .async_connection import AsyncConnection, SharedConnection
-from .connection_kinds import new_async_connection
+from .connection_kinds import close_at_once, is_at_end, new_async_connection
 from .effects import (
     Effect,
     Invoke,
@@ -30,12 +29,13 @@ from .effects import (
     WaitForFuture,
     WaitForWakeup,
 )
-from .resp import NotPrimary, pack
+from .primary import NotPrimary
+from .resp import encode_command
 from .server import Server
 from .wakeups_tasks import AsyncWaitingRoom
 
 UNDO_WITHIN = 1.0
-"""Seconds for which a cancelled task may have to connect once more, to take back what it asked for."""
+"""Seconds for which a cancelled task may connect once more, to send its undo."""
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class AsyncServer:
         self._kind, self._settings, self._patience = server.connection_class, server.settings, server.timeout
         self._commands = SharedConnection(self._connect, server.patience)
         self.room = AsyncWaitingRoom(self._connect, server.patience)
-        self._lines: set[AsyncConnection] = set()
+        self._connections: set[AsyncConnection] = set()
         self._running = 0
         self._loop_watch: AsyncGenerator[None, None] | None = None
         self._ends = False
@@ -92,76 +92,64 @@ class AsyncServer:
     async def _do(self, effect: Effect, cancelled: bool) -> Any:
         match effect:
             case ScriptCall():
-                return await (self._send(effect) if cancelled else self.call(effect))
+                return await (self._send_and_forget(effect) if cancelled else self.call(effect))
             case ScriptBatch(calls):
                 return await asyncio.gather(*map(self.call, calls), return_exceptions=True)
             case Pipeline():
-                return await self.ask(effect)
-            case Subscribe(lock, id, along):
-                return await self.room.join(lock, id, along)
-            case WaitForWakeup(waiter, until, look):
-                return await self.room.wait(waiter, until, look)
+                return await self.call(effect)
+            case Subscribe(lock, id):
+                return await self.room.register(lock, id)
+            case WaitForWakeup(waiter, until, poll_at):
+                return await self.room.wait(waiter, until, poll_at)
             case Unsubscribe(waiter):
-                return self.room.leave(waiter)
+                return self.room.unregister(waiter)
             case Sleep(seconds):
                 return await asyncio.sleep(seconds)
             case Invoke(function):
                 try:
                     value = function()
                     return await value if inspect.isawaitable(value) else value, None
-                except Exception as error:  # cancelled, the task is not to be kept waiting by what comes after it
+                except Exception as error:  # not CancelledError: a cancelled task must not wait for what comes next
                     return None, error
-            case WaitForFuture(made, until):
-                return await _outcome(made, until)
+            case WaitForFuture(future, until):
+                return await _result_of(future, until)
 
-    async def call(self, call: ScriptCall) -> Any:
-        """Run a script and return its reply."""
-        line = await self._commands.open()
-        undo = None if call.undo is None else partial(_undoing, call.undo)
+    async def call(self, call: ScriptCall | Pipeline) -> Any:
+        """Run a script or commands, and return the reply or the replies."""
+        connection = await self._commands.open()
         try:
-            try:
-                return await line.ask(call.request, undo)
-            except NoScriptError:
-                return await line.ask(call.whole, undo)
+            if isinstance(call, ScriptCall):
+                return await connection.request(call.request, call)
+            if len(call.commands) == 1:
+                return [await connection.request(encode_command(*call.commands[0]))]
+            return await asyncio.gather(*[connection.request(encode_command(*command)) for command in call.commands])
         except NotPrimary:
             self.room.distrust()
             raise
 
-    async def ask(self, commands: Pipeline) -> list[Any]:
-        """Send commands and return their replies."""
-        line = await self._commands.open()
-        try:
-            if len(commands.commands) == 1:
-                return [await line.ask(pack(*commands.commands[0]))]
-            return await asyncio.gather(*[line.ask(pack(*command)) for command in commands.commands])
-        except NotPrimary:
-            self.room.distrust()
-            raise
-
-    async def _send(self, call: ScriptCall) -> None:
-        """Have a script run without waiting for the reply."""
+    async def _send_and_forget(self, call: ScriptCall) -> None:
+        """Send a script without waiting for the reply."""
         with suppress(RedisError, OSError):
             async with asyncio.timeout(UNDO_WITHIN):
-                line = await self._commands.open()
-            line.tell(call.whole)
+                connection = await self._commands.open()
+            connection.send_and_forget(call.with_text().request)
 
-    async def _connect(self, hear: Callable[[Any], None] | None = None) -> AsyncConnection:
+    async def _connect(self, on_push: Callable[[Any], None] | None = None) -> AsyncConnection:
         if self._loop_watch is None and not self._ends:
             self._loop_watch = self._until_the_loop_ends()
             await anext(self._loop_watch)
-        connection = new_async_connection(self._kind, self._settings)
+        redis_connection = new_async_connection(self._kind, self._settings)
         try:
-            await connection.connect()
+            await redis_connection.connect()
+            if is_at_end(redis_connection):  # later, no task would notice it
+                raise ConnectionError("Connection closed by server.")
         except BaseException:
-            connection._close()
+            close_at_once(redis_connection)
             raise
-        if connection._reader.at_eof():  # which nobody would notice later
-            connection._close()
-            raise ConnectionError("Connection closed by server.")
-        line = AsyncConnection(connection, self._patience, hear)
-        self._lines.add(line)
-        line.lost.add_done_callback(lambda _: self._lines.discard(line))
-        return line
+        connection = AsyncConnection(redis_connection, self._patience, on_push)
+        self._connections.add(connection)
+        connection.lost.add_done_callback(lambda _: self._connections.discard(connection))
+        return connection
 
     async def _until_the_loop_ends(self) -> AsyncGenerator[None, None]:
         try:
@@ -169,16 +157,18 @@ class AsyncServer:
         finally:
             self._ends = True
             self._loop_watch = None
-            if not self._running:  # else, or when another generator releases its lock later, the last one closes them
+            if (
+                not self._running
+            ):  # else, or when another generator releases its lock later, the last operation closes them
                 self._close()
-                lost = [line.lost for line in self._lines]
+                lost = [connection.lost for connection in self._connections]
                 if lost:
                     await asyncio.wait(lost, timeout=0.5)
-                for line in self._lines:
-                    line.abort()
+                for connection in self._connections:
+                    connection.abort()
 
     def end_soon(self) -> None:
-        """Close the connections when nobody needs them any more. It may be called from any thread, and by a destructor."""
+        """Close the connections after the last operation. Any thread may call this, and a destructor."""
         try:  # noqa: SIM105 (a destructor may run at the interpreter's exit, when `suppress` is gone)
             self._loop.call_soon_threadsafe(self._end)
         except RuntimeError:  # the loop is closed
@@ -190,36 +180,31 @@ class AsyncServer:
             self._close()
 
     def _close(self) -> None:
-        for line in list(self._lines):
-            line.close()
+        for connection in list(self._connections):
+            connection.close()
 
 
-async def _outcome(made: Future[Any], until: float) -> Any:
+async def _result_of(future: Future[Any], until: float) -> Any:
     loop = asyncio.get_running_loop()
-    here = (
-        loop.create_future()
-    )  # of one's own: asyncio's would be cancelled for all with the first who does not wait on
+    # Not asyncio.wrap_future(), because the first task that stops waiting would cancel the future for all.
+    done = loop.create_future()
 
-    def land(_: object = None) -> None:
-        if not here.done():
-            here.set_result(None)
+    def finish(_: object = None) -> None:
+        if not done.done():
+            done.set_result(None)
 
-    def tell(_: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
-            loop.call_soon_threadsafe(land)
+    def notify(_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed, so no task waits
+            loop.call_soon_threadsafe(finish)
 
-    made.add_done_callback(tell)
-    timer = None if until == math.inf else loop.call_later(max(0.0, until - monotonic()), land)
+    future.add_done_callback(notify)
+    timer = None if until == math.inf else loop.call_later(max(0.0, until - monotonic()), finish)
     try:
-        await here
+        await done
     finally:
         if timer is not None:
             timer.cancel()
-    return made.result(0) if made.done() else None
-
-
-def _undoing(undo: Callable[[], ScriptCall]) -> bytes:
-    return undo().whole
+    return future.result(0) if future.done() else None
 
 
 def async_server_of(server: Server) -> AsyncServer:

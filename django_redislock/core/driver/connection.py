@@ -1,22 +1,24 @@
-"""Connections on which requests are sent and replies are read, by one thread at a time.
+"""A connection that one thread at a time uses.
 
-redis-py opens a connection, with its passwords, its TLS and its unix sockets. Its own way to send and to parse is made for
-more than a lock needs, and costs a good part of a wake-up.
+redis-py opens it, with its passwords, TLS and unix sockets. From then on requests are sent and replies are read here, because
+redis-py's own way is made for more than a lock needs, and takes a good part of the time of a wake-up.
 """
 
 from __future__ import annotations
 
 import codecs
-from builtins import TimeoutError as TimeoutError_
+import socket
+from builtins import TimeoutError as SocketTimeout
 from typing import Any
 
-from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, RedisError, ResponseError, TimeoutError
+from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
 
-from .effects import Pipeline, ScriptBatch, ScriptCall
-from .resp import INTEGER, Incomplete, Replies, pack
+from .connection_kinds import socket_of
+from .effects import Pipeline, ScriptBatch, ScriptCall, undo_after
+from .resp import INTEGER, Incomplete, Replies, encode_command
 
-LEAST, MOST = 4096, 1 << 20
-"""Bytes that are read at once: at first the least, then twice as many while the reads are full."""
+MIN_READ, MAX_READ = 4096, 1 << 20
+"""Bytes of one read: at first the minimum, then twice as many as long as the reads are full."""
 
 
 # The first lookup of a host name imports this codec. If a signal handler looked up a name during the import, Python
@@ -24,38 +26,114 @@ LEAST, MOST = 4096, 1 << 20
 codecs.lookup("idna")
 
 
-class RespConnection:
-    """A connection of redis-py, for one thread at a time."""
+class Connection:
+    """A connection of redis-py, for scripts and commands or for a subscription."""
 
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
+    pooled = False
+    """Whether the pool keeps it when it is given back."""
+    era: object = None
+    """The era of the pool in which it was opened."""
+    idle_since = 0.0
+    """The time of its last use."""
+
+    def __init__(self, redis_connection: Any) -> None:
+        self.redis_connection = redis_connection
+        self._socket: socket.socket | None = socket_of(redis_connection)
         self._replies = Replies()
-        self._at_once = LEAST
+        self._read_size = MIN_READ
+
+    @property
+    def open(self) -> bool:
+        """Whether it is connected."""
+        return self._socket is not None
 
     def connect(self) -> None:
         """Open the connection. Raises redis-py's errors."""
         self._replies = Replies()
-        self.connection.connect()
+        self.redis_connection.connect()
+        self._socket = socket_of(self.redis_connection)
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another one."""
+        self._socket = None
+        self.redis_connection.disconnect()
+
+    def execute(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
+        """Run a script, several scripts or commands, and return the reply or the replies.
+
+        For several scripts the list contains an error in place of each refused reply. Raises the error of a refused script
+        or command. Any other failure closes the connection, so that no reply is left on it.
+        """
+        try:
+            match call:
+                case ScriptCall():
+                    self.send(call.request)
+                    return self.receive()
+                case ScriptBatch(calls):
+                    self.send(b"".join([script_call.request for script_call in calls]))
+                    return [self.receive_any() for _ in calls]
+                case Pipeline(commands):
+                    self.send(b"".join([encode_command(*command) for command in commands]))
+                    replies = [self.receive_any() for _ in commands]
+        except ResponseError:
+            raise
+        except BaseException as error:
+            self._abort(undo_after(error, call))
+            raise
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise reply
+        return replies
+
+    def send_ahead(self, call: ScriptCall) -> None:
+        """Send a script; `receive_for` returns its reply. Raises ConnectionError also when the connection is not open."""
+        try:
+            if not self.open:
+                raise ConnectionError("The connection is closed.")
+            self.send(call.request)
+        except BaseException as error:
+            self._abort(undo_after(error, call))
+            raise
+
+    def receive_for(self, call: ScriptCall) -> Any:
+        """Return the reply to a script that was sent ahead; failures are those of `execute`."""
+        try:
+            return self.receive()
+        except ResponseError:
+            raise
+        except BaseException as error:
+            self._abort(undo_after(error, call))
+            raise
+
+    def _abort(self, undo: bytes) -> None:
+        """Send the undo, if there is any, and close the connection."""
+        try:
+            if undo and self.open:
+                self.send(undo)
+        except (RedisError, OSError):
+            pass  # the call never arrived, or the server is gone
+        finally:
+            self.close()
 
     def send(self, request: bytes) -> None:
-        """Send, and connect before if need be. Raises ConnectionError and TimeoutError, and what connecting does."""
-        if self.connection._sock is None:
+        """Send a request; connect first if necessary. Raises ConnectionError, TimeoutError, and the errors of connecting."""
+        if self._socket is None:
             self.connect()
         try:
-            self.connection._sock.sendall(request)
+            self._socket.sendall(request)  # type: ignore[union-attr]
         except OSError as error:
-            raise _told(error) from error
+            raise as_redis_error(error) from error
 
     def receive(self) -> Any:
-        """Return the next reply; one that calls itself an error is raised.
+        """Return the next reply; an error reply is raised.
 
-        Raises ConnectionError, and TimeoutError when the socket's time is over: then what has arrived is kept for the next call.
+        Raises ConnectionError, and TimeoutError when the socket's timeout has passed; the bytes that have arrived until then
+        are kept for the next call.
         """
         if self._replies.empty:
             data = self._read(1)
-            if (
-                data[0] == INTEGER and data[1:-2].isdigit() and data[-2:] == b"\r\n" and self._replies.whole
-            ):  # the reply to most calls for a lock
+            # The reply to most calls for a lock is one integer.
+            if data[0] == INTEGER and data[1:-2].isdigit() and data[-2:] == b"\r\n" and self._replies.at_reply_start:
                 return int(data[1:-2])
             self._replies.add(data)
         while True:
@@ -70,119 +148,42 @@ class RespConnection:
             raise reply
         return reply
 
-    def _read(self, missing: int) -> bytes:
-        sock = self.connection._sock
-        if sock is None:
-            raise ConnectionError("The connection is closed.")
-        size = min(max(missing, self._at_once), MOST)
-        try:
-            data: bytes = sock.recv(size)
-        except OSError as error:
-            raise _told(error) from error
-        if not data:
-            raise ConnectionError("Connection closed by server.")
-        self._at_once = min(2 * size, MOST) if len(data) == size else LEAST
-        return data
-
-    def limit(self, seconds: float, connecting: float) -> None:
-        """Let nothing take longer than so many seconds from now on, and connecting not longer than so many."""
-        self.connection.socket_timeout, self.connection.socket_connect_timeout = seconds, connecting
-        self.wait(seconds)
-
-    def wait(self, seconds: float) -> None:
-        """Let receiving take so long, on this connection."""
-        if self.connection._sock is not None:
-            self.connection._sock.settimeout(seconds)
-
-    @property
-    def open(self) -> bool:
-        """Whether there is a connection."""
-        return self.connection._sock is not None
-
-    def close(self) -> None:
-        """Close the connection; the next request opens another one."""
-        self.connection.disconnect()
-
-
-class ScriptConnection(RespConnection):
-    """One connection on which scripts are called."""
-
-    seated = False
-    """Whether it is kept when it is given back."""
-    era: object = None
-    """Tells whether it was opened before the server was found to be no primary."""
-    idle_since = 0.0
-    """When it was last used."""
-
-    def call(self, call: ScriptCall) -> Any:
-        """Run the script and return its reply.
-
-        Any failure closes the connection, so that no reply is left behind.
-        """
-        try:
-            self.send(call.request)
-            try:
-                return self.receive()
-            except NoScriptError:
-                self.send(call.whole)
-                return self.receive()
-        except ResponseError:
-            raise
-        except ConnectionError:  # the call will be repeated, and an undo that arrives later would undo that
-            self.close()
-            raise
-        except BaseException:
-            self._abort(call)
-            raise
-
-    def call_all(self, calls: ScriptBatch) -> list[Any]:
-        """Run the scripts and return their replies, an error in place of what was refused, as `call` does."""
-        try:
-            self.send(b"".join([call.request for call in calls.calls]))
-            replies = [self._reply() for _ in calls.calls]
-            unknown = [number for number, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-            if unknown:
-                self.send(b"".join([calls.calls[number].whole for number in unknown]))
-                for number in unknown:
-                    replies[number] = self._reply()
-            return replies
-        except ConnectionError:
-            self.close()
-            raise
-        except BaseException:
-            self._abort(*calls.calls)
-            raise
-
-    def _reply(self) -> Any:
+    def receive_any(self) -> Any:
+        """Return the next reply, or the error that the server answered."""
         try:
             return self.receive()
         except ResponseError as error:
             return error
 
-    def ask(self, commands: Pipeline) -> list[Any]:
-        """Send the commands and return their replies; any failure closes the connection."""
+    def _read(self, missing: int) -> bytes:
+        sock = self._socket
+        if sock is None:
+            raise ConnectionError("The connection is closed.")
+        size = min(max(missing, self._read_size), MAX_READ)
         try:
-            self.send(b"".join([pack(*command) for command in commands.commands]))
-            return [self.receive() for _ in commands.commands]
-        except BaseException:
-            self.close()
-            raise
+            data = sock.recv(size)
+        except OSError as error:
+            raise as_redis_error(error) from error
+        if not data:
+            raise ConnectionError("Connection closed by server.")
+        self._read_size = min(2 * size, MAX_READ) if len(data) == size else MIN_READ
+        return data
 
-    def _abort(self, *calls: ScriptCall) -> None:
-        """Close the connection, and have undone what the call may still do: on the same connection it comes after it."""
-        try:
-            for call in calls:
-                if call.undo is not None and self.open:
-                    self.send(call.undo().whole)
-        except (RedisError, OSError):
-            pass  # then the server never sees it, or is gone
-        finally:
-            self.close()
+    def set_timeouts(self, seconds: float, connecting: float) -> None:
+        """Limit, from now on, each send and each read to so many seconds, and connecting to so many."""
+        connection = self.redis_connection
+        connection.socket_timeout, connection.socket_connect_timeout = seconds, connecting
+        self.set_read_timeout(seconds)
+
+    def set_read_timeout(self, seconds: float) -> None:
+        """Limit each read to so many seconds, until the connection is closed."""
+        if self._socket is not None:
+            self._socket.settimeout(seconds)
 
 
-def _told(error: OSError) -> RedisError:
-    """Return the error as redis-py calls it."""
+def as_redis_error(error: OSError) -> RedisError:
+    """Return redis-py's exception for an error of a socket."""
     # The socket's own timeout, not the kernel's ETIMEDOUT, which ends the connection.
-    if isinstance(error, TimeoutError_) and error.errno is None:
+    if isinstance(error, SocketTimeout) and error.errno is None:
         return TimeoutError("Timeout on the socket")
     return ConnectionError(f"Connection lost: {error}")

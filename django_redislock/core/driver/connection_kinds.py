@@ -1,16 +1,23 @@
-"""redis-py's connections of the same settings, for threads and for asyncio."""
+"""redis-py's connections: those of the same settings for threads and for asyncio, and all private parts of them that we use.
+
+Own code on redis-py's sockets is a good part faster than redis-py's own, and the only way that bears signal handlers. A new
+version of redis-py may rename a private part: then only the functions at the end of this module change.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import socket
 from functools import lru_cache
 from typing import Any
 
 from redis import connection as for_threads, sentinel
+from redis._parsers import BaseParser
 from redis.asyncio import connection as for_asyncio, sentinel as async_sentinel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
 _NAMES = ("Connection", "SSLConnection", "UnixDomainSocketConnection")
 _THREADS = {getattr(for_asyncio, name): getattr(for_threads, name) for name in _NAMES}
@@ -18,47 +25,47 @@ _ASYNCIO = {of_threads: of_asyncio for of_asyncio, of_threads in _THREADS.items(
     sentinel.SentinelManagedConnection: async_sentinel.SentinelManagedConnection,
     sentinel.SentinelManagedSSLConnection: async_sentinel.SentinelManagedSSLConnection,
 }
-# What means something to one of the two kinds only.
-_APART = frozenset({"parser_class", "command_packer"})
+_ONE_KIND_ONLY = frozenset({"parser_class", "command_packer"})
+"""Settings that have a meaning for connections of one kind only."""
 
 
 def sync_connection_kind(kind: type, settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
-    """Return the class and the settings of the connections for threads that do as these asyncio connections.
+    """Return the class and the settings of connections for threads that correspond to these asyncio connections.
 
-    Raises TypeError when there are none.
+    Raises TypeError when redis-py has no such class.
     """
     if kind not in _THREADS:
         raise TypeError(
             f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no counterpart for threads; "
             "give the synchronous client of the same server instead: asyncio connections of its own will be made"
         )
-    return _THREADS[kind], {key: value for key, value in settings.items() if key not in _APART}
+    return _THREADS[kind], {key: value for key, value in settings.items() if key not in _ONE_KIND_ONLY}
 
 
 def new_async_connection(kind: type, settings: dict[str, Any]) -> Any:
-    """Return a new connection for asyncio, not connected yet, that does as those for threads.
+    """Return a new asyncio connection, not connected yet, that corresponds to these connections for threads.
 
-    Raises TypeError when there is none.
+    Raises TypeError when redis-py has no such class.
     """
     if kind not in _ASYNCIO:
         raise TypeError(
             f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no counterpart for asyncio; "
             "use a redis.asyncio.Redis, or connections of redis-py's own classes"
         )
-    twin = _ASYNCIO[kind]
-    known = {name for base in twin.__mro__ for name in inspect.signature(base.__init__).parameters}
-    ours = {key: value for key, value in settings.items() if key not in _APART and (key in known or value)}
-    if "connection_pool" in ours:
-        ours["connection_pool"] = _Primary(ours["connection_pool"])
+    async_kind = _ASYNCIO[kind]
+    known = {name for base in async_kind.__mro__ for name in inspect.signature(base.__init__).parameters}
+    options = {key: value for key, value in settings.items() if key not in _ONE_KIND_ONLY and (key in known or value)}
+    if "connection_pool" in options:
+        options["connection_pool"] = _SentinelPool(options["connection_pool"])
     # Without a name, a connection that the server refuses can still read the error.
-    return twin(**ours, **nameless(twin), retry=Retry(NoBackoff(), 0))
+    return async_kind(**options, **nameless(async_kind), retry=Retry(NoBackoff(), 0))
 
 
 @lru_cache
 def nameless(kind: type) -> dict[str, None]:
-    """Return the settings with which a connection of redis-py's does not send its library's name.
+    """Return the settings with which a connection of redis-py does not send the name of its library.
 
-    The answers are not needed, and they take two of the three round trips of connecting.
+    The replies are not needed, and they take two of the three round trips of connecting.
     """
     if not kind.__module__.startswith("redis."):
         return {}
@@ -66,8 +73,8 @@ def nameless(kind: type) -> dict[str, None]:
     return {"driver_info": None} if "driver_info" in known else {"lib_name": None, "lib_version": None}
 
 
-class _Primary:
-    """Where the primary is, as redis-py's asyncio connection asks for it; Sentinel is asked by a thread meanwhile."""
+class _SentinelPool:
+    """The pool that redis-py's asyncio connection asks for the primary's address; a thread asks Sentinel meanwhile."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -76,3 +83,36 @@ class _Primary:
 
     async def get_master_address(self) -> Any:
         return await asyncio.to_thread(self._pool.get_master_address)
+
+
+# The private parts of redis-py. tests/core/test_connection_kinds.py names each of them.
+
+
+def settings_of(pool: Any) -> dict[str, Any]:
+    """Return the settings with which a connection pool makes its connections."""
+    return pool.connection_kwargs  # type: ignore[no-any-return]
+
+
+def socket_of(connection: Any) -> socket.socket | None:
+    """Return the socket of a connection for threads, None when it is not connected."""
+    return connection._sock  # type: ignore[no-any-return]
+
+
+def transport_of(connection: Any) -> asyncio.Transport:
+    """Return the transport of an asyncio connection that is connected."""
+    return connection._writer.transport  # type: ignore[no-any-return]
+
+
+def is_at_end(connection: Any) -> bool:
+    """Whether the server has closed an asyncio connection that was connected."""
+    return connection._reader.at_eof()  # type: ignore[no-any-return]
+
+
+def close_at_once(connection: Any) -> None:
+    """Close an asyncio connection, connected or not, without waiting."""
+    connection._close()
+
+
+def parse_error(line: str) -> RedisError:
+    """Return the exception for an error reply, by its first word."""
+    return BaseParser.parse_error(line)  # type: ignore[no-untyped-call,no-any-return]

@@ -1,25 +1,29 @@
-"""What an algorithm asks for, and how it goes on: each is written once, without I/O, for threads and for asyncio.
+"""The effects that an operation asks its driver for.
 
-An algorithm is a generator: it yields what it wants done (`ScriptCall` a script, `Subscribe` the waiting room, `WaitForWakeup` a wake-up, `Sleep`,
-`Unsubscribe`, …) and is sent the result, or has the error thrown into it. A driver, synchronous or asyncio, does the rest.
+An algorithm is written once, without I/O, for threads and for asyncio: as an operation, a generator that yields effects. Its
+driver carries out each effect (it runs a `ScriptCall`, sleeps for a `WaitForWakeup`, …) and sends the result into the
+generator, or throws the error into it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-from .resp import PART, pack, sized
+from redis.exceptions import ConnectionError, ResponseError
+
+from .resp import PART, encode_command, with_sizes
 from .script import Script
 
 
 class ScriptCall:
     """Run a script; the result is its reply.
 
-    When there is no answer, `undo` is sent after it, so that it leaves nothing behind should the server come to it later.
-    That is only for what nobody will repeat: else the undo of the first try could arrive after the second one.
+    `undo` makes the call that undoes this one; `undo_after` says when the driver sends it. Only a call that is not repeated may
+    have one, because the undo of the first try could arrive after the second try.
     """
 
     __slots__ = ("args", "keys", "request", "script", "undo")
@@ -35,59 +39,68 @@ class ScriptCall:
         self.keys = keys
         self.args = args
         self.undo = undo
-        self.request = _format(script.sha, len(keys), len(args)) % sized((*keys, *args))
-        """The command that runs the script; packed here, so that who is woken sends what was packed before the sleep."""
+        self.request = _format(script.sha, len(keys), len(args)) % with_sizes((*keys, *args))
+        """The encoded command. A waiter prepares it before it sleeps, so that after the wake-up it only sends."""
 
-    @property
-    def whole(self) -> bytes:
-        """The command for a server that does not know the script."""
-        return pack(b"EVAL", self.script.text, b"%d" % len(self.keys), *self.keys, *self.args)
+    def with_text(self) -> ScriptCall:
+        """Return this call with the script's text, for a server that does not know the script (NOSCRIPT)."""
+        call = copy(self)
+        call.request = encode_command(b"EVAL", self.script.text, b"%d" % len(self.keys), *self.keys, *self.args)
+        return call
 
 
 @lru_cache(maxsize=64)
 def _format(sha: bytes, keys: int, args: int) -> bytes:
     """Return the format of a call of a script; its values are each key and argument, after its size."""
-    head = pack(b"EVALSHA", sha, b"%d" % keys).partition(b"\r\n")[2]
+    head = encode_command(b"EVALSHA", sha, b"%d" % keys).partition(b"\r\n")[2]
     return b"*%d\r\n" % (3 + keys + args) + head + PART * (keys + args)
 
 
-class Pipeline(NamedTuple):
-    """Send plain commands, all at once; the result is a list of their replies."""
-
-    commands: tuple[tuple[bytes, ...], ...]
-
-
 class ScriptBatch(NamedTuple):
-    """Run many scripts, all at once; the result is a list of their replies, an error in place of what the server refused."""
+    """Run several scripts at once; the result is the list of their replies, an error in place of each refused reply."""
 
     calls: tuple[ScriptCall, ...]
 
 
-class Subscribe(NamedTuple):
-    """Make sure that wake-ups arrive, and enter the waiting room; the result is a waiter with a `channel`.
+class Pipeline(NamedTuple):
+    """Send plain commands at once; the result is the list of their replies."""
 
-    `along` gets the channel. The call that it returns is sent in the same breath with the subscription, if there is none yet:
-    then the waiter's `said` is the reply.
+    commands: tuple[tuple[bytes, ...], ...]
+
+
+def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) -> bytes:
+    """Return the requests that undo the call, whose reply this error keeps from its caller; b"" when none is to be sent.
+
+    This is the rule of both drivers. They send the undo on the same connection: so the server executes it after the call, however
+    late. After an error reply there is nothing to undo. After a ConnectionError `with_retries` repeats the call, and an undo that
+    arrived late would undo the repeated call. At a GeneratorExit nothing can be sent any more.
     """
+    if isinstance(error, (ResponseError, ConnectionError, GeneratorExit)) or isinstance(call, Pipeline):
+        return b""
+    calls = call.calls if isinstance(call, ScriptBatch) else (call,)
+    return b"".join([each.undo().with_text().request for each in calls if each.undo is not None])
+
+
+class Subscribe(NamedTuple):
+    """Make sure that wake-ups arrive, and register a waiter for the lock; the result is the waiter, with its `channel`."""
 
     lock: bytes
     id: bytes
-    along: Callable[[bytes], ScriptCall] | None = None
 
 
 class WaitForWakeup(NamedTuple):
-    """Sleep until the waiter is woken or until this time on the monotonic clock; the result is what it was told, or None.
+    """Sleep until the waiter is woken or until `until` on the monotonic clock; the result is the message, or None.
 
-    `look` is when what holds the lock ends: then the first waiter of each process is up.
+    At `poll_at`, when the lock expires, the driver wakes the one waiter of each process that polls for the lock.
     """
 
     waiter: Any
     until: float
-    look: float
+    poll_at: float
 
 
 class Unsubscribe(NamedTuple):
-    """Leave the waiting room."""
+    """Remove the waiter."""
 
     waiter: Any
 
@@ -99,16 +112,15 @@ class Sleep(NamedTuple):
 
 
 class Invoke(NamedTuple):
-    """Call the function; the result is what it returned and None, or None and what it raised."""
+    """Call the function; the result is its return value and None, or None and its error."""
 
     function: Callable[[], Any]
 
 
 class WaitForFuture(NamedTuple):
-    """Wait for what another thread or task of this process makes, until this time on the monotonic clock; the result is
-    that, or None when the time is over."""
+    """Wait for a future of another thread or task of this process; the result is the future's, or None after `until`."""
 
-    made: Future[Any]
+    future: Future[Any]
     until: float
 
 

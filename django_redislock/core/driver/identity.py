@@ -1,4 +1,4 @@
-"""Which clients talk to the same server: those whose settings are equal, as far as they concern our own connections."""
+"""The settings of a client that our own connections inherit; clients for which these are equal share a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from redis.sentinel import SentinelConnectionPoolProxy
 
-# What a client may have configured that ours decide by themselves.
+from .connection_kinds import settings_of
+
 OURS = frozenset(
     {
         *("retry", "retry_on_error", "retry_on_timeout", "health_check_interval"),
@@ -18,15 +19,16 @@ OURS = frozenset(
         *("driver_info", "lib_name", "lib_version"),  # Django's own backend makes another one for every thread
     }
 )
+"""Settings that our connections do not inherit, as of redis-py 8.1."""
 
 
-def theirs(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a client that hold for our connections, too."""
+def inherited_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a client that our connections inherit."""
     return {key: value for key, value in settings.items() if key not in OURS}
 
 
 def identity(value: Any) -> Any:
-    """Return what is equal, and has a hash, for equal settings: other objects are compared as they compare themselves."""
+    """Return a hashable value that is equal for equal settings; objects are compared by their own ``==``."""
     if isinstance(value, dict):
         return "dict", frozenset((key, identity(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -34,7 +36,8 @@ def identity(value: Any) -> Any:
     if isinstance(value, SentinelConnectionPoolProxy):  # each `master_for()` makes another one
         # Their order changes: the one that answered comes first.
         sentinels = frozenset(
-            identity(theirs(client.connection_pool.connection_kwargs)) for client in value.sentinel_manager.sentinels
+            identity(inherited_settings(settings_of(client.connection_pool)))
+            for client in value.sentinel_manager.sentinels
         )
         return "sentinel", sentinels, value.service_name, value.is_master, value.check_connection
     try:

@@ -1,7 +1,7 @@
-"""Gives connections back that nobody has used for a minute.
+"""Closes connections that were not used for a minute.
 
-A thread does it that is there only while there is something to close: not the watchdog's, because that is a thread of the
-operating system also where gevent's sockets belong to the greenlets of another one.
+A thread of its own does it, which exists only while there is something to close. It is not the watchdog's, because that one is a
+thread of the operating system also under gevent, where sockets belong to the greenlets of another thread.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from .fork import after_in_child
 IDLE = 60.0
 """Seconds after which an unused connection is closed."""
 SOONEST = 0.05
-"""Seconds between two looks at least."""
+"""The shortest time between two rounds, in seconds."""
 
 
 class Idling(Protocol):
-    """What may have unused connections."""
+    """An object with connections that may become idle."""
 
     watched: bool
-    """Whether the housekeeper will look at it."""
+    """Whether the housekeeper will close its idle connections."""
 
     def close_idle(self, before: float) -> float:
-        """Close what nobody has used since then; return since when nobody has used the next to be closed, or inf."""
+        """Close the connections that were last used before this time; return when the next one was last used, or inf."""
         raise NotImplementedError
 
 
 class Housekeeper:
-    """Closes unused connections, in a thread that ends when all that is left may stay."""
+    """Closes idle connections, in a thread that ends when all that are left may stay."""
 
     def __init__(self) -> None:
         self._watched: set[ref[Idling]] = set()
         self._running: object = None
-        """What the running thread knows itself by."""
+        """Token of the running thread; a thread that holds another token ends."""
 
     def watch(self, server: Idling) -> None:
-        """Close the connections of the server in time, from now until it is at rest."""
+        """Close the server's connections in time, until all that are left may stay."""
         try:
             server.watched = True  # first: once it is in the set, the thread decides
             self._watched.add(ref(server))
@@ -51,42 +51,42 @@ class Housekeeper:
                 self._start()
         except BaseException as error:
             server.watched = False
-            if not isinstance(error, RuntimeError):  # no further thread is to be had: the next use tries again
+            if not isinstance(error, RuntimeError):  # no further thread can start: the next use tries again
                 raise
 
     def _start(self) -> None:
-        mine = object()
+        token = object()
         try:
-            self._running = mine
-            os_threads.start_here(partial(self._run, mine), "redislock-idle")
+            self._running = token
+            os_threads.start_here(partial(self._run, token), "redislock-idle")
         except BaseException:  # a signal, perhaps after the thread started: then it ends at once
             self._running = None
             raise
 
-    def _run(self, mine: object) -> None:
+    def _run(self, token: object) -> None:
         pause = IDLE
-        while self._running is mine:
+        while self._running is token:
             time.sleep(pause)
             pause = self._close()
             if pause == math.inf:
                 self._running = None
                 if not self._watched:
                     return
-                self._running, pause = mine, SOONEST  # one came meanwhile, and its thread, if it started one, ends
+                self._running, pause = token, SOONEST  # one came meanwhile; if it started a thread, that one ends
 
     def _close(self) -> float:
-        """Close what is idle, and return how long to sleep then."""
+        """Close idle connections, and return how long to sleep then."""
         now, oldest = monotonic(), math.inf
         for found in list(self._watched):
             self._watched.discard(found)
             server = found()
             if server is None:
                 continue
-            server.watched = False  # first: what is used from now on is to be looked at again
+            server.watched = False  # first, so that connections used from now on are watched again
             try:
                 since = server.close_idle(now - IDLE)
-            except Exception:  # the others are to be closed all the same
-                events.log.exception("Unused connections could not be closed; they are tried again when they are used.")
+            except Exception:  # those of the other servers must be closed all the same
+                events.log.exception("Idle connections could not be closed. It is tried again after their next use.")
                 continue
             if since < math.inf:
                 self._watched.add(found)
@@ -102,4 +102,4 @@ def _after_fork() -> None:
     housekeeper.__init__()  # type: ignore[misc]  # its thread stayed with the parent
 
 
-after_in_child(_after_fork)
+after_in_child("housekeeper", _after_fork)

@@ -1,4 +1,4 @@
-"""Many steps run side by side: their calls take one round trip, and their waits run at the same time."""
+"""Many operations side by side: their calls share one round trip, and their waits run at the same time."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from redis.exceptions import RedisError
 
 from ..clock import monotonic
 from .effects import Effect, Operation, ScriptBatch, ScriptCall, Sleep, Subscribe, T, Unsubscribe, WaitForWakeup
-from .wakeups import LOOK_EVERY
+from .wakeups import POLL_INTERVAL
 
 
 class Abandoned(BaseException):
-    """Thrown into steps whose result is not needed any more."""
+    """Thrown into operations whose result is not needed any more."""
 
 
-def together(
-    many: Sequence[Operation[T]], ended: dict[int, T], before_waiting: Callable[[], Operation[bool]] | None = None
+def interleave(
+    operations: Sequence[Operation[T]],
+    results: dict[int, T],
+    before_waiting: Callable[[], Operation[bool]] | None = None,
 ) -> Operation[None]:
-    """Run many steps side by side; `ended` gets the result of each.
+    """Run many operations side by side; `results` gets the result of each, by its number.
 
-    The steps of `before_waiting` run whenever all others only wait; once their result is False the others are
-    abandoned. Raises the error of these steps, or the first error of the others, when all have ended.
+    The operation of `before_waiting` runs whenever all others only wait; once its result is False, the others are abandoned.
+    Raises the error of that operation, or the first error of the others, when all have ended.
     """
-    if len(many) == 1 and before_waiting is None:  # as most are
-        ended[0] = yield from many[0]
+    if len(operations) == 1 and before_waiting is None:  # the most frequent case
+        results[0] = yield from operations[0]
         return
-    group = _Abreast(many, ended)
-    for number in range(len(many)):
+    group = _Group(operations, results)
+    for number in range(len(operations)):
         group.proceed(number)
     try:
-        while group.wants():
+        while group.runs():
             if group.has_work():
                 yield from group.work()
                 continue
@@ -49,33 +51,33 @@ def together(
                     continue
             yield from group.wait()
     finally:
-        if group.sleeper is not None:
-            yield Unsubscribe(group.sleeper)
+        if group.waiter is not None:
+            yield Unsubscribe(group.waiter)
     if group.failure is not None:
         raise group.failure
 
 
-class _Abreast(Generic[T]):
-    """The next effect that each of the steps wants."""
+class _Group(Generic[T]):
+    """The next effect of each of the operations."""
 
-    def __init__(self, many: Sequence[Operation[T]], ended: dict[int, T]) -> None:
-        self._many = many
-        self._ended = ended
+    def __init__(self, operations: Sequence[Operation[T]], results: dict[int, T]) -> None:
+        self._operations = operations
+        self._results = results
         self.failure: BaseException | None = None
         self._calls: dict[int, ScriptCall] = {}
         self._pauses: dict[int, Sleep] = {}
-        self._joins: dict[int, Subscribe] = {}
-        self._sleeps: dict[int, WaitForWakeup] = {}
+        self._subscribes: dict[int, Subscribe] = {}
+        self._waits: dict[int, WaitForWakeup] = {}
         self._others: dict[int, Effect] = {}
-        self._kinds: dict[type, dict[int, Any]] = {
+        self._by_kind: dict[type, dict[int, Any]] = {
             ScriptCall: self._calls,
             Sleep: self._pauses,
-            Subscribe: self._joins,
-            WaitForWakeup: self._sleeps,
+            Subscribe: self._subscribes,
+            WaitForWakeup: self._waits,
         }
-        self._wanted: list[dict[int, Any]] = [*self._kinds.values(), self._others]
-        self.sleeper: Any = None
-        """The waiter that sleeps in the waiting room for all of them."""
+        self._effects: list[dict[int, Any]] = [*self._by_kind.values(), self._others]
+        self.waiter: Any = None
+        """The waiter that sleeps for all of them."""
         self._lock = b""
         self._new: list[int] = []
         """The numbers of the waits for which it does not sleep yet."""
@@ -84,39 +86,39 @@ class _Abreast(Generic[T]):
         self._until = math.inf
         """The time at which the first of them continues without a wake-up, or an earlier time."""
 
-    def wants(self) -> bool:
+    def runs(self) -> bool:
         """Whether not all have ended."""
-        return any(self._wanted)
+        return any(self._effects)
 
     def has_work(self) -> bool:
-        """Whether some of them want something else than to wait."""
-        return bool(self._others or (self._calls and not (self._joins or self._pauses)))
+        """Whether one of them does not only wait."""
+        return bool(self._others or (self._calls and not (self._subscribes or self._pauses)))
 
     def proceed(self, number: int, result: Any = None, error: BaseException | None = None) -> None:
         """Continue one of them."""
-        steps = self._many[number]
-        for wanted in self._wanted:
-            wanted.pop(number, None)
+        operation = self._operations[number]
+        for effects in self._effects:
+            effects.pop(number, None)
         try:
-            effect = steps.send(result) if error is None else steps.throw(error)
+            effect = operation.send(result) if error is None else operation.throw(error)
         except StopIteration as stop:
-            self._ended[number] = stop.value
+            self._results[number] = stop.value
         except Abandoned:
             pass
         except BaseException as raised:
             self.failure = self.failure or raised
         else:
-            self._kinds.get(type(effect), self._others)[number] = effect
+            self._by_kind.get(type(effect), self._others)[number] = effect
             if isinstance(effect, WaitForWakeup):
                 self._new.append(number)
 
     def abandon(self) -> None:
         """End all of them."""
-        for number in self._unended():
+        for number in self._running():
             self.proceed(number, error=Abandoned())
 
     def work(self) -> Operation[None]:
-        """Run the effect of one, or all wanted calls together."""
+        """Yield the effect of one, or all calls in one batch."""
         if self._others:
             number, effect = next(iter(self._others.items()))
             yield from self._do([number], effect)
@@ -124,13 +126,12 @@ class _Abreast(Generic[T]):
             yield from self._do(list(self._calls), ScriptBatch(tuple(self._calls.values())))
 
     def wait(self) -> Operation[None]:
-        """Enter the waiting room, pause, or sleep."""
-        if self._joins:
-            number, join = next(iter(self._joins.items()))
-            # They enter as if all waited for one lock: one looks twice a second, each of the others at the end of its
-            # lock.
-            self._lock = self._lock or join.lock
-            yield from self._do([number], join._replace(lock=self._lock))
+        """Subscribe, pause, or sleep until a wake-up."""
+        if self._subscribes:
+            number, subscribe = next(iter(self._subscribes.items()))
+            # They register as if all waited for one lock: one polls twice a second, each of the others when its lock expires.
+            self._lock = self._lock or subscribe.lock
+            yield from self._do([number], subscribe._replace(lock=self._lock))
         elif self._pauses:
             longest = max(pause.seconds for pause in self._pauses.values())
             yield from self._do(list(self._pauses), Sleep(longest))
@@ -139,44 +140,44 @@ class _Abreast(Generic[T]):
 
     def _sleep(self) -> Operation[None]:
         """Sleep until one of them is woken, or its time is over."""
-        if self.sleeper is None:
-            first = next(iter(self._sleeps.values())).waiter
+        if self.waiter is None:
+            first = next(iter(self._waits.values())).waiter
             try:
-                self.sleeper = yield Subscribe(first.lock, first.id + b"+")
+                self.waiter = yield Subscribe(first.lock, first.id + b"+")
             except RedisError:  # there will be no wake-ups now
-                yield from self._do(list(self._sleeps), Sleep(LOOK_EVERY))
+                yield from self._do(list(self._waits), Sleep(POLL_INTERVAL))
                 return
-            self.sleeper.told = deque()
-        told = self.sleeper.told
+            self.waiter.woken_members = deque()
+        woken = self.waiter.woken_members
         while self._new:
             number = self._new.pop()
-            if number in self._sleeps:
-                waiter, until, look = self._sleeps[number]
-                self._until = min(self._until, until, look)
+            if number in self._waits:
+                waiter, until, poll_at = self._waits[number]
+                self._until = min(self._until, until, poll_at)
                 self._numbers[waiter] = number
-                waiter.sleeper = self.sleeper
-                if waiter.woken:  # before it had a sleeper
-                    told.append(waiter)
-        if not told:
-            yield from self._do([], WaitForWakeup(self.sleeper, self._until, math.inf))
-        while told:
-            waiter = told.popleft()
-            if waiter.woken and self._numbers[waiter] in self._sleeps:
-                self.proceed(self._numbers[waiter], waiter.heed())
+                waiter.group = self.waiter
+                if waiter.woken:  # before it had a group
+                    woken.append(waiter)
+        if not woken:
+            yield from self._do([], WaitForWakeup(self.waiter, self._until, math.inf))
+        while woken:
+            waiter = woken.popleft()
+            if waiter.woken and self._numbers[waiter] in self._waits:
+                self.proceed(self._numbers[waiter], waiter.take_message())
         now = monotonic()
         if now >= self._until:
             self._until = math.inf
-            for number, (waiter, until, look) in list(self._sleeps.items()):
-                if min(until, look) <= now:
-                    self.proceed(number, waiter.heed())
+            for number, (waiter, until, poll_at) in list(self._waits.items()):
+                if min(until, poll_at) <= now:
+                    self.proceed(number, waiter.take_message())
                 else:
-                    self._until = min(self._until, until, look)
+                    self._until = min(self._until, until, poll_at)
 
-    def _unended(self) -> list[int]:
-        return [number for wanted in self._wanted for number in wanted]
+    def _running(self) -> list[int]:
+        return [number for effects in self._effects for number in effects]
 
     def _do(self, numbers: list[int], effect: Effect) -> Operation[None]:
-        """Run the effect for these; any error that is not of Redis interrupts all."""
+        """Yield the effect for these operations; an error that is not Redis's interrupts all of them."""
         replies: list[Any] = []
         error: BaseException | None = None
         try:
@@ -185,7 +186,7 @@ class _Abreast(Generic[T]):
         except BaseException as raised:
             error = raised
             if not isinstance(error, RedisError):
-                numbers = self._unended()
+                numbers = self._running()
         for number, reply in zip(numbers, chain(replies, repeat(None)), strict=False):
             refused = reply if isinstance(reply, RedisError) else None
             self.proceed(number, reply, error or refused)

@@ -1,18 +1,20 @@
-"""Which database a client leads to, however it is told to get there."""
+"""The database that a client leads to, however the address was given."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any
 
+from .connection_kinds import settings_of
+
 
 def place_of(pool: Any) -> Hashable:
-    """Return what is equal for redis-py's connection pools of the same database, whatever their other settings.
+    """Return a value that is equal for redis-py's connection pools of the same database, whatever their other settings.
 
-    That is host, port and number of the database, or the path of the socket, or Sentinel's name of the service and where the
-    Sentinels are. Names of hosts are taken as they are written.
+    It contains the number of the database and either host and port, or the path of the socket, or the service's name and the
+    places of its Sentinels. Host names are compared as they are written.
     """
-    options = pool.connection_kwargs
+    options = settings_of(pool)
     database = str(options.get("db") or 0)
     manager = getattr(pool, "sentinel_manager", None)
     if manager is not None:

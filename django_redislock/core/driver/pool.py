@@ -1,6 +1,7 @@
-"""The connections for calls: those that are free, how many there may be, and the threads that wait until one is free.
+"""The connections for calls: the free ones, how many there may be, and the threads that wait for one.
 
-There is no lock, so that a signal handler or a destructor may come in at any point; nor does it wait for its own thread.
+There is no lock, so that a signal handler or a destructor may interrupt any function here. It does not wait for its own thread
+either.
 """
 
 from __future__ import annotations
@@ -14,161 +15,162 @@ from weakref import ref
 from redis.exceptions import TimeoutError
 
 from ..clock import monotonic
-from .connection import ScriptConnection
+from .connection import Connection
 from .os_threads import OsEvent
-from .seat import Seat
+from .slot import Slot
 
 
 class ConnectionPool:
-    """The connections that there are, those in use too, and who waits for one.
+    """Lends connections to threads, `limit` of them at the same time.
 
-    `make` returns a further one. A thread waits for `timeout` seconds at most.
+    `connect` makes a further connection. A thread waits for a free one for `timeout` seconds at most.
     """
 
-    def __init__(self, limit: int, timeout: float, make: Callable[[], ScriptConnection]) -> None:
-        self.free: list[ScriptConnection] = []
-        """The last one is taken next, so that the first ones are not used for long."""
+    def __init__(self, limit: int, timeout: float, connect: Callable[[], Connection]) -> None:
+        self.free: list[Connection] = []
+        """The last one is lent next, so that the first ones become idle."""
         self.users: set[int] = set()
-        """The threads that have a connection, or are about to."""
+        """The threads that have a connection, or are about to get one."""
         self._timeout = timeout
-        self._make = make
-        self._seats: list[Seat[ref[ScriptConnection]]] = [Seat() for _ in range(limit)]
-        """One for each connection; one that is lost to a signal leaves its seat."""
+        self._connect = connect
+        self._slots: list[Slot[ref[Connection]]] = [Slot() for _ in range(limit)]
+        """One for each connection; a connection that is lost to a signal empties its slot."""
+        self._extra: Slot[ref[Connection]] = Slot()
         self._era = object()
-        """What the connections have in common that were made since the last one was given up."""
-        self._extra: Seat[ref[ScriptConnection]] = Seat()
-        self._seekers: list[_Seeker] = []
+        """The era of the connections that may be used; `distrust` begins another one."""
+        self._waiters: list[_PoolWaiter] = []
 
-    def take(self) -> ScriptConnection:
+    def take(self) -> Connection:
         """Return a free connection; raises IndexError when there is none."""
-        link = self.free.pop()
-        if link.era is not self._era:
-            link.close()
-            link.era = self._era
-        return link
+        connection = self.free.pop()
+        if connection.era is not self._era:
+            connection.close()
+            connection.era = self._era
+        return connection
 
-    def take_extra(self) -> ScriptConnection:
-        """Return a connection without waiting: one more than callers may have, if there is none."""
+    def take_extra(self) -> Connection:
+        """Return a connection without waiting, if necessary one more than the limit."""
         try:
             return self.take()
         except IndexError:
-            return self._seated(self._extra) or self._made()
+            return self._new_in(self._extra) or self._new()
 
-    def give_back(self, link: ScriptConnection) -> None:
-        """Let the next one have the connection; one that is too many is closed."""
-        link.idle_since = monotonic()
-        if link.seated:
-            self.free.append(link)
+    def give_back(self, connection: Connection) -> None:
+        """Take the connection back; close it if it is not one of the pool's own."""
+        connection.idle_since = monotonic()
+        if connection.pooled:
+            self.free.append(connection)
         else:
-            link.close()
-        if self._seekers:
-            self.tell()
+            connection.close()
+        if self._waiters:
+            self.notify()
 
     def distrust(self) -> None:
-        """Close the connections before they are used again, also those in use now: they lead to the same server."""
+        """Have all connections closed before they are used again, also those in use now: their server is no primary."""
         self._era = object()
 
     def close_idle(self, before: float, keep: int) -> float:
-        """Close those that nobody has used since then, all but so many.
+        """Close the free connections that were last used before this time, all but `keep`.
 
-        Return since when nobody has used the next to be closed, inf when there is none.
+        Return when the next one to be closed was last used, inf when there is none.
         """
         while len(self.free) > keep:
             try:
-                link = self.free.pop(0)  # the last to be taken
+                connection = self.free.pop(0)  # the one that would be lent last
             except IndexError:
                 break
-            since = link.idle_since
+            since = connection.idle_since
             if since > before:
-                self.free.insert(0, link)
+                self.free.insert(0, connection)
             else:
-                link.close()
-            del link  # before somebody is told that there is room for another one
-            self.tell()
+                connection.close()
+            del connection  # so that its slot is empty before a waiter is notified
+            self.notify()
             if since > before:
                 return since
         return math.inf
 
-    def wait(self, nested: bool = False) -> ScriptConnection:
-        """Return a connection, as soon as there is one.
+    def wait(self, nested: bool = False) -> Connection:
+        """Return a connection as soon as there is one.
 
-        `nested`: the caller interrupted its own thread, and must not wait for what that one uses. Raises TimeoutError when none becomes free in time, and what another thread got that tried to connect meanwhile.
+        `nested`: the caller interrupted its own thread during a call, so it must not wait for the connection of that call.
+        Raises TimeoutError when no connection becomes free in time, and the error of another thread that could not connect
+        meanwhile.
         """
-        seeker = _Seeker()
+        waiter = _PoolWaiter()
         give_up = monotonic() + self._timeout
         try:
             while True:
-                self._queue(seeker)  # before the look, or a connection could come back unseen
+                self._enqueue(waiter)  # before it takes one, or a connection could come back unnoticed
                 try:
                     return self.take()
                 except IndexError:
                     pass
-                link = self._further()
-                if link is not None:
-                    return link
+                connection = self._further()
+                if connection is not None:
+                    return connection
                 if nested:
-                    link = self._made()
-                    link.seated = (
-                        True  # all others may have to wait until the caller has returned, and it for one of them
-                    )
-                    return link
+                    connection = self._new()
+                    # All other threads may have to wait until the caller has returned, and the caller for one of them.
+                    connection.pooled = True
+                    return connection
                 left = give_up - monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no connection was free within {self._timeout:g} s")
-                seeker.alarm.sleep(left)
-                if seeker.error is not None:
-                    raise copy(seeker.error)
+                waiter.event.wait(left)
+                if waiter.error is not None:
+                    raise copy(waiter.error)
         finally:
             try:
-                self._seekers.remove(seeker)
-            except ValueError:  # it was told of a connection, which it leaves to the next one, perhaps
-                self.tell()
+                self._waiters.remove(waiter)
+            except ValueError:  # it was notified of a connection that it perhaps leaves to the next waiter
+                self.notify()
 
-    def tell(self, error: Exception | None = None) -> None:
-        """Wake the first who waits, because a connection is free; or all, because none can be opened."""
+    def notify(self, error: Exception | None = None) -> None:
+        """Wake the first waiter, because a connection is free; with an error all waiters, because none can be opened."""
         try:
             while True:
-                seeker = self._seekers.pop(0)
-                seeker.told, seeker.error = True, error
-                seeker.alarm.ring()
+                waiter = self._waiters.pop(0)
+                waiter.notified, waiter.error = True, error
+                waiter.event.set()
                 if error is None:
                     break
         except IndexError:
             pass
 
-    def _queue(self, seeker: _Seeker) -> None:
-        if seeker not in self._seekers:
-            # What this thread interrupted cannot take a connection now, so it must not be told of one before.
-            first = seeker.told or any(other.thread == seeker.thread for other in list(self._seekers))
-            self._seekers.insert(0 if first else len(self._seekers), seeker)
+    def _enqueue(self, waiter: _PoolWaiter) -> None:
+        if waiter not in self._waiters:
+            # A waiter that this thread interrupted cannot take a connection now, so it must not be notified first.
+            first = waiter.notified or any(other.thread == waiter.thread for other in list(self._waiters))
+            self._waiters.insert(0 if first else len(self._waiters), waiter)
 
-    def _further(self) -> ScriptConnection | None:
-        for seat in self._seats:
-            link = self._seated(seat)
-            if link is not None:
-                return link
+    def _further(self) -> Connection | None:
+        for slot in self._slots:
+            connection = self._new_in(slot)
+            if connection is not None:
+                return connection
         return None
 
-    def _seated(self, seat: Seat[ref[ScriptConnection]]) -> ScriptConnection | None:
-        """Return a further connection that has the seat, unless another one has it."""
-        if seat.taken_by is not None:
+    def _new_in(self, slot: Slot[ref[Connection]]) -> Connection | None:
+        """Return a new connection that takes this slot, None when the slot is taken."""
+        if slot.value is not None:
             return None
-        link = self._made()
-        taken = ref(link, seat.leave)
-        link.seated = seat.take(taken) is taken
-        return link if link.seated else None
+        connection = self._new()
+        reference = ref(connection, slot.remove)
+        connection.pooled = slot.put_if_empty(reference) is reference
+        return connection if connection.pooled else None
 
-    def _made(self) -> ScriptConnection:
-        link = self._make()
-        link.era = self._era
-        return link
+    def _new(self) -> Connection:
+        connection = self._connect()
+        connection.era = self._era
+        return connection
 
 
-class _Seeker:
+class _PoolWaiter:
     """A thread that waits for a connection."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.alarm = OsEvent(threading.Lock())
-        self.told = False
+        self.event = OsEvent(threading.Lock())
+        self.notified = False
         self.error: Exception | None = None

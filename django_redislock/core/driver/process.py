@@ -1,4 +1,4 @@
-"""The id and the host of this process. They are kept, because asking the system is slow compared with a lock's other work."""
+"""The id and the host of this process. They are kept, because a system call is slow compared with the other work of a lock."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ def _after_fork() -> None:
     pid = os.getpid()
 
 
-after_in_child(_after_fork)
+after_in_child("process id", _after_fork)

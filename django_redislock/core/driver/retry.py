@@ -1,11 +1,18 @@
-"""Effects that are tried again while a server cannot be reached."""
+"""Effects that are repeated: while a server cannot be reached, and when it does not know a script."""
 
 from __future__ import annotations
 
-import random
 from typing import Any, Protocol
 
-from redis.exceptions import AuthenticationError, ClusterCrossSlotError, ConnectionError, RedisError, ResponseError
+from redis.backoff import FullJitterBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    ClusterCrossSlotError,
+    ConnectionError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+)
 
 from ...exceptions import LockBackendError
 from .. import events
@@ -14,11 +21,12 @@ from .effects import Operation, Pipeline, ScriptBatch, ScriptCall, Sleep, Subscr
 
 RETRY_FOR = 5.0
 retry_for: float | None = None
-"""Seconds for which every server that cannot be reached is tried again, where the settings say so; None: by its kind."""
+"""Seconds for which the settings repeat calls to every server that cannot be reached; None: the server's kind decides."""
+_backoff = FullJitterBackoff(cap=0.5, base=0.01)
 
 
 class Patient(Protocol):
-    """An object that knows how long its server is tried again."""
+    """An object that knows for how many seconds calls to its server are repeated."""
 
     @property
     def retry_for(self) -> float: ...
@@ -31,23 +39,27 @@ def with_retries(
     patient: Patient | None = None,
     level: int | None = None,
 ) -> Operation[tuple[float, Any]]:
-    """Have the effect done, again while the server cannot be reached; return when the last try was sent, and its result.
+    """Yield the effect, and repeat it while the server cannot be reached; return when the last try was sent, and the result.
 
-    Every script may be repeated safely. A connection that broke is tried again at once, at least once; a server that
-    stays away for longer than `patient` says, or past `until`, raises LockBackendError. So does, without another try, one that
-    stays silent for as long as the client's own socket timeout, and any other error. That is logged at the `level` (None: as a
-    warning).
+    Every script may be repeated safely. After a ConnectionError the effect is repeated at once, at least one time, and then
+    until the seconds of `patient` or the time `until` are over. A script that the server does not know is sent with its text.
+
+    Raises LockBackendError then; without another try when the server stays silent for the client's own socket timeout, and
+    after any other error. It is logged at `level` (None: as a warning).
     """
-    tries, give_up = 0, until
+    tries, give_up, has_text = 0, until, False
     while True:
         sent = monotonic()
         try:
             return sent, (yield effect)
         except RedisError as error:
+            if isinstance(error, NoScriptError) and isinstance(effect, ScriptCall) and not has_text:
+                effect, has_text = effect.with_text(), True
+                continue
             if not tries:
                 patience = (RETRY_FOR if retry_for is None else retry_for) if patient is None else patient.retry_for
                 give_up = min(until, sent + patience)
-            pause = random.uniform(0, min(0.5, 0.01 * 2**tries)) if tries else 0.0  # noqa: S311
+            pause = _backoff.compute(tries) if tries else 0.0
             broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
             if not broken or (tries and monotonic() + pause >= give_up):
                 raise _backend_error(name, error, effect, level) from error
@@ -59,10 +71,10 @@ def _backend_error(
     name: str, error: RedisError, effect: ScriptCall | ScriptBatch | Pipeline | Subscribe, level: int | None
 ) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
-    if isinstance(effect, ScriptCall) and "WRONGTYPE" in cause:  # something else wrote one of them
+    if isinstance(effect, ScriptCall) and "WRONGTYPE" in cause:  # another program wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
     failure = LockBackendError(name, cause, refused=isinstance(error, ResponseError))
-    # Commands are about values, not about locks; and after CROSSSLOT the caller asks again with other keys.
+    # Commands are about values, not about locks; and after CROSSSLOT the caller tries other keys.
     if not isinstance(effect, Pipeline) and not isinstance(error, ClusterCrossSlotError):
         events.emit("backend_error", "%s", failure, name=name, cause=cause, level=level)
     return failure

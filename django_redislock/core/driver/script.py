@@ -10,9 +10,9 @@ LOCK_SCRIPTS = files(__package__.rpartition(".")[0]) / "lua"
 
 
 class Script:
-    """One Lua script: the text of its own file after the parts that it uses.
+    """One Lua script: the texts of the parts that it uses, followed by the text of its own file.
 
-    The files are in the folder ``lua`` of the package `home`; parts that it does not have are those of the lock.
+    The files are in the folder ``lua`` of the package `home`, or of the lock.
     """
 
     def __init__(self, name: str, *parts: str, home: str = "") -> None:

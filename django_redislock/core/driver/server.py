@@ -1,7 +1,7 @@
-"""The synchronous driver: one Redis server, with connections of our own to it.
+"""The synchronous driver: one Redis server, with our own connections to it.
 
-Own connections, made like those of the client that was given, because the client's own may be used up by others, wait for
-hours on a retry policy, or decode replies. Every call takes one for a moment; who waits for a lock holds none.
+They are made as those of the given client, whose own connections may all be in use, may wait for hours by a retry policy, or may
+decode replies. A call borrows a connection for its duration. A thread that waits for a lock borrows none.
 """
 
 from __future__ import annotations
@@ -10,24 +10,22 @@ import inspect
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar, TypeVar
-from weakref import ref
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, NoScriptError, RedisError, TimeoutError
 from redis.retry import Retry
 
 from ..clock import monotonic
 from . import idle, os_threads, retry
-from .connection import RespConnection, ScriptConnection
-from .connection_kinds import nameless, sync_connection_kind
+from .connection import Connection
+from .connection_kinds import nameless, settings_of, sync_connection_kind
 from .effects import (
     Effect,
     Invoke,
@@ -41,60 +39,60 @@ from .effects import (
     WaitForFuture,
     WaitForWakeup,
 )
-from .fork import after_in_child
-from .identity import identity, theirs
+from .identity import inherited_settings
 from .place import place_of
 from .pool import ConnectionPool
-from .resp import NotPrimary
+from .primary import NotPrimary
 from .wakeups_threads import WaitingRoom
 
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 16
 RETRY_FOR_BY_SENTINEL = 40.0
-"""Longer than Sentinel takes for a failover: it waits 30 s by default until it calls the primary down."""
+"""Longer than a failover by Sentinel takes: by default it waits 30 s before it considers the primary down."""
 
 T = TypeVar("T")
 
 
 class Server:
-    """One Redis server as this process sees it; shared by all clients with the same settings.
+    """One Redis server as this process sees it, shared by all clients with the same settings.
 
-    It is kept by those clients and by the locks and acquisitions made with them. Nothing that it has may lead back to it, so
-    that its connections close at once when all of those are gone.
+    The clients, the locks and the leases keep it alive. It must not refer back to any of them, so that its connections close at
+    once when all of those are gone.
     """
 
     watched = False
-    """Whether its unused connections will be closed."""
-
+    """Whether the housekeeper will close its idle connections."""
     watchdog: Any
-    """The watchdog of the locks held there; there is none before the first, and the driver does not use it."""
+    """The watchdog of the locks held there; the first such lock sets it, and the driver does not use it."""
     view_kind: ClassVar[type[Any] | None] = None
-    """The class of the views of event loops, where that is not `AsyncServer`."""
+    """The class of the views of event loops, None for `AsyncServer`."""
 
     def __init__(self, client: Redis | AsyncRedis) -> None:
         self.views: dict[Any, Any] = {}
-        """How each event loop sees it."""
+        """The `AsyncServer` of each event loop."""
         pool = client.connection_pool
+        given = settings_of(pool)
         self.place = place_of(pool)
-        settings = theirs(pool.connection_kwargs)
+        settings = inherited_settings(given)
         self.connection_class: Any = pool.connection_class
         if isinstance(client, AsyncRedis):
             self.connection_class, settings = sync_connection_kind(self.connection_class, settings)
-        self.timeout = pool.connection_kwargs.get("socket_timeout", DEFAULT_TIMEOUT) or DEFAULT_TIMEOUT
-        connect = pool.connection_kwargs.get("socket_connect_timeout") or self.timeout
+        self.timeout = given.get("socket_timeout", DEFAULT_TIMEOUT) or DEFAULT_TIMEOUT
+        connect = given.get("socket_connect_timeout") or self.timeout
         self.settings = settings | {"socket_timeout": self.timeout, "socket_connect_timeout": connect, "protocol": 2}
         self.patience = max(self.timeout, connect)
         """Seconds for which a thread or task waits for another one that connects for it."""
-        self._limit = max(1, min(pool.max_connections, MAX_CONNECTIONS))
-        self.reset()
+        self.limit = max(1, min(pool.max_connections, MAX_CONNECTIONS))
+        """How many connections calls may use at the same time."""
+        self.forget_connections()
 
-    def reset(self) -> None:
+    def forget_connections(self) -> None:
         """Forget every connection without touching it: in a forked child they are the parent's."""
         self.views = {}
         self.watched = False
-        connection = partial(_connection, self.connection_class, self.settings)
-        self.links = ConnectionPool(self._limit, self.timeout, lambda: ScriptConnection(connection()))
-        self.room = WaitingRoom(lambda: RespConnection(connection()), self.patience)
+        kind, settings = self.connection_class, self.settings  # not `self`, which the functions below would keep alive
+        self.pool = ConnectionPool(self.limit, self.timeout, lambda: _new_connection(kind, settings))
+        self.room = WaitingRoom(lambda: _new_connection(kind, settings), self.patience)
         self._of_thread = threading.local()
 
     def __del__(self) -> None:
@@ -103,142 +101,179 @@ class Server:
 
     @property
     def retry_for(self) -> float:
-        """Seconds for which it is tried again when it cannot be reached and the caller's own deadline is not nearer."""
+        """Seconds for which a call is repeated while the server cannot be reached, if the caller's deadline is not nearer."""
         by_kind = RETRY_FOR_BY_SENTINEL if "connection_pool" in self.settings else retry.RETRY_FOR
         return by_kind if retry.retry_for is None else retry.retry_for
 
-    def connection(self) -> Any:
+    def connection(self) -> Connection:
         """Return a new connection, not connected yet."""
-        return _connection(self.connection_class, self.settings)
+        return _new_connection(self.connection_class, self.settings)
 
     def call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
-        """Run a script, or several, or commands, on a connection of its own for the moment."""
-        links, me = self.links, get_ident()
-        nested = me in links.users  # a signal handler, or a destructor, in the middle of a call
-        link, new = None, False
+        """Run a script, several scripts or commands on a borrowed connection."""
+        pool, thread = self.pool, get_ident()
+        nested = thread in pool.users  # a signal handler, or a destructor, in the middle of a call
+        connection, new = None, False
         try:
-            links.users.add(me)  # first, so that whoever comes in knows
+            pool.users.add(thread)  # first, so that whatever interrupts this thread knows it
             try:
-                link = links.take()
+                connection = pool.take()
             except IndexError:
-                link = links.wait(nested)
-            if not link.open:
+                connection = pool.wait(nested)
+            if not connection.open:
                 new = True
-                self._open(link)
-            match call:
-                case ScriptCall():
-                    return link.call(call)
-                case ScriptBatch():
-                    return link.call_all(call)
-                case Pipeline():
-                    return link.ask(call)
+                self._open(connection)
+            return connection.execute(call)
         except ConnectionError as error:
-            self._failed(error)
+            self._note_broken(error)
             raise
         except TimeoutError as error:
-            if new:  # a waiter would get a new connection, which is as silent
-                links.tell(error)
+            if new:  # a waiter would get a new connection, too, and the server would be as silent
+                pool.notify(error)
             raise
         finally:
-            if link is not None:
-                self._give_back(link)
+            if connection is not None:
+                self._give_back(connection)
             if not nested:
-                links.users.discard(me)
+                pool.users.discard(thread)
 
-    def _failed(self, error: ConnectionError) -> None:
-        self.links.free.clear()  # a server that went away took the idle connections with it
+    def send_ahead(self, call: ScriptCall) -> Callable[[], Any] | None:
+        """Send a script on a connection that is open and free; None when there is none.
+
+        The returned function waits for the reply: call it once, in this thread. It raises what `call` raises, and
+        NoScriptError.
+        """
+        pool, thread = self.pool, get_ident()
+        if thread in pool.users or not pool.free:
+            return None
+        connection = None
+        try:
+            pool.users.add(thread)  # until the reply: a call of this thread meanwhile must not wait for this connection
+            connection = pool.take()
+            connection.send_ahead(call)
+        except BaseException as error:
+            self._end_sent_ahead(connection, thread)
+            if isinstance(error, (RedisError, IndexError)):
+                return None
+            raise
+        return partial(self._receive, connection, call, thread)
+
+    def _receive(self, connection: Connection, call: ScriptCall, thread: int) -> Any:
+        try:
+            return connection.receive_for(call)
+        except ConnectionError as error:
+            self._note_broken(error)
+            raise
+        finally:
+            self._end_sent_ahead(connection, thread)
+
+    def _end_sent_ahead(self, connection: Connection | None, thread: int) -> None:
+        if connection is not None:
+            self._give_back(connection)
+        self.pool.users.discard(thread)
+
+    def _note_broken(self, error: ConnectionError) -> None:
+        self.pool.free.clear()  # a server that went away took the idle connections with it
         if isinstance(error, NotPrimary):
-            self.links.distrust()
+            self.pool.distrust()
             self.room.distrust()
 
-    def _give_back(self, link: ScriptConnection) -> None:
-        self.links.give_back(link)
-        if not self.watched and len(self.links.free) > 1:
+    def _give_back(self, connection: Connection) -> None:
+        self.pool.give_back(connection)
+        if not self.watched and len(self.pool.free) > 1:
             idle.housekeeper.watch(self)
 
     def close_idle(self, before: float, keep: int = 1) -> float:
-        """Close the connections that nobody has used since then, all but so many, and the subscription.
+        """Close the connections that were last used before this time, all but `keep`, and the subscription.
 
-        Return since when nobody has used the next to be closed, inf when there is none.
+        Return when the next one to be closed was last used, inf when there is none.
         """
-        return min(self.room.close_idle(before), self.links.close_idle(before, keep))
+        return min(self.room.close_idle(before), self.pool.close_idle(before, keep))
 
     def renew(self, call: ScriptCall, patience: float) -> Any:
-        """Run a renewal, and wait for so many seconds for its reply, but never for a connection that others use."""
-        link = self._own_link() if os_threads.greenlets() else self.links.take_extra()
+        """Run a renewal and wait for its reply for so many seconds, but never for a connection that others use.
+
+        It is no effect, so a script that the server does not know is sent with its text here.
+        """
+        connection = self._own_connection() if os_threads.greenlets() else self.pool.take_extra()
         patience = min(patience, self.timeout)
-        link.limit(patience, patience)
+        connection.set_timeouts(patience, patience)
         try:
-            return link.call(call)
+            try:
+                return connection.execute(call)
+            except NoScriptError:
+                return connection.execute(call.with_text())
         except ConnectionError as error:
-            self._failed(error)
+            self._note_broken(error)
             raise
         finally:
-            link.limit(self.timeout, self.settings["socket_connect_timeout"])
+            connection.set_timeouts(self.timeout, self.settings["socket_connect_timeout"])
             if not os_threads.greenlets():
-                self._give_back(link)
+                self._give_back(connection)
 
-    def _own_link(self) -> ScriptConnection:
+    def _own_connection(self) -> Connection:
         try:
-            return self._of_thread.link  # type: ignore[no-any-return]
+            return self._of_thread.connection  # type: ignore[no-any-return]
         except AttributeError:
-            link = self._of_thread.link = ScriptConnection(self.connection())
-            return link
+            connection = self._of_thread.connection = self.connection()
+            return connection
 
     def leave(self) -> None:
-        """Close what only the calling thread, which ends, could use."""
-        link: ScriptConnection | None = vars(self._of_thread).pop("link", None)
-        if link is not None:
-            link.close()
+        """Close the connection that only the calling thread, which ends, could use."""
+        connection: Connection | None = vars(self._of_thread).pop("connection", None)
+        if connection is not None:
+            connection.close()
 
     @property
     def ready(self) -> bool:
-        """Whether a renewal finds an open connection; else it has to connect first, and that may take any time."""
-        links = [getattr(self._of_thread, "link", None)] if os_threads.greenlets() else self.links.free[-1:]
-        return any(link is not None and link.open for link in links)
+        """Whether a renewal finds an open connection; otherwise it has to connect first, which may take any time."""
+        own = [getattr(self._of_thread, "connection", None)]
+        return any(
+            found is not None and found.open for found in (own if os_threads.greenlets() else self.pool.free[-1:])
+        )
 
-    def _open(self, link: ScriptConnection) -> None:
+    def _open(self, connection: Connection) -> None:
         try:
-            link.connect()
+            connection.connect()
         except BaseException as error:
-            link.close()
+            connection.close()
             if isinstance(error, (RedisError, OSError)):
-                self.links.tell(error)
+                self.pool.notify(error)
             raise
 
-    def run(self, steps: Operation[T]) -> T:
-        """Do what the steps ask for, and return their result."""
-        proceed: Callable[[Any], Effect] = steps.send
+    def run(self, operation: Operation[T]) -> T:
+        """Carry out the effects of the operation, and return its result."""
+        proceed: Callable[[Any], Effect] = operation.send
         result: Any = None
         try:
             while True:
                 try:
-                    while True:  # within the try, because a signal handler may raise at any jump
+                    while True:  # inside the try, because a signal handler may raise at any jump
                         result = self._do(proceed(result))
-                        proceed = steps.send
+                        proceed = operation.send
                 except StopIteration as stop:
                     return stop.value  # type: ignore[no-any-return]
                 except BaseException as error:
-                    if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # the steps themselves ended with it
+                    if inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED:  # the operation itself ended with it
                         raise
-                    proceed, result = steps.throw, error
+                    proceed, result = operation.throw, error
         finally:
-            # An error leads to this frame. If that led back, it would keep its locks alive, and renewed, until they are found
-            # to be garbage.
+            # An error refers to this frame. If the frame referred to the error, the cycle would keep the locks alive and
+            # renewed until the garbage collector finds it.
             del proceed, result
 
     def _do(self, effect: Effect) -> Any:
         match effect:
             case ScriptCall() | ScriptBatch() | Pipeline():
                 return self.call(effect)
-            case Subscribe(lock, id, along):
+            case Subscribe(lock, id):
                 if not self.watched:
                     idle.housekeeper.watch(self)
-                return self.room.join(lock, id, along)
-            case WaitForWakeup(waiter, until, look):
-                return self.room.wait(waiter, until, look)
+                return self.room.register(lock, id)
+            case WaitForWakeup(waiter, until, poll_at):
+                return self.room.wait(waiter, until, poll_at)
             case Unsubscribe(waiter):
-                return self.room.leave(waiter)
+                return self.room.unregister(waiter)
             case Sleep(seconds):
                 return time.sleep(seconds)
             case Invoke(function):
@@ -246,82 +281,12 @@ class Server:
                     return function(), None
                 except BaseException as error:
                     return None, error
-            case WaitForFuture(made, until):
+            case WaitForFuture(future, until):
                 try:
-                    return made.result(None if until == math.inf else max(0.0, until - monotonic()))
+                    return future.result(None if until == math.inf else max(0.0, until - monotonic()))
                 except FutureTimeout:
                     return None
 
 
-_by_pool: weakref.WeakKeyDictionary[Any, Server] = weakref.WeakKeyDictionary()
-_by_settings: dict[Any, ref[Server]] = {}
-
-
-def server_of(client: Redis | AsyncRedis | Server) -> Server:
-    """Return the server that the client talks to.
-
-    Raises TypeError for anything but a redis-py client with a connection pool, and for a client of fakeredis.
-    """
-    if isinstance(client, Server):
-        return client
-    pool = getattr(client, "connection_pool", None)
-    try:
-        return _by_pool[pool]
-    except (KeyError, TypeError):
-        pass
-    if not isinstance(client, (Redis, AsyncRedis)) or pool is None:
-        raise TypeError(
-            f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a single "
-            "server, or of a Sentinel's primary (a Redis Cluster is not supported)"
-        )
-    kind = pool.connection_class
-    if any(base.__module__.partition(".")[0] == "fakeredis" for base in kind.__mro__):
-        raise TypeError(
-            f"client uses connections of {kind.__module__}.{kind.__qualname__}, which have no socket and cannot run "
-            "the lock scripts: use a real server, or switch the locks off with DJANGO_REDISLOCK = {'ENABLED': False}"
-        )
-    server = _by_pool[pool] = _shared(Server(client))
-    return server
-
-
-def _shared(server: Server) -> Server:
-    """Return the server with the same settings that there is, or this one. Without a lock, because a destructor may come in."""
-    key = server.connection_class, server._limit, identity(server.settings)
-
-    def forget(gone: ref[Server]) -> None:
-        if _by_settings.get(key) is gone:
-            _by_settings.pop(key, None)
-
-    mine = ref(server, forget)
-    while True:
-        found = _by_settings.setdefault(key, mine)
-        kept = found()
-        if kept is not None:
-            return kept
-        forget(found)
-
-
-def close_unused() -> None:
-    """Close all connections that nobody uses now; who needs one opens another."""
-    for found in list(_by_settings.values()):
-        server = found()
-        if server is not None:
-            server.close_idle(math.inf, keep=0)
-
-
-def _connection(kind: Any, settings: dict[str, Any]) -> Any:
-    return kind(**settings, **nameless(kind), retry=Retry(NoBackoff(), 0))
-
-
-def _after_fork() -> None:
-    for found in list(_by_settings.values()):
-        server = found()
-        if server is not None:
-            _inherited.append(server.views)  # kept, because destructors would disturb the parent's connections
-            server.reset()
-
-
-_inherited: list[Any] = []
-
-
-after_in_child(_after_fork)
+def _new_connection(kind: Any, settings: dict[str, Any]) -> Connection:
+    return Connection(kind(**settings, **nameless(kind), retry=Retry(NoBackoff(), 0)))

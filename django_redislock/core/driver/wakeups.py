@@ -1,8 +1,8 @@
-"""Who waits in a process, and how they are told: what the waiting rooms of threads and of event loops have in common.
+"""Waiters and their wake-ups: the common part of the waiting rooms of threads and of event loops.
 
-A waiter sleeps until a message with its id arrives on the process's own channel. Messages can be lost (a broken connection, a
-frozen process that was served first), so the first waiter for each lock also looks by itself twice a second, and when what
-holds the lock ends.
+A waiter sleeps until a message with its id arrives on the channel of its process. A message can be lost: the connection breaks,
+or the process that was served first is frozen. So for each lock one waiter of the process polls: it also tries twice a second,
+and when the lock expires.
 """
 
 from __future__ import annotations
@@ -10,204 +10,217 @@ from __future__ import annotations
 import math
 import os
 import secrets
+from collections.abc import Generator
 from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 from weakref import ref
 
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, RedisError
 
 from ..clock import monotonic
 from . import process
-from .resp import pack
+from .primary import check_role
+from .resp import encode_command
 
-if TYPE_CHECKING:
-    from .effects import ScriptCall
-
-LOOK_EVERY = 0.5
+POLL_INTERVAL = 0.5
+"""Seconds between two tries without a wake-up."""
 QUIET = 10.0
-"""Seconds after which a subscription on which nothing came is asked whether it is alive."""
-ANSWER_WITHIN = 1.0
-"""Seconds that it has for the answer."""
+"""Seconds without data after which a subscription is checked by a PING."""
+PONG_WITHIN = 1.0
+"""Seconds for the reply to it."""
 
 
 class Waiter:
     """One thread or task that waits for one lock."""
 
-    __slots__ = ("__weakref__", "channel", "id", "lock", "number", "said", "sleeper", "told", "woken", "word")
+    __slots__ = ("__weakref__", "channel", "group", "id", "lock", "message", "number", "woken", "woken_members")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         self.lock = lock
         self.id = id
         self.channel = channel
         self.number = 0
-        """Tells it from others with the same id."""
+        """Distinguishes waiters with the same id."""
         self.woken = False
         """Whether there is a reason to try for the lock again."""
-        self.word: bytes | None = None
-        """What the message said beyond the id."""
-        self.said: Any = None
-        """The reply to what was sent along with the subscription; None when nothing was."""
-        self.sleeper: Waiter | None = None
-        """The waiter that sleeps for it, and for others of the same thread or task."""
-        self.told: Any = ()
-        """The woken ones of the waiters for which it sleeps."""
+        self.message: bytes | None = None
+        """The part of the message after the id."""
+        self.group: Waiter | None = None
+        """The waiter that sleeps for a group of waiters of the same thread or task, of which this is one."""
+        self.woken_members: Any = ()
+        """If this waiter sleeps for a group: the members that were woken."""
 
-    def wake(self, word: bytes | None = None) -> None:
-        """Let the waiter try for its lock, or take what was sent along."""
-        if word is not None:
-            self.word = word
+    def wake(self, message: bytes | None = None) -> None:
+        """Let the waiter try for its lock, or take the message."""
+        if message is not None:
+            self.message = message
         self.woken = True
-        if self.sleeper is not None:
-            self.sleeper.told.append(self)
-            self.sleeper.wake()
-        self.stir()
+        if self.group is not None:
+            self.group.woken_members.append(self)
+            self.group.wake()
+        self.interrupt()
 
-    def stir(self) -> None:
+    def interrupt(self) -> None:
         """End its sleep."""
         raise NotImplementedError
 
-    def heed(self) -> bytes | None:
-        """Be ready to be woken again, and return what it was told."""
+    def take_message(self) -> bytes | None:
+        """Be ready to be woken again, and return the message if there was one."""
         self.woken = False
-        word, self.word = self.word, None
-        return word
+        message, self.message = self.message, None
+        return message
 
 
 W = TypeVar("W", bound=Waiter)
 
 
 class Waiters(Generic[W]):
-    """Who waits here, in the order of their coming. Several may wait under one id that was given.
+    """The waiters of a waiting room, in the order in which they came. Several may wait under one given id.
 
-    They are referenced weakly: a waiter whose thread was interrupted before it could leave disappears with its object. Plain
-    references, because a WeakValueDictionary slows every wake-up. Each change is a single operation of a dict, so there is
-    no lock that a signal handler or a destructor could find taken by its own thread.
+    They are referenced weakly: a waiter whose thread was interrupted before it could unregister disappears with its object.
+    Plain references, because a WeakValueDictionary slows every wake-up. Each change is a single operation of a dict, so there
+    is no lock that a signal handler or a destructor could find taken by its own thread.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[bytes, int], ref[W]] = {}
-        """By owner id, and a number that tells those of one id apart."""
+        """By owner id and number."""
         self._numbers: dict[int, None] = {0: None}
-        """All such numbers that were ever used."""
-        self._first: dict[bytes, ref[W]] = {}
-        """By lock: who looks for all."""
+        """All numbers that were ever used."""
+        self._pollers: dict[bytes, ref[W]] = {}
+        """By lock: the waiter that polls for it."""
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def none_but(self, waiter: W) -> bool:
-        """Whether nobody else waits."""
+    def is_alone(self, waiter: W) -> bool:
+        """Whether there is no other waiter."""
         return len(self._by_id) == self._has(waiter)
 
     def add(self, waiter: W) -> None:
-        """Take in who comes to wait."""
-        me = ref(waiter)
+        """Add a waiter."""
+        reference = ref(waiter)
         for number in count():
-            self._numbers[number] = (
-                None  # first, and the waiter's own, too: the waiter may be called or removed at once
-            )
+            # Before the entry, because the waiter may be woken or removed as soon as it is there.
+            self._numbers[number] = None
             waiter.number = number
-            if self._by_id.setdefault((waiter.id, number), me)() is waiter:
+            if self._by_id.setdefault((waiter.id, number), reference)() is waiter:
                 break
 
     def remove(self, waiter: W) -> None:
-        """Let go who does not wait any more."""
+        """Remove a waiter."""
         if self._has(waiter):
             self._by_id.pop((waiter.id, waiter.number), None)
-        self.step_back(waiter)
+        self.stop_polling(waiter)
 
-    def step_back(self, waiter: W) -> None:
-        """Let another one look for all who wait for the same lock."""
-        first = self._first.get(waiter.lock)
-        if first is not None and first() is waiter:
-            self._first.pop(waiter.lock, None)
+    def stop_polling(self, waiter: W) -> None:
+        """Let another waiter poll for its lock."""
+        poller = self._pollers.get(waiter.lock)
+        if poller is not None and poller() is waiter:
+            self._pollers.pop(waiter.lock, None)
 
     def _has(self, waiter: W) -> bool:
         found = self._by_id.get((waiter.id, waiter.number))
         return found is not None and found() is waiter
 
     def all(self) -> list[W]:
-        """Return everybody."""
+        """Return all waiters."""
         return [waiter for waiter in [found() for found in list(self._by_id.values())] if waiter is not None]
 
-    def hear(self, reply: Any) -> None:
-        """Wake whom a message is for; it is an id, and perhaps a word after it."""
-        kind, *_, message = reply
-        id, told, word = message.partition(b"\n") if kind == b"message" else (b"", b"", b"")
+    def dispatch(self, reply: Any) -> None:
+        """Wake the waiters that a message is for. It consists of their id and perhaps, after a newline, of more."""
+        kind, *_, data = reply
+        id, newline, message = data.partition(b"\n") if kind == b"message" else (b"", b"", b"")
         for number in list(self._numbers):
             found = self._by_id.get((id, number))
             waiter = None if found is None else found()
             if waiter is not None:
-                waiter.wake(word if told else None)
+                waiter.wake(message if newline else None)
 
-    def is_first(self, waiter: W) -> bool:
-        """Whether it is this one that looks for all who wait for the same lock."""
-        return self._looking(waiter) is waiter
+    def polls(self, waiter: W) -> bool:
+        """Whether this waiter polls for its lock: it does if no other waiter does."""
+        return self._poller(waiter) is waiter
 
-    def wake_first(self) -> None:
-        """Wake one waiter for each lock, the first as a rule, and forget whoever is gone."""
+    def wake_pollers(self) -> None:
+        """Wake one waiter for each lock, as a rule the same each time, and remove the references to waiters that are gone."""
         for key, found in list(self._by_id.items()):
             if found() is None:
                 self._by_id.pop(key, None)
-        for lock, found in list(self._first.items()):
+        for lock, found in list(self._pollers.items()):
             if found() is None:
-                self._first.pop(lock, None)
-        waiting: dict[bytes, list[W]] = {}
+                self._pollers.pop(lock, None)
+        by_lock: dict[bytes, list[W]] = {}
         for waiter in self.all():
-            waiting.setdefault(waiter.lock, []).append(waiter)
-        for lock, same in waiting.items():
-            first = self._looking(same[0])
-            if first.woken:  # and it has not come since the last look: it was interrupted, or is busy
-                first = next((waiter for waiter in same if not waiter.woken), first)
-                self._first[lock] = ref(first)
-            first.wake()
+            by_lock.setdefault(waiter.lock, []).append(waiter)
+        for lock, waiters in by_lock.items():
+            poller = self._poller(waiters[0])
+            if poller.woken:  # and has not tried since it was woken last: it was interrupted, or is busy
+                poller = next((waiter for waiter in waiters if not waiter.woken), poller)
+                self._pollers[lock] = ref(poller)
+            poller.wake()
 
     def wake_all(self, but: W | None = None) -> None:
-        """Wake everybody."""
+        """Wake all waiters, except perhaps for one."""
         for waiter in self.all():
             if waiter is not but:
                 waiter.wake()
 
-    def _looking(self, waiter: W) -> W:
-        """Return who looks for the waiter's lock: this one, if nobody did who still waits."""
-        first = self._first.setdefault(waiter.lock, ref(waiter))()
-        if first is None or (first is not waiter and not self._has(first)):
-            first = waiter
-            self._first[waiter.lock] = ref(waiter)
-        return first
+    def _poller(self, waiter: W) -> W:
+        """Return the waiter that polls for this waiter's lock: this one if there was none that still waits."""
+        poller = self._pollers.setdefault(waiter.lock, ref(waiter))()
+        if poller is None or (poller is not waiter and not self._has(poller)):
+            poller = waiter
+            self._pollers[waiter.lock] = ref(waiter)
+        return poller
+
+
+class BaseWaitingRoom(Generic[W]):
+    """The waiters of this process for the locks of one server, and the channel on which they are woken."""
+
+    def __init__(self, patience: float) -> None:
+        self.channel = f"redislock:wake:{secrets.token_hex(8)}:{os.getpid()}:{quote(process.HOST)}".encode()
+        """Of this process alone. Its name says where the process runs."""
+        self._patience = patience
+        self._waiters: Waiters[W] = Waiters()
+        self._distrusted = False
+        """Whether the server was found to be no primary since the last subscription."""
+        self._last_waited = 0.0
+        """When a waiter left for the last time."""
+
+    def _subscribing(self) -> Generator[bytes, Any, None]:
+        """Yield the requests that begin a subscription; each is sent its reply, or the error that the server answered."""
+        distrusted, self._distrusted = self._distrusted, False
+        try:
+            if distrusted:
+                check_role((yield encode_command(b"HELLO")))
+            reply = yield encode_command(b"SUBSCRIBE", self.channel)
+            if isinstance(reply, RedisError):
+                raise reply
+        except BaseException:  # also when the driver closes the generator because the connection broke
+            self._distrusted = self._distrusted or distrusted
+            raise
 
 
 class Keepalive:
-    """Tells when a subscription is to be asked whether it is alive: a router may have forgotten it, and then nobody is told."""
+    """Decides when a subscription is checked: a router may have forgotten the connection, so that no wake-up arrives."""
 
     def __init__(self) -> None:
-        self._heard = monotonic()
-        self._asked = -math.inf
+        self._received_at = monotonic()
+        self._ping_at = -math.inf
 
-    def beat(self) -> None:
-        """Note that something came."""
-        self._heard = monotonic()
+    def received(self) -> None:
+        """Note that data arrived."""
+        self._received_at = monotonic()
 
-    def check(self) -> bool:
-        """Tell whether to send a PING now; raises ConnectionError when the last one was not answered in time."""
+    def ping_due(self) -> bool:
+        """Return whether to send a PING now. Raises ConnectionError when the last one was not answered in time."""
         now = monotonic()
-        if now < self._heard + QUIET:
+        if now < self._received_at + QUIET:
             return False
-        if self._asked < self._heard:
-            self._asked = now
+        if self._ping_at < self._received_at:
+            self._ping_at = now
             return True
-        if now > self._asked + ANSWER_WITHIN:
+        if now > self._ping_at + PONG_WITHIN:
             raise ConnectionError("The subscription is dead.")
         return False
-
-
-def new_channel() -> bytes:
-    """Return the name of a channel that nobody else listens on; it tells whoever looks at a queue where the process runs."""
-    return f"redislock:wake:{secrets.token_hex(8)}:{os.getpid()}:{quote(process.HOST)}".encode()
-
-
-def withdrawal(call: ScriptCall) -> bytes:
-    """Return what undoes a call and the subscription that it was sent along with."""
-    undo = b"" if call.undo is None else call.undo().whole
-    return pack(b"UNSUBSCRIBE") + undo

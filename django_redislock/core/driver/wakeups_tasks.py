@@ -1,11 +1,10 @@
-"""The waiting room of an event loop: one subscription per server, however many tasks wait for however many locks."""
+"""The waiting room of an event loop's tasks: one subscription per server, for any number of waiters and locks."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+from contextlib import closing, suppress
 from typing import Any
 
 from redis.exceptions import ConnectionError, RedisError, ResponseError
@@ -13,165 +12,162 @@ from redis.exceptions import ConnectionError, RedisError, ResponseError
 from ..clock import monotonic
 from . import idle
 from .async_connection import AsyncConnection, SharedConnection
-from .effects import ScriptCall
-from .resp import HELLO, check_role, pack
-from .wakeups import LOOK_EVERY, Keepalive, Waiter, Waiters, new_channel, withdrawal
+from .resp import encode_command
+from .wakeups import POLL_INTERVAL, BaseWaitingRoom, Keepalive, Waiter
 
 
 class WaitingTask(Waiter):
-    """One task that waits for one lock."""
+    """A task that waits for one lock."""
 
-    __slots__ = ("alarm",)
+    __slots__ = ("sleep",)
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         super().__init__(lock, id, channel)
-        self.alarm: asyncio.Future[None] | None = None
+        self.sleep: asyncio.Future[None] | None = None
+        """Done when the sleep ends, None when the task does not sleep."""
 
-    def stir(self) -> None:
+    def interrupt(self) -> None:
         """End its sleep."""
-        if self.alarm is not None and not self.alarm.done():
-            self.alarm.set_result(None)
+        if self.sleep is not None and not self.sleep.done():
+            self.sleep.set_result(None)
 
 
-class AsyncWaitingRoom:
+class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
     """All tasks of one event loop that wait for locks of one server, as threads do in a `WaitingRoom`."""
 
     def __init__(self, connect: Callable[..., Any], patience: float) -> None:
-        self.channel = new_channel()
+        super().__init__(patience)
         self._connect = connect
         self._subscription = SharedConnection(self._subscribe, patience)
-        self._waiters: Waiters[WaitingTask] = Waiters()
-        self._pulse = Keepalive()
-        self._next_look: asyncio.TimerHandle | None = None
-        self._mending: asyncio.Task[None] | None = None
-        self._distrusted = False
-        self._left = 0.0
+        self._keepalive = Keepalive()
+        self._next_poll: asyncio.TimerHandle | None = None
+        self._resubscribing: asyncio.Task[None] | None = None
         self._next_closing: asyncio.TimerHandle | None = None
 
     @property
     def open(self) -> bool:
         """Whether wake-ups arrive."""
-        return self._subscription.line is not None
+        return self._subscription.connection is not None
 
-    async def join(self, lock: bytes, id: bytes, along: Callable[[bytes], ScriptCall] | None = None) -> WaitingTask:
-        """Enter; raises redis-py's errors when the subscription cannot be had."""
+    async def register(self, lock: bytes, id: bytes) -> WaitingTask:
+        """Return a new waiter of the running task. Raises redis-py's errors when it cannot subscribe."""
         waiter = WaitingTask(lock, id, self.channel)
-        self._waiters.add(waiter)  # first: the reply to what is sent along may make somebody tell it something
+        self._waiters.add(waiter)
         try:
-            await self._subscription.open(waiter, None if along is None else along(self.channel))
+            await self._subscription.open(waiter)
         except BaseException:
             self._waiters.remove(waiter)
             raise
-        if self._next_look is None:
-            self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
+        if self._next_poll is None:
+            self._next_poll = asyncio.get_running_loop().call_later(POLL_INTERVAL, self._poll)
         return waiter
 
-    def distrust(self) -> None:
-        """Subscribe anew, and at a primary: a call has found that the server is none any more."""
-        self._distrusted = True
-        line = self._subscription.line
-        if line is not None:
-            line.close()
-
-    def leave(self, waiter: WaitingTask) -> None:
-        """Leave."""
+    def unregister(self, waiter: WaitingTask) -> None:
+        """Remove the waiter."""
         self._waiters.remove(waiter)
         if not self._waiters:
             self._rest()
 
+    def distrust(self) -> None:
+        """Subscribe anew, at a primary: a call has found that the server is none."""
+        self._distrusted = True
+        connection = self._subscription.connection
+        if connection is not None:
+            connection.close()
+
     def _rest(self) -> None:
-        """Look no more while nobody waits, and close the subscription when nobody has waited for a minute."""
-        if self._next_look is not None:
-            self._next_look.cancel()
-            self._next_look = None
-        self._left = monotonic()
+        """Stop polling while there is no waiter, and close the subscription when there was none for a minute."""
+        if self._next_poll is not None:
+            self._next_poll.cancel()
+            self._next_poll = None
+        self._last_waited = monotonic()
         if self._next_closing is None:
             self._next_closing = asyncio.get_running_loop().call_later(idle.IDLE, self._close_idle)
 
     def _close_idle(self) -> None:
         self._next_closing = None
-        left = self._left + idle.IDLE - monotonic()
-        line = self._subscription.line
-        if self._waiters or line is None:  # the last to leave sees to it
+        left = self._last_waited + idle.IDLE - monotonic()
+        connection = self._subscription.connection
+        if self._waiters or connection is None:  # the last waiter to leave starts the timer again
             return
         if left > 0:
             self._next_closing = asyncio.get_running_loop().call_later(left, self._close_idle)
         else:
-            line.close()
+            connection.close()
 
-    async def wait(self, waiter: WaitingTask, until: float, look: float) -> bytes | None:
-        """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told.
+    async def wait(self, waiter: WaitingTask, until: float, poll_at: float) -> bytes | None:
+        """Sleep until the waiter is woken, until this time on the monotonic clock at most; return the message, if any.
 
-        The first waiter for a lock sleeps until `look` at most.
+        The waiter that polls for the lock sleeps until `poll_at` at most.
         """
-        if look < until and self._waiters.is_first(waiter):
-            until = look
+        if poll_at < until and self._waiters.polls(waiter):
+            until = poll_at
         if not waiter.woken and not self.open:
-            until = await self._mend(until)
+            until = await self._resubscribe(until)
         if not waiter.woken:
             loop = asyncio.get_running_loop()
-            waiter.alarm = loop.create_future()
-            timer = loop.call_later(until - monotonic(), waiter.stir)
+            waiter.sleep = loop.create_future()
+            timer = loop.call_later(until - monotonic(), waiter.interrupt)
             try:
-                await waiter.alarm
+                await waiter.sleep
             finally:
                 timer.cancel()
-                waiter.alarm = None
-        return waiter.heed()
+                waiter.sleep = None
+        return waiter.take_message()
 
-    async def _mend(self, until: float) -> float:
-        """Subscribe anew, and return how long to sleep then: not for long without a subscription.
+    async def _resubscribe(self, until: float) -> float:
+        """Subscribe anew, and return until when to sleep then: not for long without a subscription.
 
-        A task does it, because it may take longer than the waiters are to sleep without a look.
+        A task of its own does it, because it may take longer than the waiters may sleep without polling.
         """
-        if self._mending is None or self._mending.done():
-            self._mending = asyncio.get_running_loop().create_task(self._subscribe_anew())
-        mending = self._mending
-        await asyncio.wait([mending], timeout=min(LOOK_EVERY, until - monotonic()))
+        if self._resubscribing is None or self._resubscribing.done():
+            self._resubscribing = asyncio.get_running_loop().create_task(self._subscribe_anew())
+        resubscribing = self._resubscribing
+        await asyncio.wait([resubscribing], timeout=min(POLL_INTERVAL, until - monotonic()))
         if self.open:
             return until
-        return min(until, monotonic() + LOOK_EVERY * mending.done())
+        return min(until, monotonic() + POLL_INTERVAL * resubscribing.done())
 
     async def _subscribe_anew(self) -> None:
-        # The scripts that the waiters call say what is wrong with the server.
+        # The scripts that the waiters call report what is wrong with the server.
         with suppress(RedisError, OSError):
             await self._subscription.open()
 
-    def _look(self) -> None:
-        line = self._subscription.line
-        if line is not None:
+    def _poll(self) -> None:
+        connection = self._subscription.connection
+        if connection is not None:
             try:
-                if self._pulse.check():
-                    line.say(pack(b"PING"))
+                if self._keepalive.ping_due():
+                    connection.send_raw(encode_command(b"PING"))
             except ConnectionError:
-                line.abort()
-        self._waiters.wake_first()
-        if not self._waiters:  # those who were left were interrupted
+                connection.abort()
+        self._waiters.wake_pollers()
+        if not self._waiters:  # those that were left had been interrupted
             self._rest()
             return
-        self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
+        self._next_poll = asyncio.get_running_loop().call_later(POLL_INTERVAL, self._poll)
 
-    def _hear(self, reply: Any) -> None:
-        self._pulse.beat()
-        self._waiters.hear(reply)
+    def _on_push(self, reply: Any) -> None:
+        self._keepalive.received()
+        self._waiters.dispatch(reply)
 
-    async def _subscribe(self, waiter: WaitingTask | None = None, call: ScriptCall | None = None) -> AsyncConnection:
-        line: AsyncConnection = await self._connect(self._hear)
-        self._pulse = Keepalive()
-        request = pack(b"SUBSCRIBE", self.channel)
-        distrusted, self._distrusted = self._distrusted, False
+    async def _subscribe(self, waiter: WaitingTask | None = None) -> AsyncConnection:
+        connection: AsyncConnection = await self._connect(self._on_push)
+        self._keepalive = Keepalive()
         try:
-            if distrusted:
-                with suppress(ResponseError):
-                    check_role(await line.ask(HELLO))
-            if waiter is None or call is None:
-                await line.ask(request)
-            else:
-                waiter.said = await line.ask_together(call.request, request, partial(withdrawal, call))
+            with closing(self._subscribing()) as requests:
+                request = next(requests)
+                while True:
+                    try:
+                        reply = await connection.request(request)
+                    except ResponseError as error:
+                        reply = error
+                    request = requests.send(reply)
+        except StopIteration:
+            pass
         except BaseException:
-            self._distrusted = self._distrusted or distrusted
-            line.close()
+            connection.close()
             raise
-        line.lost.add_done_callback(lambda _: self._waiters.wake_all())
-        self._waiters.wake_all(but=waiter)  # what was said meanwhile went unheard
-        return line
+        connection.lost.add_done_callback(lambda _: self._waiters.wake_all())
+        self._waiters.wake_all(but=waiter)  # messages that were sent meanwhile are lost
+        return connection

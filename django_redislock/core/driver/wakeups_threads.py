@@ -1,9 +1,9 @@
-"""The waiting room of a process's threads: one subscription per server, however many of them wait for however many locks.
+"""The waiting room of a process's threads: one subscription per server, for any number of waiters and locks.
 
-There is no thread for this: one of the waiters reads the connection for all, and passes that duty on when it leaves.
+No thread exists for this alone: one of the waiters reads the subscription for all, and hands the reading on when it leaves.
 
-A signal handler or a destructor may enter the room while its own thread connects or reads here. That one goes on only when the
-handler has returned, so the handler does not wait for it: it connects, or connects anew, and reads itself. There is no lock.
+A signal handler or a destructor may enter the room while its own thread connects or reads here. That thread continues only when
+the handler has returned, so the handler does not wait for it: it subscribes itself, or anew, and reads. There is no lock.
 """
 
 from __future__ import annotations
@@ -11,295 +11,279 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing
 from copy import copy
-from typing import TYPE_CHECKING
 from weakref import ref
 
-from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
+from redis.exceptions import RedisError, TimeoutError
 
 from ..clock import monotonic
-from .connection import RespConnection
+from .connection import Connection
 from .os_threads import OsEvent
-from .resp import HELLO, check_role, pack
-from .seat import Seat
-from .wakeups import LOOK_EVERY, Keepalive, Waiter, Waiters, new_channel, withdrawal
-
-if TYPE_CHECKING:
-    from .effects import ScriptCall
+from .resp import encode_command
+from .slot import Slot
+from .wakeups import POLL_INTERVAL, BaseWaitingRoom, Keepalive, Waiter
 
 
 class WaitingThread(Waiter):
-    """One thread that waits for one lock."""
+    """A thread that waits for one lock."""
 
-    __slots__ = ("alarm", "asleep", "reads", "thread")
+    __slots__ = ("asleep", "event", "reads", "thread")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         super().__init__(lock, id, channel)
-        self.alarm = OsEvent(threading.Lock())
-        """Rings when it is woken, and to hand on the reading."""
+        self.event = OsEvent(threading.Lock())
+        """Set when it is woken, and when it is to become the reader."""
         self.asleep = False
-        """Whether it would notice to be stirred soon."""
+        """Whether it sleeps or is about to, so that it can become the reader."""
         self.reads: Subscription | None = None
-        """What it reads for all, or tried to."""
+        """The subscription that it reads for all, or tried to read."""
         self.thread = threading.get_ident()
 
-    def stir(self) -> None:
+    def interrupt(self) -> None:
         """End its sleep, or its turn to read."""
-        self.alarm.ring()
+        self.event.set()
 
 
 class Subscription:
-    """A connection on which wake-ups arrive, and who reads it."""
+    """A connection on which wake-ups arrive, and the waiter that reads it."""
 
-    def __init__(self, wire: RespConnection) -> None:
-        self.wire = wire
-        self.reader: Seat[WaitingThread] = Seat()
-        self.pulse = Keepalive()
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.reader: Slot[WaitingThread] = Slot()
+        self.keepalive = Keepalive()
         self.since = monotonic()
 
 
 class Attempt:
-    """One thread's attempt to subscribe, whose outcome is that of all who wait for it."""
+    """One thread's attempt to subscribe, whose outcome other threads wait for and share."""
 
-    def __init__(self, waiter: WaitingThread) -> None:
-        self.thread = waiter.thread
+    def __init__(self, leader: WaitingThread) -> None:
+        self.thread = leader.thread
         self.error: Exception | None = None
         self.followers: list[WaitingThread] = []
-        self._leader = ref(waiter)
+        self._leader = ref(leader)
         self._ended = False
 
     @property
     def over(self) -> bool:
-        """Whether nobody is to wait for it any more; of a leader that was interrupted nothing may be left."""
+        """Whether it has ended; also when its leader was interrupted and nothing is left of it."""
         return self._ended or self._leader() is None
 
     def end(self, error: Exception | None = None) -> None:
-        """Tell everybody the outcome; without an error they look for themselves."""
+        """Share the outcome with all followers; without an error they check for themselves."""
         self.error = error
         self._ended = True
         for follower in list(self.followers):
-            follower.stir()
+            follower.interrupt()
 
 
-class WaitingRoom:
+class WaitingRoom(BaseWaitingRoom[WaitingThread]):
     """All threads of this process that wait for locks of one server.
 
-    A thread waits `patience` seconds at most for another one that subscribes.
+    A thread waits for `patience` seconds at most for another one that subscribes.
     """
 
-    def __init__(self, connect: Callable[[], RespConnection], patience: float) -> None:
-        self.channel = new_channel()
+    def __init__(self, connect: Callable[[], Connection], patience: float) -> None:
+        super().__init__(patience)
         self._connect = connect
-        self._patience = patience
-        self._subscription: Seat[Subscription] = Seat()
-        self._attempt: Seat[Attempt] = Seat()
-        self._waiters: Waiters[WaitingThread] = Waiters()
-        self._next_look = 0.0
+        self._subscription: Slot[Subscription] = Slot()
+        self._attempt: Slot[Attempt] = Slot()
+        self._next_poll = 0.0
         self._next_attempt = 0.0
-        """When a lost subscription is renewed at the earliest."""
-        self._distrusted = False
-        self._left = 0.0
-        """When somebody left for the last time."""
+        """The earliest time at which a lost subscription is renewed."""
 
     @property
     def open(self) -> bool:
         """Whether wake-ups arrive."""
-        return self._subscription.taken_by is not None
+        return self._subscription.value is not None
 
-    def join(self, lock: bytes, id: bytes, along: Callable[[bytes], ScriptCall] | None = None) -> WaitingThread:
-        """Enter; raises redis-py's errors when the subscription cannot be had."""
+    def register(self, lock: bytes, id: bytes) -> WaitingThread:
+        """Return a new waiter of the calling thread. Raises redis-py's errors when it cannot subscribe."""
         waiter = WaitingThread(lock, id, self.channel)
-        if not self._waiters:  # nobody looked while the room was empty, and there is no need to look at once
-            self._next_look = monotonic() + LOOK_EVERY
-        self._waiters.add(waiter)  # first: the reply to what is sent along may make somebody tell it something
+        if not self._waiters:  # nobody polled while the room was empty, and there is no need to poll at once
+            self._next_poll = monotonic() + POLL_INTERVAL
+        self._waiters.add(waiter)
         if not self.open:
             try:
-                self._subscribe(waiter, along)
+                self._subscribe(waiter)
             except BaseException:
                 self._waiters.remove(waiter)
                 raise
         return waiter
 
+    def unregister(self, waiter: WaitingThread) -> None:
+        """Remove the waiter, and have another one read on."""
+        self._last_waited = monotonic()
+        self._waiters.remove(waiter)
+        self._stop_reading(waiter)
+        self._hand_on(waiter)
+
     def distrust(self) -> None:
-        """Subscribe anew, and at a primary: a call has found that the server is none any more."""
+        """Subscribe anew, at a primary: a call has found that the server is none."""
         self._distrusted = True
 
     def close_idle(self, before: float) -> float:
-        """Close the subscription if nobody has waited since then; return when somebody did, or inf when there is none."""
-        subscription = self._subscription.taken_by
+        """Close the subscription if no thread has waited since then; return when one did, inf without a subscription."""
+        subscription = self._subscription.value
         if subscription is None:
             return math.inf
-        if any(True for _ in self._waiters.all()):
+        if self._waiters.all():
             return monotonic()
-        if self._left > before:
-            return self._left
+        if self._last_waited > before:
+            return self._last_waited
         closer = WaitingThread(b"", b"", self.channel)
-        if subscription.reader.take(closer) is not closer:
+        if subscription.reader.put_if_empty(closer) is not closer:
             return monotonic()
-        self._subscription.leave(subscription)
-        subscription.wire.close()
-        self._waiters.wake_all()  # who came at this moment subscribes anew
+        self._subscription.remove(subscription)
+        subscription.connection.close()
+        self._waiters.wake_all()  # a waiter that came at this moment subscribes anew
         return math.inf
 
-    def leave(self, waiter: WaitingThread) -> None:
-        """Leave, and see to it that somebody reads on."""
-        self._left = monotonic()
-        self._waiters.remove(waiter)
-        self._stop_reading(waiter)
-        self._pass_on(waiter)
+    def wait(self, waiter: WaitingThread, until: float, poll_at: float) -> bytes | None:
+        """Sleep until the waiter is woken, until this time on the monotonic clock at most; return the message, if any.
 
-    def wait(self, waiter: WaitingThread, until: float, look: float) -> bytes | None:
-        """Sleep until the waiter is woken, at most until this time on the monotonic clock; return what it was told.
-
-        The first waiter for a lock sleeps until `look` at most.
+        The waiter that polls for the lock sleeps until `poll_at` at most.
         """
-        if look < until and self._waiters.is_first(waiter):
-            until = look
+        if poll_at < until and self._waiters.polls(waiter):
+            until = poll_at
         while not waiter.woken and (left := until - monotonic()) > 0:
-            waiter.asleep = True  # before the attempt to read: who stops reading later, looks for a sleeper
-            waiter.reads = subscription = self._subscription.taken_by
+            waiter.asleep = True  # before it tries to read: a reader that stops later looks for a sleeper
+            waiter.reads = subscription = self._subscription.value
             if subscription is None:
-                self._mend(waiter, left)
+                self._resubscribe(waiter, left)
                 continue
-            reader = subscription.reader.take(waiter)
+            reader = subscription.reader.put_if_empty(waiter)
             if reader is waiter:
                 try:
                     self._read(subscription, waiter, until)
                 finally:
                     self._stop_reading(waiter)
-            elif reader.thread == waiter.thread:  # interrupted, in the middle of a message perhaps
-                self._subscription.leave(subscription)
+            elif reader.thread == waiter.thread:  # it was interrupted, perhaps in the middle of a message
+                self._subscription.remove(subscription)
             else:
-                waiter.alarm.sleep(left)
+                waiter.event.wait(left)
         waiter.asleep = False
-        waiter.alarm.silence()
-        word = waiter.heed()
-        self._pass_on(waiter)
-        return word
+        waiter.event.clear()
+        message = waiter.take_message()
+        self._hand_on(waiter)
+        return message
 
     def _stop_reading(self, waiter: WaitingThread) -> None:
         if waiter.reads is not None:
-            waiter.reads.reader.leave(waiter)
+            waiter.reads.reader.remove(waiter)
 
-    def _pass_on(self, waiter: WaitingThread) -> None:
-        """Let one of the sleepers read, if nobody does."""
-        subscription = self._subscription.taken_by
-        if (subscription and subscription.reader.taken_by) or self._waiters.none_but(waiter):
+    def _hand_on(self, waiter: WaitingThread) -> None:
+        """Let one of the sleepers read, if there is no reader."""
+        subscription = self._subscription.value
+        if (subscription and subscription.reader.value) or self._waiters.is_alone(waiter):
             return
-        # What this thread interrupted goes on by itself. Of another thread, too, perhaps only the last one can wake up.
+        # A waiter that this thread interrupted continues by itself. Of the waiters of another thread, perhaps only the last
+        # one can wake up.
         sleepers = [other for other in self._waiters.all() if other.asleep and other.thread != waiter.thread]
         for sleeper in sleepers:
             if sleeper.thread == sleepers[0].thread:
-                sleeper.stir()
+                sleeper.interrupt()
 
     def _read(self, subscription: Subscription, waiter: WaitingThread, until: float) -> None:
-        """Read messages until one is for this waiter, and wake those whom the others are for."""
-        wire, pulse = subscription.wire, subscription.pulse
+        """Read messages until one is for this waiter, and wake the waiters that the others are for."""
+        connection, keepalive = subscription.connection, subscription.keepalive
         try:
-            while not waiter.woken and (now := monotonic()) < until and self._subscription.taken_by is subscription:
+            while not waiter.woken and (now := monotonic()) < until and self._subscription.value is subscription:
                 if self._distrusted:
-                    self._subscription.leave(subscription)
+                    self._subscription.remove(subscription)
                     break
-                if now >= self._next_look:
-                    self._next_look = now + LOOK_EVERY
-                    self._waiters.wake_first()
+                if now >= self._next_poll:
+                    self._next_poll = now + POLL_INTERVAL
+                    self._waiters.wake_pollers()
                     continue
-                if pulse.check():
-                    wire.send(pack(b"PING"))
-                # Reading with a timeout is a system call less than asking first whether there is something to read.
-                wire.wait(min(until, self._next_look) - now)
+                if keepalive.ping_due():
+                    connection.send(encode_command(b"PING"))
+                # A read with a timeout is a system call less than to ask first whether there is data.
+                connection.set_read_timeout(min(until, self._next_poll) - now)
                 try:
-                    reply = wire.receive()
+                    reply = connection.receive()
                 except TimeoutError:
                     continue
-                pulse.beat()
-                self._waiters.hear(reply)
+                keepalive.received()
+                self._waiters.dispatch(reply)
         except (RedisError, OSError):
-            # The scripts that the waiters call say what is wrong with the server; here it only means to look more often.
-            self._next_attempt = subscription.since + LOOK_EVERY
-            self._subscription.leave(subscription)
+            # The scripts that the waiters call report what is wrong with the server; here it only means to poll more often.
+            self._next_attempt = subscription.since + POLL_INTERVAL
+            self._subscription.remove(subscription)
             self._waiters.wake_all()
-        except BaseException:  # interrupted in the middle of a message, perhaps
-            self._subscription.leave(subscription)
+        except BaseException:  # interrupted, perhaps in the middle of a message
+            self._subscription.remove(subscription)
             self._waiters.wake_all()
             raise
         finally:
-            if self._subscription.taken_by is not subscription:
-                wire.close()
+            if self._subscription.value is not subscription:
+                connection.close()
 
-    def _mend(self, waiter: WaitingThread, left: float) -> None:
-        """Subscribe anew, or sleep while another one does; without a subscription the first waiters look by themselves."""
-        with_retries = self._attempt.taken_by
-        follows = with_retries is not None and not with_retries.over and with_retries.thread != waiter.thread
+    def _resubscribe(self, waiter: WaitingThread, left: float) -> None:
+        """Subscribe anew, or sleep while another thread does; without a subscription the pollers poll by themselves."""
+        attempt = self._attempt.value
+        follows = attempt is not None and not attempt.over and attempt.thread != waiter.thread
         if follows or monotonic() < self._next_attempt:
-            waiter.alarm.sleep(min(left, LOOK_EVERY))
-            if not self.open and self._waiters.is_first(waiter):
+            waiter.event.wait(min(left, POLL_INTERVAL))
+            if not self.open and self._waiters.polls(waiter):
                 waiter.woken = True
             return
-        self._waiters.step_back(waiter)  # this may take long
+        self._waiters.stop_polling(waiter)  # because this may take long
         try:
             self._subscribe(waiter)
         except (RedisError, OSError):
-            self._next_attempt = monotonic() + LOOK_EVERY
+            self._next_attempt = monotonic() + POLL_INTERVAL
             self._waiters.wake_all()
 
-    def _subscribe(self, waiter: WaitingThread, along: Callable[[bytes], ScriptCall] | None = None) -> None:
-        """See to it that there is a subscription: one thread connects, and the others wait for it."""
+    def _subscribe(self, waiter: WaitingThread) -> None:
+        """Make sure that there is a subscription: one thread connects, and the others wait for it."""
         give_up = monotonic() + self._patience
         while not self.open:
-            mine = Attempt(waiter)
-            other = self._attempt.take(mine)
-            if other is mine or other.over or other.thread == waiter.thread:
-                self._lead(mine, waiter, along)
-                other.end()  # if this thread interrupted it: nobody has to wait for it any more
+            own = Attempt(waiter)
+            attempt = self._attempt.put_if_empty(own)
+            if attempt is own or attempt.over or attempt.thread == waiter.thread:
+                self._lead(own, waiter)
+                attempt.end()  # if this thread interrupted it: no thread has to wait for it any more
             else:
-                self._follow(other, waiter, give_up)
+                self._follow(attempt, waiter, give_up)
 
-    def _lead(self, with_retries: Attempt, waiter: WaitingThread, along: Callable[[bytes], ScriptCall] | None) -> None:
+    def _lead(self, attempt: Attempt, waiter: WaitingThread) -> None:
         error = None
         try:
-            subscription = Subscription(self._subscribed(waiter, None if along is None else along(self.channel)))
-            if self._subscription.take(subscription) is not subscription:  # a handler was faster
-                subscription.wire.close()
+            subscription = Subscription(self._subscribed_connection())
+            if self._subscription.put_if_empty(subscription) is not subscription:  # a handler was faster
+                subscription.connection.close()
         except (RedisError, OSError) as failure:
             error = failure
             raise
         finally:
-            with_retries.end(error)
-            self._attempt.leave(with_retries)
-        self._next_look = monotonic() + LOOK_EVERY
-        # What was said meanwhile went unheard; to who has just come nothing was.
+            attempt.end(error)
+            self._attempt.remove(attempt)
+        self._next_poll = monotonic() + POLL_INTERVAL
+        # Messages that were sent meanwhile are lost. There was none for a waiter that has just come.
         self._waiters.wake_all(but=None if waiter.asleep else waiter)
 
-    def _follow(self, with_retries: Attempt, waiter: WaitingThread, give_up: float) -> None:
-        with_retries.followers.append(waiter)
-        while not with_retries.over and not self.open:
+    def _follow(self, attempt: Attempt, waiter: WaitingThread, give_up: float) -> None:
+        attempt.followers.append(waiter)
+        while not attempt.over and not self.open:
             left = give_up - monotonic()
             if left <= 0:
                 raise TimeoutError(f"no subscription within {self._patience:g} s")
-            waiter.alarm.sleep(min(left, LOOK_EVERY))
-        if with_retries.error is not None:
-            raise copy(with_retries.error)
+            waiter.event.wait(min(left, POLL_INTERVAL))
+        if attempt.error is not None:
+            raise copy(attempt.error)
 
-    def _subscribed(self, waiter: WaitingThread, call: ScriptCall | None) -> RespConnection:
-        wire = self._connect()
-        distrusted, self._distrusted = self._distrusted, False
+    def _subscribed_connection(self) -> Connection:
+        connection = self._connect()
         try:
-            if distrusted:
-                wire.send(HELLO)
-                with suppress(ResponseError):
-                    check_role(wire.receive())
-            wire.send((b"" if call is None else call.request) + pack(b"SUBSCRIBE", self.channel))
-            if call is not None:
-                with suppress(ResponseError):  # the server does not know the script: the waiter will tell it
-                    waiter.said = wire.receive()
-            wire.receive()
-        except BaseException as error:
-            self._distrusted = self._distrusted or distrusted
-            if call is not None and wire.open and not isinstance(error, ConnectionError):
-                with suppress(RedisError):
-                    wire.send(withdrawal(call))
-            wire.close()
+            with closing(self._subscribing()) as requests:
+                request = next(requests)
+                while True:
+                    connection.send(request)
+                    request = requests.send(connection.receive_any())
+        except StopIteration:
+            return connection
+        except BaseException:
+            connection.close()
             raise
-        return wire

@@ -54,8 +54,9 @@ local function until_end(ends, now)
   return left, left <= 0 or left > 2 * RESERVED_MS  -- so much only after the clock stepped back
 end
 
--- Return when the key ends (ms; 0: never).
-local function ends_at(key, now)
+-- Return when the key ends (ms; 0: never). The time is read here and not before, because on Redis 7.0 it goes on while
+-- a script runs.
+local function ends_at(key)
   local left = redis.call('PTTL', key)
-  return left < 0 and 0 or math.floor(now / 1000) + left
+  return left < 0 and 0 or math.floor(now_us() / 1000) + left
 end

@@ -1,8 +1,7 @@
-"""``manage.py redislock``: list or watch the held locks, show one, force-release one, examine the servers, run a command."""
+"""``manage.py redislock``: list, show, watch or force-release the held locks, diagnose the servers, or run a command."""
 
 from __future__ import annotations
 
-import getpass
 import json
 import sys
 import time
@@ -14,39 +13,30 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 
 from ... import conf
-from ...connections import connection_names, get_client
+from ...connections import clients, connection_names, get_client
 from ...core.driver.place import place_of
-from ...core.validation import check_name
 from ...doctor import Finding
-from ...doctor_trials import examine, examine_cache
-from ...exceptions import LockBackendError
-from ...inventory import Listing, Row, clients, find, force_release, read
-from ...models import HeldLock, visible
-from ...task_names import is_waiting
+from ...doctor_trials import diagnose, diagnose_cache
+from ...inventory import HeldLockRow, Listing, read
+from ...models import HeldLock
+from ...texts import visible
 from ..durations import seconds
-from ..output import counted, cut, plain, record, table, unread, words_of
+from ..output import cut, plain, record, table, words_of
+from ..release import release_lock, release_task
 from ..run import run
 from ..run_arguments import ActionParser, add_parser
-from ..which import chosen, did_you_mean, held_names, near, of_task
-
-WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
-
-MESSAGES = (
-    "No message is deleted: a message that is still in its queue will run, and a second one may be published now."
-)
-SHOWN = 20
-"""Locks that are shown at most before the question whether to release them."""
+from ..selection import find_lock, raise_if_unread, unread
 
 
 def interval(text: str) -> float:
-    """Return the seconds between two looks: a tenth of one at least."""
+    """Return the seconds between two readings, at least a tenth of a second."""
     return max(0.1, seconds(text))
 
 
 class Command(BaseCommand):
     help = (
-        "Lists or watches the locks held now, shows one, force-releases one, examines the servers, or runs a command under a lock. "
-        "Exit status 1: not found, refused, failed, or something is wrong."
+        "Lists, shows, watches or force-releases the locks held now, diagnoses the servers, or runs a command. "
+        "Exit status 1: not found, not confirmed, failed, or a problem was found."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -54,12 +44,14 @@ class Command(BaseCommand):
             dest="action", required=True, metavar="list|show|release|watch|doctor|run", parser_class=ActionParser
         )
 
-        common = CommandParser(add_help=False, parents=[_of_every_command()])
-        common.add_argument("--connection", metavar="ALIAS", help="look only at this connection")
+        common = CommandParser(add_help=False, parents=[_django_options()])
+        common.add_argument("--connection", metavar="ALIAS", help="only this connection")
         form = CommandParser(add_help=False)
         form.add_argument("--format", choices=["table", "json"], default="table")
         output = CommandParser(add_help=False, parents=[form])
-        output.add_argument("--id", action="store_true", help="show the owner ids: the right to release")
+        output.add_argument(
+            "--id", action="store_true", help="show the owner ids; who knows an owner id can release the lock"
+        )
         which = CommandParser(add_help=False)
         which.add_argument("--older-than", type=seconds, default=0.0, metavar="TIME", help="e.g. 90s, 5m, 1.5h, 2d")
         which.add_argument("--kind", choices=[kind for kind, _ in HeldLock._meta.get_field("kind").flatchoices])
@@ -69,29 +61,29 @@ class Command(BaseCommand):
         show = actions.add_parser("show", parents=[common, output], help="show everything known about one lock")
         show.add_argument("name", help="the name of the lock, or a unique beginning of it")
 
-        release = actions.add_parser(
-            "release", parents=[common], help="take one lock, or all locks of a task, from the holder"
-        )
+        release = actions.add_parser("release", parents=[common], help="force-release one lock, or the locks of a task")
         release.add_argument("name", nargs="?", help="the name of the lock, or a unique beginning of it")
         release.add_argument("--task", metavar="NAME", help="release the locks of this task")
-        release.add_argument("--waiting", action="store_true", help="with --task: only the locks of messages that wait")
+        release.add_argument("--waiting", action="store_true", help="with --task: only the locks of waiting messages")
         release.add_argument(
             "--match",
             metavar="PATTERN",
-            help="with --task: only the locks whose key or arguments match, as in 'report:*'",
+            help="with --task: only the locks whose key or arguments match, e.g. 'report:*'",
         )
         release.add_argument("--id", help="release only if the owner id is this one")
         release.add_argument(
-            "--reason", default="", metavar="TEXT", help="why: reported to the former holder and in the log"
+            "--reason", default="", metavar="TEXT", help="the reason, for the former holder and the log"
         )
         release.add_argument("--yes", action="store_true", help="do not ask")
         release.add_argument("--dry-run", action="store_true", help="only show what would be released")
 
         watch = actions.add_parser("watch", parents=[common, output, which], help="show the list again and again")
-        watch.add_argument("--interval", type=interval, default=2.0, metavar="TIME", help="between two looks; e.g. 5s")
-        watch.add_argument("--once", action="store_true", help="look once")
+        watch.add_argument(
+            "--interval", type=interval, default=2.0, metavar="TIME", help="the time between two readings, e.g. 5s"
+        )
+        watch.add_argument("--once", action="store_true", help="read once")
 
-        actions.add_parser("doctor", parents=[common, form], help="examine the connections and try a lock on each")
+        actions.add_parser("doctor", parents=[common, form], help="diagnose the connections, with a trial lock on each")
         add_parser(actions, [common])
 
     @no_translations
@@ -106,15 +98,15 @@ class Command(BaseCommand):
         if action == "list":
             self._list(options)
         elif action == "show":
-            self._print(self._find(options), options, record)
+            self._print(find_lock(options["name"], options["connection"]), options, record)
         elif action == "watch":
             self._watch(options)
         elif action == "doctor":
             self._doctor(options)
         elif options["task"] is None:
-            self._release(options)
+            release_lock(self, options)
         else:
-            self._release_of_task(options)
+            release_task(self, options)
 
     def _check(self, connection: str | None) -> None:
         try:
@@ -124,17 +116,17 @@ class Command(BaseCommand):
         if not conf.get().enabled:
             raise CommandError(f"Locks are switched off: {conf.NAME}['ENABLED'] is False.")
         if connection is not None and connection not in known:
-            raise CommandError(f"There is no connection {connection!r}. Known are: {', '.join(known)}.")
+            raise CommandError(f"There is no connection {connection!r}. The connections are: {', '.join(known)}.")
 
     def _list(self, options: dict[str, Any]) -> None:
         rows, listing = self._read(options)
-        if rows or not listing.failed:  # a connection that could not be read has no empty list
+        if rows or not listing.failed:  # "No held locks found." is not known of a connection that failed
             self._print(rows, options, table)
         for remark in cut(listing):
             self.stderr.write(remark)
-        self._fail(listing.failed)
+        raise_if_unread(listing.failed)
 
-    def _read(self, options: dict[str, Any]) -> tuple[list[Row], Listing]:
+    def _read(self, options: dict[str, Any]) -> tuple[list[HeldLockRow], Listing]:
         listing = read(options["connection"])
         rows = [
             row
@@ -155,14 +147,14 @@ class Command(BaseCommand):
             pass
 
     def _stream(self, options: dict[str, Any], pause: float | None) -> None:
-        """Write a line of JSON for each look."""
+        """Write a line of JSON for each reading."""
         while True:
             rows, listing = self._read(options)
             locks = [plain(row, options["id"]) for row in rows]
             self.stdout.write(json.dumps({"locks": locks, "failed": listing.failed, "cut": listing.cut}))
             self.stdout.flush()
             if pause is None:
-                return self._fail(listing.failed)
+                return raise_if_unread(listing.failed)
             time.sleep(pause)
 
     def _draw(self, options: dict[str, Any], pause: float | None) -> None:
@@ -171,31 +163,33 @@ class Command(BaseCommand):
         except ImportError as error:
             raise CommandError(
                 f"'redislock watch' needs rich ({error}): pip install 'django-redislock[watch]'. "
-                "'redislock watch --format json' and 'redislock list' do without."
+                "'redislock watch --format json' and 'redislock list' do not need it."
             ) from error
         failed: dict[str, str] = {}
 
-        def look() -> tuple[list[dict[str, str]], list[str]]:
+        def read_lines() -> tuple[list[dict[str, str]], list[str]]:
             rows, listing = self._read(options)
             failed.clear()
             failed.update(listing.failed)
             return [words_of(row, options["id"]) for row in rows], [*unread(listing.failed), *cut(listing)]
 
         output: Any = self.stdout
-        watch(look, output._out, pause)  # what it wraps, because it would end the line after each piece
-        self._fail(failed)
+        watch(read_lines, output._out, pause)  # the wrapped stream, because the wrapper ends each piece with a newline
+        raise_if_unread(failed)
 
     def _doctor(self, options: dict[str, Any]) -> None:
         found, failed = clients(options["connection"])
-        advice = f"Correct CACHES or {conf.NAME}; 'manage.py check' tells more."
+        advice = f"Correct CACHES or {conf.NAME}; 'manage.py check' gives details."
         findings = [(name, Finding("settings", "problem", why, advice)) for name, why in failed.items()]
         dead = set()
         for connection, client in found.items():
-            looked = list(examine(client))
-            findings += [(connection, finding) for finding in looked]
-            if looked[0].status == "problem":
+            diagnosis = list(diagnose(client))
+            findings += [(connection, finding) for finding in diagnosis]
+            if diagnosis[0].status == "problem":
                 dead.add(place_of(client.connection_pool))
-        findings += _of_caches([options["connection"]] if options["connection"] else connection_names(), failed, dead)
+        findings += _diagnose_caches(
+            [options["connection"]] if options["connection"] else connection_names(), failed, dead
+        )
         if options["format"] == "json":
             self.stdout.write(
                 json.dumps([{"connection": at} | finding._asdict() for at, finding in findings], indent=2)
@@ -210,125 +204,7 @@ class Command(BaseCommand):
         if wrong:
             raise CommandError(f"Problems found: {wrong}.")
 
-    def _find(self, options: dict[str, Any], *, whole: bool = False) -> list[Row]:
-        """Return the lock of that name: one row for each connection on which it is held, one at least.
-
-        A unique beginning stands for the name, unless the `whole` is wanted.
-        """
-        try:
-            name = check_name(options["name"])
-        except ValueError as error:
-            raise CommandError(str(error)) from error
-        rows = self._rows(name, options["connection"])
-        if rows:
-            return rows
-        names, failed = held_names(options["connection"])
-        self._fail(failed)
-        found = near(name, names)
-        if len(found) == 1 and found[0].startswith(name) and not whole:
-            rows = self._rows(found[0], options["connection"])
-        if not rows:
-            what = f"Nobody holds the lock {name!r} now.{did_you_mean(found)}"
-            raise CommandError(f"{what} 'redislock list' shows those that are held.")
-        return rows
-
-    def _rows(self, name: str, connection: str | None) -> list[Row]:
-        rows: list[Row] = []
-        found, failed = clients(connection)
-        for at in found:
-            try:
-                rows += find(at, [name]).values()
-            except LockBackendError as error:
-                failed[at] = error.cause
-        if not rows:
-            self._fail(failed)
-        return rows
-
-    def _fail(self, failed: dict[str, str]) -> None:
-        if failed:
-            raise CommandError("\n".join(unread(failed)))
-
-    def _release(self, options: dict[str, Any]) -> None:
-        if options["name"] is None:
-            raise CommandError("Give the name of a lock, or --task NAME.")
-        if options["waiting"] or options["match"] is not None:
-            raise CommandError("--waiting and --match choose among the locks of a task; give --task NAME.")
-        # Without a question only the whole name counts: the name of a free lock may be the beginning of another name.
-        rows = self._find(options, whole=options["yes"] and options["id"] is None)
-        if options["id"] is not None:
-            rows = [row for row in rows if row.held.id == options["id"]]
-            if not rows:
-                raise CommandError("The lock is held by another id; nothing was released. See 'redislock show --id'.")
-        if len(rows) > 1:
-            where = ", ".join(row.connection for row in rows)
-            raise CommandError(
-                f"A lock of this name is held on several connections: {where}. Choose with --connection."
-            )
-        row = rows[0]
-        self.stderr.write(record(rows, False))
-        if options["dry_run"]:
-            self.stdout.write("Dry run: nothing was released.")
-            return
-        self.stderr.write(self.style.WARNING(WARNING))
-        if not options["yes"] and not self._confirmed():
-            raise CommandError("Not confirmed; nothing was released.")
-        try:
-            freed = force_release(row.connection, row.held.name, row.held.fence, _operator(), options["reason"])
-        except LockBackendError as error:
-            raise CommandError(f"Whether it was released is unknown: {error.cause}. See 'redislock show'.") from error
-        if not freed:
-            raise CommandError("The lock changed hands or was freed meanwhile; nothing was released.")
-        self.stdout.write(self.style.SUCCESS(f"Released {visible(row.held.name)}."))
-
-    def _release_of_task(self, options: dict[str, Any]) -> None:
-        task = options["task"]
-        if options["name"] is not None or options["id"] is not None:
-            raise CommandError("Give the name of a lock or --task NAME, not both; --id goes with a name.")
-        held, listing, tasks = of_task(options["connection"], task)
-        rows = chosen(held, options["waiting"], options["match"])
-        if not rows:
-            self._fail(listing.failed)
-            if held:
-                raise CommandError(
-                    f"The task {task!r} holds {counted(len(held))}, and none of them matches the options."
-                )
-            raise CommandError(f"No lock of the task {task!r} is held.{did_you_mean(near(task, tasks - {task}))}")
-        self.stderr.write(table(rows if options["dry_run"] else rows[:SHOWN], False, arguments=True))
-        if len(rows) > SHOWN and not options["dry_run"]:
-            self.stderr.write(f"… and {len(rows) - SHOWN} more")
-        for remark in cut(listing):
-            self.stderr.write(remark)
-        if options["dry_run"]:
-            self.stdout.write(f"Dry run: nothing was released of {counted(len(rows))}.")
-            self._fail(listing.failed)
-            return
-        if not all(is_waiting(row.info) for row in rows):
-            self.stderr.write(self.style.WARNING(WARNING))
-        self.stderr.write(self.style.WARNING(MESSAGES))
-        if not options["yes"] and not self._confirmed(counted(len(rows))):
-            raise CommandError("Not confirmed; nothing was released.")
-        freed = 0
-        try:
-            for row in rows:
-                freed += force_release(row.connection, row.held.name, row.held.fence, _operator(), options["reason"])
-        except LockBackendError as error:
-            raise CommandError(f"Released {counted(freed)}, then Redis failed: {error.cause}. Try again.") from error
-        left = len(rows) - freed
-        if left:
-            self.stderr.write(f"Not released, because the holder changed or the lock ended meanwhile: {counted(left)}.")
-        if not freed:
-            raise CommandError("Nothing was released.")
-        self.stdout.write(self.style.SUCCESS(f"Released {counted(freed)} of {visible(task)}."))
-        self._fail(listing.failed)
-
-    def _confirmed(self, what: str = "it") -> bool:
-        self.stderr.write(f"Force-release {what}? [y/N] ", ending="")
-        self.stderr.flush()
-        return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-    # Output
-
-    def _print(self, rows: list[Row], options: dict[str, Any], table: Any) -> None:
+    def _print(self, rows: list[HeldLockRow], options: dict[str, Any], table: Any) -> None:
         if options["format"] == "json":
             text = json.dumps([plain(row, options["id"]) for row in rows], indent=2)
         else:
@@ -336,8 +212,8 @@ class Command(BaseCommand):
         self.stdout.write(text)
 
 
-def _of_every_command() -> CommandParser:
-    """Return Django's own options, so that they may also follow the action; those not given change nothing."""
+def _django_options() -> CommandParser:
+    """Return Django's own options, so that they may also follow the action. Without them nothing changes."""
     parser = CommandParser(add_help=False, argument_default=SUPPRESS)
     for option in ("--settings", "--pythonpath"):
         parser.add_argument(option, help=SUPPRESS)
@@ -347,20 +223,13 @@ def _of_every_command() -> CommandParser:
     return parser
 
 
-def _of_caches(names: list[str], failed: dict[str, str], dead: set[Any]) -> list[tuple[str, Finding]]:
-    """Try the caches of this package, but those of dead servers, and return the findings."""
+def _diagnose_caches(names: list[str], failed: dict[str, str], dead: set[Any]) -> list[tuple[str, Finding]]:
+    """Return the findings about the caches of this package, without the caches of dead servers."""
     found = []
     for name in names:
         if name in failed or name not in settings.CACHES or place_of(get_client(name).connection_pool) in dead:
             continue
-        finding = examine_cache(name)
+        finding = diagnose_cache(name)
         if finding is not None:
             found.append((name, finding))
     return found
-
-
-def _operator() -> str:
-    try:
-        return f"command line ({getpass.getuser()})"
-    except (OSError, KeyError):  # a container's user may have no name
-        return "command line"

@@ -9,7 +9,7 @@ document.addEventListener("DOMContentLoaded", () => {
     }
     const box = control.querySelector("input");
     const seconds = Number(control.dataset.seconds);
-    // Messages do not come back: they stay long enough to be read.
+    // Messages are shown once, so the page stays long enough to read them.
     const wait = document.querySelector(".messagelist") ? 6 * seconds : seconds;
     let timer;
 

@@ -1,95 +1,98 @@
 -- Store the computed value, unless there is a newer value; end the lease, and wake all waiters for the value.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 the value, 5 the witness of the value, 6 the era of its bucket (see lease.lua);
---       only if the computation has waited for another one, replaces an old value, or has put the value ready: 7 the
---       waits of computations for each other, 8 the failures to replace the old value, and 9 the key where the value is
---       put ready, if it is too large for a copy by Lua
--- ARGV  1 fence of the lease, 2 name, 3 life of the value (ms, '': for ever, '0': it is only told to those who wait,
---       '!': as well, and it is not a value but how its computation failed),
---       4 SHA-1 of the value that it replaces ('': none), 5 when that one ends (ms, '': not known), 6 the value; when it is put
---       ready: its length, its SHA-1, and, if it is only told, KEYS[9] again; 7 '1' if the lease is the caller's own, else '0'
--- Those who wait are sent  id \n = value ,  id \n ! failure , or  id \n # length SHA-1 [key]  to fetch it in pieces, or the id alone to ask again.
+-- KEYS  lock, index of held locks, queue, value, witness of the value, era of its bucket (see lease.lua); only if the
+--       computation waited for another one, replaces a stale value, or uploaded its value: waits of computations for
+--       each other, failures to replace the stale value; and only after an upload, because a script would copy a large
+--       value: upload
+-- ARGV  fence of the lease, name, expiry of the value (ms, '': never, '0': it is only sent to the waiters, '!': it is
+--       the error of the computation, and only sent to them), SHA-1 of the stale value that it replaces ('': none),
+--       expiry of the stale value (ms, '': unknown), the value (after an upload: its length and its SHA-1, and the
+--       upload key if it is not stored), leader ('1': the lease is the caller's own, else '0')
+-- The waiters are sent  id \n = value ,  id \n ! error , or  id \n # length SHA-1 [key]  to fetch the value in pieces,
+-- or the id alone to ask again.
 -- Returns 1 when the value was stored or sent to the waiters, 2 when it was stored although the lease had ended,
 -- because the witness exists, 0 when there is a newer value, and -1 when the value was invalidated, or may have been:
 -- then nothing is stored.
-local PAUSE_MS, LONGEST_PAUSE_MS = 1000, 60000  -- between two tries to replace an old value; it doubles with each failure
-local CLOCK_MS = 20   -- the end of a key may be read with this difference in two calls
-local FETCH_MS = 10000  -- life of a value that is not stored: so long the waiters can fetch it
+local PAUSE_MS, LONGEST_PAUSE_MS = 1000, 60000  -- between two tries to replace a stale value; each failure doubles it
+local CLOCK_MS = 20   -- two calls may read the expiry of the same key with this difference
+local FETCH_MS = 10000  -- expiry of a value that is not stored: within that time the waiters can fetch it
 local SMALL = 32768  -- bytes; a larger value is not sent, but fetched by each waiter
-local failed = ARGV[3] == '!'
-local lock, ready = redis.call('GET', KEYS[1]), KEYS[9]
-local leased = lock and fence_of(lock) == ARGV[1]
+local lock, index, queue, value_key, witness, era, waits, failures, upload = unpack(KEYS, 1, 9)
+local fence, name, life_ms, old_digest, old_ends, data, leader = unpack(ARGV)
+local failed = life_ms == '!'
+local holder = redis.call('GET', lock)
+local leased = holder and fence_of(holder) == fence
 if not leased then
   local stands = false
-  if ARGV[7] == '1' and ARGV[3] ~= '0' and not failed then
-    local kept, fence = redis.call('MGET', KEYS[5], KEYS[6]), tonumber(ARGV[1])
-    stands = kept[1] and kept[2] and tonumber(kept[1]) <= fence and tonumber(kept[2]) <= fence
+  if leader == '1' and life_ms ~= '0' and not failed then
+    local kept, number = redis.call('MGET', witness, era), tonumber(fence)
+    stands = kept[1] and kept[2] and tonumber(kept[1]) <= number and tonumber(kept[2]) <= number
   end
   if not stands then
-    if ready then
-      redis.call('UNLINK', ready)
+    if upload then
+      redis.call('UNLINK', upload)
     end
-    return ARGV[4] == '' and not failed and redis.call('EXISTS', KEYS[4]) == 1 and 0 or -1
+    return old_digest == '' and not failed and redis.call('EXISTS', value_key) == 1 and 0 or -1
   end
 end
 
-local kept = not ready and ARGV[3] ~= '0' and not failed
-local life = ARGV[3] == '' and {} or {'PX', ARGV[3]}
+local kept = not upload and life_ms ~= '0' and not failed
+local life = life_ms == '' and {} or {'PX', life_ms}
 local stored
-if kept and ARGV[4] == '' then
-  stored = redis.call('SET', KEYS[4], ARGV[6], 'NX', unpack(life)) ~= false
+if kept and old_digest == '' then
+  stored = redis.call('SET', value_key, data, 'NX', unpack(life)) ~= false
 else
-  stored = redis.call('EXISTS', KEYS[4]) == 0
-  if not stored and ARGV[4] ~= '' and redis.sha1hex(redis.call('GET', KEYS[4])) == ARGV[4] then
-    -- The same bytes with another end were set, or touched, meanwhile.
-    stored = ARGV[5] == '' or math.abs(ends_at(KEYS[4], now_us()) - ARGV[5]) <= CLOCK_MS
+  stored = redis.call('EXISTS', value_key) == 0
+  if not stored and old_digest ~= '' and redis.sha1hex(redis.call('GET', value_key)) == old_digest then
+    -- The same bytes may have been set, or touched, with another expiry meanwhile.
+    stored = old_ends == '' or math.abs(ends_at(value_key) - old_ends) <= CLOCK_MS
   end
   if kept and stored then
-    redis.call('SET', KEYS[4], ARGV[6], unpack(life))
+    redis.call('SET', value_key, data, unpack(life))
   end
 end
-if ready and not (stored and redis.call('EXISTS', ready) == 1) then
-  redis.call('UNLINK', ready)
+if upload and not (stored and redis.call('EXISTS', upload) == 1) then
+  redis.call('UNLINK', upload)
   stored = false
-elseif ready and ARGV[3] == '0' then
-  redis.call('PEXPIRE', ready, redis.call('ZCARD', KEYS[3]) == 0 and 0 or FETCH_MS)
-elseif ready then
-  redis.call('RENAME', ready, KEYS[4])
-  if ARGV[3] == '' then
-    redis.call('PERSIST', KEYS[4])
+elseif upload and life_ms == '0' then
+  redis.call('PEXPIRE', upload, redis.call('ZCARD', queue) == 0 and 0 or FETCH_MS)
+elseif upload then
+  redis.call('RENAME', upload, value_key)
+  if life_ms == '' then
+    redis.call('PERSIST', value_key)
   else
-    redis.call('PEXPIRE', KEYS[4], ARGV[3])
+    redis.call('PEXPIRE', value_key, life_ms)
   end
 end
 
-if ARGV[4] ~= '' and failed then
-  local failures = tonumber(string.match(redis.call('GET', KEYS[8]) or '', '^%d+') or 0) + 1
-  local pause = math.min(LONGEST_PAUSE_MS, PAUSE_MS * 2 ^ (failures - 1))
+if old_digest ~= '' and failed then
+  local count = tonumber(string.match(redis.call('GET', failures) or '', '^%d+') or 0) + 1
+  local pause = math.min(LONGEST_PAUSE_MS, PAUSE_MS * 2 ^ (count - 1))
   local again = whole(math.floor(now_us() / 1000) + pause)
-  redis.call('SET', KEYS[8], failures .. ' ' .. again, 'PX', pause + LONGEST_PAUSE_MS)
-elseif ARGV[4] ~= '' and stored then
-  redis.call('DEL', KEYS[8])
+  redis.call('SET', failures, count .. ' ' .. again, 'PX', pause + LONGEST_PAUSE_MS)
+elseif old_digest ~= '' and stored then
+  redis.call('DEL', failures)
 end
 
-local entries = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES')
+local entries = redis.call('ZRANGE', queue, 0, -1, 'WITHSCORES')
 if #entries > 0 then
-  local word = stored and #ARGV[6] <= SMALL and (failed and '\n!' or ready and '\n#' or '\n=') .. ARGV[6] or ''
+  local message = stored and #data <= SMALL and (failed and '\n!' or upload and '\n#' or '\n=') .. data or ''
   local now, ms = now_us(), 0
   for i = 1, #entries, 2 do
     local channel, id = string.match(entries[i], '^(.-)\n(.*)$')
-    redis.pcall('PUBLISH', channel, id .. word)
+    redis.pcall('PUBLISH', channel, id .. message)
     ms = ms + waited_ms(entries[i + 1], now)
   end
   if stored then
-    count_waits(KEYS[2], now, ARGV[2], ms, #entries / 2, failed and #entries / 2 or 0)
+    count_waits(index, now, name, ms, #entries / 2, failed and #entries / 2 or 0)
     if not failed then
-      count_saved(KEYS[2], now, ARGV[2], 'a', #entries / 2)
+      count_saved(index, now, name, 'a', #entries / 2)
     end
   end
-  redis.call('DEL', KEYS[3])
+  redis.call('DEL', queue)
 end
-redis.call('DEL', KEYS[1], KEYS[5])
-redis.call('ZREM', KEYS[2], ARGV[2])
-if KEYS[7] then
-  redis.call('HDEL', KEYS[7], ARGV[2])
+redis.call('DEL', lock, witness)
+redis.call('ZREM', index, name)
+if waits then
+  redis.call('HDEL', waits, name)
 end
 return stored and (leased and 1 or 2) or 0

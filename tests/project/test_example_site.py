@@ -1,32 +1,25 @@
+"""The example site: the clock changes that it computes, and the pages that it serves."""
+
 from __future__ import annotations
 
-import http.client
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from http.cookies import SimpleCookie
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import urlencode
-from urllib.request import HTTPCookieProcessor, build_opener
 
-import psutil
 import pytest
 
 from django_redislock.core import Lock
-from tests.support import BUSY, RedisServer, free_port, wait_until
-
-PROJECT = Path(__file__).parents[2] / "example_project"
+from tests.support import RedisServer, free_port, wait_until
+from tests.support.example_project import PROJECT, Site, environment
 
 
 @pytest.fixture
@@ -107,26 +100,6 @@ def test_a_finer_walk_finds_the_same(transitions: ModuleType) -> None:
 # The site
 
 
-class Site:
-    """The site as served by a process of its own."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-    def request(self, method: str, path: str, body: str = "", **headers: str) -> tuple[http.client.HTTPResponse, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, body, headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
-        return response, text
-
-    def get(self, path: str) -> str:
-        response, text = self.request("GET", path)
-        assert response.status == 200, text[:2000]
-        return text
-
-
 @pytest.fixture(scope="module")
 def site_server() -> Iterator[RedisServer]:
     """A server for the site alone, whose reports then stay from test to test."""
@@ -156,12 +129,6 @@ def site(site_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> 
     finally:
         process.kill()
         process.wait()
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Return the environment for the example's own settings."""
-    env = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
-    return env | {"PYTHONPATH": str(PROJECT.parent)} | variables
 
 
 @pytest.mark.processes
@@ -256,152 +223,3 @@ def test_static_files_and_the_admin_are_served(site: Site) -> None:
     assert "prefers-color-scheme: dark" in site.get("/static/clock_changes/style.css")
     assert site.request("GET", "/")[0].headers["Location"] == f"/{datetime.now(UTC).year}/"
     assert "Log in" in site.get("/admin/login/")
-
-
-# The demo
-
-
-class Demo:
-    """A run of demo.py, and the processes that carry its mark."""
-
-    def __init__(self, directory: Path, *arguments: object) -> None:
-        self.directory = str(directory)
-        self.mark = uuid.uuid4().hex
-        self.output = directory / "output"
-        env = environment(DEMO_MARK=self.mark, TMPDIR=str(directory))
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(PROJECT / "demo.py"), *map(str, arguments)],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-
-    def said(self, text: str) -> bool:
-        assert self.process.poll() is None, self.text
-        return text in self.text
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def alive(self) -> list[psutil.Process]:
-        """Return every living process of this run. (Valkey's title hides its environment, but it runs in the demo's folder.)"""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                ours = process.environ().get("DEMO_MARK") == self.mark or process.cwd().startswith(self.directory)
-                if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
-    def wait_gone(self, timeout: float = BUSY) -> None:
-        """Wait until no process lives; one that was killed may take a moment to die."""
-        wait_until(lambda: not self.alive(), timeout)
-
-    def close(self) -> None:
-        for process in self.alive():
-            with suppress(psutil.Error):
-                process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def start_demo(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
-    demos = []
-
-    def start(*arguments: object) -> Demo:
-        demos.append(Demo(tmp_path, *arguments))
-        return demos[-1]
-
-    yield start
-    for demo in demos:
-        demo.close()
-
-
-def contention_page(url: str) -> str:
-    """Log in to the demo's admin, and return its page about contention."""
-    open_url = build_opener(HTTPCookieProcessor()).open
-    page = f"{url}/admin/django_redislock/heldlock/contention/"
-    with open_url(page, timeout=60) as response:
-        token = re.search(r'name="csrfmiddlewaretoken" value="(\w+)"', response.read().decode())
-        login = response.url
-    assert token is not None
-    form = urlencode({"username": "demo", "password": "demo", "csrfmiddlewaretoken": token[1], "next": page})
-    with open_url(login, form.encode(), timeout=60):
-        pass
-    with open_url(page, timeout=60) as response:
-        text: str = response.read().decode()
-    return text
-
-
-@pytest.mark.processes
-def test_the_demo_holds_and_leaves_nothing_behind(start_demo: Callable[..., Demo], tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # a taken port is no error
-        demo = start_demo("--port", taken.getsockname()[1])
-        assert demo.process.wait(timeout=180) == 0, demo.text
-        demo.wait_gone()
-    assert demo.text.count("  ok  ") == 6, demo.text
-    text = " ".join(demo.text.split())  # its lines are as wide as the terminal
-    assert "computed: 1, waited: 39" in text
-    assert "ran: 1, refused: 19, naming the one that ran: 19" in text
-    assert "All of it held" in demo.text
-    assert [path.name for path in tmp_path.iterdir()] == ["output"]
-
-
-@pytest.mark.processes
-def test_the_demo_serves_until_ctrl_c(start_demo: Callable[..., Demo], tmp_path: Path) -> None:
-    demo = start_demo("--serve", "--port", free_port())
-    wait_until(lambda: demo.said("Ctrl-C ends"), timeout=180)
-    address = re.search(r"The site +http://127\.0\.0\.1:(\d+)/ ", demo.text)
-    assert address is not None
-    site = Site(int(address[1]))
-    text = site.get(f"/{datetime.now(UTC).year}/")
-    assert "39 waited instead" in text
-    assert "19 refused" in text
-    assert 'redislock_held_locks{connection="default"}' in site.get("/metrics")
-    saved = contention_page(f"http://127.0.0.1:{address[1]}")
-    duplicates = re.search(r"(\d+) duplicate tasks prevented", saved)
-    assert duplicates is not None
-    assert int(duplicates[1]) >= 19
-    demo.process.send_signal(signal.SIGINT)
-    assert demo.process.wait(timeout=90) == 0, demo.text
-    demo.wait_gone()
-    assert [path.name for path in tmp_path.iterdir()] == ["output"]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_demo_ended_early_leaves_no_process_behind(start_demo: Callable[..., Demo], number: signal.Signals) -> None:
-    if number == signal.SIGKILL and sys.platform != "linux":
-        pytest.skip("only Linux tells the children")
-    demo = start_demo("--port", free_port())
-    wait_until(lambda: demo.said("Started in"), timeout=150)
-    assert len(demo.alive()) >= 7  # itself, Valkey, two processes of the site, the worker and its two children
-    demo.process.send_signal(number)
-    assert demo.process.wait(timeout=90) == (-number if number == signal.SIGKILL else 128 + number), demo.text
-    demo.wait_gone(20 if number == signal.SIGKILL else BUSY)
-
-
-def test_a_row_that_does_not_hold_says_what_was_expected_and_what_came(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(PROJECT)
-    import demo
-
-    def fail() -> None:
-        raise ValueError("no such thing")
-
-    assert demo.row("Good", lambda: (True, "one", ["one"])) is True
-    assert demo.row("Bad", lambda: (False, "one", ["two"])) is False
-    assert demo.row("Worse", fail) is False
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
-        ["Good", "ok", "one"],
-        ["Bad", "FAILED", "expected", "one"],
-        ["came", "two"],
-        ["Worse", "FAILED", "expected", "no", "error"],
-        ["came", "ValueError:", "no", "such", "thing"],
-    ]

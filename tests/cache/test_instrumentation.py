@@ -9,12 +9,6 @@ from django.conf import settings
 from django.core.cache import caches
 
 from tests.support import say
-from tests.support.cache_programs import cache_at
-
-
-@pytest.fixture
-def cache(redis_url, backend):
-    return cache_at(redis_url, backend)
 
 
 def load():

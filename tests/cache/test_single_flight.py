@@ -10,7 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from django_redislock.cache import single_flight
+from django_redislock.cache.lease import single_flight
+from django_redislock.cache.lease.request import enclosing_leases
 from django_redislock.core import Lock, held_locks
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import BUSY, lived, monitoring, wait_until
@@ -213,7 +214,7 @@ def test_a_nested_key_without_a_circle_is_computed_once(cache, pool):
 
     futures = [pool.submit(nest, outer) for outer in "abcde"]
     assert inner.running.wait(10)
-    wait_until(lambda: sum(info.waiting for info in held_locks(cache._redis(""))) == 4)
+    wait_until(lambda: sum(info.waiting for info in held_locks(cache._client_for(""))) == 4)
     inner.end.set()
     assert [outcome(future) for future in futures] == [[outer, "inner"] for outer in "abcde"]
     assert inner.calls == 1
@@ -223,8 +224,6 @@ def test_what_a_background_thread_of_a_computation_wants_later_is_not_nested(cac
     """A context outlives the computation it was copied in."""
     import contextvars
 
-    from django_redislock.cache.lease.request import outer
-
     contexts = []
 
     def compute():
@@ -232,7 +231,7 @@ def test_what_a_background_thread_of_a_computation_wants_later_is_not_nested(cac
         return 1
 
     cache.get_or_set("k", compute)
-    assert contexts[0].run(outer, cache._server_of(":1:k")) == []
+    assert contexts[0].run(enclosing_leases, cache._server_of(":1:k")) == []
 
 
 OTHERS = [

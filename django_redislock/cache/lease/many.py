@@ -1,0 +1,161 @@
+"""Many values: one call of the function computes those that no other caller computes. Without I/O.
+
+It runs the operation of one value, `lookup`, once for each key. The operations of all keys are interleaved, so that
+their calls take one round trip and one sleeper waits for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from ...core.clock import monotonic
+from ...core.driver.effects import Invoke, Operation
+from ...core.driver.interleave import interleave
+from ...core.operations import give_back
+from ...exceptions import LockBackendError
+from .obtain import lookup
+from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases
+from .single_flight import Caller, Flight, close, failed, for_followers, get_value, own_copy, register
+from .store import ABSENT, ComputeJob, finish, under_leases
+
+DefaultForMany = Callable[[list[Any]], Any]
+"""Takes keys in the caller's form, and returns a dict of their values."""
+
+
+def get_values(
+    requests: list[ValueRequest], default: DefaultForMany, caller: Caller, wait: float | None, on_timeout: Any
+) -> Operation[dict[str, Outcome]]:
+    """Return many values by their keys in Redis: each is computed once over all callers.
+
+    The values that no caller computes yet are computed together by one call of `default`. Only then the caller waits
+    for the others, so that no two callers wait for each other. The values that are missing when the time is over are
+    computed together, too. A key for which `default` returns no value is left out.
+    """
+    compute = on_timeout in ("compute", "stale")
+    until = math.inf if wait is None else monotonic() + wait
+    outcomes = yield from _lead_many(requests, default, caller, until)
+    errors = [outcome for outcome in outcomes.values() if outcome.error is not None]
+    if errors:
+        return {requests[0].key: errors[0]}
+    for number, request in enumerate(requests):
+        if compute and request.key not in outcomes and monotonic() >= until:
+            late = [other for other in requests[number:] if other.key not in outcomes]
+            outcomes.update((yield from _lead_many(late, default, caller, -math.inf, last=True)))
+        outcome = own_copy(outcomes.pop(request.key, Outcome()), request)
+        if outcome.value is MISSING and not outcome.absent:
+            left = None if until == math.inf else max(0.0, until - monotonic())
+            outcome = yield from get_value(request, caller, left, on_timeout)
+        if not outcome.absent:
+            outcomes[request.key] = outcome
+        if outcome.error is not None:
+            break
+    return outcomes
+
+
+def _lead_many(
+    requests: list[ValueRequest], default: DefaultForMany, caller: Caller, until: float, last: bool = False
+) -> Operation[dict[str, Outcome]]:
+    """Lead the flights that have no leader in this process; return their outcomes. `last`: does not wait."""
+    alone = ("alone",) if last else ()
+    flights: dict[str, Flight] = {}
+    outcomes: dict[str, Outcome] = {}
+    # A caller that computes another value waits for one value at a time: the scripts detect only such circles.
+    nested = bool(enclosing_leases(requests[0].server))
+
+    def note(request: ValueRequest, outcome: Outcome) -> None:
+        outcomes[request.key] = outcome
+        flight = flights.pop(request.key, None)
+        if flight is not None:
+            flight.outcome = for_followers(outcome)
+            close((request.server, request.key, *alone), flight)
+
+    try:
+        if not nested:
+            for request in requests:
+                flight = Flight(caller)
+                if register((request.server, request.key, *alone), flight):
+                    flights[request.key] = flight
+        led = [request for request in requests if nested or request.key in flights]
+        try:
+            if led:
+                yield from _get_or_compute_many(
+                    led, caller.acquirer, default, -math.inf if nested else until, note, last
+                )
+        except LockBackendError as error:
+            for request in led:
+                if request.key not in outcomes:
+                    note(request, failed(error))
+        return outcomes
+    finally:
+        for request in requests:
+            if request.key in flights:
+                close((request.server, request.key, *alone), flights[request.key])
+
+
+def _get_or_compute_many(
+    requests: list[ValueRequest],
+    acquirer: Acquirer,
+    default: DefaultForMany,
+    until: float,
+    note: Callable[[ValueRequest, Outcome], None],
+    last: bool,
+) -> Operation[None]:
+    """Get many values: compute those that no other caller computes, and wait for the others.
+
+    `note` gets each outcome as soon as there is one. It gets none of a value that another caller still computes at
+    `until`, and none of the rest after a failure. `last`: does not wait, and computes these values, too. Raises
+    LockBackendError.
+    """
+    leases = [request.lease(acquirer) for request in requests]
+    found: dict[int, tuple[bytes, bytes, bytes, Any]] = {}
+
+    def process_found() -> Operation[bool]:
+        """Compute the values whose leases this caller holds; False after a failure."""
+        jobs: list[ComputeJob] = []
+        has_failed = False
+        for number in sorted(found):
+            verdict, reply, old_digest, value = found.pop(number)
+            request = requests[number]
+            if verdict == b"value":
+                note(request, Outcome(reply, value, shared=True))
+            elif verdict == b"failed":
+                has_failed = True
+                note(request, Outcome(error=request.load_failure(reply), shared=True))
+            elif verdict != b"wait" or last:
+                jobs.append(ComputeJob(request, leases[number], verdict, reply, old_digest))
+        if jobs:
+            outcomes = yield from under_leases(jobs, _compute_many(jobs, default))
+            for number, job in enumerate(jobs):
+                has_failed = has_failed or outcomes[number].error is not None
+                note(job.request, outcomes[number])
+        return not has_failed
+
+    try:
+        lookups = [lookup(request, lease, until, False) for request, lease in zip(requests, leases, strict=True)]
+        yield from interleave(lookups, found, process_found)
+        yield from process_found()
+    except BaseException:
+        for number in found:
+            with suppress(RedisError):
+                yield give_back(leases[number]).with_text()
+        raise
+
+
+def _compute_many(jobs: list[ComputeJob], default: DefaultForMany) -> Operation[dict[int, Outcome]]:
+    """Call the function once for all jobs, and store the values that it returns."""
+    keys = [job.request.caller_key for job in jobs]
+    result, error = yield Invoke(lambda: default(keys))
+    values = [ABSENT] * len(jobs)
+    if error is None:
+        if isinstance(result, Mapping):
+            values = [result.get(key, ABSENT) for key in keys]
+        else:
+            error = TypeError(f"the default of many keys must return a dict, not {type(result).__name__}")
+    outcomes: dict[int, Outcome] = {}
+    yield from interleave([finish(job, value, error) for job, value in zip(jobs, values, strict=True)], outcomes)
+    return outcomes

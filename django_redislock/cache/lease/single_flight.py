@@ -1,0 +1,282 @@
+"""One value within a process: its callers share one flight. The leader obtains the value, the followers wait.
+
+The algorithm is written once, without I/O, for the drivers of threads and of asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import threading
+from collections.abc import Hashable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from asgiref.sync import SyncToAsync
+
+from ...core import events
+from ...core.clock import monotonic
+from ...core.driver.effects import Operation, WaitForFuture
+from ...core.driver.fork import after_in_child
+from ...exceptions import AcquireTimeout, LockBackendError
+from .obtain import get_or_compute
+from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases, is_interruption, must_not_wait
+
+SPREAD = 0.1
+"""The share by which the wait of a computing caller is lengthened at random, so that not all compute at once."""
+
+
+class Caller(NamedTuple):
+    """The thread or task that wants a value, and the waiting room in which it sleeps."""
+
+    acquirer: Acquirer
+    room: Any
+
+    @classmethod
+    def thread(cls, server: Any) -> Caller:
+        """Return the calling thread."""
+        return cls(threading.current_thread(), server.room)
+
+    @classmethod
+    def task(cls, server: Any) -> Caller:
+        """Return the running task; raises RuntimeError outside of one."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("an asynchronous method of the cache must be awaited in a task")
+        return cls(task, server.room)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop of a task."""
+        return self.acquirer.get_loop() if isinstance(self.acquirer, asyncio.Task) else None
+
+
+class Flight:
+    """The calls of this process for one value: its leader, and the future of its outcome for the followers."""
+
+    def __init__(self, caller: Caller | None = None) -> None:
+        self.pid = os.getpid()
+        self.loop = None if caller is None else caller.loop
+        self.thread = threading.get_ident()
+        self.waiting: list[None] = []
+        self.outcome = Outcome()
+        self.done: Future[Outcome] = Future()
+
+    @property
+    def followers(self) -> int:
+        """The number of callers that have come to wait for it."""
+        return len(self.waiting)
+
+    def blocked_by(self, caller: Caller) -> bool:
+        """Whether the flight cannot go on while the caller waits.
+
+        The caller may be the thread of the leader's event loop, the thread of that loop's `sync_to_async`, or a signal
+        handler or a destructor in the leader's thread.
+        """
+        if caller.loop is not None:
+            return False
+        if self.loop is None:
+            return self.thread == threading.get_ident()
+        return self.loop in (_running_loop(), getattr(SyncToAsync.threadlocal, "main_event_loop", None))
+
+
+REFRESH_PAUSE = 1.0
+"""Seconds for which this process leaves a stale value alone that another process refreshes."""
+MAX_PAUSED = 1000
+"""Number of paused refreshes from which on the ended pauses are deleted."""
+
+# Each change is one operation of a dict: a signal handler could find a lock taken by its own thread.
+_flights: dict[Hashable, Flight] = {}
+_paused: dict[Hashable, float] = {}
+"""The end of each pause, on the monotonic clock."""
+
+
+def get_value(request: ValueRequest, caller: Caller, wait: float | None, on_timeout: Any) -> Operation[Outcome]:
+    """Return the value, or the error of its computation: one of all callers in all processes computes it.
+
+    Waits `wait` seconds for another caller's value. Then `on_timeout` decides: "compute" it here, once for all callers
+    of this process whose wait is over; "raise" AcquireTimeout; any other value is returned, a function is called and
+    its value returned.
+    """
+    key = (request.server, request.key)
+    compute = on_timeout in ("compute", "stale")  # "stale": there is no stale value here
+    if wait is not None and compute:
+        wait *= random.uniform(1, 1 + SPREAD)  # noqa: S311
+    until = math.inf if wait is None else monotonic() + wait
+    while True:
+        outcome = yield from _lead_or_follow(key, until, request, caller)
+        if outcome.empty:
+            if on_timeout == "raise":
+                raise AcquireTimeout(request.name, wait)
+            if not compute:
+                return Outcome(value=on_timeout() if callable(on_timeout) else on_timeout)
+            # The leader of this second flight does not wait for other processes.
+            ends = math.inf if request.max_hold is None else monotonic() + request.max_hold
+            outcome = yield from _lead_or_follow((*key, "alone"), ends, request, caller, last=True)
+            if outcome.empty:
+                outcome = yield from _lead(request, caller, until, last=True)
+        outcome = own_copy(outcome, request)
+        if outcome.error is not None or outcome.value is not MISSING or outcome.absent:
+            return outcome
+
+
+def refresh_or_stale(
+    request: ValueRequest, caller: Caller, old: bytes, value: Any, wait: float, on_error: str
+) -> Operation[Outcome]:
+    """Return a new value in place of a stale one, or the stale one if another caller refreshes it.
+
+    Waits `wait` seconds for the other caller; 0: not at all. With `on_error` "stale" the stale value also replaces an
+    error.
+    """
+    outcome = Outcome()
+    if wait or not is_refresh_paused(request):
+        outcome = yield from refresh(request, caller, old, monotonic() + wait if wait else -math.inf)
+        outcome = own_copy(outcome, request)
+    if outcome.error is None and outcome.value is not MISSING:
+        return outcome
+    if outcome.error is not None:
+        if on_error != "stale" or is_interruption(outcome.error):
+            return outcome
+        events.log.error(
+            "The refresh of the value of %r failed; the stale value is returned.", request.key, exc_info=outcome.error
+        )
+    request.counters.count("stale_served")
+    return Outcome(value=value)
+
+
+def refresh(request: ValueRequest, caller: Caller, old: bytes, until: float) -> Operation[Outcome]:
+    """Replace a stale value, or wait for the caller that does."""
+    outcome = yield from _lead_or_follow((request.server, request.key), until, request, caller, old=old)
+    if outcome.empty or outcome.error is not None:
+        pause_refresh(request)
+    return outcome
+
+
+def pause_refresh(request: ValueRequest) -> None:
+    """Leave the stale value alone for a moment, because another process refreshes it, or because a refresh failed."""
+    now = monotonic()
+    if len(_paused) >= MAX_PAUSED:
+        for key, until in list(_paused.items()):
+            if until <= now:
+                _paused.pop(key, None)
+    _paused[(request.server.place, request.key)] = now + REFRESH_PAUSE
+
+
+def is_refresh_paused(request: ValueRequest) -> bool:
+    """Whether this process leaves the stale value alone now."""
+    return monotonic() < _paused.get((request.server.place, request.key), -math.inf)
+
+
+def is_in_flight(request: ValueRequest) -> bool:
+    """Whether a caller of this process obtains the value now."""
+    return (request.server, request.key) in _flights
+
+
+def result_of(outcome: Outcome) -> Any:
+    """Return the value or raise the error.
+
+    It is called outside the generators, because a StopIteration inside one becomes a RuntimeError (PEP 479).
+    """
+    if outcome.error is None:
+        return outcome.value
+    try:
+        raise outcome.error.with_traceback(outcome.trace)
+    finally:
+        del outcome  # otherwise the error's traceback would refer to the error
+
+
+def own_copy(outcome: Outcome, request: ValueRequest) -> Outcome:
+    """Return the outcome with a value that this caller shares with no other caller."""
+    if outcome.value is MISSING and outcome.data is not None:
+        return outcome._replace(value=request.loads(outcome.data))
+    return outcome
+
+
+def register(key: Hashable, flight: Flight) -> bool:
+    """Register the flight, and return True; False if another one has the key."""
+    return _flights.setdefault(key, flight) is flight
+
+
+def close(key: Hashable, flight: Flight, wake: bool = True) -> None:
+    """Remove the flight, and wake its followers."""
+    if (
+        _flights.get(key) is flight
+    ):  # a follower may remove it in between: then there are two leaders, and Redis decides
+        _flights.pop(key, None)
+    if wake and flight.pid == os.getpid():
+        flight.done.set_result(flight.outcome)
+
+
+def for_followers(outcome: Outcome) -> Outcome:
+    """Return the followers' part of a leader's outcome: nothing if the leader alone was interrupted."""
+    if outcome.shared and (outcome.error is None or not is_interruption(outcome.error)):
+        return outcome._replace(value=MISSING)  # each follower makes its own copy
+    return Outcome()
+
+
+def failed(error: LockBackendError) -> Outcome:
+    """Return the outcome when the server does not answer: the error that the base class would raise."""
+    cause = error.__cause__ or error
+    return Outcome(error=cause, trace=cause.__traceback__, shared=True)
+
+
+def _lead_or_follow(
+    key: Hashable, until: float, request: ValueRequest, caller: Caller, last: bool = False, old: bytes | None = None
+) -> Operation[Outcome]:
+    """Lead the flight for this key, or wait for its leader; the outcome is empty when the time is over."""
+    if must_not_wait(request.server, request.name):
+        return (yield from _lead(request, caller, until, last=True, old=old))
+    if enclosing_leases(request.server):
+        # A caller that computes another value asks Redis itself, because the scripts detect circles of computations.
+        return (yield from _lead(request, caller, until, last, old))
+    waited = False
+    while True:
+        flight = Flight(caller)
+        try:
+            found = _flights.setdefault(key, flight)
+            if found is flight:
+                outcome = yield from _lead(request, caller, until, last, old)
+                flight.outcome = for_followers(outcome)
+                return outcome
+        finally:
+            close(key, flight)
+        if until == -math.inf:
+            return Outcome()
+        if found.blocked_by(caller):
+            return (yield from _lead(request, caller, until, last=True, old=old))
+        if not waited:
+            request.counters.count("waited")
+        waited, began = True, monotonic()
+        found.waiting.append(None)
+        followed = yield WaitForFuture(found.done, until)
+        request.counters.count("seconds_waited", monotonic() - began)
+        if followed is None:
+            close(key, found, wake=False)  # nobody waits again for a leader that may never come back
+            return Outcome()
+        if followed.shared:
+            return followed  # type: ignore[no-any-return]
+
+
+def _lead(
+    request: ValueRequest, caller: Caller, until: float, last: bool, old: bytes | None = None
+) -> Operation[Outcome]:
+    try:
+        return (yield from get_or_compute(request, caller.acquirer, until, caller.room.open, last, old))
+    except LockBackendError as error:
+        return failed(error)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _after_fork() -> None:
+    _flights.clear()  # their leaders are threads of the parent
+
+
+after_in_child("flights", _after_fork)

@@ -1,0 +1,74 @@
+"""Publishing while Redis answers: the lock is asked for, Celery makes the message, and the answer decides before it is sent.
+
+That saves one round trip of two. When the lock is not acquired, an exception leaves Celery's functions, so this is done only where
+they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from celery import Celery
+from celery.app import base as app_module, task as task_module
+
+from .execution_lock import ExecutionLock
+
+
+class NotPublished(BaseException):
+    """The lock was not acquired, so the message is not published."""
+
+
+class WaitingProducer:
+    """Celery's producer, which first waits for the lock.
+
+    Celery asks it for its connection when the message is made, before the result backend and the receivers of signals are notified.
+    """
+
+    producer: Any = None
+    acquired: bool | None = None
+    """Whether the lock was acquired; None: there is no answer."""
+
+    def __init__(self, answer: Callable[[], bool | None]) -> None:
+        self._answer: Callable[[], bool | None] | None = answer
+
+    def wait(self) -> None:
+        """Wait for the answer, once."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self.acquired = answer()
+
+    def __getattr__(self, name: str) -> Any:
+        self.wait()
+        if not self.acquired:
+            raise NotPublished
+        return getattr(self.producer, name)
+
+
+def is_celerys_own(app: Celery, apply_async: Any) -> bool:
+    """Tell whether nobody has wrapped or overridden the functions that publish a task."""
+    methods = (apply_async, task_module), (app.send_task, app_module)
+    for method, module in methods:
+        function = getattr(method, "__func__", None)
+        if type(function) is not FunctionType or function.__globals__ is not vars(module):
+            return False
+    return True
+
+
+def publish_ahead(app: Celery, lock: ExecutionLock, publish: Callable[..., Any]) -> Any:
+    """Take the lock and publish; return the result, False when the lock is held, None when `take` shall try.
+
+    Whatever is raised, the lock may have been taken.
+    """
+    answer = lock.take_ahead()
+    if answer is None:
+        return None
+    waiting = WaitingProducer(answer)
+    try:
+        with app.producer_or_acquire() as waiting.producer:
+            return publish(producer=waiting)
+    except NotPublished:
+        return waiting.acquired
+    finally:
+        waiting.wait()

@@ -1,0 +1,85 @@
+"""The servers of this process: one for all clients with the same settings, kept as long as one of them is used."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+from weakref import ref
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from .fork import after_in_child
+from .identity import identity
+from .server import Server
+
+_by_pool: weakref.WeakKeyDictionary[Any, Server] = weakref.WeakKeyDictionary()
+_by_settings: dict[Any, ref[Server]] = {}
+
+
+def server_of(client: Redis | AsyncRedis | Server) -> Server:
+    """Return the server that the client talks to.
+
+    Raises TypeError for anything but a redis-py client with a connection pool, and for a client of fakeredis.
+    """
+    if isinstance(client, Server):
+        return client
+    pool = getattr(client, "connection_pool", None)
+    try:
+        return _by_pool[pool]
+    except (KeyError, TypeError):
+        pass
+    if not isinstance(client, (Redis, AsyncRedis)) or pool is None:
+        raise TypeError(
+            f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a single "
+            "server, or of a Sentinel's primary (a Redis Cluster is not supported)"
+        )
+    kind = pool.connection_class
+    if any(base.__module__.partition(".")[0] == "fakeredis" for base in kind.__mro__):
+        raise TypeError(
+            f"client uses connections of {kind.__module__}.{kind.__qualname__}, which have no socket and cannot run "
+            "the lock scripts: use a real server, or switch the locks off with DJANGO_REDISLOCK = {'ENABLED': False}"
+        )
+    server = _by_pool[pool] = _shared(Server(client))
+    return server
+
+
+def _shared(server: Server) -> Server:
+    """Return the server with the same settings that there is, or this one. Without a lock, because a destructor may come in."""
+    key = server.connection_class, server.limit, identity(server.settings)
+
+    def forget(gone: ref[Server]) -> None:
+        if _by_settings.get(key) is gone:
+            _by_settings.pop(key, None)
+
+    reference = ref(server, forget)
+    while True:
+        found = _by_settings.setdefault(key, reference)
+        shared = found()
+        if shared is not None:
+            return shared
+        forget(found)
+
+
+def _living() -> list[Server]:
+    return [server for server in [found() for found in list(_by_settings.values())] if server is not None]
+
+
+def close_unused() -> None:
+    """Close all connections that are not in use."""
+    for server in _living():
+        server.close_idle(math.inf, keep=0)
+
+
+_inherited: list[Any] = []
+"""The parent's views, kept because their destructors would disturb the parent's connections."""
+
+
+def _after_fork() -> None:
+    for server in _living():
+        _inherited.append(server.views)
+        server.forget_connections()
+
+
+after_in_child("connections", _after_fork)

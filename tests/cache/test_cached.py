@@ -1,0 +1,192 @@
+"""@cached."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from asgiref.sync import async_to_sync, iscoroutinefunction
+from django.core.cache import caches
+from django.db import transaction
+
+from django_redislock.cache import cached
+from tests.support import sqlite_file, using_databases, wait_until
+from tests.support.cache_programs import followers
+
+pytestmark = pytest.mark.usefixtures("caches_in_settings")
+
+
+def test_a_function_runs_once_for_its_arguments(client):
+    calls = []
+
+    @cached(60, key="user:{user_id}:{full}")
+    def user(user_id, *, full=False):
+        """Return a user."""
+        calls.append((user_id, full))
+        return {"id": user_id}
+
+    assert [user(1), user(user_id=1), user(1, full=False)] == [{"id": 1}] * 3
+    assert user(2, full=True) == {"id": 2}
+    assert calls == [(1, False), (2, True)]
+    assert caches["default"].get("user:1:False") == {"id": 1}
+    assert 50_000 < client.pttl(":1:user:1:False") <= 60_000
+    assert user.__name__ == "user"
+    assert user.__doc__ == "Return a user."
+    assert list(inspect.signature(user).parameters) == ["user_id", "full"]
+
+
+def test_invalidate_takes_what_the_function_takes():
+    calls = []
+
+    @cached(60, key="user:{user_id}")
+    def user(user_id):
+        calls.append(user_id)
+        return user_id
+
+    user(1), user(2)
+    assert user.invalidate(1) is True
+    assert user.invalidate(user_id=1) is False
+    user(1), user(2)
+    assert calls == [1, 2, 1]
+    assert asyncio.run(user.ainvalidate(2)) is True
+    assert user.key(7) == "user:7"
+
+
+def test_what_is_computed_while_it_is_invalidated_is_not_stored():
+    @cached(60, key="user:{user_id}")
+    def user(user_id):
+        user.invalidate(user_id)
+        return "stale"
+
+    assert user(1) == "stale"
+    assert caches["default"].get("user:1") is None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_invalidate_may_wait_for_the_commit(client, tmp_path, django_db_blocker, asynchronous):
+    """What others compute before it comes from what was there before the transaction."""
+    row = ["before"]
+
+    @cached(60, key="user:{user_id}")
+    def user(user_id):
+        return row[0]
+
+    def invalidate(**options):
+        if asynchronous:
+            return async_to_sync(user.ainvalidate)(1, **options)
+        return user.invalidate(1, **options)
+
+    with django_db_blocker.unblock(), using_databases(default=sqlite_file(tmp_path)):
+        assert user(1) == "before"
+        with transaction.atomic():
+            assert invalidate(on_commit=True) is None
+            assert user(1) == "before"
+            row[0] = "after"
+        assert user(1) == "after"
+        with pytest.raises(ZeroDivisionError), transaction.atomic():
+            invalidate(on_commit=True)
+            raise ZeroDivisionError
+        assert caches["default"].has_key("user:1"), "rolled back"
+        invalidate(on_commit=True)
+        assert not caches["default"].has_key("user:1"), "at once without a transaction"
+
+
+def test_a_callable_key_another_cache_and_a_version():
+    @cached(60, key=lambda a, b=2: f"sum:{a + b}", using="other", version=5)
+    def add(a, b=2):
+        return a + b
+
+    assert add(1) == add(2, b=1) == 3
+    assert caches["other"].get("sum:3", version=5) == 3
+    assert caches["default"].get("sum:3", version=5) is None
+    assert add.invalidate(1)
+
+
+def test_methods():
+    calls = []
+
+    class Cart:
+        def __init__(self, pk):
+            self.pk = pk
+
+        @cached(60, key="cart:{self.pk}:{currency}")
+        def total(self, currency="EUR"):
+            calls.append(self.pk)
+            return f"{self.pk} {currency}"
+
+        @cached(60, key="acart:{self.pk}")
+        async def atotal(self):
+            calls.append(self.pk)
+            return self.pk
+
+    cart = Cart(1)
+    assert [cart.total(), Cart(1).total(), Cart(2).total("USD")] == ["1 EUR", "1 EUR", "2 USD"]
+    assert cart.total.invalidate() is True
+    assert Cart.total.invalidate(Cart(2), "USD") is True
+    assert cart.total() == "1 EUR"
+    assert calls == [1, 2, 1]
+    assert asyncio.run(cart.atotal()) == 1
+    assert cart.atotal.invalidate()
+
+
+def test_coroutine_functions():
+    calls = []
+
+    @cached(60, key="user:{user_id}")
+    async def user(user_id):
+        calls.append(user_id)
+        await asyncio.sleep(0)
+        return [user_id]
+
+    async def main():
+        return await asyncio.gather(*[user(1) for _ in range(5)])
+
+    assert iscoroutinefunction(user)
+    assert asyncio.run(main()) == [[1]] * 5
+    assert calls == [1]
+
+
+def test_without_parameters_the_name_is_the_key():
+    @cached(60)
+    def settings():
+        return 1
+
+    assert settings() == 1
+    assert settings.key() == f"{__name__}.test_without_parameters_the_name_is_the_key.<locals>.settings"
+    assert settings.invalidate()
+
+
+def test_a_crowd_calls_once():
+    running, end, calls = threading.Event(), threading.Event(), []
+
+    @cached(60, key="k")
+    def work():
+        calls.append(1)
+        running.set()
+        assert end.wait(20)
+        return "v"
+
+    with ThreadPoolExecutor(10) as pool:
+        futures = [pool.submit(work) for _ in range(10)]
+        wait_until(lambda: followers() == 9)
+        end.set()
+        assert [future.result(20) for future in futures] == ["v"] * 10
+    assert calls == [1]
+
+
+def test_bad_use_is_refused_where_it_is_written():
+    with pytest.raises(TypeError, match="needs a key"):
+        cached(60)(lambda a: a)
+    with pytest.raises(TypeError, match="key"):
+        cached(60, key=5)
+    with pytest.raises(TypeError, match="nonsense"):
+        cached(60, key="k", nonsense=1)
+    with pytest.raises(ValueError, match="wait"):
+        cached(60, key="k", wait=-1)
+    with pytest.raises(TypeError, match="decorates functions"):
+        cached(60, key="k")(5)
+    with pytest.raises(TypeError, match=r"'\{b\}' does not fit the arguments: KeyError"):
+        cached(60, key="{b}")(lambda a: a)(1)

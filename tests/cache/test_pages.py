@@ -1,0 +1,219 @@
+"""cache_page: which responses are stored, for whom, and how often a view runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from asgiref.sync import iscoroutinefunction
+from django.core.cache import caches
+from django.http import HttpResponse, StreamingHttpResponse
+from django.template import engines
+from django.template.response import TemplateResponse
+from django.test import RequestFactory, override_settings
+from django.utils.decorators import method_decorator
+from django.views import View
+from django.views.decorators.cache import cache_control, never_cache
+from django.views.decorators.vary import vary_on_headers
+
+from django_redislock.cache import cache_page, cached
+from django_redislock.core import held_locks
+from tests.support import wait_until
+from tests.support.cache_programs import followers
+from tests.support.pages import counted_async_page, counted_page, get
+
+pytestmark = pytest.mark.usefixtures("caches_in_settings")
+
+
+def test_a_page_is_rendered_once_and_carries_djangos_headers(client):
+    view, calls = counted_page()
+    first, second = view(get()), view(get())
+    assert first.content == second.content == b"page"
+    assert second["Cache-Control"] == "max-age=60"
+    assert "Expires" in second
+    assert len(calls) == 1
+    assert view(get("/?a=1")).content == b"page"
+    assert len(calls) == 2
+    assert not list(held_locks(client))
+
+
+def test_async_views():
+    view, calls = counted_async_page()
+
+    async def main():
+        return await asyncio.gather(*[view(get()) for _ in range(5)])
+
+    assert [response.content for response in asyncio.run(main())] == [b"page"] * 5
+    assert len(calls) == 1
+    assert iscoroutinefunction(view)
+
+
+def test_djangos_own_decorator_finds_the_same_pages():
+    from django.views.decorators.cache import cache_page as djangos
+
+    view, calls = counted_page()
+    view(get())
+    assert djangos(60)(lambda request: 1 / 0)(get()).content == b"page"
+    djangos(60)(lambda request: HttpResponse("other"))(get("/other"))
+    assert view(get("/other")).content == b"other"
+    assert len(calls) == 1
+
+
+def test_a_crowd_renders_a_page_once():
+    running, end = threading.Event(), threading.Event()
+
+    def slowly(request):
+        running.set()
+        assert end.wait(20)
+        return HttpResponse("page")
+
+    view, calls = counted_page(slowly)
+    with ThreadPoolExecutor(10) as pool:
+        futures = [pool.submit(view, get()) for _ in range(10)]
+        wait_until(lambda: followers() == 9)
+        end.set()
+        assert [future.result(20).content for future in futures] == [b"page"] * 10
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("method", ["post", "put", "delete", "options"])
+def test_other_methods_are_never_cached_nor_waited_for(method):
+    view, calls = counted_page()
+    for _ in range(2):
+        view(getattr(RequestFactory(), method)("/"))
+    assert len(calls) == 2
+
+
+def test_head_is_answered_from_the_page_of_get():
+    view, calls = counted_page()
+    view(get())
+    view(RequestFactory().head("/"))
+    assert len(calls) == 1
+
+
+UNCACHEABLE = {
+    "status": lambda request: HttpResponse("page", status=404),
+    "private": cache_control(private=True)(lambda request: HttpResponse("page")),
+    "no-store": never_cache(lambda request: HttpResponse("page")),
+    "streaming": lambda request: StreamingHttpResponse(["page"]),
+    "max-age=0 and vary *": vary_on_headers("*")(lambda request: HttpResponse("page")),
+}
+
+
+@pytest.mark.parametrize("what", UNCACHEABLE)
+def test_what_may_not_be_stored_is_rendered_for_each_and_at_the_same_time(what):
+    together = threading.Barrier(4)
+    view, calls = counted_page(UNCACHEABLE[what])
+    view(get())
+
+    @cache_page(60)
+    def at_once(request):
+        together.wait(10)  # passes only when four render at the same time
+        return UNCACHEABLE[what](request)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: at_once(get()), range(4)))
+    view(get())
+    assert len(calls) == 2
+
+
+def test_a_cookie_for_some_is_not_stored():
+    def with_cookie(request):
+        response = HttpResponse("page")
+        response.set_cookie("a", "b")
+        response["Vary"] = "Cookie"
+        return response
+
+    view, calls = counted_page(with_cookie)
+    view(get()), view(get())
+    assert len(calls) == 2
+
+
+def test_pages_vary_as_their_headers_say():
+    view, calls = counted_page(vary_on_headers("X-Kind")(lambda request: HttpResponse(request.headers["X-Kind"])))
+    for _ in range(2):
+        assert view(get(**{"X-Kind": "a"})).content == b"a"
+        assert view(get(**{"X-Kind": "b"})).content == b"b"
+    assert len(calls) == 2
+
+
+def test_a_crowd_of_two_kinds_gets_each_its_own():
+    running, end = threading.Event(), threading.Event()
+
+    @vary_on_headers("X-Kind")
+    def slowly(request):
+        running.set()
+        assert end.wait(20)
+        return HttpResponse(request.headers["X-Kind"])
+
+    view, calls = counted_page(slowly)
+    with ThreadPoolExecutor(10) as pool:
+        futures = [(kind, pool.submit(view, get(**{"X-Kind": kind}))) for kind in "ab" * 5]
+        wait_until(lambda: followers() == 9)
+        end.set()
+        for kind, future in futures:
+            assert future.result(20).content.decode() == kind
+    assert len(calls) == 2
+
+
+def test_template_responses_and_class_based_views():
+    template = engines["django"].from_string("Hello {{ name }}")
+    calls = []
+
+    @method_decorator(cache_page(60), name="dispatch")
+    class Hello(View):
+        def get(self, request):
+            calls.append(1)
+            return TemplateResponse(request, template, {"name": "you"})
+
+    view = Hello.as_view()
+    assert view(get()).rendered_content == "Hello you"
+    assert view(get()).content == b"Hello you"
+    assert calls == [1]
+
+
+def test_a_page_has_the_prefix_and_the_cache_it_was_given(client):
+    view, _ = counted_page(cache="other", key_prefix="mine")
+    view(get())
+    keys = [key for key in client.keys("*") if b".cache" in key]
+    assert len(keys) == 2
+    assert all(key.startswith(b"other:1:views.decorators.cache.cache_") and b".mine." in key for key in keys)
+
+
+def test_bad_arguments_of_cache_page():
+    with pytest.raises(TypeError, match="jitter"):
+        cache_page(60, jitter=0.5)
+    with pytest.raises(ValueError, match="wait"):
+        cache_page(60, wait=-1)
+    with pytest.raises(TypeError, match="HttpRequest"):
+        cache_page(60)(lambda self, request: None)(object())
+
+
+@pytest.mark.parametrize("backend", ["locmem.LocMemCache", "dummy.DummyCache"])
+def test_with_another_cache_all_is_as_in_django(backend):
+    """So that a project's tests may do without Redis."""
+    calls = []
+
+    @cached(60, key="k:{a}", wait=5)
+    def work(a):
+        calls.append(a)
+        return a
+
+    @cached(60, key="ak:{a}", wait=5)
+    async def awork(a):
+        calls.append(a)
+        return a
+
+    view, requests = counted_page()
+    with override_settings(CACHES={"default": {"BACKEND": f"django.core.cache.backends.{backend}"}}):
+        caches["default"].clear()
+        for _ in range(2):
+            assert work(1) == 1
+            assert asyncio.run(awork(2)) == 2
+            assert view(get()).content == b"page"
+        work.invalidate(1)
+    once = backend.startswith("locmem")
+    assert len(calls) == (2 if once else 4)
+    assert len(requests) == (1 if once else 2)

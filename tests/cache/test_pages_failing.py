@@ -1,0 +1,173 @@
+"""cache_page around a view that fails: who sees the error, and how often the view is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from django.core.exceptions import PermissionDenied
+from django.http import HttpResponse, StreamingHttpResponse
+
+from django_redislock.cache import cache_page
+from django_redislock.core import held_locks
+from django_redislock.exceptions import ComputationFailed
+from tests.support import wait_until
+from tests.support.cache_programs import followers
+from tests.support.pages import counted_page, get
+
+pytestmark = pytest.mark.usefixtures("caches_in_settings")
+
+
+def test_what_a_view_raises_is_for_its_own_request_alone():
+    running, end = threading.Event(), threading.Event()
+
+    def guarded(request):
+        if "Allowed" not in request.headers:
+            running.set()
+            assert end.wait(20)
+            raise PermissionDenied
+        return HttpResponse("secret")
+
+    view, _ = counted_page(guarded)
+    with ThreadPoolExecutor(2) as pool:
+        denied = pool.submit(view, get())
+        assert running.wait(10)
+        allowed = pool.submit(view, get(allowed="yes"))
+        wait_until(lambda: followers() == 1)
+        end.set()
+        assert isinstance(denied.exception(20), PermissionDenied)
+        assert allowed.result(20).content == b"secret"
+
+
+class Gate:
+    """Lets one call of a view at a time tell that it runs, and wait."""
+
+    def __init__(self):
+        self.running, self.end = threading.Event(), threading.Event()
+        self.calls = self.at_once = self.most = 0
+        self._mutex = threading.Lock()
+
+    def __enter__(self):
+        with self._mutex:
+            self.calls += 1
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+        self.running.set()
+        assert self.end.wait(20)
+
+    def __exit__(self, *error):
+        with self._mutex:
+            self.at_once -= 1
+
+
+def fail(request):
+    raise ZeroDivisionError("the origin is sick")
+
+
+def with_cookie_and_status(status):
+    response = HttpResponse("yours", status=status, headers={"Retry-After": "7"})
+    response.set_cookie("whose", "yours")
+    return response
+
+
+FAILING = {
+    "raises": fail,
+    "503": lambda request: HttpResponse("sick", status=503, headers={"Retry-After": "7"}),
+    "503 with a cookie": lambda request: with_cookie_and_status(503),
+    "503 streaming": lambda request: StreamingHttpResponse(["sick"], status=503),
+}
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("what", FAILING)
+def test_a_failing_view_is_tried_by_one_request_for_all_who_wait(what, kind, client):
+    gate = Gate()
+
+    def slowly(request):
+        with gate:
+            return FAILING[what](request)
+
+    async def aslowly(request):
+        return await asyncio.to_thread(slowly, request)
+
+    view = cache_page(60)(slowly if kind == "sync" else aslowly)
+
+    def ask():
+        try:
+            response = view(get()) if kind == "sync" else asyncio.run(view(get()))
+        except ZeroDivisionError as error:
+            return str(error)
+        return response.status_code, response.get("Retry-After"), bool(response.cookies)
+
+    with ThreadPoolExecutor(10) as pool:
+        first = pool.submit(ask)
+        assert gate.running.wait(10)
+        others = [pool.submit(ask) for _ in range(9)]
+        wait_until(lambda: followers() == 9)
+        gate.end.set()
+        own, answers = first.result(20), {other.result(20) for other in others}
+    expected = {
+        "raises": "the origin is sick",
+        "503": (503, "7", False),
+        "503 with a cookie": (503, "7", False),
+        "503 streaming": (503, None, False),
+    }[what]
+    assert answers == {expected}
+    assert own == (expected if "cookie" not in what else (503, "7", True))
+    assert gate.calls == 1
+    assert not list(held_locks(client))
+
+
+def test_a_view_that_failed_is_tried_again_after_a_pause_by_one_at_a_time(client):
+    gate, healthy = Gate(), threading.Event()
+    gate.end.set()
+
+    @cache_page(60)
+    def view(request):
+        with gate:
+            return HttpResponse("page") if healthy.is_set() else HttpResponse("sick", status=503)
+
+    assert [view(get()).status_code for _ in range(5)] == [503] * 5
+    assert gate.calls == 1
+    assert max(client.pttl(key) for key in client.keys("*redislock.page*")) <= 1000
+    client.delete(*client.keys("*redislock.page*"))  # the pause is over
+    healthy.set()
+    gate.end.clear()
+    gate.running.clear()
+    with ThreadPoolExecutor(10) as pool:
+        futures = [pool.submit(view, get()) for _ in range(10)]
+        wait_until(lambda: followers() == 9)
+        gate.end.set()
+        assert [future.result(20).content for future in futures] == [b"page"] * 10
+    assert gate.calls == 2
+    assert not client.keys("*redislock.page*")
+
+
+def test_a_page_that_is_stored_ends_the_mark_of_an_uncacheable_one(client):
+    """Or for the rest of a minute nobody would wait for anybody when the page ends."""
+    headers = {"Cache-Control": "private"}
+    view, calls = counted_page(lambda request: HttpResponse("page", headers=headers))
+    view(get())
+    assert client.keys("*redislock.page*")
+    headers.clear()
+    view(get())
+    assert not client.keys("*redislock.page*")
+    view(get())
+    assert len(calls) == 2
+
+
+def test_an_exception_that_cannot_be_sent_is_told_in_words(client):
+    class Local(Exception):
+        pass
+
+    def raising(request):
+        raise Local("sick")
+
+    view, calls = counted_page(raising)
+    with pytest.raises(Local, match="sick"):
+        view(get())
+    with pytest.raises(ComputationFailed, match=r"Local: sick"):
+        view(get())
+    assert len(calls) == 1

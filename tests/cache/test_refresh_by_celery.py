@@ -1,0 +1,111 @@
+"""Old values replaced by a Celery worker."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+
+import pytest
+from django.core.cache import caches
+
+from django_redislock import tasks
+from django_redislock.cache import cached, refreshable
+from django_redislock.core import held_locks
+from tests.support import cache_programs, monitoring, wait_until
+from tests.support.cache_programs import Work, never, order, refreshable_never
+from tests.support.worker import Worker
+
+
+def test_only_a_registered_function_can_be_refreshed_by_celery(get):
+    for default in (lambda: 1, functools.partial(lambda: 1), Work(), never, os.getpid):
+        with pytest.raises(TypeError, match="default"):
+            get("k", default, 60, stale=30, refresh="celery")
+    with pytest.raises(TypeError, match="function of a module"):
+        refreshable(lambda: 1)
+    with pytest.raises(TypeError, match="function of a module"):
+        cached(60, key="k", stale=30, refresh="celery")(lambda: 1)
+
+
+@pytest.mark.parametrize("argument", ["default", "should_cache", "timeout_for"])
+def test_a_worker_obeys_registered_functions_only(client, settings, server, backend, argument, tmp_path):
+    """Whoever can write to the broker could have anything called."""
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    trace = tmp_path / "trace"
+    with pytest.raises(LookupError, match=r"os\.system is not registered"):
+        tasks.refresh("default", order(client, args=[f"touch {trace}"], kwargs={}, **{argument: "os.system"}))
+    assert not trace.exists()
+    assert cache.get("k") == "old"
+    tasks.refresh("default", order(client))
+    assert cache.get("k")["greeting"] == "worker 2026"
+    assert not list(held_locks(client))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_without_a_broker_everybody_has_the_old_value(client, settings, server, backend, caplog, asynchronous):
+    from tests.support.celery_site.app import app
+    from tests.support.celery_site.harness import connected
+
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    default = functools.partial(cache_programs.celebrate, "worker", year=2026)
+    app.set_default()
+    with connected(server, "redis://127.0.0.1:1/0"):
+        if asynchronous:
+            assert asyncio.run(cache.aget_or_set("k", default, 60, stale=30, refresh="celery")) == "old"
+        else:
+            assert cache.get_or_set("k", default, 60, stale=30, refresh="celery") == "old"
+    assert "The message to refresh the value of ':1:k' could not be sent to Celery" in caplog.text
+    assert not list(held_locks(client)), "the next one may try"
+
+
+def test_a_soft_time_limit_while_a_worker_is_told_is_not_swallowed(client, settings, server, monkeypatch):
+    class SoftTimeLimitExceeded(Exception):
+        pass
+
+    def publish(*args, **kwargs):
+        raise SoftTimeLimitExceeded
+
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    monkeypatch.setattr(tasks.refresh, "apply_async", publish)
+    with pytest.raises(SoftTimeLimitExceeded):
+        cache.get_or_set("k", refreshable_never, 60, stale=30, refresh="celery")
+    assert not list(held_locks(client))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_celery_worker_refreshes(server, client, tmp_path, asynchronous):
+    from tests.support.celery_site.app import app
+    from tests.support.celery_site.harness import connected
+
+    cache = caches["default"]
+    cache.set("k", "old", 120)  # longer than a worker may take to start
+    default = functools.partial(cache_programs.celebrate, "worker", year=2026)
+    if asynchronous:
+        default = functools.partial(cache_programs.acelebrate, "worker", year=2026)
+    options = {"stale": 300, "refresh": "celery", "jitter": 0}
+
+    def ask():
+        if asynchronous:
+            return asyncio.run(cache.aget_or_set("k", default, 60, **options))
+        return cache.get_or_set("k", default, 60, **options)
+
+    app.set_default()
+    with connected(server):
+        with monitoring(client) as sent:
+            assert [ask() for _ in range(3)] == ["old"] * 3
+        assert sum(line.startswith("LPUSH") for line in sent) == 1, "one order, however many find it old"
+        with Worker("celery", "solo", tmp_path / "worker.log", "-I", "tests.support.cache_programs") as worker:
+            worker.wait_ready()
+            wait_until(lambda: cache.get("k") != "old")
+    made = cache.get("k")
+    assert made["greeting"] == "worker 2026"
+    assert made["pid"] != threading.get_native_id()
+    assert client.pttl(":1:k") > 240_000
+    assert not list(held_locks(client))

@@ -1,0 +1,222 @@
+"""A task that is cancelled, at whatever point, leaves no lock, no place in a queue and no half-used connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import types
+
+import pytest
+import redis
+import redis.asyncio
+
+from django_redislock.core import AsyncLock, Lock
+from django_redislock.core.driver.async_server import async_server_of
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.keys import lock_keys
+from tests.support import BUSY, queued, until
+
+KEYS = lock_keys("redislock", "a")
+
+
+@types.coroutine
+def cancelled_at(coroutine, nth, late):
+    """Run the coroutine in a task that is cancelled at its nth suspension: at once, or when what it waits for is there."""
+    steps, count = coroutine.__await__(), 0
+    proceed = steps.__next__
+    while True:
+        try:
+            future = proceed()
+        except StopIteration as stop:
+            return stop.value
+        count += 1
+        if count == nth:
+            task = asyncio.current_task()
+            if late and future is not None:
+                future.add_done_callback(lambda _, task=task: task.cancel())  # before the task itself hears of it
+            else:
+                task.cancel()
+        try:
+            result = yield future
+        except BaseException as error:
+            proceed = lambda error=error: steps.throw(error)  # noqa: E731
+        else:
+            proceed = lambda result=result: steps.send(result)  # noqa: E731
+
+
+async def take(lock, client):
+    await lock.acquire()
+    await lock.release()
+
+
+async def take_with_warm_connections(lock, client):
+    await lock.acquire()
+
+
+async def free_it(client):
+    await until(lambda: queued(client, "a") == 1)
+    Lock(client, "a").reset()
+
+
+async def wait_and_take(lock, client):
+    client.set(KEYS.lock, "x\n1\n1\n{}", px=30000)
+    task = asyncio.create_task(free_it(client))
+    try:
+        await lock.acquire()
+        await lock.release()
+    finally:
+        task.cancel()
+
+
+async def try_once(lock, client):
+    client.set(KEYS.lock, "x\n1\n1\n{}", px=30000)
+    await lock.acquire(blocking=False)
+
+
+async def block(lock, client):
+    async with lock:
+        await asyncio.sleep(0)
+
+
+async def give_up(lock, client):
+    client.set(KEYS.lock, "x\n1\n1\n{}", px=30000)
+    await lock.acquire(timeout=0.05)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["when it begins to wait", "when it need not wait any longer"])
+@pytest.mark.parametrize(
+    ("what", "least"),
+    [(take, 3), (take_with_warm_connections, 1), (wait_and_take, 6), (try_once, 2), (block, 4), (give_up, 6)],
+)
+def test_cancelled_anywhere_nothing_is_left(aclient, client, what, least, late):
+    async def main(nth):
+        lock = AsyncLock(aclient, "a")
+        if what is take_with_warm_connections:
+            async with lock:
+                pass
+        task = asyncio.create_task(cancelled(lock, nth))
+        await asyncio.wait([task])
+        if task.cancelled():
+            # Free for the next one at once; what another one holds stays.
+            await until(
+                lambda: client.get(KEYS.lock) in (None, b"x\n1\n1\n{}") and queued(client, "a") == 0, timeout=1 + BUSY
+            )
+        else:
+            await task
+        return task.cancelled()
+
+    async def cancelled(lock, nth):
+        await cancelled_at(what(lock, client), nth, late)
+
+    nth = 0
+    while True:
+        nth += 1
+        client.flushdb()
+        if not asyncio.run(main(nth)):
+            break
+        assert nth < 100
+    assert nth > least, "it waits more often than that"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["when it begins to wait", "when it need not wait any longer"])
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "its connection was cut"])
+def test_a_cancelled_release_has_been_sent(aclient, client, connected, late):
+    async def main(nth):
+        lock = AsyncLock(aclient, "a")
+        task = asyncio.create_task(cycle(lock, nth))
+        await asyncio.wait([task])
+        await until(lambda: not client.exists(KEYS.lock), timeout=1 + BUSY)
+        if task.cancelled():
+            assert lock.lost is None
+        else:
+            await task
+        return task.cancelled()
+
+    async def cycle(lock, nth):
+        await lock.acquire()
+        if not connected:
+            addresses = {found["addr"] for found in client.client_list()} - {client.client_info()["addr"]}
+            for address in addresses:
+                client.client_kill(address)
+            await until(lambda: async_server_of(server_of(aclient))._commands.connection is None)
+        try:
+            await cancelled_at(lock.release(), nth, late)
+        except asyncio.CancelledError:
+            assert lock._leases == {}, "nothing is kept of it"
+            raise
+
+    nth = 0
+    while True:
+        nth += 1
+        if not asyncio.run(main(nth)):
+            break
+    assert nth > (1 if connected else 2)
+
+
+def test_what_the_server_comes_to_after_the_cancellation_is_undone(redis_url, client, proxy):
+    async def main():
+        behind = redis.asyncio.from_url(proxy.url)
+        async with AsyncLock(behind, "a"):
+            pass
+        evals = client.info("commandstats").get("cmdstat_eval", {}).get("calls", 0)
+        proxy.stall()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await AsyncLock(behind, "a", expire=60).acquire()
+        proxy.heal()
+        await until(lambda: client.info("commandstats").get("cmdstat_eval", {}).get("calls", 0) > evals)
+        assert not client.exists(KEYS.lock)
+        async with AsyncLock(behind, "a"):
+            pass
+
+    asyncio.run(main())
+
+
+def test_a_timeout_around_acquire_takes_back_the_place_in_the_queue(aclient, client):
+    async def main():
+        lock = AsyncLock(aclient, "a")
+        async with AsyncLock(aclient, "a"):
+            await asyncio.create_task(impatient(lock))
+            assert queued(client, "a") == 0
+        async with asyncio.timeout(5), lock:
+            pass
+
+    async def impatient(lock):
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await lock.acquire()
+        assert 0.2 <= time.monotonic() - started < 0.2 + BUSY
+
+    asyncio.run(main())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("connected", [True, False])
+def test_in_a_black_hole_a_cancelled_task_is_back_within_a_second(client, proxy, connected):
+    async def main():
+        lock = AsyncLock(redis.asyncio.Redis(port=proxy.port, db=1), "a")  # it has to say which database it wants
+        if connected:
+            async with lock:
+                pass
+        proxy.black_hole()
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await lock.acquire()
+        assert time.monotonic() - started < 1 + BUSY
+
+    asyncio.run(main())
+
+
+def test_who_opens_the_connection_for_all_may_be_cancelled_and_who_waits_for_it_too(aclient):
+    async def main():
+        tasks = [asyncio.create_task(AsyncLock(aclient, f"lock {i}").acquire()) for i in range(20)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()  # who waits for the other one to open it
+        tasks[0].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert results[2:] == [True] * 18
+        assert {type(result) for result in results[:2]} == {asyncio.CancelledError}
+
+    asyncio.run(main())

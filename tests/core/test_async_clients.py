@@ -1,0 +1,182 @@
+"""AsyncLock with every client, server and connection: what it needs of them, and what it costs them."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+
+import pytest
+import redis
+import redis.asyncio
+
+from django_redislock import LockBackendError
+from django_redislock.core import AsyncLock
+from django_redislock.core.driver.async_server import async_server_of
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.resp import encode_command
+from django_redislock.core.keys import lock_keys
+from tests.support import BUSY, RedisServer, acquire_and_release, counting, find_program, free_port, key_of, until
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"decode_responses": True}, {"protocol": 3}, {"protocol": 2}, {"socket_timeout": None}, {"max_connections": 1}],
+    ids=repr,
+)
+def test_every_asyncio_client_will_do(redis_url, options):
+    async def main():
+        client = redis.asyncio.from_url(redis_url, **options)
+        async with AsyncLock(client, "a") as lock:
+            assert (await lock.owner()).id == lock.id
+            assert not await AsyncLock(client, "a").acquire(timeout=0.1)
+
+    asyncio.run(main())
+
+
+def test_unix_sockets_will_do(own_server):
+    async def main(client):
+        async with AsyncLock(client, "a") as lock:
+            assert await lock.owned()
+
+    asyncio.run(main(redis.asyncio.from_url(own_server.unix_url)))
+    with redis.Redis.from_url(own_server.unix_url) as client:
+        asyncio.run(main(client))
+
+
+@pytest.mark.parametrize("kind", [redis.Redis, redis.asyncio.Redis])
+def test_tls_will_do(tmp_path, kind):
+    program = find_program("redis-server", package="redis-server")
+    key, certificate, port = tmp_path / "key.pem", tmp_path / "certificate.pem", free_port()
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    make = [find_program("openssl", package="openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    subprocess.run([*make, "-keyout", key, "-out", certificate, *names], check=True, capture_output=True)
+    options = {"tls_cert_file": certificate, "tls_key_file": key, "tls_ca_cert_file": certificate}
+    with RedisServer(program, tls_port=str(port), tls_auth_clients="no", **options) as server:
+        client = kind(host="127.0.0.1", port=port, ssl=True, ssl_ca_certs=str(certificate))
+
+        async def main():
+            async with AsyncLock(client, "a") as lock:
+                task = asyncio.create_task(acquire_and_release(AsyncLock(client, "a")))
+                await until_queued(lock)
+                assert await lock.owned()
+            assert await task
+            server.pause()  # a server that does not take its leave keeps no loop from ending
+
+        started = time.monotonic()
+        asyncio.run(main())
+        assert time.monotonic() - started < 10
+        server.resume()
+        if kind is redis.Redis:
+            client.close()
+
+
+async def until_queued(lock):
+    while not (await lock.owner()).waiting:
+        await asyncio.sleep(0.005)
+
+
+def test_clients_for_threads_and_for_asyncio_share_a_server(redis_url, client):
+    assert server_of(redis.asyncio.from_url(redis_url)) is server_of(client)
+
+
+@pytest.mark.processes
+def test_sentinel_is_asked_for_the_primary(sentinel):
+    """Also when the primary became a replica while connections stay open: the next one goes where Sentinel says."""
+    manager = redis.sentinel.Sentinel([("127.0.0.1", sentinel)], socket_timeout=5)
+    primary = manager.master_for("main")
+    asked = manager.sentinels[0]
+
+    async def main(promoted):
+        async with AsyncLock(primary, "a") as lock:
+            assert await lock.owned()
+        primary.replicaof("127.0.0.1", promoted.port)
+        asked.sentinel_remove("main")
+        asked.sentinel_monitor("main", "127.0.0.1", promoted.port, 1)
+        async with AsyncLock(primary, "a", timeout=4):
+            with promoted.client() as client:
+                assert client.exists(key_of("a"))
+
+    with RedisServer() as promoted:
+        asyncio.run(main(promoted))
+    primary.close()
+    manager.close()
+
+
+def test_a_client_without_a_counterpart_is_refused(redis_url):
+    manager = redis.asyncio.Sentinel([("127.0.0.1", 1)])
+    with pytest.raises(TypeError, match="the synchronous client of the same server"):
+        AsyncLock(manager.master_for("main"), "a")
+
+    class Special(redis.Connection):
+        pass
+
+    lock = AsyncLock(
+        redis.Redis(connection_pool=redis.ConnectionPool.from_url(redis_url, connection_class=Special)), "a"
+    )
+    with pytest.raises(TypeError, match="no counterpart for asyncio"):
+        asyncio.run(lock.acquire())
+
+
+def test_without_asyncio_it_is_told_that_it_needs_it(aclient):
+    """Under trio, say: it steps through coroutines as this does."""
+    lock = AsyncLock(aclient, "a")
+    for operation in (lock.acquire, lock.release, lock.extend, lock.owner, lock.locked, lock.reset, lock.__aenter__):
+        coroutine = operation()
+        with pytest.raises(RuntimeError, match=r"AsyncLock is for asyncio only.*trio"):
+            coroutine.send(None)
+
+
+def test_what_a_coroutine_function_is_tells():
+    assert all(
+        asyncio.iscoroutinefunction(getattr(AsyncLock, name))
+        for name in ("acquire", "release", "extend", "owner", "locked", "owned", "ttl", "reset")
+    )
+
+
+def test_a_cycle_is_two_commands_and_a_contended_one_at_most_four(aclient, client):
+    async def cycle():
+        for _ in range(10):
+            async with AsyncLock(aclient, "a"):
+                pass
+
+    async def main():
+        await cycle()
+        with counting(client) as alone:
+            await cycle()
+        with counting(client) as together:
+            await asyncio.gather(*[cycle() for _ in range(4)])
+        return alone["evalsha"], together["evalsha"]
+
+    alone, together = asyncio.run(main())
+    assert alone == 20
+    assert together <= 40 * 4
+
+
+KEYS = lock_keys("redislock", "a")
+
+
+def test_a_connection_that_fell_silent_is_left_and_what_was_asked_on_it_is_undone(redis_url, client):
+    """The server does what it is told on that connection, but no answer comes."""
+    aclient = redis.asyncio.from_url(redis_url, socket_timeout=1.5)
+
+    async def main():
+        async with AsyncLock(aclient, "a"):
+            pass
+        line = async_server_of(server_of(aclient))._commands.connection
+        line.send_and_forget(encode_command(b"CLIENT", b"REPLY", b"OFF"))
+        first = asyncio.create_task(AsyncLock(aclient, "a", expire=60).acquire())
+        await until(lambda: client.exists(KEYS.lock))
+        await asyncio.sleep(1)
+        second = asyncio.create_task(AsyncLock(aclient, "b", expire=60).acquire())
+        with pytest.raises(LockBackendError, match="no reply"):
+            await first
+        assert not second.done()
+        async with asyncio.timeout(BUSY), AsyncLock(aclient, "c"):  # over another one
+            pass
+        with pytest.raises(LockBackendError, match="no reply"):
+            await second
+        await until(lambda: not client.exists(KEYS.lock, lock_keys("redislock", "b").lock), timeout=1 + BUSY)
+        await asyncio.wait_for(asyncio.shield(line.lost), 1 + BUSY)
+
+    asyncio.run(main())

@@ -1,0 +1,267 @@
+"""Event loops: blocked, ended, closed with tasks pending, several at once, and in a forked child."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from contextlib import AsyncExitStack, suppress
+
+import pytest
+import redis
+import redis.asyncio
+from asgiref.sync import async_to_sync
+
+from django_redislock import NotAcquired
+from django_redislock.core import AsyncLock, AsyncRLock
+from django_redislock.core.driver.async_server import async_server_of
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.keys import lock_keys
+from tests.support import acquire_and_release, in_a_fork, queued, until, wait_until
+
+
+def test_a_blocked_loop_loses_no_lock(aclient, client):
+    async def main():
+        async with AsyncLock(aclient, "a", expire=1.5) as lock:
+            time.sleep(2)  # the fault
+            lock.raise_if_lost()
+            assert await lock.owned()
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_was_blocked_does_not_call_the_server_silent(redis_url):
+    async def main():
+        lock = AsyncLock(redis.asyncio.from_url(redis_url, socket_timeout=0.3), "a")
+        async with lock:
+            pass
+        task = asyncio.create_task(acquire_and_release(lock))
+        await asyncio.sleep(0)  # it has sent its command
+        time.sleep(1)  # the fault
+        assert await task
+
+    asyncio.run(main())
+
+
+def test_loops_one_after_the_other_leave_no_connection(aclient, client):
+    lock = AsyncLock(aclient, "a")
+
+    async def main():
+        async with lock:
+            task = asyncio.create_task(acquire_and_release(lock))
+            await until(lambda: queued(client, "a") == 1)
+        assert await task
+
+    before = len(client.client_list())
+    for _ in range(5):
+        asyncio.run(main())
+        async_to_sync(main)()
+    wait_until(lambda: len(client.client_list()) <= before)
+
+
+def test_an_ended_loop_is_not_kept(aclient):
+    ended = []
+
+    async def main():
+        ended.append(weakref.ref(asyncio.get_running_loop()))
+        async with AsyncLock(aclient, "a"):
+            pass
+
+    for _ in range(3):
+        asyncio.run(main())
+    gc.collect()
+    assert [loop() for loop in ended[:-1]] == [None, None]
+
+
+def test_loops_in_several_threads_at_once_share_one_lock(aclient, client):
+    lock, inside, most = AsyncLock(aclient, "a"), [], []
+
+    async def work():
+        async with lock:
+            inside.append(1)
+            most.append(len(inside))
+            await asyncio.sleep(0.001)
+            inside.pop()
+
+    async def main():
+        await asyncio.gather(*[work() for _ in range(10)])
+
+    before = len(client.client_list())
+    threads = [threading.Thread(target=asyncio.run, args=(main(),)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert most == [1] * 50
+    wait_until(lambda: len(client.client_list()) <= before)
+
+
+# The end of a loop
+
+
+KEYS = lock_keys("redislock", "a")
+
+
+@pytest.mark.parametrize("name", ["a task", "the loop"])
+def test_who_ends_without_releasing_leaves_nothing_renewed(aclient, client, caplog, name):
+    lock = AsyncLock(aclient, "a", expire=1.5)
+
+    async def main():
+        if name == "a task":
+            await asyncio.create_task(acquire())
+            await until(lambda: not client.exists(KEYS.lock))
+        else:
+            await lock.acquire()
+
+    async def acquire():
+        await lock.acquire()
+
+    asyncio.run(main())
+    wait_until(lambda: not client.exists(KEYS.lock))
+    wait_until(lambda: "ended without releasing" in caplog.text)
+
+
+def test_a_loop_that_is_closed_with_its_tasks_pending_leaves_nothing_renewed(aclient, client, caplog):
+    async def hold():
+        async with AsyncLock(aclient, "a", expire=1.5):
+            await asyncio.Event().wait()
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(hold())
+    with suppress(TimeoutError):
+        loop.run_until_complete(asyncio.wait_for(asyncio.shield(task), 0.3))
+    assert client.exists(KEYS.lock)
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+    wait_until(lambda: not client.exists(KEYS.lock))
+    wait_until(lambda: "ended without releasing" in caplog.text)
+    task._log_destroy_pending = False
+    with suppress(RuntimeError):  # its block cannot be left without a loop; here, and not whenever it is collected
+        task.get_coro().close()
+
+
+ENDINGS = {
+    "idle": """
+async def main():
+    async with AsyncLock(client, "a"):
+        pass
+    await AsyncLock(client, "a").acquire()
+""",
+    "waiting tasks": """
+async def main():
+    holder = AsyncLock(client, "a")
+    await holder.acquire()
+    tasks.extend(asyncio.create_task(AsyncLock(client, "a").acquire()) for _ in range(5))
+    while (await holder.owner()).waiting < 5:
+        await asyncio.sleep(0.01)
+""",
+    "a task that is connecting": """
+async def main():
+    tasks.append(asyncio.create_task(AsyncLock(client, "a").acquire()))
+    await asyncio.sleep(0)
+""",
+    "a generator that holds": """
+async def held():
+    async with AsyncLock(client, "b"), AsyncLock(client, "c"):
+        yield
+
+async def main():
+    tasks.append(held())
+    await anext(tasks[0])
+    async with AsyncLock(client, "a"):
+        pass
+""",
+    "a failing main": """
+async def main():
+    await AsyncLock(client, "a").acquire()
+    tasks.append(asyncio.create_task(AsyncLock(client, "a").acquire()))
+    await asyncio.sleep(0.05)
+    raise ZeroDivisionError
+""",
+}
+
+
+ENDING = """
+import asyncio, gc, logging, redis.asyncio
+from django_redislock.core import AsyncLock
+client = redis.asyncio.from_url(args[0])
+logging.getLogger("django_redislock").setLevel("ERROR")
+for _ in range(3):
+    tasks = []
+    {}
+    try:
+        asyncio.run(main())
+    except ZeroDivisionError:
+        pass
+    tasks = None
+    gc.collect()
+    asyncio.run(AsyncLock(client, "a").reset())
+say(event="done")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_end_of_a_loop_is_a_clean_one(client, redis_url, run_python, ending):
+    code = ENDING.format(ENDINGS[ending].replace("\n", "\n    "))
+    before = len(client.client_list())
+    process = run_python(code, redis_url, env={"PYTHONDEVMODE": "", "PYTHONWARNINGS": "always"})
+    process.wait_for(event="done")
+    process.finish()
+    assert process.errors == ""
+    assert not client.keys("*:queue:*")
+    assert not client.exists(lock_keys("redislock", "b").lock, lock_keys("redislock", "c").lock)
+    wait_until(lambda: len(client.client_list()) <= before)
+
+
+# Forks
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize(("kind", "entries"), [(AsyncLock, 1), (AsyncRLock, 2)])
+def test_a_forked_child_owns_nothing_of_its_parents(aclient, client, kind, entries):
+    async def main():
+        lock = kind(aclient, "a", expire=2.4)
+        async with AsyncExitStack() as blocks:
+            for _ in range(entries):
+                await blocks.enter_async_context(lock)
+            waiter = asyncio.create_task(acquire_and_release(kind(aclient, "a")))
+            await until(lambda: queued(client, "a") == 1)
+            in_a_fork(lambda: asyncio.run(child(lock)))
+            await asyncio.sleep(2.6)
+            assert await lock.owned(), "the parent keeps and renews its lock"
+        assert await waiter
+
+    async def child(lock):
+        with pytest.raises(NotAcquired):
+            await lock.release()
+        for mine in (lock, kind(aclient, "a")):
+            assert not await mine.acquire(blocking=False), "not inside"
+            assert not await mine.acquire(timeout=0.1)
+        for _ in range(entries):  # it leaves its copies of its parent's blocks
+            await lock.__aexit__(None, None, None)
+        assert await lock.locked()
+        async with kind(aclient, "b"):
+            pass
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_that_runs_the_loop_of_its_parent_has_connections_of_its_own(aclient, client):
+    async def cycle():
+        async with AsyncLock(aclient, "a"):
+            return async_server_of(server_of(aclient))
+
+    loop = asyncio.new_event_loop()
+    mine = loop.run_until_complete(cycle())
+
+    def child():
+        assert loop.run_until_complete(cycle()) is not mine
+
+    in_a_fork(child)
+    assert loop.run_until_complete(cycle()) is mine
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()

@@ -1,0 +1,112 @@
+"""The private parts of redis-py: which ones are used, where, and that the installed version still has them."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+import redis
+from redis import exceptions
+from redis.asyncio import Redis as AsyncRedis
+
+import django_redislock
+from django_redislock.core.driver.connection_kinds import (
+    close_at_once,
+    is_at_end,
+    new_async_connection,
+    parse_error,
+    settings_of,
+    socket_of,
+    transport_of,
+)
+from tests.support import wait_until
+
+PACKAGE = Path(django_redislock.__file__).parent
+PRIVATE = {"_sock", "_writer", "_reader", "_close", "_parsers", "parse_error", "connection_kwargs"}
+"""All private parts of redis-py that the package uses; `_parsers` is the module of `parse_error`."""
+
+
+def private_parts_in(path: Path) -> set[str]:
+    """Return the names in `PRIVATE` that are attributes of foreign objects there, and the private modules of redis-py."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+            if not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+                found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("redis."):
+            found.update(part for part in (node.module or "").split(".") if part.startswith("_"))
+    return found
+
+
+def test_one_module_uses_the_private_parts_of_redis_py_and_they_are_all_named_here():
+    found = {path.relative_to(PACKAGE).as_posix(): private_parts_in(path) for path in PACKAGE.rglob("*.py")}
+    assert {name: parts for name, parts in found.items() if parts} == {"core/driver/connection_kinds.py": PRIVATE}
+
+
+def test_the_socket_of_a_connection_is_there_while_it_is_connected(redis_url):
+    with redis.Redis.from_url(redis_url, protocol=2) as client:
+        connection = client.connection_pool.make_connection()
+        assert socket_of(connection) is None
+        connection.connect()
+        found = socket_of(connection)
+        assert isinstance(found, socket.socket)
+        found.sendall(b"*1\r\n$4\r\nPING\r\n")
+        assert found.recv(100) == b"+PONG\r\n"
+        connection.disconnect()
+        assert socket_of(connection) is None
+
+
+@pytest.mark.parametrize("kind", [redis.Redis, AsyncRedis])
+def test_the_settings_of_a_pool_are_those_of_its_client(kind):
+    settings = settings_of(kind(host="somewhere", port=7, db=3).connection_pool)
+    assert (settings["host"], settings["port"], settings["db"]) == ("somewhere", 7, 3)
+
+
+def test_the_transport_of_an_asyncio_connection_is_open_until_the_connection_is_closed(redis_url):
+    async def main():
+        pool = redis.Redis.from_url(redis_url).connection_pool
+        connection = new_async_connection(pool.connection_class, settings_of(pool))
+        close_at_once(connection)  # before it is connected there is nothing to close
+        await connection.connect()
+        transport = transport_of(connection)
+        assert isinstance(transport, asyncio.Transport)
+        assert not transport.is_closing()
+        close_at_once(connection)
+        assert transport.is_closing()
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_the_server_closed_is_at_its_end(client, redis_url):
+    async def main():
+        pool = redis.Redis.from_url(redis_url, client_name="doomed").connection_pool
+        connection = new_async_connection(pool.connection_class, settings_of(pool))
+        await connection.connect()
+        assert not is_at_end(connection)
+        (own,) = [found for found in client.client_list() if found["name"] == "doomed"]
+        client.client_kill_filter(_id=own["id"])
+        await asyncio.to_thread(wait_until, lambda: is_at_end(connection))
+        close_at_once(connection)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "text"),
+    [
+        ("NOSCRIPT No matching script.", exceptions.NoScriptError, "No matching script."),
+        ("NOPERM No permissions.", exceptions.NoPermissionError, "No permissions."),
+        ("WRONGPASS invalid password", exceptions.AuthenticationError, "invalid password"),
+        ("CROSSSLOT Keys in request", exceptions.ClusterCrossSlotError, "Keys in request"),
+        ("OOM command not allowed", exceptions.OutOfMemoryError, "command not allowed"),
+        ("ERR syntax error", exceptions.ResponseError, "syntax error"),
+        ("WRONGTYPE Operation", exceptions.ResponseError, "WRONGTYPE Operation"),
+    ],
+)
+def test_the_first_word_of_an_error_reply_decides_its_exception(line, kind, text):
+    error = parse_error(line)
+    assert type(error) is kind
+    assert str(error) == text

@@ -1,0 +1,107 @@
+"""Lock with every client: the commands that a cycle costs, and the connections and keys that it leaves."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import redis
+import redis.asyncio
+
+from django_redislock.core import AsyncLock, AsyncRLock, Lock, RLock
+from tests.support import counting, in_thread, monitoring, wait_until
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"decode_responses": True}, {"protocol": 3}, {"protocol": 2}, {"socket_timeout": None}, {"max_connections": 1}],
+    ids=repr,
+)
+def test_every_client_will_do(make_lock, redis_url, options):
+    with redis.Redis.from_url(redis_url, **options) as client, make_lock(client, "a") as lock:
+        assert lock.owner().id == lock.id
+        assert not in_thread(lambda: make_lock(client, "a").acquire(timeout=0.1))
+
+
+def test_unix_sockets_will_do(make_lock, own_server):
+    with redis.Redis.from_url(own_server.unix_url) as client, make_lock(client, "a") as lock:
+        assert lock.owned()
+
+
+def test_clients_of_the_same_server_share_its_connections(make_lock, redis_url, client):
+    with redis.Redis.from_url(redis_url) as one, redis.Redis.from_url(redis_url) as two:
+        with make_lock(one, "a"), make_lock(two, "b"):
+            pass
+        before = len(client.client_list())
+        for _ in range(5):
+            with redis.Redis.from_url(redis_url) as another, make_lock(another, "a"):
+                pass
+        assert len(client.client_list()) <= before
+
+
+def test_a_subclass_and_a_second_server_work(make_lock, client, own_server):
+    class Mine(make_lock):
+        pass
+
+    with own_server.client() as other, Mine(other, "a") as there, make_lock(client, "a") as here:
+        assert there.owned()
+        assert here.owned()
+        assert there.fence != here.fence
+
+
+@pytest.mark.parametrize("kind", [Lock, RLock, AsyncLock, AsyncRLock])
+@pytest.mark.parametrize("cluster", [redis.RedisCluster, redis.asyncio.RedisCluster])
+def test_a_cluster_client_is_refused_with_a_way_out(kind, cluster):
+    made = cluster.__new__(cluster)  # to be made in earnest, it needs a cluster to connect to, or a loop that runs
+    with pytest.raises(TypeError, match=r"give one of a single server.*Cluster is not supported"):
+        kind(made, "a")
+
+
+def test_an_uncontended_cycle_is_two_commands(make_lock, client):
+    lock = make_lock(client, "a")
+    with lock:  # the connection and the scripts are there from now on
+        pass
+    with counting(client) as counts:
+        for _ in range(10):
+            lock.acquire()
+            lock.release()
+    assert counts["evalsha"] == 20
+    with monitoring(client) as sent, lock:
+        pass
+    assert [line.split()[0] for line in sent] == ["EVALSHA", "EVALSHA"]
+
+
+def test_a_contended_cycle_is_at_most_four_commands(make_lock, client):
+    lock = make_lock(client, "a")
+    rounds = 25
+
+    def cycle():
+        for _ in range(rounds):
+            with make_lock(client, "a"):
+                pass
+
+    with lock:
+        threads = [threading.Thread(target=cycle) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: lock.owner().waiting == 4)
+        evals = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+    for thread in threads:
+        thread.join(timeout=30)
+    assert client.info("commandstats")["cmdstat_evalsha"]["calls"] - evals <= 4 * rounds * 4
+
+
+def test_nothing_is_left_for_ever(make_lock, client):
+    with make_lock(client, "a"):
+        in_thread(lambda: make_lock(client, "a").acquire(timeout=0.05))
+    keys = client.keys("*")
+    assert keys
+    assert all(client.ttl(key) > 0 for key in keys), {key: client.ttl(key) for key in keys}
+
+
+def test_scripts_that_the_server_forgot_are_sent_again(make_lock, client):
+    with make_lock(client, "a") as lock:
+        client.script_flush()
+        lock.extend()
+        client.script_flush()
+    assert not lock.locked()

@@ -1,0 +1,132 @@
+"""Replies that get lost or come late."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from django_redislock.core.clock import monotonic
+from django_redislock.core.keys import lock_keys
+from tests.support import lived, queued, wait_until, within
+
+pytestmark = pytest.mark.processes
+
+
+RETRIES = [0, 10]
+
+
+@pytest.mark.parametrize("retries", RETRIES)
+def test_a_lost_reply_to_acquire_is_no_ghost_lock(make_lock, client, proxy, retries):
+    with redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
+        lock = make_lock(behind, "a")
+        with lock:
+            pass
+        proxy.drop_next_reply(containing=b"EVALSHA")
+        assert lock.acquire(timeout=5), "yours, whatever became of the reply"
+        assert proxy.dropped == 1
+        assert lock.owned()
+        lock.release()
+    assert not make_lock(client, "a").locked()
+
+
+@pytest.mark.parametrize("retries", RETRIES)
+def test_a_lost_reply_to_a_try_is_no_ghost_lock(make_lock, client, proxy, retries):
+    with redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
+        lock = make_lock(behind, "a")
+        with lock:
+            pass
+        proxy.drop_next_reply(containing=b"EVALSHA")
+        assert lock.acquire(blocking=False)
+        lock.release()
+    assert not make_lock(client, "a").locked()
+
+
+@pytest.mark.parametrize("retries", RETRIES)
+def test_a_lost_reply_to_release_is_no_false_error(make_lock, client, proxy, retries):
+    with redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
+        with make_lock(behind, "a"):
+            proxy.drop_next_reply(containing=b"EVALSHA")
+        assert proxy.dropped == 1
+    assert not make_lock(client, "a").locked()
+
+
+def test_a_lost_reply_to_reset_still_tells_that_the_lock_was_held(make_lock, client, proxy):
+    with redis.Redis.from_url(proxy.url) as behind:
+        holder = make_lock(client, "a")
+        holder.acquire()
+        assert make_lock(behind, "b").reset() is False
+        proxy.drop_next_reply(containing=b"EVALSHA")
+        assert make_lock(behind, "a").reset(fence=holder.fence) is True
+        assert proxy.dropped == 1
+    assert not holder.locked()
+
+
+def test_a_repeated_release_does_not_free_the_next_holders_lock(make_lock, client, proxy):
+    with redis.Redis.from_url(proxy.url) as behind:
+        first, second = make_lock(behind, "a"), make_lock(client, "a", timeout=10)
+        first.acquire()
+        got = []
+        thread = threading.Thread(target=lambda: got.append(second.acquire()))
+        thread.start()
+        wait_until(lambda: queued(client, "a") == 1)
+        proxy.drop_next_reply(containing=b"EVALSHA")
+        first.release()
+        thread.join(timeout=5)
+        assert got == [True]
+        assert second.locked()
+
+
+def test_lost_replies_to_waiters_lose_nothing(make_lock, client, proxy):
+    with redis.Redis.from_url(proxy.url) as behind, make_lock(client, "a", expire=60) as holder:
+        with make_lock(behind, "b"):
+            pass
+        proxy.drop_next_reply(n=3, containing=b"EVALSHA")
+        got = []
+
+        def wait():
+            lock = make_lock(behind, "a")
+            got.append(lock.acquire(timeout=20))
+            lock.release()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        wait_until(lambda: proxy.dropped == 3)
+        wait_until(lambda: queued(client, "a") == 1)
+        holder.release()
+        with within(2):
+            thread.join(timeout=10)
+        holder.acquire()
+    assert got == [True]
+
+
+def test_a_renewal_that_fails_once_loses_nothing(make_lock, client, proxy, caplog):
+    told = []
+    with redis.Redis.from_url(proxy.url) as behind:
+        lock = make_lock(behind, "a", expire=3, on_lost=told.append)
+        with lock:
+            id = lock.id
+            proxy.drop_next_reply(containing=b"EVALSHA")
+            wait_until(lambda: proxy.dropped == 1)
+            lived(3.5)
+            assert lock.owner().id == id
+            lock.raise_if_lost()
+    assert told == []
+    assert "trying again" in caplog.text
+
+
+def test_a_reply_that_comes_late_never_makes_the_belief_outlive_the_lock(make_lock, client, proxy):
+    with redis.Redis.from_url(proxy.url, socket_timeout=5) as behind:
+        lock = make_lock(behind, "a", expire=20, auto_renewal=False)
+        with lock:
+            pass
+        proxy.delay_replies(1)
+        lock.acquire()
+        proxy.delay_replies(0)
+        ttl = client.pttl(lock_keys("redislock", "a").lock) / 1000
+        deadline = lock._latest().deadline - monotonic()
+        assert deadline <= ttl + 0.001, "Redis tells whole milliseconds"
+        lock.release()

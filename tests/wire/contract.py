@@ -1,0 +1,261 @@
+"""What the package leaves in Redis and in messages, in a text that is the same in each run.
+
+``python -m tests.wire.contract --write`` writes it to contract.txt, after a change that the rules of docs/wire-contract.rst allow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import redis
+
+CONTRACT = Path(__file__).with_name("contract.txt")
+EXPIRIES = [5.5, 10, 30, 61, 120, 130, 3600, 4800, 86400, 2592000]
+"""The expiries that keys have, in seconds; a key may be 20 s old when it is read."""
+REPLACED = [
+    (r"redislock:wake:[0-9a-f]{16}:\d+:[^\s\\\"]+", "<channel>"),
+    (r'"host":"[^"]*","pid":\d+,"thread":"[^"]*"', '"host":"<host>","pid":<pid>,"thread":"<thread>"'),
+    (r'"(worker)":"[^"]*"', r'"\1":"<worker>"'),
+    (r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "<task id>"),
+    (r"\b(ms|waits):\d{8}\b", r"\1:<minute>"),
+    (r"(<minute>:|\bid <id> =) \d+$", r"\1 <number>"),
+    (r"\b[0-9a-f]{40}\b", "<SHA-1>"),
+    (r"\b[0-9a-f]{24}\b", "<nonce of the execution>"),
+    (r"\b[0-9a-f]{32}\b", "<id>"),
+    (r"\b[0-9a-f]{8}\b", "<nonce>"),
+    (r"\b1\d{15}(\.0)?\b", "<us>"),
+    (r"\b1\d{12}(\.0)?\b", "<ms>"),
+    (r"(?<=:)\d{7}\b", "<window>"),
+]
+
+
+def plain(data: bytes) -> str:
+    """Return a text for the bytes, with names in place of the parts that differ from run to run."""
+    text = repr(data)[2:-1].replace("\\n", " \\n ")
+    for pattern, replacement in REPLACED:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def content(client: redis.Redis, key: bytes, kind: str) -> list[str]:
+    match kind:
+        case "string":
+            return [plain(client.get(key))]
+        case "zset":
+            members = client.zrange(key, 0, -1, withscores=True)
+            counted = re.search(rb":waits:\d+$", key)
+            return sorted(
+                f"{plain(member)} = {'<ms>' if counted else plain(b'%.0f' % score)}" for member, score in members
+            )
+        case "hash":
+            return sorted(plain(field + b": " + value) for field, value in client.hgetall(key).items())
+    raise AssertionError(f"{key!r} is a {kind}")
+
+
+def expiry(client: redis.Redis, key: bytes) -> str:
+    left = client.pttl(key) / 1000
+    fitting = [expiry for expiry in EXPIRIES if expiry - 20 < left <= expiry]
+    return f"at most {fitting[0]:g} s" if fitting else f"??? {left}"
+
+
+class Snapshot:
+    """Collects what is in Redis at points of a scenario; only what has changed since the last point is written down."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        self.lines: list[str] = []
+        self._before: dict[str, list[str]] = {}
+        self._messages = client.pubsub()
+        self._messages.psubscribe("redislock:wake:*")
+        self._messages.get_message(timeout=10)
+
+    def take(self, title: str) -> None:
+        """Write down the keys that differ from the last time, those that are gone, and the messages since then."""
+        now: dict[str, list[str]] = {}
+        for key in sorted(self.client.scan_iter()):
+            kind = self.client.type(key).decode()
+            tag = re.sub(r"^\{redislock:\d+\}", "{redislock:<bucket>}", plain(key))
+            now[tag] = [f"  {tag}", f"    {kind}, {expiry(self.client, key)}"] + [
+                f"    {line}" for line in content(self.client, key, kind)
+            ]
+        self.lines += ["", title, "-" * len(title)]
+        for tag, described in now.items():
+            if self._before.get(tag) != described:
+                self.lines += described
+        self.lines += [f"  {tag}\n    gone" for tag in self._before if tag not in now]
+        self._before = now
+        while True:
+            message = self._messages.get_message(timeout=0.05)
+            if message is None:
+                break
+            if message["type"] == "pmessage":
+                self.lines.append(f"  message to <channel>: {plain(message['data'])}")
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    from tests.support import wait_until
+
+    wait_until(condition)
+
+
+@contextmanager
+def in_a_thread(run: Callable[[], Any]) -> Iterator[None]:
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    thread.join()
+
+
+@contextmanager
+def silent_waiter(client: redis.Redis, name: str) -> Iterator[None]:
+    """Put a waiter into the queue of the lock that hears of its turn and does nothing."""
+    channel = "redislock:wake:0123456789abcdef:1:host"
+    with client.pubsub() as listener:
+        listener.subscribe(channel)
+        wait_for(lambda: listener.get_message(timeout=1))
+        queue = next(client.scan_iter(match=f"*:lock:{name}")).replace(b":lock:", b":queue:")
+        client.zadd(queue, {f"{channel}\n{'0' * 32}": 1})
+        client.pexpire(queue, 120_000)
+        yield
+
+
+def of_locks(snapshot: Snapshot) -> None:
+    from django_redislock import LockLost, lock
+
+    held = lock("shop:1", label="nightly", expire=10, auto_renewal=False)
+    held.acquire()
+    snapshot.take("A lock is held")
+
+    def wait() -> None:
+        with lock("shop:1"):
+            snapshot.take("The lock is released, and the first waiter has it")
+
+    with in_a_thread(wait):
+        wait_for(lambda: list(snapshot.client.scan_iter(match="*:queue:*")))
+        snapshot.take("A thread waits for the lock")
+        held.release()
+    snapshot.take("Nobody holds the lock")
+
+    held = lock("shop:1", expire=10)
+    held.acquire()
+    held.reset(by="olga", reason="stuck")
+    with suppress(LockLost):
+        held.release()
+    snapshot.take("The lock was released by force")
+
+    held = lock("shop:2", expire=10)
+    held.acquire()
+    with silent_waiter(snapshot.client, "shop:2"):
+        held.release()
+        snapshot.take("The lock is reserved for a waiter that does not answer")
+
+
+def of_values(snapshot: Snapshot) -> None:
+    from django_redislock.cache import RedisCache
+
+    cache = RedisCache(os.environ["REDISLOCK_TEST_URL"], {})
+    goes_on = threading.Event()
+
+    def compute() -> str:
+        goes_on.wait()
+        return "x"
+
+    def caller() -> None:
+        cache.get_or_set("k", compute, 60)
+
+    with in_a_thread(caller):
+        wait_for(lambda: list(snapshot.client.scan_iter(match="*:lock:cache:*")))
+        snapshot.take("A value is computed")
+        with silent_waiter(snapshot.client, "cache::1:k"):
+            goes_on.set()
+            wait_for(lambda: snapshot.client.exists(":1:k"))
+            snapshot.take("The value is stored, and sent to a waiter")
+
+    def fail() -> str:
+        raise ValueError("sick")
+
+    cache.get_or_set("old", lambda: "x", 0.001, stale=60)
+    wait_for(lambda: not goes_on.wait(0.01) or True)
+    snapshot.take("A value that is too old at once")
+    cache.get_or_set("old", fail, 0.001, stale=60, on_error="stale")
+    snapshot.take("The computation of a newer value failed")
+
+
+def of_tasks(snapshot: Snapshot) -> None:
+    from celery import Celery
+    from celery.contrib.testing.worker import start_worker
+
+    from django_redislock.celery import single_instance
+
+    app = Celery("contract", broker="memory://", backend="cache+memory://")
+    app.conf.task_default_queue = "contract"
+
+    @app.task(name="shop.report", bind=True, acks_late=True)
+    @single_instance(scope="job", key="{day}", expire=10)
+    def report(self: Any, day: str) -> None:
+        snapshot.take("The task is executed")
+
+    report.delay("monday")
+    report.delay("monday")
+    snapshot.take("A message of a task waits in a queue, and a duplicate was not published")
+    with app.connection_for_read() as connection:
+        message = connection.SimpleQueue("contract").queue.get(no_ack=False)
+        ours = sorted((name, value) for name, value in message.headers.items() if name.startswith("single_instance"))
+        snapshot.lines += [f"  header {name}: {plain(json.dumps(value).encode())}" for name, value in ours]
+        message.requeue()
+    with start_worker(app, pool="solo", perform_ping_check=False, loglevel="ERROR"):
+        wait_for(lambda: not list(snapshot.client.scan_iter(match="*:lock:celery*")))
+    snapshot.take("The message was processed")
+
+
+def contract(url: str) -> str:
+    """Return the text for the server at this address; it empties its database."""
+    from django.conf import settings
+
+    from django_redislock.core.keys import lock_keys
+
+    settings.DJANGO_REDISLOCK = {"URL": url}
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
+        lines = []
+        for part in (of_locks, of_values, of_tasks):
+            client.flushdb()
+            snapshot = Snapshot(client)
+            part(snapshot)
+            lines += snapshot.lines
+            snapshot._messages.close()
+        client.flushdb()
+    buckets = [
+        f"  {name}: {plain(lock_keys('redislock', name).lock)}"
+        for name in ("shop:1", "celery:shop.report:monday", "ключ")
+    ]
+    return "\n".join(["Buckets", "-------", *buckets, *lines]) + "\n"
+
+
+def main() -> None:
+    """Write the text to the standard output, or with ``--write`` into contract.txt."""
+    import django
+
+    from tests.support import RedisServer
+
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+    with RedisServer() as server:
+        os.environ["REDISLOCK_TEST_URL"] = server.url
+        django.setup()
+        text = contract(server.url)
+    if "--write" in sys.argv:
+        CONTRACT.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Processes of two versions of the package share one server, as they do while a new version is deployed."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import Server, lived, queue_of, wait_until
+from tests.support.processes import ROOT
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("two versions")]
+
+EARLIER = "8d5bf9e"
+"""The commit of the earlier version. With the first release this becomes the last release."""
+EXPIRE = 2.0
+PROGRAM = Path(__file__).with_name("peer.py")
+
+
+class Peer:
+    """A process of one version, which does what it is asked."""
+
+    def __init__(self, package: Path, directory: Path, url: str) -> None:
+        path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
+        base = url.rpartition("/")[0]
+        more = {"PYTHONPATH": path, "PEER_URL": url, "PEER_BROKER": f"{base}/1", "PEER_EXPIRE": str(EXPIRE)}
+        environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"} | more
+        self._errors = (directory / f"errors-{id(self)}.txt").open("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAM)],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._numbers = itertools.count()
+        self.lines: list[dict[str, Any]] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(json.loads(line))
+
+    def start(self, do: str, **arguments: Any) -> Callable[[], Any]:
+        """Ask for something; return a function that waits for the answer."""
+        number = next(self._numbers)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"number": number, "do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+
+        def answer() -> Any:
+            found = self.wait_for(lambda line: line.get("number") == number)
+            assert "error" not in found, found.get("trace")
+            return found["answer"]
+
+        return answer
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        return self.start(do, **arguments)()
+
+    def wait_for(self, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Return the first line that fits; AssertionError when the process ends without."""
+
+        def found() -> dict[str, Any] | None:
+            ended = not self._reader.is_alive()
+            line = next((line for line in self.lines if fits(line)), None)
+            assert line is not None or not ended, f"it ended after {self.lines}\n{self.errors}"
+            return line
+
+        line = wait_until(found, message=lambda: f"it said {self.lines}\n{self.errors}")
+        assert line is not None
+        return line
+
+    @property
+    def errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join(10)
+        for file in (self._process.stdin, self._process.stdout, self._errors):
+            assert file is not None
+            file.close()
+
+
+@pytest.fixture(scope="session")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The earlier version of the package."""
+    folder = tmp_path_factory.mktemp("earlier")
+    command = ["git", "archive", "--format=tar", EARLIER, "django_redislock"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, f"the history of the repository is needed: {done.stderr.decode()}"
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def start(earlier: Path, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Peer]]:
+    """``start("earlier")`` and ``start("later")`` start a process of that version."""
+    folders = {"earlier": earlier, "later": ROOT}
+    with ExitStack() as stack:
+
+        def start(version: str) -> Peer:
+            peer = Peer(folders[version], tmp_path_factory.mktemp("peer"), server.url)
+            stack.callback(peer.close)
+            assert Path(peer.ask("where")).parents[1] == folders[version]
+            return peer
+
+        yield start
+
+
+@pytest.fixture(scope="session", params=[("earlier", "later"), ("later", "earlier")], ids=" and then ".join)
+def versions(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def pair(versions: tuple[str, str], start: Callable[[str], Peer]) -> tuple[Peer, Peer]:
+    """One process of each version."""
+    return start(versions[0]), start(versions[1])
+
+
+def test_each_version_waits_for_the_lock_of_the_other_one_and_gets_it_with_its_release(pair, client):
+    one, other = pair
+    first = one.ask("acquire", name="handed over")
+    assert first > 0
+    assert other.ask("acquire", name="handed over") == 0
+    assert other.ask("held") == [["handed over", "peer", "lock"]]
+    waits = other.start("acquire", name="handed over", timeout=60)
+    wait_until(lambda: client.zcard(queue_of("handed over")))
+    assert one.ask("release", name="handed over")
+    second = waits()
+    assert second > first
+    assert other.ask("release", name="handed over")
+    assert one.ask("acquire", name="handed over") > second
+    assert one.ask("release", name="handed over")
+
+
+def test_waiters_of_both_versions_get_the_lock_in_the_order_in_which_they_came(pair, client):
+    one, other = pair
+    assert one.ask("acquire", name="queued")
+    waiting = []
+    for number in range(4):
+        waiting.append(((other, one)[number % 2], (other, one)[number % 2].start("acquire", name="queued", timeout=60)))
+        wait_until(lambda number=number: client.zcard(queue_of("queued")) == number + 1)
+    fences = []
+    holder = one
+    for peer, answer in waiting:
+        assert holder.ask("release", name="queued")
+        fences.append(answer())
+        holder = peer
+    assert holder.ask("release", name="queued")
+    assert fences == sorted(fences)
+
+
+def test_a_version_renews_its_lock_and_the_other_one_takes_it_over_when_its_process_is_killed(pair, start, versions):
+    one, other = start(versions[0]), pair[1]
+    first = one.ask("acquire", name="renewed")
+    lived(1.5 * EXPIRE)
+    assert other.ask("acquire", name="renewed") == 0
+    one.kill()
+    assert other.ask("acquire", name="renewed", timeout=60) > first
+    assert other.ask("release", name="renewed")
+
+
+def test_a_forced_release_by_one_version_is_reported_to_the_holder_of_the_other_one_with_its_reason(pair):
+    one, other = pair
+    assert one.ask("acquire", name="forced")
+    assert other.ask("reset", name="forced") is True
+    loss = wait_until(lambda: one.ask("losses"))[0]
+    assert loss["code"] == "force_released"
+    assert "olga" in loss["reason"]
+    assert "stuck" in loss["reason"]
+
+
+def test_one_version_computes_a_value_and_the_other_one_waits_for_it(pair, client):
+    one, other = pair
+    computes = one.start("compute", key="k", value="of one", wait=True)
+    one.wait_for(lambda line: line.get("computing") == "of one")
+    waits = other.start("compute", key="k", value="of other", wait=False)
+    wait_until(lambda: any(b":queue:" in key for key in client.scan_iter()))
+    one.ask("open")
+    assert (computes(), waits()) == ("of one", "of one")
+    assert not any(line.get("computing") == "of other" for line in other.lines)
+
+
+def test_a_value_that_the_other_version_invalidates_meanwhile_is_not_stored(pair):
+    one, other = pair
+    computes = one.start("compute", key="invalidated", value="old", wait=True)
+    one.wait_for(lambda line: line.get("computing") == "old")
+    other.ask("delete", key="invalidated")
+    one.ask("open")
+    assert computes() == "old"
+    assert other.ask("cached", key="invalidated") is None
+
+
+def test_a_message_of_one_version_keeps_out_that_of_the_other_one_and_runs_there_once(pair):
+    one, other = pair
+    assert one.ask("publish", what="a") is True
+    assert other.ask("publish", what="a") is False
+    assert one.ask("publish", what="a") is False
+    assert other.ask("consume", what="a") == ["a"]
+    wait_until(lambda: one.ask("held") == [])
