@@ -76,7 +76,7 @@ def test_the_lock_is_free_only_when_the_whole_group_has_ended(manage: Callable[.
     process = manage("redislock", "run", "x", "--", "sh", "-c", "exec 4<&0; cat <&4 & echo $$")
     wait_until(lambda: process.out.endswith("\n"))
     wait_until(lambda: not psutil.pid_exists(int(process.out)))
-    assert names() == ["x"]
+    assert not lock("x").acquire(timeout=1)
     assert process.process.poll() is None
     process.end_input()
     assert process.wait() == 0
