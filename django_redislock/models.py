@@ -32,7 +32,15 @@ class HeldLock(models.Model):
     connection = models.CharField(_("connection"), max_length=255)
     name = models.CharField(_("name"), max_length=1000)
     kind = models.CharField(
-        _("kind"), max_length=10, choices=[("lock", _("lock")), ("cache", _("cache")), ("celery", _("Celery"))]
+        _("kind"),
+        max_length=10,
+        choices=[
+            ("lock", _("lock")),
+            ("cache", _("cache")),
+            ("celery", _("Celery")),
+            ("command", _("command")),
+            ("leader", _("leader")),
+        ],
     )
     label = models.CharField(_("label"), max_length=255)
     host = models.CharField(_("host"), max_length=255)

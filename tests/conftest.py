@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the quick part of the suite leaves out: tests with servers or processes of their own, and many combinations."""
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
+        if not {"manage", "own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
         if item.get_closest_marker("processes"):
             item.add_marker("slow")

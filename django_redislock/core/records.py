@@ -20,7 +20,7 @@ class LockInfo:
 
     name: str
     kind: str
-    """The part of the package that took the lock: "lock", "cache" or "celery"."""
+    """The part of the package that took the lock: "lock", "cache", "celery", "command" or "leader"."""
     id: str
     """The owner id: the right to extend and release, so do not show it to people."""
     fence: int

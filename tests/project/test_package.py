@@ -173,7 +173,7 @@ def test_base_install_needs_django_and_redis_only(metadata):
 
 
 def test_extras(metadata):
-    extras = {"bench", "cache", "celery", "demo", "hiredis", "metrics", "opentelemetry", "test", "watch"}
+    extras = {"beat", "bench", "cache", "celery", "demo", "hiredis", "metrics", "opentelemetry", "test", "watch"}
     assert set(metadata.get_all("Provides-Extra")) == extras
 
 
