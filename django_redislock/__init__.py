@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .connections import get_client
     from .decorator import locked
+    from .election import Leader, leader
     from .exceptions import (
         AcquireTimeout,
         AlreadyAcquired,
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AcquireTimeout",
     "AlreadyAcquired",
+    "Leader",
     "LockBackendError",
     "LockError",
     "LockLost",
@@ -36,6 +38,7 @@ __all__ = [
     "alock",
     "get_client",
     "held_locks",
+    "leader",
     "lock",
     "locked",
     "locked_atomic",
@@ -43,9 +46,12 @@ __all__ = [
     "rlock",
 ]
 
-_MODULES = {"get_client": "connections", "locked": "decorator"} | dict.fromkeys(
-    ("alock", "held_locks", "lock", "locked_atomic", "reset_all", "rlock"), "locks"
-)
+_MODULES = {
+    "get_client": "connections",
+    "locked": "decorator",
+    "Leader": "election",
+    "leader": "election",
+} | dict.fromkeys(("alock", "held_locks", "lock", "locked_atomic", "reset_all", "rlock"), "locks")
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ class DjangoRedislockConfig(AppConfig):
     verbose_name = _("Redis locks")
 
     def ready(self) -> None:
-        """Register the system checks, and read the settings, because some of them are for the core. Opens no connection."""
+        """Register the system checks, and read the settings for the core. Opens no connection."""
         from . import conf
         from .checks import CHECKS, NETWORK_CHECKS, TAG
         from .unknown_backend import replace_unknown_modules

@@ -1,4 +1,4 @@
-"""System checks, one function per message. Those of the settings open no connection; `NETWORK_CHECKS` do."""
+"""System checks, one function for each message. Only `NETWORK_CHECKS` open connections."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .unknown_backend import UnknownBackend, advice, problem
 TAG = "redislock"
 
 SHORTEST_RENEWED = 1.0
-"""Seconds. A renewal comes every third of a life, so the holder may stall for two thirds of it before the lock is lost. A
-garbage collection, a busy core or Redis forking to save its data take some tenths of a second now and then."""
+"""Seconds. A lock is renewed every third of its expiry, so it is lost when its holder stalls for two thirds of it.
+Garbage collection, a busy core, or Redis forking to save its data may take some tenths of a second."""
 
 
 def check_unknown_keys(**kwargs: object) -> list[CheckMessage]:
@@ -64,7 +64,7 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
             why = "it has no client of a single Redis"
         else:
             server_of(client)
-    except Exception as error:  # whatever keeps the backend from being made is what the reader needs to know
+    except Exception as error:  # any error of the backend is the reason to report
         why = f"{type(error).__name__}: {error}".rstrip(": ")
     if not why:
         return []
@@ -74,7 +74,8 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
         kind(
             f"The cache {alias!r} ({settings.CACHES[alias].get('BACKEND')}) cannot hold locks: {why}.",
             hint="Use the backend 'django_redislock.cache.RedisCache' for it, name another alias in "
-            f"{conf.NAME}['CACHE_ALIAS'], give {conf.NAME}['URL'], or set {conf.NAME}['ENABLED'] to False where no Redis is.",
+            f"{conf.NAME}['CACHE_ALIAS'], give {conf.NAME}['URL'], or, where there is no Redis, set "
+            f"{conf.NAME}['ENABLED'] to False.",
             id=id,
         )
     ]
@@ -101,7 +102,7 @@ def _exists(path: str) -> bool:
 
 
 def _is_named() -> bool:
-    """Whether the settings name the cache for the locks."""
+    """Return whether the settings name the cache for the locks."""
     raw = getattr(settings, conf.NAME, None)
     return isinstance(raw, Mapping) and "CACHE_ALIAS" in raw
 
@@ -122,9 +123,9 @@ def check_url_or_alias(**kwargs: object) -> list[CheckMessage]:
 def check_renewal_can_keep_up(**kwargs: object) -> list[CheckMessage]:
     return [
         Warning(
-            f"{where}['EXPIRE'] is {section.expire:g} s, too short for the renewal to keep.",
-            hint=f"Use at least {SHORTEST_RENEWED:g} s: the life is renewed every third of it, and a pause of two thirds loses "
-            "the lock. A longer life costs nothing but the wait after a crash. Or set 'AUTO_RENEWAL' to False.",
+            f"{where}['EXPIRE'] is {section.expire:g} s, which is too short for a reliable renewal.",
+            hint=f"Use at least {SHORTEST_RENEWED:g} s: a lock is renewed every third of its expiry, and lost after a pause "
+            "of two thirds. A longer expiry costs only a longer wait after a crash. Or set 'AUTO_RENEWAL' to False.",
             id="redislock.W002",
         )
         for where, section in _read()[0]
@@ -140,8 +141,9 @@ def check_ignored_exceptions(**kwargs: object) -> list[CheckMessage]:
         return []
     return [
         Warning(
-            f"The cache {alias!r} ignores exceptions and holds locks: the errors of a lock are raised all the same.",
-            hint="Handle LockBackendError where you use locks and silence this check, or give the locks an alias of their own.",
+            f"The cache {alias!r} ignores exceptions and holds locks, but the errors of locks are raised.",
+            hint="Handle LockBackendError where you use locks and silence this check, or give the locks an alias of "
+            "their own.",
             id="redislock.W003",
         )
     ]
@@ -149,12 +151,12 @@ def check_ignored_exceptions(**kwargs: object) -> list[CheckMessage]:
 
 def check_celery_tasks(**kwargs: object) -> list[CheckMessage]:
     if "celery" not in sys.modules:
-        return []  # then there are no tasks, and importing Celery would only cost time
+        return []  # there are no tasks
     if _read()[1]:
-        return []  # what is wrong there is told already, and tasks take their options from there
+        return []  # reported already; tasks take options from these settings
     try:
         from .celery.decorator import check_tasks
-    except ImportError:  # an older Celery, with which single-instance tasks cannot be used
+    except ImportError:  # this Celery is too old for single-instance tasks
         return []
     return check_tasks()
 
@@ -173,10 +175,10 @@ CHECKS = (
 
 
 def check_servers(**kwargs: object) -> list[CheckMessage]:
-    """Ask the server of each connection: can it be reached, how old is it, may it evict a lock, does it keep its data."""
+    """Check the server of each connection: reachable, its version, eviction, persistence, round trip and clock."""
     try:
         found, _ = clients()
-    except ImproperlyConfigured:  # the checks of the settings tell
+    except ImproperlyConfigured:  # the checks of the settings report it
         return []
     return [
         level(f"Connection {connection!r}, {finding.check}: {finding.message}", hint=finding.advice, id=id)
@@ -204,7 +206,7 @@ Section = conf.Settings | conf.CacheSettings | conf.CelerySettings
 
 
 def _read() -> tuple[list[tuple[str, Section]], list[conf.Problem]]:
-    """Return every section of the settings with its name, the lock options of cache aliases included, and what is wrong."""
+    """Return each section of the settings with its name, also the lock options of cache aliases, and all problems."""
     typed, problems = conf.read(getattr(settings, conf.NAME, None))
     sections: list[tuple[str, Section]] = [
         (conf.NAME, typed),
@@ -225,6 +227,6 @@ def _options(alias: str) -> dict[str, Any]:
 
 
 def _lock_alias() -> str | None:
-    """Return the cache alias that is to hold the locks; None when a URL does, or when locks are off."""
+    """Return the cache alias for the locks; None when the settings give a URL, or with ``ENABLED: False``."""
     typed, _ = conf.read(getattr(settings, conf.NAME, None))
     return typed.cache_alias if typed.enabled and typed.url is None else None

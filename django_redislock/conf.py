@@ -181,7 +181,7 @@ _looked_up: dict[str, Any] = vars(django_settings)
 
 @receiver(setting_changed)
 def _forget(setting: str = "", **kwargs: Any) -> None:
-    """Make a new settings object, so that everything derived from the old one is derived again, also for other CACHES."""
+    """Forget the settings object and everything derived from it; other CACHES change the derived servers."""
     global _last_read
     if setting in (NAME, "CACHES"):
         _last_read = None

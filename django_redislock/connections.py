@@ -28,8 +28,8 @@ _servers: tuple[conf.Settings | None, dict[str | None, Server]] = (None, {})
 def get_client(using: str | None = None) -> Redis:
     """Return the redis-py client of the Redis that the settings name, or of the cache alias `using`.
 
-    Use it with the functions and classes of ``django_redislock.core``, and give them the ``KEY_PREFIX`` of the settings as
-    `prefix`. Opens no connection. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
+    Use it with the functions and classes of ``django_redislock.core``, and give them the ``KEY_PREFIX`` of the settings
+    as `prefix`. Opens no connection. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
     """
     return _client(conf.get(), using)
 
@@ -63,8 +63,8 @@ def _client(settings: conf.Settings, using: str | None) -> Redis:
     client = client_of_cache(cache)
     if client is None:
         raise ImproperlyConfigured(
-            f"django-redislock: the cache {alias!r} ({type(cache).__module__}.{type(cache).__qualname__}) is not a Redis cache. "
-            f"Name one in {conf.NAME}['CACHE_ALIAS'], or give {conf.NAME}['URL']."
+            f"django-redislock: the cache {alias!r} ({type(cache).__module__}.{type(cache).__qualname__}) is not a "
+            f"Redis cache. Name one in {conf.NAME}['CACHE_ALIAS'], or give {conf.NAME}['URL']."
         )
     try:
         server_of(client)
@@ -85,7 +85,7 @@ def client_of_cache(cache: Any) -> Redis | None:
 
 
 def connection_names() -> list[str]:
-    """Return the cache aliases whose servers may hold locks: first the alias of the settings, then the caches of this package."""
+    """Return the aliases whose servers may hold locks: the alias of the settings, then the caches of this package."""
     settings = conf.get()
     first = [URL] if settings.url is not None else [settings.cache_alias]
     ours = [alias for alias, cache in django_settings.CACHES.items() if _is_ours(cache.get("BACKEND", ""))]
@@ -150,6 +150,6 @@ def _client_of_url(url: str) -> Redis:
 
 @receiver(setting_changed)
 def _close_unused(setting: str = "", **kwargs: Any) -> None:
-    """Close the connections to servers of overridden settings, because Django and django-redis keep the clients of them."""
+    """Close the connections of overridden settings, because Django and django-redis keep their clients."""
     if setting in ("CACHES", conf.NAME):
         close_unused()

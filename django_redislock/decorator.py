@@ -23,14 +23,14 @@ R = TypeVar("R")
 
 
 class LockedOptions(LockOptions, total=False):
-    """What ``@locked`` hands on to `lock`, and but for `until_commit` to `alock`."""
+    """The options of ``@locked``: those of `lock`, and without `until_commit` those of `alock`."""
 
     until_commit: bool | None
     reentrant: bool
 
 
 class Skipping(Protocol):
-    """A decorator of functions that return None when they are skipped."""
+    """A decorator of functions whose skipped calls return None."""
 
     @overload
     def __call__(
@@ -62,25 +62,27 @@ def locked(
     *, name: str | Callable[..., str], on_conflict: Literal["skip"], **options: Unpack[LockedOptions]
 ) -> Skipping: ...
 def locked(function: Any = None, /, *, name: Any = None, on_conflict: str = "wait", **options: Any) -> Any:
-    """Hold a lock while the decorated function runs: a new lock for each call. A coroutine function takes it by asyncio.
+    """Hold a lock while the decorated function runs. Each call acquires it anew; a coroutine function uses asyncio.
 
-    `name` is a format string over the function's bound arguments (``@locked("report:{user_id}")``), or a callable that takes
-    what the function takes (``@locked(name=...)``). Without one, and for a bare ``@locked``, all calls share one lock: its name
-    is the function's module and qualified name.
+    `name` is a format string over the function's arguments (``@locked("report:{user_id}")``), or a callable with the
+    parameters of the function (``@locked(name=...)``). Without a name, also as a bare ``@locked``, all calls share one
+    lock, which is named by the function's module and qualified name.
 
-    `on_conflict`: "wait" for at most `timeout` seconds and then raise AcquireTimeout, "raise" it at once, or "skip" the call
-    and return None. `options` are those of `lock`, for coroutine functions those of `alock`.
+    `on_conflict`: "wait" at most `timeout` seconds and then raise AcquireTimeout, "raise" it at once, or "skip" the
+    call and return None. `options` are those of `lock`, for coroutine functions those of `alock`.
 
-    Raises TypeError for what would run without its lock (generator functions and objects with an async ``__call__``), and
-    ValueError for a name with a field that is no parameter.
+    If the lock is lost while the function runs, the function is not stopped; LockLost is raised when it has ended.
+
+    Raises TypeError and ValueError that name a wrong argument: also for functions that would run without the lock
+    (generator functions, objects with an async ``__call__``), and for a name with a field that is no parameter.
     """
     bare = callable(function)
     if bare and (
         name is not None or on_conflict != "wait" or options or getattr(function, "__name__", "") == "<lambda>"
     ):
         raise TypeError(
-            "locked() takes the function that it decorates, and nothing else then; options are given to locked(...), and a "
-            "function that makes the name as locked(name=...)"
+            "locked() takes either the decorated function alone or options: write @locked, or @locked(...) with "
+            "options. A function that returns the name is given as locked(name=...)."
         )
     if function is not None and not bare:
         if name is not None:
@@ -95,7 +97,7 @@ def locked(function: Any = None, /, *, name: Any = None, on_conflict: str = "wai
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         is_async = _check_function(function)
         if is_async and options.get("until_commit") is not None:
-            raise TypeError("until_commit is for threads, and not for coroutine functions")
+            raise TypeError("until_commit is for threads; coroutine functions cannot use it")
         name_of = _name_of(name, function)
         return (_awaited if is_async else _called)(function, name_of, on_conflict == "skip", options)
 
@@ -120,7 +122,7 @@ def _called(
                 result.close()
                 raise TypeError(
                     f"{function!r} returned a coroutine, which would run without the lock; make it async def, or "
-                    "take the lock inside it: async with alock(name)"
+                    "acquire the lock inside it: async with alock(name)"
                 )
             return result
 
@@ -146,7 +148,7 @@ def _awaited(
 
 
 def _name_of(name: Any, function: Callable[..., Any]) -> Callable[..., str]:
-    """Return what makes the lock's name for a call of the function."""
+    """Return the function that returns the name of the lock for the arguments of a call."""
     if callable(name):
         return name  # type: ignore[no-any-return]
     if name is None:
@@ -164,10 +166,10 @@ def _name_of(name: Any, function: Callable[..., Any]) -> Callable[..., str]:
 
 
 def _check_function(function: Any) -> bool:
-    """Tell whether it is a coroutine function; raises TypeError for what cannot run under a lock."""
+    """Return whether it is a coroutine function. Raises TypeError for a function that cannot run under a lock."""
     if isinstance(function, (type, staticmethod, classmethod)) or not callable(function):
         raise TypeError(
-            f"locked() decorates functions, not {function!r}; it stands below @staticmethod and @classmethod"
+            f"locked() decorates functions, not {function!r}; write it below @staticmethod and @classmethod"
         )
     inner = function
     while isinstance(inner, functools.partial):
@@ -175,21 +177,21 @@ def _check_function(function: Any) -> bool:
     call = type(inner).__call__
     if any(map(inspect.isgeneratorfunction, (inner, call))) or any(map(inspect.isasyncgenfunction, (inner, call))):
         raise TypeError(
-            f"locked() does not take generator functions, as {function!r} is: their body runs after the call, without the "
-            "lock. Take the lock inside it: with lock(name), in an async generator async with alock(name)."
+            f"locked() does not take the generator function {function!r}, because its body would run after the call, "
+            "without the lock. Acquire the lock inside it: with lock(name), or async with alock(name)."
         )
     if iscoroutinefunction(inner):
         return True
     if iscoroutinefunction(call):
         raise TypeError(
-            f"locked() does not take objects with an async __call__, as {function!r} is: give it a function, or take the "
+            f"locked() does not take {function!r}, because its __call__ is async: decorate a function, or acquire the "
             "lock inside it: async with alock(name)"
         )
     return False
 
 
 def _check_options(options: dict[str, Any], on_conflict: str) -> None:
-    """Raise TypeError or ValueError for bad options, and complete those of a call that does not wait."""
+    """Raise TypeError or ValueError for wrong options, and set `blocking` unless the call waits."""
     wrong = options.keys() - LockedOptions.__optional_keys__
     if wrong:
         raise unexpected("locked", wrong, LockedOptions.__optional_keys__)

@@ -57,7 +57,7 @@ class Probe:
 
 
 def inspect(server: Server) -> Iterator[Finding]:
-    """Yield the findings about the server, from its replies to INFO, PING and TIME; one finding when it does not answer."""
+    """Yield the findings from the server's replies to INFO, PING and TIME; one finding when it does not answer."""
     with Probe(server) as probe:
         try:
             began = monotonic()
@@ -100,11 +100,14 @@ def _eviction(info: dict[str, str]) -> Finding:
     message = f"maxmemory-policy is {policy}, maxmemory {info.get('maxmemory', '0')} bytes."
     if policy == "noeviction" or not limited:
         return Finding("eviction", "ok", message)
-    advice = "Set maxmemory-policy to noeviction, or give the locks a server of their own, because a lock that is evicted can be acquired by a second holder."
+    advice = (
+        "Set maxmemory-policy to noeviction, or give the locks a server of their own, because an evicted lock gets a "
+        "second holder."
+    )
     if policy.startswith("volatile-"):  # it evicts keys with an expiry, and every lease has one
         advice += (
-            f" On a server for caches alone a lost lock does little harm. But {policy} evicts only keys with an expiry, "
-            "such as the leases of values, and without its lease several processes compute the same value "
+            f" On a server for caches alone a lost lock does little harm. But {policy} evicts only keys with an "
+            "expiry, such as the leases of values, and without its lease several processes compute the same value "
             "(lease_evicted in cache.stats()). Use allkeys-lru there."
         )
     return Finding("eviction", "problem", message, advice)
@@ -113,7 +116,7 @@ def _eviction(info: dict[str, str]) -> Finding:
 def _persistence(info: dict[str, str]) -> Finding:
     if info.get("aof_enabled") == "1":
         return Finding("persistence", "ok", "The append-only file is on.")
-    advice = "After a restart the server has no locks, although their holders still run: set appendonly to yes, or use fences."
+    advice = "A restart loses the locks of holders that still run: set appendonly to yes, or use fences."
     return Finding("persistence", "advice", "The append-only file is off.", advice)
 
 
@@ -146,7 +149,7 @@ def _times(probe: Probe) -> Iterator[Finding]:
     yield Finding("round trip", "advice" if far else "ok", text, advice if far else "")
     text = f"Its clock is {abs(apart):.3f} s {'ahead of' if apart > 0 else 'behind'} this machine's."
     off = abs(apart) > MAX_CLOCK_DIFFERENCE
-    advice = "Run a time service (NTP) on both. Locks use only the server's clock, but logs, and fences after a failover, are affected."
+    advice = "Run a time service (NTP) on both: logs, and fences after a failover, depend on the clocks; locks do not."
     yield Finding("clock", "advice" if off else "ok", text, advice if off else "")
 
 

@@ -16,7 +16,7 @@ from .core import Lock
 from .core.clock import monotonic
 from .core.driver.registry import server_of
 from .core.driver.server import Server
-from .core.operations import renewal
+from .core.operations import renew_call
 from .doctor import Finding, compare_timeouts, inspect, sentence_of
 from .exceptions import LockError
 
@@ -96,7 +96,8 @@ def _failed(step: str, error: Exception, prefix: str, keys: str = "") -> Finding
     if "NOPERM" in str(error) or "ermission" in str(error):
         step = f"permissions ({step})"
         advice = (
-            f"Give the user of Redis {keys}the keys and the commands: ~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
+            f"Give the user of Redis {keys}the keys and the commands: "
+            f"~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
             "+@connection +time."
         )
     else:
@@ -112,7 +113,7 @@ def _try_two_locks(server: Server) -> Iterator[Finding]:
     try:
         with locks[0], locks[1]:
             leases = [lease for lock in locks for lease in lock._leases.values()]
-            if server.renew(renewal(leases), server.timeout) == [1, 1]:
+            if server.renew(renew_call(leases), server.timeout) == [1, 1]:
                 yield Finding(check, "ok", "Two locks were held at once and renewed by one call.")
             else:
                 advice = (
@@ -124,7 +125,7 @@ def _try_two_locks(server: Server) -> Iterator[Finding]:
 
 
 def diagnose_cache(alias: str) -> Finding | None:
-    """Compute a value once in the cache of this alias, read it and delete it; None for a cache that is not of this package."""
+    """Compute, read and delete a value in the cache of this alias; None for a cache of another package."""
     from .cache import ComputeOnceMixin
 
     check = "cache"

@@ -1,7 +1,7 @@
 """Every error of the package.
 
-The positional arguments of an error are its data, all of them plain values, so that an error survives pickle and Celery's
-JSON results. The message is made from the data.
+The positional arguments of an error are its data, all of them plain values, so that an error survives pickle and
+Celery's JSON results. The message is made from the data.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from redis.exceptions import LockError as RedisLockError, LockNotOwnedError, Red
 LossCode = Literal[
     "expired", "no_answer", "force_released", "released", "server_lost_data", "too_few_servers", "unknown"
 ]
-"""Why a lock was lost: its life ended without a renewal; it ended while Redis did not answer; somebody force-released it; it was
-released elsewhere by its id; the server lost it (deleted, evicted, restarted or failed over); too few servers of a quorum hold
-it; the server no longer has it and could not be asked for the cause."""
+"""The cause of a loss: the lock expired without a renewal; it expired while Redis did not answer; a user
+force-released it; it was released elsewhere by its id; the server lost it (deleted, evicted, restarted or failed
+over); too few servers of a quorum hold it; the server no longer has it and could not be asked for the cause."""
 
 
 class LossRecord(NamedTuple):
-    """What is known about a lock that was lost while its holder believed to hold it."""
+    """The description of a lock that was lost while its holder believed to hold it."""
 
     name: str
     id: str
@@ -46,7 +46,7 @@ class LockError(RedisLockError):
 
     @property
     def message(self) -> str:  # type: ignore[override]
-        """The error in words, as redis-py calls it."""
+        """The text of the error, under redis-py's name for it."""
         return str(self)
 
     def __str__(self) -> str:
@@ -54,23 +54,23 @@ class LockError(RedisLockError):
 
 
 class NotAcquired(LockError, LockNotOwnedError):
-    """The lock is not held by this caller, so there is nothing to release or extend."""
+    """This thread or task does not hold the lock, so it can neither release nor extend it."""
 
     def __str__(self) -> str:
         return (
-            f"Lock {self.name!r} is not held by this thread or task. Acquire it first; to release or extend it from elsewhere, "
-            "make a lock of the same name with the id of the held one: lock(name, id=held.id)."
+            f"Lock {self.name!r} is not held by this thread or task. Acquire it first; to release or extend it from "
+            "elsewhere, make a lock of the same name with the id of the held one: lock(name, id=held.id)."
         )
 
 
 class AlreadyAcquired(LockError):
-    """This thread or task holds the lock already, and would wait for itself."""
+    """This thread or task already holds the lock, and would wait for itself."""
 
     def __str__(self) -> str:
         return (
-            f"Lock {self.name!r} is already held by this thread or task, or through this object by the same id, so that waiting "
-            "for it would never end. Release it first, or make both acquisitions re-entrant: lock(name, reentrant=True), "
-            "rlock(name) or core.RLock."
+            f"Lock {self.name!r} is already held by this thread or task, or through this object by the same id, so a "
+            "wait for it would never end. Release it first, or make both acquisitions re-entrant: "
+            "lock(name, reentrant=True), rlock(name) or core.RLock."
         )
 
 
@@ -83,12 +83,12 @@ class AcquireTimeout(LockError, TimeoutError):
 
     def __str__(self) -> str:
         if not self.timeout:
-            return f"Lock {self.name!r} is held by someone else."
+            return f"Lock {self.name!r} is held by another holder."
         return f"Lock {self.name!r} was not free within {self.timeout:g} s."
 
 
 class LockLost(LockError, LockNotOwnedError):
-    """The lock ended while its holder still believed to hold it; `record` tells when and why."""
+    """The lock ended while its holder still believed to hold it; `record` contains the time and the cause."""
 
     def __init__(self, name: str, record: LossRecord) -> None:
         super().__init__(name, tuple(record))
@@ -99,21 +99,21 @@ class LockLost(LockError, LockNotOwnedError):
 
 
 class StaleFence(LockError):
-    """A write came with a fence older than the one stored, so a later holder has written already."""
+    """A write has an older fence than the stored one, so a later holder has already written."""
 
     def __init__(self, name: str, fence: int) -> None:
         super().__init__(name, fence)
         self.fence = fence
 
     def __str__(self) -> str:
-        return f"The write of lock {self.name!r} with fence {self.fence} is stale: a later holder has written already."
+        return f"The write of lock {self.name!r} with fence {self.fence} is stale: a later holder has already written."
 
 
 class LockBackendError(LockError):
-    """Redis did not do what the lock needs, so whether it is held is unknown.
+    """Redis did not answer a command of the lock, or refused it, so nobody knows whether the lock is held.
 
-    `cause` is the client's error in words. `refused`: Redis answered, with an error (such as NOPERM); else no answer came.
-    `name` is empty where all locks are meant.
+    `cause` is the text of the client's error. `refused`: Redis answered with an error (such as NOPERM); otherwise no
+    answer came. `name` is empty where all locks are meant.
     """
 
     def __init__(self, name: str, cause: str, refused: bool = False) -> None:
@@ -127,7 +127,7 @@ class LockBackendError(LockError):
 
 
 class ComputationFailed(LockError):
-    """Another process that computed the value failed, and its own exception cannot be sent; `kind` and `text` tell of it."""
+    """The computation of a value failed in another process; `kind` and `text` describe its exception."""
 
     def __init__(self, name: str, kind: str, text: str) -> None:
         super().__init__(name, kind, text)
@@ -135,11 +135,11 @@ class ComputationFailed(LockError):
         self.text = text
 
     def __str__(self) -> str:
-        return f"Who computed {self.name!r} failed: {self.kind}: {self.text}"
+        return f"The computation of {self.name!r} failed in another process: {self.kind}: {self.text}"
 
 
 class TaskAlreadyRunning(LockError):
-    """Another execution of the same single-instance task runs; `holder` names it, `ttl` is its remaining life."""
+    """Another execution of the same single-instance task runs: `holder`, whose lock expires in `ttl` seconds."""
 
     def __init__(self, key: str, holder: str, ttl: float | None = None) -> None:
         super().__init__(key, holder, ttl)

@@ -1,6 +1,7 @@
-"""Fenced writes: a row takes nothing from an earlier holder of its lock than the one that wrote or claimed it last.
+"""Fenced writes: a row refuses the writes of earlier holders of its lock than the last one that wrote or claimed it.
 
-A lock in Redis cannot stop a holder that was frozen for longer than the lock's life from waking up and writing. The row can::
+A lock in Redis cannot stop a holder that was frozen for longer than the lock's expiry from continuing and writing. The
+row can::
 
     class Invoice(FencedModel): ...
 
@@ -32,7 +33,7 @@ else:
 
 
 class FenceField(_BigIntegerField):
-    """A fence that no ``save()`` lowers, fenced or not; to migrations and the database a plain BigIntegerField."""
+    """A fence that no ``save()`` lowers, fenced or not. For migrations and the database it is a BigIntegerField."""
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:
         value = super().pre_save(model_instance, add)
@@ -46,11 +47,12 @@ class FenceField(_BigIntegerField):
 class FencedModel(models.Model):
     """A row with the fence of the last holder that wrote or claimed it.
 
-    Give the methods the held lock, or its fence as an int. Each raises LockLost when the lock is known to be lost, StaleFence
-    when a later holder was here, and DoesNotExist when the row is gone. A holder may write as often as it likes.
+    Give the methods the held lock, or its fence as an int. Each method raises LockLost when the lock is known to be
+    lost, StaleFence when a later holder wrote or claimed the row, DoesNotExist when the row is gone, and TypeError for
+    anything but a lock or an int. A holder may write any number of times.
 
-    Only these methods look at the fence: ``save()``, ``update()`` and ``delete()`` ask nobody, unless they come after `claim`
-    in the same transaction.
+    Only these methods check the fence; ``save()``, ``update()`` and ``delete()`` do not. After `claim` in the same
+    transaction they are safe.
     """
 
     fence = FenceField(default=0, editable=False)
@@ -59,18 +61,19 @@ class FencedModel(models.Model):
         abstract = True
 
     def claim(self, held: BaseLock | int, *, using: str | None = None) -> None:
-        """Refuse from now on what earlier holders write, and reload the row.
+        """Refuse later writes of earlier holders, and reload the row.
 
-        The first thing to do with a row whose new state depends on the old one: what an earlier holder writes late is
-        seen here, or refused. In a transaction it locks the row until the commit, so that whatever else is done
-        there, also to other rows, is done only if the claim stands.
+        Call it before you read a row whose new state depends on the old one: a late write of an earlier holder is
+        either in the reloaded row, or refused. In a transaction it locks the row until the commit, so that other writes
+        of the transaction, also to other rows, are made only if the claim stands. Raises LockLost, StaleFence and
+        DoesNotExist.
         """
         self._claim(_name_and_fence(self, held), using)
 
     def save_fenced(
         self, held: BaseLock | int, *, update_fields: Iterable[str] | None = None, using: str | None = None
     ) -> None:
-        """Save, unless a later holder wrote or claimed the row."""
+        """Save the row. Raises StaleFence when a later holder wrote or claimed it, LockLost, and DoesNotExist."""
         self._save_fenced(_name_and_fence(self, held), update_fields, using)
 
     async def aclaim(self, held: BaseLock | int, *, using: str | None = None) -> None:
@@ -95,13 +98,13 @@ class FencedModel(models.Model):
         adding = self._state.adding
         with transaction.atomic(using=using):
             if not adding:
-                self._advance_fence(name_and_fence, using)  # and keeps the row locked until the commit
+                self._advance_fence(name_and_fence, using)  # it also locks the row until the commit
             self.fence = name_and_fence[1]
             self.save(force_insert=adding, update_fields=update_fields, using=using)
 
     def _advance_fence(self, name_and_fence: tuple[str, int], using: str) -> None:
-        # The table that has the column, because Django would update a parent's table in two steps. In one step, the
-        # database checks the condition again after it waited for another transaction's write.
+        # The table with the column itself, because Django would update a parent's table in two steps. In one step, the
+        # database checks the condition again after a wait for another transaction's write.
         table = self._meta.get_field("fence").model
         row = table._base_manager.using(using).filter(pk=getattr(self, table._meta.pk.attname))
         name, fence = name_and_fence

@@ -11,25 +11,25 @@ from django.core.exceptions import ImproperlyConfigured
 from . import conf
 from .connections import clients, get_client
 from .core import Lock, LockInfo
-from .core.listing import Waiting, list_locks, read_locks, read_queue
-from .core.records import Held
+from .core.listing import QueuedWaiter, list_locks, read_locks, read_queue
+from .core.records import StoredLock
 from .exceptions import LockBackendError
 
 LIMIT = 10_000
 """Locks read of one connection at most."""
 RETRY_FOR = 0.5
-"""Seconds for which a command is tried again. They are few, so that one dead server does not delay the page of the others."""
+"""Seconds for which a command is tried again; few, so that a dead server does not delay the page of the others."""
 
 
 class HeldLockRow(NamedTuple):
     """A held lock and the connection that it was read from."""
 
     connection: str
-    held: Held
+    held: StoredLock
 
     @property
     def info(self) -> LockInfo:
-        """The whole record of the lock. It is parsed at each access, because most rows of a long list are never shown."""
+        """The whole record; parsed at each access, because most rows of a long list are never shown."""
         return self.held.info
 
 
@@ -78,7 +78,7 @@ def find(connection: str, names: Iterable[str]) -> dict[str, HeldLockRow]:
     return {held.name: HeldLockRow(connection, held) for held in found}
 
 
-def queue(connection: str, name: str) -> list[Waiting]:
+def queue(connection: str, name: str) -> list[QueuedWaiter]:
     """Return the first waiters in the queue of a lock. Raises ImproperlyConfigured and LockBackendError."""
     return read_queue(get_client(connection), name, conf.get().key_prefix, retry_for=RETRY_FOR)
 

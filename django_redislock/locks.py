@@ -1,4 +1,4 @@
-"""`lock()`, `alock()`, `held_locks()` and `reset_all()`: the lock with the client and the defaults of the settings."""
+"""`lock()`, `alock()`, `held_locks()` and `reset_all()`: locks with the server and the defaults of the settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
-from . import conf, signals  # noqa: F401  (signals: so that they are sent)
+from . import conf, signals  # noqa: F401  (the import of signals has them sent)
 from .connections import server
 from .core import listing
 from .core.async_lock import AsyncLock, AsyncRLock
@@ -17,13 +17,13 @@ from .core.granted import GrantedAsyncLock, GrantedAsyncRLock, GrantedLock, Gran
 from .core.lock import Lock, RLock
 from .core.records import LockInfo
 from .core.validation import Nothing, Seconds, check_flag, unexpected, wait_of
-from .transactions import UntilCommitLock, WatchedLock, WatchedRLock, in_atomic
+from .transactions import UntilCommitLock, WarnBeforeCommitLock, WarnBeforeCommitRLock, in_atomic
 
 L = TypeVar("L", bound=BaseLock)
 
 
 class LockOptions(TypedDict, total=False):
-    """What every lock of the settings takes by name; see `lock`."""
+    """The options of every lock of the settings; see `lock`."""
 
     expire: Seconds | None
     auto_renewal: bool | None
@@ -37,7 +37,7 @@ class LockOptions(TypedDict, total=False):
 
 
 class AtomicOptions(LockOptions, total=False):
-    """What `locked_atomic` takes by name."""
+    """The options of `locked_atomic`."""
 
     blocking: bool
     reentrant: bool
@@ -60,22 +60,24 @@ def lock(
     reentrant: bool = False,
     **wrong: Unpack[Nothing],
 ) -> Lock:
-    """Return the lock `name` on the Redis that the settings name, or on that of the cache alias `using`.
+    """Return the lock `name` on the Redis that the settings name, or on the Redis of the cache alias `using`.
 
-    What is not given comes from ``DJANGO_REDISLOCK``; see `Lock` for the rest.
+    `expire` (until the lock ends without renewal), `max_hold` (of the renewal) and `timeout` (of the wait) are seconds
+    or timedeltas. Missing options come from ``DJANGO_REDISLOCK``; `Lock` describes them all, and the errors and losses
+    of a lock. Raises TypeError and ValueError that name a wrong argument, and ImproperlyConfigured for wrong settings.
 
-    `until_commit`: True for what is written to the database under the lock. Then a release inside ``atomic()``, or inside a
-    request with ATOMIC_REQUESTS, happens after the commit or the rollback of the outermost block, of all databases in use (with
-    autocommit off, after the next ``commit()`` or ``rollback()``). The lock is renewed until then, and the same transaction
-    may take it again. If it is lost before the commit, the transaction is rolled back and LockLost raised. Under REPEATABLE
-    READ or SERIALIZABLE a transaction that has read before it took the lock still sees the state of then; `locked_atomic`
-    takes the lock first.
+    `until_commit`: give True when the lock protects writes to the database. Then a release inside ``atomic()``, or
+    inside a request with ATOMIC_REQUESTS, happens after the commit or the rollback of the outermost block, of all
+    databases in use (with autocommit off, after the next ``commit()`` or ``rollback()``). The lock is renewed until
+    then, and the same transaction may acquire it again. If the lock is lost before the commit, the transaction is
+    rolled back and LockLost is raised. Under REPEATABLE READ or SERIALIZABLE a transaction that read before it acquired
+    the lock still sees that old state; `locked_atomic` acquires the lock first.
 
-    With None such a release happens at once and is logged as a mistake, once for each place in the code; with False, for
-    locks that guard nothing in the database, it is not logged.
+    With None such a release happens at once and is logged as a mistake, once for each place in the code. With False,
+    for locks that protect nothing in the database, it is not logged.
 
-    `reentrant`: the thread that holds it may acquire it again, through any re-entrant lock of that name; see `RLock`. With
-    ``until_commit=True`` it may in any case.
+    `reentrant`: the thread that holds the lock may acquire it again, through any re-entrant lock of that name; see
+    `RLock`. With ``until_commit=True`` it may in any case.
     """
     if wrong:
         raise unexpected("lock", wrong, lock.__kwdefaults__ or ())
@@ -84,7 +86,7 @@ def lock(
     if until_commit is not None or reentrant is not False:
         check_flags(until_commit, reentrant)
     if until_commit is None:
-        kind_of_lock = WatchedRLock if reentrant else WatchedLock
+        kind_of_lock = WarnBeforeCommitRLock if reentrant else WarnBeforeCommitLock
     elif until_commit:
         kind_of_lock = UntilCommitLock
     else:
@@ -99,7 +101,7 @@ def lock(
 def rlock(
     name: str, *, blocking: bool = True, until_commit: bool | None = None, **options: Unpack[LockOptions]
 ) -> Lock:
-    """Return the lock `name` as `lock` does, which the thread that holds it may acquire again: ``lock(name, reentrant=True)``."""
+    """Return a lock that the thread that holds it may acquire again: ``lock(name, reentrant=True)``."""
     return lock(name, blocking=blocking, until_commit=until_commit, reentrant=True, **options)
 
 
@@ -119,9 +121,10 @@ def alock(
     reentrant: bool = False,
     **wrong: Unpack[Nothing],
 ) -> AsyncLock:
-    """Return the lock `name` as `lock` does, for asyncio: ``async with alock("invoice:42", timeout=10): ...``.
+    """Return the lock `name` for asyncio: ``async with alock("invoice:42", timeout=10): ...``.
 
-    Tasks, threads and processes share its name and its queue. See `AsyncLock` for what differs for tasks.
+    Options, units and errors are those of `lock`. Tasks, threads and processes share the lock and its queue. A task
+    that loses the lock gets LockLost from `raise_if_lost`, `extend` and the end of the block; see `AsyncLock`.
     """
     if wrong:
         raise unexpected("alock", wrong, alock.__kwdefaults__ or ())
@@ -138,7 +141,7 @@ def alock(
 
 
 def check_flags(until_commit: object, reentrant: object) -> None:
-    """Raise TypeError for values of these options that are no flags."""
+    """Raise TypeError that names the option, unless both are flags; `until_commit` may be None."""
     if until_commit is not None and not isinstance(until_commit, bool):
         raise TypeError(f"until_commit must be True, False or None, not {until_commit!r}")
     check_flag(reentrant, "reentrant")
@@ -159,12 +162,14 @@ def _build(
     on_lost: Callable[[Any], object] | None,
     kind: str,
 ) -> L:
-    """Return the lock with the client of the settings, and with their defaults for what is None."""
+    """Return the lock on its server, with the defaults of the settings in place of None."""
     default_wait = timeout is None and blocking is True
     if timeout is None and blocking:
         timeout = settings.timeout
     if expire is auto_renewal is max_hold is id is label is on_lost is None and kind == "lock":  # type: ignore[comparison-overlap]
-        return _plain(kind_of_lock, settings, using)._like(name, None if default_wait else wait_of(blocking, timeout))
+        return _default_lock(kind_of_lock, settings, using)._like(
+            name, None if default_wait else wait_of(blocking, timeout)
+        )
     return kind_of_lock(
         server(settings, using),
         name,
@@ -181,19 +186,19 @@ def _build(
     )
 
 
-_plain_locks: tuple[conf.Settings | None, dict[tuple[type[BaseLock], str | None], Any]] = (None, {})
-"""Locks with the defaults of the settings in force: those without options of their own are made like them."""
+_default_locks: tuple[conf.Settings | None, dict[tuple[type[BaseLock], str | None], Any]] = (None, {})
+"""The settings in force, and locks with their defaults. Locks without options of their own are copies of these."""
 
 
-def _plain(kind_of_lock: type[L], settings: conf.Settings, using: str | None) -> L:
-    global _plain_locks
-    of, found = _plain_locks
+def _default_lock(kind_of_lock: type[L], settings: conf.Settings, using: str | None) -> L:
+    global _default_locks
+    of, found = _default_locks
     if of is not settings:
-        _plain_locks = of, found = settings, {}
+        _default_locks = of, found = settings, {}
     try:
         return found[kind_of_lock, using]  # type: ignore[no-any-return]
     except KeyError:
-        plain = found[kind_of_lock, using] = kind_of_lock(
+        default = found[kind_of_lock, using] = kind_of_lock(
             server(settings, using),
             "any",
             expire=settings.expire,
@@ -202,23 +207,25 @@ def _plain(kind_of_lock: type[L], settings: conf.Settings, using: str | None) ->
             timeout=settings.timeout,
             prefix=settings.key_prefix,
         )
-        return plain
+        return default
 
 
 def held_locks(using: str | None = None) -> Iterator[LockInfo]:
-    """Yield what is known of each lock held now on the Redis that the settings name, or on that of the cache alias `using`.
+    """Yield a LockInfo of each lock held now on the Redis that the settings name, or on the Redis of the cache alias
+    `using`.
 
-    Under ``KEY_PREFIX``, in the order of their names; nothing with ``ENABLED: False``. Raises LockBackendError when Redis
-    cannot answer.
+    They are the locks under ``KEY_PREFIX``, in the order of their names; with ``ENABLED: False`` there are none. Raises
+    LockBackendError when Redis does not answer or refuses the command.
     """
     settings = conf.get()
     return listing.held_locks(server(settings, using), settings.key_prefix)
 
 
 def reset_all(using: str | None = None) -> int:
-    """Force-release every lock held now, of those that `held_locks` yields, and return how many there were.
+    """Force-release every lock that `held_locks` yields, and return their number.
 
-    Touches nothing but this package's own keys. Their holders are not stopped: they are told of the loss.
+    Changes only keys of this package. The holders are not stopped; each is notified of the loss at its next renewal.
+    Raises LockBackendError when Redis does not answer or refuses a command; then some of the locks may be released.
     """
     settings = conf.get()
     return listing.reset_all(server(settings, using), settings.key_prefix)
@@ -226,16 +233,17 @@ def reset_all(using: str | None = None) -> int:
 
 @contextmanager
 def locked_atomic(name: str, *, database: str | None = None, **options: Unpack[AtomicOptions]) -> Iterator[Lock]:
-    """Hold a lock around a transaction on `database`: taken before its begin, released after its commit or rollback.
+    """Hold a lock around a transaction on `database`: acquired before its begin, released after its commit or rollback.
 
-    `options` are those of `lock`. Raises RuntimeError inside another atomic block of that database, whose commit would come
-    too late, and what taking the lock raises. When the lock was lost before the commit, the transaction is rolled back and
-    LockLost raised.
+    `options` are those of `lock`. Raises RuntimeError inside another atomic block of that database, because its commit
+    would come after the release, and every error of the acquisition. If the lock is lost before the commit, the
+    transaction is rolled back and LockLost is raised.
     """
     if in_atomic(connections[database or DEFAULT_DB_ALIAS]):
         raise RuntimeError(
-            f"locked_atomic({name!r}) cannot be used inside an atomic block, or a request with ATOMIC_REQUESTS, which ends "
-            "after it. Use lock(..., until_commit=True) there."
+            f"locked_atomic({name!r}) cannot be used inside an atomic block or a request with ATOMIC_REQUESTS, because "
+            f"that "
+            "would commit after the release. Use lock(..., until_commit=True) there."
         )
     with lock(name, until_commit=False, **options) as held, transaction.atomic(using=database):
         yield held

@@ -25,7 +25,7 @@ BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
 
 
 class _Held(Collector):
-    """Asks each connection at the time of the scrape, with one command; one that does not answer is left out."""
+    """Counts the held locks at each scrape, with one command for each connection that answers."""
 
     def describe(self) -> list[Metric]:
         return [self._family()]
@@ -34,7 +34,7 @@ class _Held(Collector):
         family = self._family()
         try:
             found, _ = clients()
-        except ImproperlyConfigured:  # the checks of the settings tell
+        except ImproperlyConfigured:  # the checks of the settings report it
             found = {}
         for connection, client in found.items():
             try:
@@ -45,11 +45,11 @@ class _Held(Collector):
         yield family
 
     def _family(self) -> GaugeMetricFamily:
-        return GaugeMetricFamily("redislock_held_locks", "Locks held now, by whatever process.", labels=["connection"])
+        return GaugeMetricFamily("redislock_held_locks", "Locks held now, by any process.", labels=["connection"])
 
 
 class _Values(Collector):
-    """What became of the calls of this package's caches in this process, which count by themselves."""
+    """The results of the calls of this package's caches in this process, from their own counters."""
 
     def describe(self) -> list[Metric]:
         return list(self._families().values())
@@ -59,7 +59,7 @@ class _Values(Collector):
         for alias in settings.CACHES:
             try:
                 stats = getattr(caches[alias], "stats", None)
-            except Exception:  # noqa: S112 - whatever keeps one backend from being made must not hide all other metrics
+            except Exception:  # noqa: S112 - a backend that cannot be made must not hide the other metrics
                 continue
             if stats is not None:
                 tally = stats()
@@ -70,7 +70,7 @@ class _Values(Collector):
     def _families(self) -> dict[str, CounterMetricFamily]:
         words = {
             "computed": "Values that this process computed.",
-            "avoided": "Computations that this process avoided, for another one computed the value.",
+            "avoided": "Computations that this process avoided, because another process or thread computed the value.",
         }
         return {
             name: CounterMetricFamily(f"redislock_cache_{name}", text, labels=["cache"]) for name, text in words.items()
@@ -78,9 +78,9 @@ class _Values(Collector):
 
 
 class Metrics:
-    """The metrics of one registry. `group` gives each lock name the value of the label ``group``; without it there is none.
+    """The metrics of one registry. `group` returns the value of the label ``group`` for the name of a lock.
 
-    A name must not be a label by itself: each new one would be a series for ever.
+    The name itself must not be a label, because each new name would add a series for ever.
     """
 
     def __init__(self, registry: CollectorRegistry, group: Callable[[str], str] | None = None) -> None:
@@ -98,14 +98,14 @@ class Metrics:
             "conflict": counter("conflicts", "Duplicates of tasks found by this process.", "task", "on_conflict"),
             "skipped": counter("tasks_skipped", "Duplicates of tasks that this process skipped.", "task"),
             "rescheduled": counter("tasks_rescheduled", "Tasks that this process published again, for later.", "task"),
-            "backend_error": counter("backend_errors", "Calls that Redis did not answer."),
+            "backend_error": counter("backend_errors", "Calls that Redis did not answer or refused."),
         }
         if group is None:
-            for code in get_args(LossCode):  # a rate sees the first loss only of a series that was there before
+            for code in get_args(LossCode):  # a rate sees the first loss only if the series exists before
                 self._counters["lost"].labels(code=code)
         self._waited = Histogram(
             "redislock_wait_seconds",
-            "How long this process waited for locks that were not free at once.",
+            "Seconds that this process waited for locks that were not free at once.",
             [*labels, "outcome"],
             buckets=BUCKETS,
             registry=registry,
@@ -117,8 +117,10 @@ class Metrics:
         """Count an event; never raises."""
         try:
             self._count(event, data)
-        except Exception:  # of `group`, most likely: a lock must not suffer from it
-            events.log.exception("The metrics of lock %r failed.", data.get("name"))
+        except Exception:  # probably of `group`; it must not break the lock
+            events.log.exception(
+                "The metrics of lock %r could not be counted; check the function `group`.", data.get("name")
+            )
 
     def _count(self, event: str, data: dict[str, Any]) -> None:
         labels = {} if self._group is None else {"group": self._group(data["name"])}
@@ -140,8 +142,8 @@ class Metrics:
 def install(registry: CollectorRegistry = REGISTRY, *, group: Callable[[str], str] | None = None) -> Callable[[], None]:
     """Register the metrics and count from now on; return a function that ends the counting.
 
-    `group` gives each lock's name the value of a label ``group``: let it return few different ones, such as what is before the
-    first colon. Raises ValueError when the registry has the metrics already.
+    `group` returns the value of the label ``group`` for the name of a lock. Let it return few different values, for
+    example the part before the first colon. Raises ValueError when the registry has the metrics already.
     """
     listen = Metrics(registry, group).listen
     events.listeners.append(listen)

@@ -1,4 +1,4 @@
-"""`HeldLock`, the model of the admin: a lock held now, read from Redis. It has no table, no rows, and two permissions."""
+"""`HeldLock`, the model of the admin: a lock held now, read from Redis; no table, no rows, two permissions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from django.db import models
 from django.utils.translation import gettext_lazy as _
 
 from .core import LockInfo
-from .core.listing import Waiting
+from .core.listing import QueuedWaiter
 from .core.validation import check_name
 from .texts import visible
 
@@ -32,7 +32,15 @@ class HeldLock(models.Model):
     connection = models.CharField(_("connection"), max_length=255)
     name = models.CharField(_("name"), max_length=1000)
     kind = models.CharField(
-        _("kind"), max_length=10, choices=[("lock", _("lock")), ("cache", _("cache")), ("celery", _("Celery"))]
+        _("kind"),
+        max_length=10,
+        choices=[
+            ("lock", _("lock")),
+            ("cache", _("cache")),
+            ("celery", _("Celery")),
+            ("command", _("command")),
+            ("leader", _("leader")),
+        ],
     )
     label = models.CharField(_("label"), max_length=255)
     host = models.CharField(_("host"), max_length=255)
@@ -50,7 +58,7 @@ class HeldLock(models.Model):
     """The owner id, shortened, because the whole id is the right to release."""
     arguments = ""
     worker = ""
-    queue: Sequence[Waiting] = ()
+    queue: Sequence[QueuedWaiter] = ()
     """The first waiters, where `read_waiters` of the admin read them."""
 
     objects = EmptyManager()

@@ -1,10 +1,10 @@
-"""Names made from the arguments of a call: a format string over the parameters of the function, such as ``"report:{user_id}"``."""
+"""Names made from the arguments of a call by a format string, such as ``"report:{user_id}"``."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -46,7 +46,7 @@ def check_key(value: object, name: str = "key") -> object:
 
 
 def check_tenant(value: object, name: str = "tenant") -> object:
-    """Return the tenant of a task: a callable, the dotted path of one, or None. Raises TypeError that names the argument."""
+    """Return the tenant of a task: a callable, its dotted path, or None. Raises TypeError that names the argument."""
     dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
     if value is None or callable(value) or dotted:
         return value
@@ -76,11 +76,22 @@ def name_from(template: str, signature: inspect.Signature, args: tuple[Any, ...]
     """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    arguments = bound.arguments
-    for parameter in signature.parameters.values():
+    return fill(template, by_name(bound))
+
+
+def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return the arguments by name; those that ``**kwargs`` took count by their own names."""
+    arguments = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments = arguments[parameter.name] | arguments
+            arguments = arguments.pop(parameter.name, {}) | arguments
+    return arguments
+
+
+def fill(template: str, arguments: Mapping[str, Any], argument: str = "") -> str:
+    """Return the format string filled with the arguments. Raises TypeError, which names the `argument`, when they do not fit."""
     try:
         return template.format(**arguments)
     except (LookupError, AttributeError, TypeError, ValueError) as error:
-        raise TypeError(f"{template!r} does not fit the arguments: {type(error).__name__}: {error}") from error
+        where = f"{argument}={template!r}" if argument else repr(template)
+        raise TypeError(f"{where} does not fit the arguments: {type(error).__name__}: {error}") from error

@@ -1,10 +1,15 @@
-"""Django signals for the life of locks; the sender is the string that names the event.
+"""Django signals about locks and single-instance tasks. The sender is the name of the event, a string.
 
-Each comes with `name`. `lock_acquired`, `lock_released` and `lock_lost` also carry the `fence`, and the last one a `record` (a
-LossRecord); `lock_backend_error` the `cause` in words; `lock_conflict` the `holder` who was in the way (a LockInfo, or None), the
-`task`, its `task_id` and `on_conflict`; `task_skipped` the `task` and its `task_id`; `task_rescheduled` also the `delay` in seconds
-and how `often` it was rescheduled by now; and `lock_force_released` the `fence` (None: whichever), the `user` who did it (a
-user of the admin, words such as "command line (root)", or None) and the `reason` given. Receivers of `lock_lost` may be called from another thread.
+Each signal has the `name` of the lock, and:
+
+* `lock_acquired` and `lock_released`: the `fence`
+* `lock_lost`: the `fence`, and a `record` (a LossRecord); another thread may send it
+* `lock_backend_error`: the `cause` in words
+* `lock_conflict`: the `holder` (a LockInfo, or None), the `task`, its `task_id`, and `on_conflict`
+* `task_skipped`: the `task` and its `task_id`
+* `task_rescheduled`: the `task`, its `task_id`, the `delay` in seconds, and how `often` it has been rescheduled
+* `lock_force_released`: the `fence` (None: any), the `user` (a user of the admin, a text such as "command line (root)",
+  or None), and the `reason`
 """
 
 from __future__ import annotations

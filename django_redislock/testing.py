@@ -1,4 +1,4 @@
-"""For the tests of projects that use locks: everything unlocked, and whether a lock was taken."""
+"""Helpers for tests of projects that use locks: grant every lock without Redis, and assert that a lock was acquired."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ C = TypeVar("C", bound=type)
 
 
 class unlocked(override_settings):
-    """Grant every lock at once, without Redis, in the block, the function or the Django TestCase class that it decorates.
+    """Grant every lock at once, without Redis, in the block, the function or the Django TestCase class that it
+    decorates.
 
-    The other settings stay as they are. Locks still report that they were acquired, so `assert_locked` works. For a
-    class it begins before ``setUpClass``, as `override_settings` does. Raises ValueError for other classes.
+    The other settings do not change. Locks still report their acquisitions, so `assert_locked` works. For a class it
+    begins before ``setUpClass``, as `override_settings` does. Raises ValueError for other classes.
     """
 
     def __init__(self) -> None:
@@ -28,21 +29,22 @@ class unlocked(override_settings):
         self._blocks: list[override_settings] = []  # a decorated function may call itself
 
     def enable(self) -> None:
-        """Begin."""
+        """Begin to grant every lock."""
         block = override_settings(**{conf.NAME: _off(getattr(settings, conf.NAME, None))})
         block.enable()
         self._blocks.append(block)
 
     def disable(self) -> None:
-        """End the block that began last."""
+        """End the most recent block."""
         self._blocks.pop().disable()
 
     def decorate_class(self, cls: C) -> C:
-        """Have it begin with the class."""
+        """Begin with the class, and end with it."""
         if not issubclass(cls, SimpleTestCase):
             raise ValueError(
-                f"unlocked() decorates functions and subclasses of Django's SimpleTestCase, not {cls.__qualname__}; for a class of "
-                'pytest use the fixture: @pytest.mark.usefixtures("redislock_unlocked")'
+                f"unlocked() decorates functions and subclasses of Django's SimpleTestCase, not {cls.__qualname__}; "
+                f"for a "
+                'class of pytest use the fixture: @pytest.mark.usefixtures("redislock_unlocked")'
             )
         before: dict[str, Any] = cls._overridden_settings or {}  # type: ignore[attr-defined]
         ours = _off(before.get(conf.NAME, getattr(settings, conf.NAME, None)))
@@ -51,7 +53,7 @@ class unlocked(override_settings):
 
 
 class UnlockedMixin:
-    """Put it left of a Django TestCase: its tests, and those of its subclasses, are `unlocked`."""
+    """Runs the tests of a class and of its subclasses `unlocked`; write it left of Django's TestCase."""
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -60,27 +62,29 @@ class UnlockedMixin:
 
 
 def _off(given: Any) -> dict[str, Any]:
-    """Return the settings with the locks switched off."""
+    """Return these settings with the locks switched off."""
     return {**(given or {}), "ENABLED": False}
 
 
 @contextmanager
 def assert_locked(name: str) -> Iterator[list[str]]:
-    """Assert that this process acquires a lock of this name in the block, and give the names of all that it acquires.
+    """Assert that this process acquires a lock of this name in the block, and return the names of all acquired locks.
 
-    A ``*`` in the name stands for anything, so ``"celery:shop.tasks.send:*"`` is the lock of a task with any arguments. Raises
-    AssertionError at the end of a block that took no such lock.
+    A ``*`` in the name matches any text, so ``"celery:shop.tasks.send:*"`` is the lock of a task with any arguments.
+    Raises AssertionError at the end of a block that acquired no such lock.
     """
-    taken: list[str] = []
+    acquired: list[str] = []
 
     def listen(event: str, data: dict[str, Any]) -> None:
         if event == "acquired":
-            taken.append(data["name"])
+            acquired.append(data["name"])
 
     events.listeners.append(listen)
     try:
-        yield taken
+        yield acquired
     finally:
         events.listeners.remove(listen)
-    if not any(each == name or fnmatchcase(each, name) for each in taken):
-        raise AssertionError(f"No lock {name!r} was taken; those taken are {', '.join(map(repr, taken)) or 'none'}.")
+    if not any(other == name or fnmatchcase(other, name) for other in acquired):
+        raise AssertionError(
+            f"No lock {name!r} was acquired. The acquired locks: {', '.join(map(repr, acquired)) or 'none'}."
+        )

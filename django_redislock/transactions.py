@@ -1,8 +1,8 @@
-"""Locks and database transactions: until the commit nobody else sees what was written under the lock.
+"""Locks and database transactions: a lock that is held until the commit hides unfinished writes from the next holder.
 
-Django's ``on_commit`` would not do to release one: it is not called after a rollback, and forgotten with a savepoint. But
-every transaction ends in one of three methods of its connection, which ``atomic`` calls too; from the first lock that waits
-for a transaction on, those of its connection are wrapped.
+Django's ``on_commit`` cannot release a lock, because a rollback does not call it, and a rollback to a savepoint
+discards it. But every transaction ends in one of three methods of its connection, which ``atomic`` calls, too. They are
+wrapped as soon as a lock waits for the end of a transaction of that connection.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from .core.driver.effects import Operation
+    from .core.lease import Lease
 
 
 class UntilCommitLock(RLock):
-    """A lock that is released when the transactions in which its block ends are over, whichever way, and renewed until then.
+    """A lock that is released after the commit or the rollback of the open transactions, and renewed until then.
 
-    So that a transaction does not wait for itself, it may take the same lock again, as with an `RLock`. A lock that was lost
-    before the commit makes it a rollback and raises LockLost.
+    The same transaction may acquire it again, as an `RLock`, so that it does not wait for itself. If the lock is lost
+    before the commit, the commit becomes a rollback and raises LockLost.
 
-    Inside a Django TestCase, where nothing is ever committed, it is released at the end of its block.
+    Inside a Django TestCase, where nothing is committed, it is released at the end of its block.
     """
 
     def release(self) -> None:
-        """Release the lock when the open transactions of this thread are over, at once when there are none.
+        """Release the lock after the open transactions of this thread; at once when there are none.
 
-        Raises what `Lock.release` does; what fails after the transaction is logged.
+        Raises NotAcquired, LockLost and LockBackendError as `Lock.release` does. Errors after a transaction are logged.
         """
         transactions = _open_transactions()
         if not transactions or self.lost is not None:
             super().release()
             return
-        self._own()  # raises NotAcquired
+        self._require_lease(self._acquirer())  # raises NotAcquired
         self._release_after(transactions)
 
     def __exit__(
@@ -59,42 +60,46 @@ class UntilCommitLock(RLock):
 
     def _release_after(self, transactions: set[BaseDatabaseWrapper]) -> None:
         for connection in transactions:
-            _ending_of(connection).waiting.append((self, transactions))
+            _hooks_of(connection).waiting.append((self, transactions))
 
-    def _transactions_over(self) -> None:
+    def _after_transactions(self) -> None:
         try:
             super().__exit__(None, None, None)
         except LockLost:
-            pass  # it has been logged, and the commit that matters was before
+            pass  # it was logged, and the commit was before
         except LockError as error:
-            events.log.warning("Lock %r could not be released after its transaction: %s", self.name, error)
+            events.log.warning(
+                "Lock %r could not be released after its transaction, so it stays held until it expires: %s",
+                self.name,
+                error,
+            )
 
 
-class Watched(BaseLock):
-    """Makes a lock say so, once for each place in the code, when it is released before the commit by mistake."""
+class WarnBeforeCommit(BaseLock):
+    """Logs a warning, once for each place in the code, when the lock is released before the commit by mistake."""
 
-    def _release(self) -> Operation[None]:
+    def _release(self, lease: Lease) -> Operation[None]:
         _warn_before_commit(self.name)
-        return super()._release()
+        return super()._release(lease)
 
 
-class WatchedLock(Watched, Lock):
-    """A lock that is not meant to be released inside a transaction."""
+class WarnBeforeCommitLock(WarnBeforeCommit, Lock):
+    """A lock whose release inside a transaction is logged as a mistake."""
 
 
-class WatchedRLock(Watched, RLock):
-    """A re-entrant one; to leave an inner block of it is no release."""
+class WarnBeforeCommitRLock(WarnBeforeCommit, RLock):
+    """The re-entrant kind. The end of an inner block is no release."""
 
-    def _release(self) -> Operation[None]:
-        return super()._release() if self._own().hold_count == 1 else RLock._release(self)
+    def _release(self, lease: Lease) -> Operation[None]:
+        return super()._release(lease) if lease.hold_count == 1 else RLock._release(self, lease)
 
 
-class _Ending:
-    """Wraps what ends a transaction of the connection, and releases then what waits for it."""
+class _TransactionHooks:
+    """Wraps the methods of a connection that end a transaction, to release the locks that wait for that end."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.waiting: list[tuple[UntilCommitLock, set[BaseDatabaseWrapper]]] = []
-        """Each lock with all the connections whose transactions it waits for."""
+        """Each lock, with all connections whose transactions it waits for."""
         self._connection = connection
         self._commit, self._rollback, self._close = connection.commit, connection.rollback, connection.close
         vars(connection).update(commit=self.commit, rollback=self.rollback, close=self.close)
@@ -106,50 +111,52 @@ class _Ending:
                 self.rollback()
                 raise LockLost(loss.name, loss)
         self._commit()
-        self._over()
+        self._release_waiting()
 
     def rollback(self) -> None:
         self._rollback()
-        self._over()
+        self._release_waiting()
 
     def close(self) -> None:
         try:
             self._close()
         finally:
             if self._connection.connection is None or self._connection.closed_in_transaction:
-                self._over()
+                self._release_waiting()
 
-    def _over(self) -> None:
+    def _release_waiting(self) -> None:
         waiting, self.waiting = self.waiting, []
-        with ExitStack() as stack:  # each gets its turn, whatever a signal handler raises in that of another
+        with (
+            ExitStack() as stack
+        ):  # every lock is released, even if a signal handler raises during the release of another
             for lock, transactions in waiting:
                 transactions.discard(self._connection)
                 if not transactions:
-                    stack.callback(lock._transactions_over)
+                    stack.callback(lock._after_transactions)
 
 
-def _ending_of(connection: BaseDatabaseWrapper) -> _Ending:
-    ending = getattr(connection.commit, "__self__", None)
-    return ending if isinstance(ending, _Ending) else _Ending(connection)
+def _hooks_of(connection: BaseDatabaseWrapper) -> _TransactionHooks:
+    hooks = getattr(connection.commit, "__self__", None)
+    return hooks if isinstance(hooks, _TransactionHooks) else _TransactionHooks(connection)
 
 
 def _open_transactions() -> set[BaseDatabaseWrapper]:
-    """Return this thread's connections that are in a transaction which will end in a commit or a rollback."""
+    """Return this thread's connections with an open transaction that will end in a commit or a rollback."""
     return {connection for connection in _connections() if _in_transaction(connection)}
 
 
 def _connections() -> Iterable[BaseDatabaseWrapper]:
-    """Return this thread's connections: those of ``connections.all(initialized_only=True)``.
+    """Return the same as ``connections.all(initialized_only=True)``, and quicker.
 
-    That one asks Django's settings and asyncio for each of them, twice, and would be a good part of what a lock costs.
+    That method reads Django's settings and asyncio's state twice for each connection, which is slow beside a lock.
     """
-    if isinstance(_storage, threading.local) and "cvar" not in (here := vars(_storage)):
-        return here.values()
+    if isinstance(_storage, threading.local) and "cvar" not in (found := vars(_storage)):
+        return found.values()
     return connections.all(initialized_only=True)
 
 
 _storage: object = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]
-"""Where asgiref's `Local` keeps what belongs to a thread; what belongs to tasks is in its attribute `cvar`."""
+"""Where asgiref's `Local` stores the values of a thread. The values of tasks are in its attribute `cvar`."""
 
 
 def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
@@ -159,7 +166,7 @@ def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
 
 
 def in_atomic(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the connection is in an atomic block, those of Django's TestCase aside."""
+    """Return whether the connection is in an atomic block other than those of Django's TestCase."""
     return connection.in_atomic_block and not all(map(_of_test_case, connection.atomic_blocks))
 
 
@@ -167,7 +174,7 @@ def _of_test_case(block: object) -> bool:
     return getattr(block, "_from_testcase", False)
 
 
-_told: set[tuple[str, int]] = set()
+_places_warned: set[tuple[str, int]] = set()
 
 
 def _warn_before_commit(name: str) -> None:
@@ -179,14 +186,16 @@ def _warn_before_commit(name: str) -> None:
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("django_redislock", "contextlib"):
         frame = frame.f_back
-    # By place and not by name, for names are without number, and the mistake is in the code.
+    # By place and not by name, because the mistake is in the code, and there may be any number of names.
     place = frame.f_code.co_filename, frame.f_lineno
-    if place not in _told:
-        _told.add(place)
+    if place not in _places_warned:
+        _places_warned.add(place)
         events.log.warning(
-            "Lock %r was released inside an atomic block (%s, line %d): until its commit the next holder does not see what "
-            "was written. Take the lock outside of the block (locked_atomic() does) or give it until_commit=True; if it "
-            "guards nothing in the database, until_commit=False. This is said once for each place in the code.",
+            "Lock %r was released inside an atomic block (%s, line %d), so the next holder does not see the writes "
+            "before "
+            "the commit. Acquire the lock outside of the block, as locked_atomic() does, or give it until_commit=True. "
+            "If "
+            "it protects nothing in the database, give it until_commit=False. This is logged once for each place.",
             name,
             *place,
         )

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from processes import Failed, Process, end_all, tail
+from processes import Failed, Process, end_all, tail, wait_until
 
 try:
     import celery
@@ -66,11 +66,22 @@ class Demo:
         django.setup()
         from django.core.management import call_command
 
-        call_command("migrate", verbosity=0)
+        self.migrate(10)
         call_command("createsuperuser", interactive=False, username=LOGIN, email="demo@example.com", verbosity=0)
         for process in sites:
             process.wait_for("serves")
         self.worker.wait_for(" ready.")
+
+    def migrate(self, number: int) -> None:
+        """Start so many processes that all want to migrate, as the pods of a release do, and wait for their end."""
+        command = (sys.executable, "manage.py", "migrate", "--no-color")
+        run = (sys.executable, "manage.py", "redislock", "run", "migrate", "--once", "this release", "--", *command)
+        self.migrations = [self.run(f"migrate-{n}", *run) for n in range(1, number + 1)]
+        wait_until(
+            lambda: all(process.has_ended() for process in self.migrations), 120, "every process ends that migrates"
+        )
+        for process in self.migrations:
+            self.processes.remove(process)
 
     def start_valkey(self) -> str:
         """Start Valkey on a free port and return its URL."""
@@ -113,6 +124,7 @@ class Demo:
         import main_job
 
         rows = [
+            row("10 processes want to migrate at once", main_job.migrations, self.migrations),
             row("40 clients ask for a cold report", main_job.clients_on_a_cold_report, self.addresses),
             row("20 publishes of one task at once", main_job.simultaneous_publishes),
         ]

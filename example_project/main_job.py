@@ -21,7 +21,7 @@ from clock_changes.reports import cache_key
 from clock_changes.tasks import rebuild_report
 from django_redislock import LockLost, TaskAlreadyRunning, lock
 from django_redislock.core import LockInfo
-from processes import Failed, wait_until
+from processes import Failed, Process, wait_until
 
 YEAR = datetime.now(UTC).year
 
@@ -32,6 +32,17 @@ class Outcome(NamedTuple):
     held: bool
     expected: str
     lines: list[str]
+
+
+def migrations(processes: list[Process]) -> Outcome:
+    logs = [process.log.read_text() for process in processes]
+    migrated, done = (sum(text in log for log in logs) for text in ("Applying ", "Done already"))
+    ended = sum(process.status == 0 for process in processes)
+    return Outcome(
+        (migrated, done, ended) == (1, len(processes) - 1, len(processes)),
+        f"migrated: 1, found it done: {len(processes) - 1}, succeeded: {len(processes)}",
+        [f"migrated: {migrated}, found it done: {done}, succeeded: {ended}"],
+    )
 
 
 def clients_on_a_cold_report(addresses: list[tuple[str, int]]) -> Outcome:

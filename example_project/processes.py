@@ -57,6 +57,11 @@ class Process:
     def has_ended(self) -> bool:
         return self._popen.poll() is not None
 
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._popen.poll()
+
     def ask_to_end(self) -> None:
         self._popen.terminate()
 

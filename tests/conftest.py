@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from hashlib import md5
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,23 @@ def pytest_report_header() -> str:
     return f"redis server: {server}"
 
 
+COMBINATIONS = 6
+"""Of the combinations of parameters of one test, the quick part of the suite has so many."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that starts a server or processes by a fixture: none of them is in the quick part of the suite."""
+    """Mark what the quick part of the suite leaves out: tests with servers or processes of their own, and many combinations."""
+    combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
+        if not {"manage", "own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
+        if item.get_closest_marker("processes"):
+            item.add_marker("slow")
+        else:
+            combinations.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in combinations.values():
+        for item in sorted(each, key=lambda item: md5(item.nodeid.encode()).digest())[COMBINATIONS:]:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")
@@ -61,14 +74,19 @@ def redis_url(server: Server) -> str:
     return server.url
 
 
+@pytest.fixture(scope="session")
+def _flushing(server: Server) -> Iterator[redis.Redis]:
+    with server.client() as client:
+        yield client
+
+
 @pytest.fixture(autouse=True)
-def _empty_database(server: Server) -> None:
+def _empty_database(_flushing: redis.Redis) -> None:
     """Every test starts with an empty database, whichever fixtures it uses, and hears of no lock that another one left."""
     for each in list(watchdog.of_servers):
         each._leases.clear()
     single_flight._paused.clear()
-    with server.client() as client:
-        client.flushdb()
+    _flushing.flushdb()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The admin page of held locks: Django's own change list of the locks in Redis, and a force-release with confirmation."""
+"""The admin page of held locks: Django's change list of the locks in Redis, and a force-release with confirmation."""
 
 from __future__ import annotations
 
@@ -21,19 +21,7 @@ from ..exceptions import LockBackendError
 from ..inventory import cause_of, find
 from ..models import HeldLock, decode_key
 from ..texts import visible
-from . import contention
-from .display import (
-    age_html,
-    date_and_time,
-    duration_html,
-    expiry_html,
-    fill_in,
-    holder_html,
-    isolate,
-    name_html,
-    queue_html,
-    time_of_day,
-)
+from . import contention, display
 from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter, TaskFilter
 from .force_release import ForceRelease, confirmation_page, history_entry, selection_value
 from .queryset import HeldLocks, read_waiters
@@ -88,7 +76,7 @@ class HeldLockAdmin(ModelAdmin):
         return queryset.filter(term=search_term.strip()), False
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> HeldLock | None:
-        """Return the lock even when it is free, so that its history can be opened and a reloaded page says what happened."""
+        """Return the lock even when it is free, because its history can be opened and a page can be reloaded."""
         try:
             connection, name = decode_key(object_id)
             if connection not in connection_names():
@@ -134,7 +122,13 @@ class HeldLockAdmin(ModelAdmin):
             return mark_safe("")
         if not held:
             text = gettext("As of %(now)s: no lock held.")
-        return fill_in(text, now=isolate(time_of_day()), held=held, age=duration_html(oldest), waiting=waiting)
+        return display.fill_in(
+            text,
+            now=display.isolate(display.time_of_day()),
+            held=held,
+            age=display.duration_html(oldest),
+            waiting=waiting,
+        )
 
     def _report_missing_locks(self, request: HttpRequest, locks: Any) -> None:
         for connection, why in locks.listing.failed.items():
@@ -142,7 +136,8 @@ class HeldLockAdmin(ModelAdmin):
             self.message_user(request, text % {"connection": connection, "why": why}, messages.ERROR)
         for connection in locks.listing.cut:
             text = _(
-                "Connection “%(connection)s” holds more than %(limit)d locks. Search by name for the locks that are not shown."
+                "Connection “%(connection)s” holds more than %(limit)d locks. Search by name for the locks that are "
+                "not shown."
             )
             self.message_user(request, text % {"connection": connection, "limit": inventory.LIMIT}, messages.WARNING)
         if not locks.listing.failed and not conf.get().enabled:
@@ -161,19 +156,19 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=_("name"), ordering="name")
     def lock(self, obj: HeldLock) -> str:
-        return name_html(obj)
+        return display.name_html(obj)
 
     @admin.display(description=_("holder"), ordering="holder")
     def holder(self, obj: HeldLock) -> str:
-        return holder_html(obj)
+        return display.holder_html(obj)
 
     @admin.display(description=_("held for"), ordering="age")
     def held_for(self, obj: HeldLock) -> str:
-        return age_html(obj)
+        return display.age_html(obj)
 
     @admin.display(description=_("expires in"), ordering="ttl")
     def expires_in(self, obj: HeldLock) -> str:
-        return expiry_html(obj)
+        return display.expiry_html(obj)
 
     @admin.display(description=_("waiting"), ordering="waiting")
     def waiting_now(self, obj: HeldLock) -> str:
@@ -199,15 +194,15 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=_("acquired"))
     def acquired(self, obj: HeldLock) -> str:
-        return isolate(date_and_time(obj.acquired_at))
+        return display.isolate(display.date_and_time(obj.acquired_at))
 
     @admin.display(description=_("last renewed"))
     def last_renewed(self, obj: HeldLock) -> str:
-        """Return the time since the last renewal, which is known because each renewal gives the lock its whole expiry again."""
+        """Return the time since the last renewal: each renewal gives the lock its whole expiry again."""
         ago = max(0.0, obj.expire - obj.ttl)
         if ago >= obj.age - 0.05:
             return gettext("not yet")
-        return fill_in(gettext("%(time)s ago"), time=duration_html(ago))
+        return display.fill_in(gettext("%(time)s ago"), time=display.duration_html(ago))
 
     @admin.display(description=_("process"))
     def process(self, obj: HeldLock) -> str:
@@ -219,20 +214,20 @@ class HeldLockAdmin(ModelAdmin):
 
     @admin.display(description=_("arguments"))
     def arguments(self, obj: HeldLock) -> str:
-        return isolate(visible(obj.arguments))
+        return display.isolate(visible(obj.arguments))
 
     @admin.display(description=_("worker"))
     def worker(self, obj: HeldLock) -> str:
-        return isolate(visible(obj.worker))
+        return display.isolate(visible(obj.worker))
 
     @admin.display(description=_("waiting"))
     def waiters(self, obj: HeldLock) -> str:
-        """Return the number of waiters, and a list of the first ones with place and waiting time, the next holder first."""
-        return queue_html(obj)
+        """Return the number of waiters, and a list of the first ones with place and waiting time."""
+        return display.queue_html(obj)
 
     @admin.display(description=_("expiry"))
     def expiry(self, obj: HeldLock) -> str:
-        return duration_html(obj.expire)
+        return display.duration_html(obj.expire)
 
     def render_change_form(
         self,

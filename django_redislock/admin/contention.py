@@ -146,7 +146,7 @@ def _read() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _pick(names: list[Found], sorting: str) -> list[Found]:
-    """Return the names to show: sorted by the wanted column, else first the longest waits and then the highest savings."""
+    """Return the names to show: sorted by the wanted column, or the longest waits and then the highest savings."""
     word = sorting.removeprefix("-")
     if word in COLUMNS:
         return sorted(names, key=COLUMNS[word][1], reverse=sorting.startswith("-"))[: 2 * ROWS]
@@ -174,7 +174,7 @@ def _row(waits: Waits, connection: str, name: str) -> ContentionRow:
 
 
 def bars(minutes: list[Waits]) -> list[Bar]:
-    """Return a bar for each minute in which a wait ended. Its height is the sum of the waits; the highest fills the plot."""
+    """Return a bar for each minute in which a wait ended. Its height is the sum of the waits of that minute."""
     most = max(minute.seconds for minute in minutes)
     step = WIDTH / len(minutes)
     drawn = []

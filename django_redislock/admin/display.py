@@ -1,4 +1,4 @@
-"""Durations, times, names and holders as HTML for the admin's pages, isolated, so that a right-to-left page keeps their order."""
+"""Durations, times, names and holders as HTML that keeps its order on right-to-left pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def isolate(text: str) -> SafeString:
 
 
 def fill_in(text: str, **values: Any) -> SafeString:
-    """Return the translated text with these values in place of its ``%(name)s``; all that is not safe HTML is escaped."""
+    """Return the text with these values in place of its ``%(name)s``; both are escaped unless they are safe."""
     return mark_safe(escape(text) % {key: conditional_escape(value) for key, value in values.items()})  # noqa: S308
 
 
@@ -72,7 +72,7 @@ def holder_html(lock: HeldLock, *, whole: bool = False) -> SafeString:
 
 
 def expiry_html(lock: HeldLock) -> SafeString:
-    """Return the time until the lock expires with a meter, and a note where the lock is not renewed or the renewal is late."""
+    """Return the time until the expiry with a meter, and a note about a late or missing renewal."""
     expire = max(lock.expire, lock.ttl)
     if not lock.auto_renewal:
         note = format_html('<br><span class="quiet">{}</span>', gettext("not renewed"))

@@ -1,4 +1,4 @@
-"""Force-release in the admin: ask, read the selected locks again, and release those that the shown holder still holds."""
+"""Force-release in the admin: ask, read the selected locks again, and release those that did not change hands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from django.utils.text import Truncator
 from django.utils.translation import gettext, ngettext
 
 from ..connections import connection_names, several_connections
-from ..core.loss import LONGEST_WHY
+from ..core.loss import MAX_REASON
 from ..exceptions import LockBackendError
 from ..inventory import cause_of, find, force_release
 from ..models import HeldLock, decode_key
@@ -25,7 +25,7 @@ from .queryset import read_waiters
 
 
 def selection_value(lock: HeldLock) -> str:
-    """Return the value of the check box beside a lock: its primary key, and the fence of the acquisition that was shown."""
+    """Return the value of a lock's check box: its primary key, and the fence of the shown acquisition."""
     return f"{lock.key}.{lock.fence}"
 
 
@@ -141,7 +141,7 @@ def confirmation_page(model_admin: Any, request: HttpRequest, locks: list[HeldLo
         "media": model_admin.media,
         "has_view_permission": True,
         "action_checkbox_name": ACTION_CHECKBOX_NAME,
-        "longest_reason": LONGEST_WHY,
+        "longest_reason": MAX_REASON,
         "several_connections": several_connections(),
         "locks": [
             {

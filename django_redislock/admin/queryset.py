@@ -1,4 +1,4 @@
-"""The list of held locks as the admin's change list expects it: with the methods of a QuerySet that the change list calls."""
+"""The held locks for the admin's change list, with the methods of a QuerySet that it calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.functional import cached_property
 
 from ..core import LockInfo
-from ..core.records import Held
+from ..core.records import StoredLock
 from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, Listing, queue, read
 from ..models import HeldLock, encode_key
@@ -93,7 +93,7 @@ class HeldLocks:
             rows.sort(key=_sort_key(field.removeprefix("-")), reverse=field.startswith("-"))
         return rows
 
-    def _picks(self, lock: Held) -> bool:
+    def _picks(self, lock: StoredLock) -> bool:
         if self.host not in (None, lock.host) or lock.age < self.older:
             return False
         if self.kind is None and self.state is None:
@@ -147,7 +147,7 @@ def _sort_key(field: str) -> Callable[[HeldLockRow], Any]:
         return lambda row: (row.connection, row.held.name)
     if field == "connection":
         return lambda row: row.connection
-    if field in Held.__slots__:
+    if field in StoredLock.__slots__:
         return lambda row: getattr(row.held, field)
     return lambda row: getattr(row.info, field)
 

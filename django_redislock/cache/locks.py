@@ -79,24 +79,17 @@ class CacheLock(Lock):
             return super().extend(expire if additional_time is None else additional_time)
         if expire is not None:
             raise TypeError("extend() takes additional_time or expire, and not both")
-        return self._server.run(self._extend_by(check_expire(additional_time, "additional_time")))
+        return self._server.run(self._extend_by(self._acquirer(), check_expire(additional_time, "additional_time")))
 
-    def _extend_by(self, seconds: float) -> Operation[Literal[True]]:
+    def _extend_by(self, acquirer: Any, seconds: float) -> Operation[Literal[True]]:
         holder = yield from self._owner()
-        mine = holder is not None and holder.id == self._own().id
-        return (yield from self._extend(holder.ttl + seconds if mine and holder is not None else None))
+        mine = holder is not None and holder.id == self._require_lease(acquirer).id
+        return (yield from self._extend(acquirer, holder.ttl + seconds if mine and holder is not None else None))
 
-    def _own(self) -> Lease:
-        return self._of_any_thread() or super()._own()
-
-    def _token(self) -> str | None:
+    def _lease_of(self, acquirer: Any) -> Lease | None:
         if not self._any_thread:
-            return super()._token()
-        lease = self._of_any_thread()
-        return self._given_id if lease is None else lease.id
-
-    def _of_any_thread(self) -> Lease | None:
-        leases: list[Lease] = list(self._leases.values()) if self._any_thread else []
+            return super()._lease_of(acquirer)
+        leases: list[Lease] = list(self._leases.values())
         return next((lease for lease in leases if not lease.inherited_by_fork), None)
 
 

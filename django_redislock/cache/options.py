@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from ..core.validation import Seconds, check_expire, check_share, check_timeout
+from .. import conf
+from ..core.validation import Seconds, check_timeout
 from .async_calls import is_async_callable
 from .lease.request import ValueRequest
 
@@ -102,11 +103,8 @@ def _validate(
     jitter: object = None,
     on_error: object = None,
 ) -> CheckedOptions:
-    given: dict[str, Any] = {}
     if lock is not True and lock is not False:
         raise TypeError(f"lock must be True or False, not {lock!r}")
-    if wait is not None:
-        given["wait"] = check_timeout(wait, "wait")
     if isinstance(on_wait_timeout, str) and on_wait_timeout not in ON_WAIT_TIMEOUT:
         raise ValueError(
             f"on_wait_timeout must be 'compute', 'raise', 'stale' or a value, not {on_wait_timeout!r}; "
@@ -115,28 +113,21 @@ def _validate(
     for argument, function in (("on_wait_timeout", on_wait_timeout), ("should_cache", should_cache)):
         if callable(function) and is_async_callable(function):
             raise TypeError(f"{argument} must be a plain function, not the coroutine function {function!r}")
-    if expire is not None:
-        given["expire"] = check_expire(expire)
-    if auto_renewal is not None:
-        if not isinstance(auto_renewal, bool):
-            raise TypeError(f"auto_renewal must be True or False, not {auto_renewal!r}")
-        given["auto_renewal"] = auto_renewal
-    if max_hold is not None:
-        given["max_hold"] = check_expire(max_hold, "max_hold")
     if refresh not in REFRESH:
         raise ValueError(f"refresh must be 'inline', 'thread' or 'celery', not {refresh!r}")
     if should_cache is not None and not callable(should_cache):
         raise TypeError(f"should_cache must be a function of the value, not {should_cache!r}")
-    if jitter is not None:
-        given["jitter"] = check_share(jitter, "jitter")
-    if on_error is not None:
-        if on_error not in ("raise", "stale"):
-            raise ValueError(f"on_error must be 'raise' or 'stale', not {on_error!r}")
-        given["on_error"] = on_error
+    overrides = {"wait": wait, "expire": expire, "auto_renewal": auto_renewal, "max_hold": max_hold}
+    overrides |= {"jitter": jitter, "on_error": on_error}
+    settings = {
+        name: conf.check_option(conf.CacheSettings, name, value)
+        for name, value in overrides.items()
+        if value is not None
+    }
     stale_s = check_timeout(stale, "stale") or 0.0
     refresh_before_s = check_timeout(refresh_before, "refresh_before") or 0.0
     due = stale_s + refresh_before_s
-    return CheckedOptions(lock, given, on_wait_timeout, stale_s, refresh_before_s, due, refresh, should_cache)
+    return CheckedOptions(lock, settings, on_wait_timeout, stale_s, refresh_before_s, due, refresh, should_cache)
 
 
 def timeout_for(timeout: Timeout, value: Any) -> float | None:

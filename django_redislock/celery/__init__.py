@@ -1,7 +1,8 @@
 """Celery tasks of which one instance runs at a time.
 
-Put ``@single_instance`` under ``@shared_task`` or ``@app.task``, or derive a task from `SingleInstanceTask`. The lock is taken
-around the whole execution and released before callbacks run and before the result is stored, however the task ends.
+Put ``@single_instance`` under ``@shared_task`` or ``@app.task``, or derive a task from `SingleInstanceTask`. The lock
+is taken around the whole execution and released before callbacks run and before the result is stored, however the task
+ends.
 """
 
 from __future__ import annotations

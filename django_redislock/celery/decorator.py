@@ -1,8 +1,8 @@
 """``@single_instance``, and how it reaches the task.
 
 A task's class is made from the function by ``Celery._task_from_fun``, later and once for each app, with the base that
-``@shared_task`` names. Celery has no hook there, so importing this module adds one: a marked function gets the mixin put in
-front of its base, exactly as if the base and the options had been written out.
+``@shared_task`` names. Celery has no hook there, so importing this module adds one: a marked function gets the mixin
+put in front of its base, exactly as if the base and the options had been written out.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
     What is not given comes from ``DJANGO_REDISLOCK["CELERY"]``, which takes every option (in capitals), and else is::
 
         scope="run"             when the lock is held: or "queued", "queued+run", "job"
-        key=None                the executions that exclude each other: those with the same arguments
+        key=None                which executions exclude each other: those with the same arguments
         tenant=None             the beginning of every key: a callable that returns the tenant
-        expire=30               seconds that the lock lives without renewal
+        expire=30               seconds until the lock expires without renewal
         auto_renewal=True       whether it is renewed while the body runs
         max_hold=None           seconds that it is renewed at most
         on_conflict="raise"     what a duplicate does: or "skip", "reschedule", "wait", a callable
@@ -55,8 +55,9 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
         reschedule_delay=10     seconds until a rescheduled task tries again; later ones grow
         reschedule_limit=None   seconds for which it tries; None: as long as its message lives
 
-    `SingleInstanceOptions` says more of each. Raises TypeError and ValueError for bad options, and TypeError for anything but a
-    function.
+    `SingleInstanceOptions` describes each. Times are seconds or a timedelta. When the lock is lost while the body runs,
+    the task's result stands; ``self.single_instance.raise_if_lost()`` reports the loss to the body. Raises TypeError
+    and ValueError for bad options, and TypeError for anything but a function.
     """
 
     def declare(function: F) -> F:
@@ -67,12 +68,12 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
             )
         if isinstance(function, type):
             raise TypeError(
-                "@single_instance marks functions; write a task class as class X(SingleInstanceTask), with its options as "
-                "the attribute single_instance = {...}"
+                "@single_instance decorates functions; write a task class as class X(SingleInstanceTask), with its "
+                "options as the attribute single_instance = {...}"
             )
         # A partial() and other callables are refused: their parameters are not those of the function that they call.
         if not callable(function) or not hasattr(function, "__code__") or inspect.ismethod(function):
-            raise TypeError(f"@single_instance marks functions, not {function!r}; options are given by name")
+            raise TypeError(f"@single_instance decorates functions, not {function!r}; options are given by name")
         declaration = Declaration(function, options)
         setattr(function, DECLARATION, declaration)
         _declarations.add(declaration)
@@ -130,25 +131,25 @@ def check_tasks() -> list[CheckMessage]:
     for app in apps:
         try:
             tasks = app.tasks if app.autofinalize else {}
-        except Exception as error:  # of whichever task; it would come again, in a worker
+        except Exception as error:  # of any task; a worker would get it, too
             return [Error(f"{app!r} cannot make its tasks: {type(error).__name__}: {error}", id="redislock.E011")]
-        # The mixin takes the options away: where they still are, nobody has read them.
+        # The mixin removes the options of its own tasks, so options that are still there have no effect.
         found += [
             Error(
-                f"The task {name} has options single_instance={{...}}, but is no SingleInstanceTask.",
+                f"The task {name} has options single_instance={{...}}, but it is not a SingleInstanceTask.",
                 hint="Give it base=SingleInstanceTask, or @single_instance(...) in place of the options.",
                 id="redislock.E012",
             )
             for name, task in tasks.items()
             if isinstance(getattr(task, "single_instance", None), Mapping)
         ]
-        found += [message for task in tasks.values() for message in _check_life(app, task)]
+        found += [message for task in tasks.values() for message in _check_expire(app, task)]
         found += [message for task in tasks.values() for message in _check_super(task)]
         found += [message for task in tasks.values() for message in _check_key(task)]
         found += [message for task in tasks.values() for message in _check_tenant(task)]
     return found + [
         Error(
-            f"{declaration.function} is marked with @single_instance, but no task holds that mark.",
+            f"{declaration.function} is marked with @single_instance, but no task was made from it.",
             hint="Put @shared_task or @app.task directly above @single_instance; a decorator between them must use "
             "functools.wraps. Two tasks of one name are one task: the first.",
             id="redislock.E010",
@@ -157,8 +158,8 @@ def check_tasks() -> list[CheckMessage]:
     ]
 
 
-def _check_life(app: Celery, task: Any) -> list[CheckMessage]:
-    """Tell of a task that may still run when the life of its lock has ended."""
+def _check_expire(app: Celery, task: Any) -> list[CheckMessage]:
+    """Report a task that may still run when its lock has expired."""
     if not isinstance(task, SingleInstanceMixin):
         return []
     options, limit = task._options, task.time_limit or app.conf.task_time_limit
@@ -166,7 +167,7 @@ def _check_life(app: Celery, task: Any) -> list[CheckMessage]:
         return []
     return [
         Warning(
-            f"The task {task.name} may run for {limit:g} s, but its lock ends after {options.expire:g} s.",
+            f"The task {task.name} may run for {limit:g} s, but its lock expires after {options.expire:g} s.",
             hint="Leave auto_renewal on, or give it an expire that is longer than its time_limit.",
             id="redislock.W010",
         )
@@ -216,7 +217,7 @@ def _check_super(task: Any) -> list[CheckMessage]:
                 found.append(
                     Warning(
                         f"The task {task.name} has no lock: {kind.__qualname__}.{name} does not call super().{name}().",
-                        hint="Let it do so, or take the mark away.",
+                        hint="Call super() there, or remove @single_instance.",
                         id="redislock.W011",
                     )
                 )

@@ -1,4 +1,4 @@
-"""Publishing: how long a message holds its lock, what a duplicate is given, and what is told of the arguments."""
+"""Publishing: how long a message holds its lock, the result of a duplicate, and the description of the arguments."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from django.views.debug import get_default_exception_reporter_filter
 from ..core import events
 from ..core.clock import monotonic
 from ..core.validation import MAX_SECONDS
+from ..name_template import by_name
 
 MAX_ARGUMENTS_LENGTH = 300
-"""Characters of the arguments that are told."""
+"""Most characters of the description of the arguments."""
 
 
 if TYPE_CHECKING:
     _AsyncResult = AsyncResult[Any]
 else:
-    _AsyncResult = AsyncResult  # which Celery 5.6 knows no type arguments of
+    _AsyncResult = AsyncResult  # Celery 5.6 defines no type arguments for it
 
 
 class DuplicateResult(_AsyncResult):
     """The result of the task that holds the lock, in place of one that was not published.
 
-    With ``rpc://``, whose results go to the process that published the task, ``get()`` raises NotImplementedError elsewhere.
+    With ``rpc://``, whose results go to the process that published the task, ``get()`` raises NotImplementedError
+    elsewhere.
     """
 
     elsewhere = False
@@ -44,13 +46,14 @@ class DuplicateResult(_AsyncResult):
         """Wait for the result, as `celery.result.AsyncResult.get` does."""
         if self.elsewhere and not self.ignored and self.backend.as_uri() == "rpc://":
             raise NotImplementedError(
-                f"rpc:// gives the result of {self.id} to nobody but the process that published the task"
+                f"rpc:// gives the result of {self.id} only to the process that published the task"
             )
         return super().get(*args, **kwargs)
 
 
 def waiting_expire(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:
-    """Return for how many seconds a message holds its lock: until it should have started, and no longer than it may start."""
+    """Return for how many seconds a message holds its lock: until it should have started, at most until the message
+    expires."""
     begins = countdown if countdown is not None else _seconds_until(app, eta)
     seconds = queue_life + max(0.0, begins if isinstance(begins, (int, float)) else 0.0)
     ends = _seconds_until(app, expires)
@@ -60,7 +63,7 @@ def waiting_expire(app: Celery, queue_life: float, countdown: object, eta: objec
 
 
 def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
-    """Tell whether a final state of the task was stored after this time; where no results are kept, nobody knows."""
+    """Tell whether a final state of the task was stored after this time; False when no results are kept."""
     if (
         isinstance(backend, DisabledBackend) or backend.as_uri() == "rpc://"
     ):  # that one gives its states to one reader only
@@ -73,9 +76,9 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
         return meta["status"] in states.READY_STATES and (ended is None or maybe_make_aware(ended, UTC) >= after)
     except SoftTimeLimitExceeded:
         raise
-    except Exception as error:  # of whichever backend
+    except Exception as error:  # each result backend has its own errors
         events.log.warning(
-            "The state of task %s could not be read (%s: %s); the task counts as not ended.",
+            "The state of task %s could not be read (%s: %s); the task is treated as not ended.",
             task_id,
             type(error).__name__,
             error,
@@ -99,7 +102,8 @@ def warn_dropped_callbacks(task: str, holder: str, options: Mapping[str, Any]) -
 def log_level_of(name: str) -> int:
     """Return the log level for a message that is not published under this lock: WARNING once a minute, else lower.
 
-    It is wanted, as a rule. But where no worker frees the lock, as one without the task's decorator, nothing is published any more.
+    Usually a duplicate is expected. But if no worker releases the lock, because its code has no decorator, nothing is
+    published any more.
     """
     minute = int(monotonic() // 60)
     if _warned_in.get(name) == minute:
@@ -111,13 +115,13 @@ def log_level_of(name: str) -> int:
 
 
 _warned_in: dict[str, int] = {}
-"""The minute in which each lock was told of."""
+"""By lock: the minute of the last warning."""
 MAX_REMEMBERED = 1000
-"""Locks that are remembered at most."""
+"""Most locks in `_warned_in`."""
 
 
 def _seconds_until(app: Celery, when: object) -> float | None:
-    """Return the seconds until then, or None for what is no time: it is for Celery to refuse that."""
+    """Return the seconds until a time, or None when it is no time; Celery raises the error for that."""
     if when is None:
         return None
     if isinstance(when, (int, float)):
@@ -142,22 +146,16 @@ _shortened = _Shortened()
 
 
 def describe_arguments(bound: inspect.BoundArguments) -> str:
-    """Return the arguments in words: shortened, and without those that Django's error pages hide."""
+    """Return the arguments as text: shortened, with the values hidden that Django's error pages hide."""
     cleanse = get_default_exception_reporter_filter().cleanse_setting
-    arguments: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= value
-        else:
-            arguments[name] = value
     parts = []
-    for name, value in arguments.items():
+    for name, value in by_name(bound).items():
         try:
             hidden = cleanse(name, dict(value) if isinstance(value, Mapping) else value)
             parts.append(f"{name}={_shortened.repr(hidden)}")
         except SoftTimeLimitExceeded:
             raise
-        except Exception:  # of somebody's repr()
+        except Exception:  # repr() of an argument failed
             parts.append(f"{name}=?")
     text = ", ".join(parts)
     return text if len(text) <= MAX_ARGUMENTS_LENGTH else f"{text[: MAX_ARGUMENTS_LENGTH - 1]}…"

@@ -1,10 +1,11 @@
-"""A lock that goes from a message to the execution that the message brings about, and from there to a retry.
+"""A lock that passes from a message to its execution, and from the execution to its retry.
 
-A message holds the lock under an id made from the task's id. Its execution takes it over under an id of its own, so that a copy
-of the message does not pass for the execution that lives. The copies of a message may start in any order, and one of them runs:
-each finds the lock of the run that lives, or the mark of the message. An execution leaves the mark with its release: "done", or,
-when its message is acknowledged later, "ending", and "done" when the result is stored and all callbacks are sent. The mark also
-tells in which version the message was published again.
+A message holds the lock under an owner id made from the task's id. Its execution takes the lock over under an id of its
+own, so that a copy of the message is not mistaken for the running execution. Copies of a message may start in any
+order; one of them runs. The others find the lock of the running execution, or the processed marker of the message. An
+execution writes the marker with its release: "done", or "ending" when its message is acknowledged later; then "done"
+follows when the result is stored and all callbacks are sent. The marker also contains the version in which the message
+was published again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 from redis.exceptions import RedisError
 
 from ..core import events, operations, records, scripts
-from ..core.base import TOLD
+from ..core.base import MESSAGES
 from ..core.clock import monotonic
 from ..core.driver.effects import Operation, ScriptCall
 from ..core.driver.retry import with_retries
@@ -29,11 +30,11 @@ from ..core.keys import LockKeys, lock_keys, milliseconds
 from ..core.lease import Lease
 from ..core.lock import Lock
 from ..core.loss import find_cause
-from ..core.records import LockInfo
+from ..core.records import LockInfo, Token
 from ..core.watchdog import watchdog
 from ..exceptions import LockBackendError
 
-START = Script("start", "index", "take", "handover", "counts", "turns", "message", home=__package__)
+START = Script("start", "index", "take", "quick_start", "handover", "counts", "turns", "message", home=__package__)
 LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
 CLAIM = Script("claim", "message", home=__package__)
 DONE = Script("done", home=__package__)
@@ -43,29 +44,29 @@ _json = json.JSONEncoder().encode
 
 
 class Delivery(NamedTuple):
-    """A message as it came to a worker."""
+    """A message as a worker received it."""
 
     id: str
     """The id under which it may hold the lock while it waits."""
     message: str = ""
-    """What all its copies have in common, and no other message has; "" for what cannot come twice."""
+    """Identifies the message and all its copies; "" for a message that cannot be delivered twice."""
     known: bool = False
-    """Whether its copies can be told from other messages."""
+    """Whether its copies can be distinguished from other messages."""
     version: int = 0
-    """How often it was published again: of the copies, those of the last version count."""
+    """How often it was published again; only copies of the last version run."""
 
 
 class AfterRelease(NamedTuple):
-    """What is left behind by an execution."""
+    """What an execution leaves in Redis after its release."""
 
     processed_for: float = 0.0
-    """Seconds for which its message is marked as processed."""
+    """Seconds for which its message is marked as processed; 0: it is not."""
     complete: bool = True
-    """Whether nothing comes after the release that would still have to be done."""
+    """Whether nothing remains to be done after the release."""
     keep_id: str = ""
-    """Who has the lock from now on; nobody: it is released."""
+    """The owner id that holds the lock from now on; "": the lock is released."""
     keep: float = 0.0
-    """The life of the lock then, in seconds."""
+    """Seconds until the lock expires then."""
 
 
 class ExecutionLock(Lock):
@@ -73,29 +74,31 @@ class ExecutionLock(Lock):
 
     delivery: Delivery | None = None
     details: Mapping[str, Any] = {}
-    """What more is told to those who ask who holds it."""
+    """Further fields of the record: texts, or True."""
     ending = AfterRelease()
     """What `release` leaves behind."""
     processed = False
-    """Whether the lock was refused because the message has been processed, or published again."""
+    """Whether the lock was refused because the message was processed or published again."""
     retry_in: float | None = None
-    """Seconds until another look makes sense, when the lock was refused because a copy of the message runs or ends now."""
+    """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
+    now."""
 
     def with_name(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
-        """Return a lock as this one, with a name of its own, and what else is given; nothing of that is checked again."""
+        """Return a copy of this lock with another name and other attributes; nothing is checked again."""
         return self._copy(name=name, _keys=lock_keys(self._prefix, name), label=label, _given_id=id, **changes)
 
     @contextmanager
     def keep_alive(self, expire: float) -> Iterator[None]:
-        """Give the lock of the given id a shorter life, renewed during the block, because the process may die there.
+        """Inside the block, hold the lock of the given id with a shorter expiry and renew it, so that it ends soon if
+        this process dies.
 
-        After the block it is still held. Raises LockBackendError when Redis cannot answer.
+        After the block the lock is still held. Raises LockBackendError when Redis cannot answer.
         """
         mine = self._copy(expire=expire, auto_renewal=True)
         try:
             mine.acquire(blocking=False)
             for lease in mine._leases.values():
-                lease.shared = False  # the message's own process: nobody else believes in its life
+                lease.shared = False  # no other process relies on the longer expiry
                 self._server.run(mine._renew(lease))
             yield
         finally:
@@ -114,8 +117,8 @@ class ExecutionLock(Lock):
     def take_ahead(self) -> Callable[[], bool | None] | None:
         """Send what `take` sends for a new id; None when no connection is free.
 
-        The function returned waits for the answer: call it once, in this thread. It returns None when there is no answer;
-        then `take` shall try again.
+        The function returned waits for the answer: call it once, in this thread. It returns None when there is no
+        answer; then `take` shall try again.
         """
         receive = self._server.send_ahead(self._take_call(fresh=True))
         return None if receive is None else partial(self._answer_of, receive)
@@ -134,41 +137,44 @@ class ExecutionLock(Lock):
     def _has_taken(self, reply: object) -> bool:
         fence = abs(reply) if isinstance(reply, int) else 0
         if fence:
-            events.emit("acquired", TOLD["acquired"], self.name, fence, name=self.name, fence=fence)
+            events.emit("acquired", MESSAGES["acquired"], self.name, fence, name=self.name, fence=fence)
         return fence > 0
 
     def release_given_id(self) -> bool:
-        """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot answer."""
-        return self._server.run(operations.release(self._new_lease(self._given_id or "")))
+        """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot
+        answer."""
+        return self._server.run(operations.release(self._new_lease(None, self._given_id or "")))
 
     def count_duplicate(self) -> None:
-        """Count, for the page about contention, that a duplicate was prevented; that this may fail is of no account."""
+        """Count a prevented duplicate for the page about contention; errors of Redis are ignored."""
         count_duplicate(self._server, self.name, self._keys)
 
-    def claim(self, life: float, state: Literal["ending", "done"]) -> bool:
-        """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been processed.
+    def claim(self, expire: float, state: Literal["ending", "done"]) -> bool:
+        """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been
+        processed.
 
         Raises LockBackendError when Redis cannot answer.
         """
         delivery = self.delivery
         if delivery is None or not delivery.known:
             if state == "done":
-                self.mark_processed(life)
+                self.mark_processed(expire)
             return True
-        args = (*_copies(delivery), os.urandom(4).hex().encode(), state.encode(), milliseconds(life))
+        args = (*_copies(delivery), os.urandom(4).hex().encode(), state.encode(), milliseconds(expire))
         reply = self._server.run(
             self._write_marker(ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args))
         )
         return self._note_reply(reply)
 
-    def mark_processed(self, life: float, version: int | None = None, *, alone: bool = True) -> None:
+    def mark_processed(self, expire: float, version: int | None = None, *, alone: bool = True) -> None:
         """Mark the message as processed, or as published again in this version, for so many seconds.
 
-        `alone`: nobody else has it; else a mark that says more stays. Raises LockBackendError when Redis cannot answer.
+        `alone`: no copy of it may exist; otherwise a marker that says more is kept. Raises LockBackendError when Redis
+        cannot answer.
         """
         if self.delivery is not None and self.delivery.message:
             state = b"done" if version is None else b"%d" % version
-            args = (state, milliseconds(life), b"" if alone else b"1")
+            args = (state, milliseconds(expire), b"" if alone else b"1")
             self._server.run(self._write_marker(ScriptCall(DONE, (marker_key(self._keys, self.delivery),), args)))
 
     def _write_marker(self, call: ScriptCall) -> Operation[int]:
@@ -189,30 +195,33 @@ class ExecutionLock(Lock):
         """Tell whether the holder of the lock is an execution of the same message."""
         return holder is not None and self.delivery is not None and holder.id.startswith(f"{self.delivery.message}:")
 
-    def _new_claim(self, timeout: float | None) -> operations.AcquireRequest:
+    def _new_request(
+        self, acquirer: Any, timeout: float | None, token: Token | None = None
+    ) -> operations.AcquireRequest:
         delivery = self.delivery
         if delivery is None:
-            return super()._new_claim(timeout)
-        lease = self._new_lease(self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}")
+            return super()._new_request(acquirer, timeout, token)
+        id = self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}"
+        lease, given = self._new_lease(acquirer, id), self._given_id is not None
         keys = (marker_key(self._keys, delivery),)
         args = (delivery.id.encode(), b"1" if delivery.known else b"0", *_copies(delivery))
-        return operations.AcquireRequest(lease, self._record(), timeout, self._given_id is not None, START, keys, args)
+        subscribed = self._is_subscribed()
+        return operations.AcquireRequest(lease, self._record(), timeout, given, subscribed, START, keys, args)
 
-    def _begins(self, lease: Lease) -> bool:
+    def _accepts(self, lease: Lease, token: Token | None) -> bool:
         return self._note_reply(lease.fence)
 
-    def _release(self) -> Operation[None]:
+    def _release(self, lease: Lease) -> Operation[None]:
         delivery = self.delivery
         if delivery is None or self.ending == AfterRelease():
-            yield from super()._release()
+            yield from super()._release(lease)
             return
-        lease = self._own()
         self._stop(lease)
         if not (yield from self._leave(lease, delivery)) and lease.loss is None:
             lease.lose((yield from find_cause(lease)))
         self._forget(lease)
         self._raise_loss(lease)
-        self._tell("released", lease)
+        self._report("released", lease)
 
     def _leave(self, lease: Lease, delivery: Delivery) -> Operation[bool]:
         keys, ending = lease.keys, self.ending
@@ -236,7 +245,7 @@ class ExecutionLock(Lock):
         return bool(reply)
 
     def _record(self) -> bytes:
-        # What differs from one task to the next is added to what is kept ready for all of them.
+        # The fields of this task are appended to the prepared record of all tasks.
         general = records.record(self.kind, "", self.expire, self.auto_renewal)
         own = [f',"{name}":{"true" if value is True else _json(value)}' for name, value in self.details.items()]
         return b'%b,"label":%b}' % (general[:-1], "".join([_json(self.label), *own]).encode())

@@ -1,7 +1,7 @@
 """Which executions of a task are the same: a key made from its arguments.
 
-Producer and worker must come to the same key, though one has what the caller gave and the other what the serializer made of
-it. So arguments count as they look after a journey through kombu's JSON: a tuple is a list, the keys of a dict are strings, an
+Producer and worker must compute the same key, though the worker has the arguments as the serializer returned them. So
+the key is made from the arguments as kombu's JSON returns them: a tuple is a list, the keys of a dict are strings, an
 enum that derives from str or int is its value, and datetimes, UUIDs, decimals and bytes are themselves. A value that
 JSON cannot carry, such as a plain enum, stays as it is, and has no hash.
 """
@@ -19,6 +19,7 @@ from django.db.models import Model
 from kombu.utils import json as kombu_json
 
 from ..core.validation import fitting_name
+from ..name_template import by_name, fill
 from ..task_names import escaped
 from .pydantic_models import Models
 
@@ -37,10 +38,10 @@ def lock_name(task: str, key: str, kind: str = "celery") -> str:
 def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) -> str:
     """Return the key of these arguments.
 
-    `key` is a format string over the parameters (``"report:{customer_id}"``), a list of those that count (``[]``: none, one
-    lock for the task), a callable that takes what the task takes and returns a string, or None: all arguments count. A
-    format string and a callable see the arguments as the body does: as they came with the message, and models where
-    `models` has one. Raises TypeError when an argument that counts has no stable form.
+    `key` is a format string over the parameters (``"report:{customer_id}"``), a list of those that count (``[]``: none,
+    one lock for the task), a callable that takes what the task takes and returns a string, or None: all arguments
+    count. A format string and a callable see the arguments as the body does: as they came with the message, and models
+    where `models` has one. Raises TypeError when an argument that counts has no stable form.
     """
     if len(bound.arguments) < len(bound.signature.parameters):
         bound.apply_defaults()
@@ -48,22 +49,18 @@ def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS
         seen = _as_body_sees(bound, models)
         return _text(key(*seen.args, **seen.kwargs))
     if isinstance(key, str):
-        arguments = _by_name(_as_body_sees(bound, models))
-        try:
-            return key.format(**arguments)
-        except (LookupError, AttributeError, TypeError, ValueError) as error:
-            raise TypeError(
-                f"key={key!r} cannot be made from {arguments!r}: {type(error).__name__}: {error}"
-            ) from error
-    arguments = _by_name(bound)
+        return fill(key, by_name(_as_body_sees(bound, models)), "key")
+    arguments = by_name(bound)
     if key is not None:
         for name in key:
             if name not in arguments:
-                raise TypeError(f"key={list(key)!r} names {name!r}, which is none of the arguments {list(arguments)!r}")
+                raise TypeError(
+                    f"key={list(key)!r} names {name!r}, which is not one of the arguments {list(arguments)!r}"
+                )
         arguments = {name: arguments[name] for name in key}
-    if not arguments:  # one lock, whose name is that of the task
+    if not arguments:  # one lock, with the name of the task
         return ""
-    return digest(arguments)
+    return hash_arguments(arguments)
 
 
 def with_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
@@ -76,8 +73,8 @@ def with_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
     return f"{escaped(tenant)}:{key}" if key else escaped(tenant)
 
 
-def digest(arguments: Mapping[str, Any]) -> str:
-    """Return a hash of the arguments: the same for what is the same to a worker, another for 1, "1" and True."""
+def hash_arguments(arguments: Mapping[str, Any]) -> str:
+    """Return a hash of the arguments: equal if a worker cannot distinguish them, different for 1, "1" and True."""
     try:
         if not _FLAT.issuperset(map(type, arguments.values())):
             arguments = _through_json(arguments, _DigestEncoder)
@@ -104,22 +101,13 @@ def _as_body_sees(bound: inspect.BoundArguments, models: Models) -> inspect.Boun
     return inspect.BoundArguments(bound.signature, OrderedDict(arguments))
 
 
-def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return all arguments by name; those that ``**kwargs`` took count by their own names."""
-    arguments = dict(bound.arguments)
-    for parameter in bound.signature.parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments = arguments.pop(parameter.name) | arguments
-    return arguments
-
-
 _FLAT = frozenset({str, int, float, bool, type(None)})
 """Types whose values are the same before and after `_through_json`."""
 _sorted = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def _through_json(value: object, encoder: type[_Encoder]) -> Any:
-    """Return the value as a worker gets it, before it makes anything of it: then the keys that are sorted are strings."""
+    """Return the value as it arrives at a worker, not decoded yet, so that all keys to be sorted are strings."""
     return json.loads(json.dumps(value, cls=encoder))
 
 
@@ -135,26 +123,26 @@ def _text(key: object) -> str:
 
 class _Encoder(kombu_json.JSONEncoder):
     def default(self, value: Any) -> Any:
-        if hasattr(value, "model_dump"):  # pydantic; Celery dumps it on its way out
+        if hasattr(value, "model_dump"):  # pydantic: Celery dumps it when it publishes
             return value.model_dump(mode="json")
         return super().default(value)
 
 
 class _DigestEncoder(_Encoder):
-    """Also takes what only pickle can carry."""
+    """Also encodes values that only pickle can carry."""
 
     def default(self, value: Any) -> Any:
         if isinstance(value, Model):
             if value.pk is None:
-                raise TypeError(f"{value!r} is not saved, so nothing tells it from others")
+                raise TypeError(f"{value!r} is not saved, so it has no primary key that identifies it")
             return {"__type__": "model", "__value__": [value._meta.label, value.pk]}
         if isinstance(value, (set, frozenset)):
-            return {"__type__": "set", "__value__": sorted(digest({"": member}) for member in value)}
+            return {"__type__": "set", "__value__": sorted(hash_arguments({"": member}) for member in value)}
         return super().default(value)
 
 
 def _as_worker_sees(value: Any) -> Any:
-    """Return an argument as a worker sees it; what JSON cannot carry stays as it is."""
+    """Return an argument as a worker sees it; an argument that JSON cannot carry is returned unchanged."""
     try:
         return kombu_json.loads(_sorted(_through_json(value, _Encoder)))
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""What tells a message from others, when it comes to a worker: several times perhaps, and in any order.
+"""The headers that identify a message, because a broker may deliver it several times, and in any order.
 
-A broker gives a message to another worker when it has heard nothing of it for too long. The first worker may then still have its
-copy in its memory, and start it at any time.
+A broker delivers a message to another worker when it was not acknowledged for too long. The first worker may still have
+its copy in memory, and start it at any time.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ..task_names import waiting_id
 from .execution_lock import Delivery
 
 KEY_HEADER = "single_instance_key"
-"""Carries the key of a message, so that producers and workers of different versions agree."""
+"""The key of a message, so that producers and workers of different versions agree."""
 SCOPE_HEADER = "single_instance_scope"
-"""Carries the scope of a message that holds a lock while it waits, for a worker that does not know the scope."""
+"""The scope of a message that holds a lock while it waits, for a worker that does not know the scope."""
 MESSAGE_HEADER = "single_instance_message"
-"""Tells one message from another of the same task id; its copies have it in common."""
-REDELIVERED_HEADER = "single_instance_redelivered"
-"""Says that a message without `MESSAGE_HEADER` may be a copy of one that is being processed."""
+"""Identifies a message and its copies among all messages of the same task id."""
+REDELIVERED_HEADER = "single_instance_again"
+"""Set when a message without `MESSAGE_HEADER` may be a copy of one that is being processed."""
 VERSION_HEADER = "single_instance_version"
-"""Carries how often a message has been published again, for whatever reason."""
-COPY_FENCE_HEADER = "single_instance_copy_fence"
-"""Carries the fence of the execution that a copy found running, when it looks again."""
+"""How often the message was published again, for any reason."""
+COPY_FENCE_HEADER = "single_instance_seen"
+"""The fence of the execution that a copy found running, when the copy is published again."""
 RESCHEDULED_HEADER = "single_instance_rescheduled"
-"""Carries how often a message has been rescheduled, because of a conflict."""
-FIRST_CONFLICT_HEADER = "single_instance_first_conflict"
-"""Carries the time of the first of these conflicts, in seconds since 1970."""
+"""How often the message was rescheduled because of a conflict."""
+FIRST_CONFLICT_HEADER = "single_instance_since"
+"""The time of the first of these conflicts, in seconds since 1970."""
 REFUSED_HEADER = "single_instance_refused"
-"""Names the holder of the lock when a message with a given id was published. The message is to be skipped."""
+"""The holder of the lock when a message with a given id was published; the message is to be skipped."""
 _OF_FORMER_MESSAGE = {
     VERSION_HEADER,
     COPY_FENCE_HEADER,
@@ -42,9 +42,10 @@ _OF_FORMER_MESSAGE = {
     FIRST_CONFLICT_HEADER,
     REFUSED_HEADER,
 }
-"""Headers that a retry does not take from the message before."""
+"""Headers that a retry does not inherit from its message."""
 MARKER_EXPIRE = 3600.0
-"""Seconds for which it is known that a message was processed, at least: as long as Redis as broker waits for a worker."""
+"""Least seconds for which a message is known to be processed: as long as a Redis broker waits for the
+acknowledgement."""
 
 
 def new_message(headers: Mapping[str, Any] | None, key: str, scope: str) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def new_message(headers: Mapping[str, Any] | None, key: str, scope: str) -> dict
 
 
 def with_ours(headers: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the headers with ours among them; also where a tracer for distributed traces has put some within them."""
+    """Return the headers with ours added, also within the nested headers that some tracers send."""
     nested = headers.get("headers")
     return {**headers, **ours} | ({"headers": {**nested, **ours}} if isinstance(nested, Mapping) else {})
 
@@ -68,7 +69,8 @@ def with_ours(headers: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, 
 def header(request: Context | None, name: str) -> Any:
     """Return this header of the message, or None.
 
-    Headers within the headers are all that Celery shows as ``request.headers``; the others are attributes of the request.
+    Headers within the headers are all that Celery shows as ``request.headers``; the others are attributes of the
+    request.
     """
     if request is None:
         return None
@@ -77,11 +79,11 @@ def header(request: Context | None, name: str) -> Any:
 
 
 def delivery_of(request: Context) -> Delivery:
-    """Return how the message came."""
+    """Return the delivery of the message of this request."""
     id = waiting_id(request.id or "")
     if request.is_eager:
         return Delivery(id)
-    # What was published without us has what kombu's brokers give to each message; RabbitMQ gives it none, and tells of copies.
+    # A message that was published without us is identified by kombu's delivery tag. RabbitMQ has none; it flags copies.
     message = header(request, MESSAGE_HEADER) or (request.properties or {}).get("delivery_tag") or ""
     again = (request.delivery_info or {}).get("redelivered") or header(request, REDELIVERED_HEADER)
     version = header(request, VERSION_HEADER)
@@ -101,6 +103,7 @@ def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[s
 
 
 def marker_expire(app: Celery, queue_life: float) -> float:
-    """Return for how many seconds a message is known that was processed: for as long as a copy of it may still come."""
+    """Return for how many seconds a message is known to be processed: as long as a copy of it may still be
+    delivered."""
     silence = (app.conf.broker_transport_options or {}).get("visibility_timeout", 0)
     return max(MARKER_EXPIRE, queue_life, float(silence))

@@ -1,4 +1,5 @@
-"""The options of a single-instance task: checked where they are written, completed from the settings where they are used."""
+"""The options of a single-instance task: checked where they are written, completed from the settings where they are
+used."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class SingleInstanceOptions(TypedDict, total=False):
     """
 
     scope: Literal["run", "queued", "queued+run", "job"]
-    """When the lock is held. "run": while the body runs; "queued": from publishing to the start; "queued+run": both, so that one
-    waits and one runs at most; "job": from publishing to the end, over retries."""
+    """When the lock is held. "run": while the body runs; "queued": from publishing to the start; "queued+run": both, so
+    that one waits and one runs at most; "job": from publishing to the end, over retries."""
     key: Key
     """Which executions exclude each other; None: those with the same arguments. A format string names parameters, as in
     ``"report:{customer_id}"``; a list names the parameters that count (``[]``: one lock for the task); a callable takes
@@ -39,24 +40,28 @@ class SingleInstanceOptions(TypedDict, total=False):
     enum that derives from str or int is its value, so write ``{status}`` and not ``{status.value}``; a tuple is a list;
     with ``pydantic=True`` a model is a model, as in ``{order.id}``."""
     tenant: Callable[[], str] | str | None
-    """The beginning of every key: a callable, or the dotted path of one, that returns the current tenant. None: all
-    tenants share the task."""
+    """The beginning of every key: a callable, or its dotted path, that returns the current tenant. None: all tenants
+    share the lock of the task."""
     expire: Seconds
     auto_renewal: bool
     max_hold: Seconds | None
     on_conflict: OnConflict
-    """What a duplicate does. A callable gets the task and the TaskAlreadyRunning: what it returns is the task's result."""
+    """What a duplicate does. A callable gets the task and the TaskAlreadyRunning; its return value is the task's
+    result."""
     wait: Seconds
     """Seconds that ``on_conflict="wait"`` waits before it raises."""
     skip_result: Any
     """What a task returns that ``on_conflict="skip"`` skipped."""
     on_duplicate: Literal["return", "raise"]
-    """What publishing a duplicate does where the scope begins with it: return the holder's result as a `DuplicateResult`, or raise
-    TaskAlreadyRunning. What has an id already (the members of canvases, retries) is published in any case."""
+    """What publishing a duplicate does where the scope begins with it: return the holder's result as a
+    `DuplicateResult`, or raise TaskAlreadyRunning. What has an id already (the members of canvases, retries) is
+    published in any case."""
     queue_life: Seconds
-    """Seconds that a message holds the lock at most while it waits in its queue; more by its countdown, less by its expiry."""
+    """Seconds that a message holds the lock at most while it waits in its queue; more by its countdown, less by its
+    expiry."""
     keep_for: Seconds
-    """Seconds that the lock stays after the body has returned or failed, so that the task starts no more often than that."""
+    """Seconds that the lock stays after the body has returned or failed, so that the task starts no more often than
+    that."""
     on_backend_error: Literal["raise", "run", "reschedule"]
     """What a task does that cannot start because Redis does not answer."""
     lock_direct_calls: bool
@@ -70,7 +75,7 @@ class SingleInstanceOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(conf.CelerySettings):
+class TaskOptions(conf.CelerySettings):
     """Every option, with the value in force now."""
 
     settings: conf.Settings = field(repr=False)  # a URL may hold a password
@@ -91,7 +96,7 @@ class Options(conf.CelerySettings):
 
     @cached_property
     def lock(self) -> ExecutionLock:
-        """What every lock of the task is made from."""
+        """The lock from which each lock of the task is copied."""
         settings = self.settings
         return ExecutionLock(
             server(settings),
@@ -108,7 +113,7 @@ NAMES = tuple(each.name for each in fields(conf.CelerySettings))
 
 
 class Declaration:
-    """What ``@single_instance`` leaves on a function."""
+    """The options that ``@single_instance`` attaches to a function."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self.options = check(options, function)
@@ -117,9 +122,9 @@ class Declaration:
         """Whether a task class has it."""
 
 
-def complete(given: Mapping[str, Any], settings: conf.Settings) -> Options:
+def complete(given: Mapping[str, Any], settings: conf.Settings) -> TaskOptions:
     """Return the options given, and the rest from the settings."""
-    return Options(settings=settings, **{**vars(settings.celery), **given})
+    return TaskOptions(settings=settings, **{**vars(settings.celery), **given})
 
 
 def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
@@ -133,13 +138,13 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}."
             raise TypeError(f"single_instance has no option {name!r}: {hint}")
         if name == "expire" and value is None:
-            continue  # as everywhere: the life that the settings give
+            continue  # None means the expiry of the settings, as everywhere
         checked[name] = conf.check_option(conf.CelerySettings, name, value)
     check_parameters(checked.get("key"), function)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
-            f"{getattr(function, '__qualname__', function)} is an async function: its lock would be released before its body "
-            "runs. Let a plain function run it, with asgiref's async_to_sync or asyncio.run()."
+            f"{getattr(function, '__qualname__', function)} is an async function: its lock would be released before "
+            "its body runs. Let a plain function run it, with asgiref's async_to_sync or asyncio.run()."
         )
     return checked
 

@@ -1,17 +1,19 @@
-"""Publishing while Redis answers: the lock is asked for, Celery makes the message, and the answer decides before it is sent.
+"""Publishing while Redis answers: the acquisition is sent, Celery makes the message, then the answer is read.
 
-That saves one round trip of two. When the lock is not acquired, an exception leaves Celery's functions, so this is done only where
-they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure.
+That saves one round trip of two. When the lock is not acquired, an exception leaves Celery's functions, so this is done
+only where they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
 from celery import Celery
 from celery.app import base as app_module, task as task_module
+from kombu.exceptions import LimitExceeded
 
 from .execution_lock import ExecutionLock
 
@@ -23,7 +25,8 @@ class NotPublished(BaseException):
 class WaitingProducer:
     """Celery's producer, which first waits for the lock.
 
-    Celery asks it for its connection when the message is made, before the result backend and the receivers of signals are notified.
+    Celery asks it for its connection when the message is made, before the result backend and the receivers of signals
+    are notified.
     """
 
     producer: Any = None
@@ -56,19 +59,18 @@ def is_celerys_own(app: Celery, apply_async: Any) -> bool:
     return True
 
 
-def publish_ahead(app: Celery, lock: ExecutionLock, publish: Callable[..., Any]) -> Any:
-    """Take the lock and publish; return the result, False when the lock is held, None when `take` shall try.
+def publish_ahead(app: Celery, lock: ExecutionLock, publish: Callable[..., Any]) -> tuple[Any, bool | None]:
+    """Take the lock and publish. Return the result, or None, and whether the lock was acquired, or None.
 
-    Whatever is raised, the lock may have been taken.
+    Whatever is raised, the lock may have been acquired.
     """
-    answer = lock.take_ahead()
+    answer, result = lock.take_ahead(), None
     if answer is None:
-        return None
+        return None, None
     waiting = WaitingProducer(answer)
     try:
-        with app.producer_or_acquire() as waiting.producer:
-            return publish(producer=waiting)
-    except NotPublished:
-        return waiting.acquired
+        with suppress(NotPublished, LimitExceeded), app.producer_pool.acquire(block=False) as waiting.producer:
+            result = publish(producer=waiting)
     finally:
         waiting.wait()
+    return result, waiting.acquired

@@ -1,4 +1,4 @@
-"""What a single-instance task is before it runs: its key, its locks, and how it is published."""
+"""A single-instance task before it runs: its key, its locks, and its publication."""
 
 from __future__ import annotations
 
@@ -33,15 +33,25 @@ from .duplicates import (
 from .execution import leave_queue, release_quietly
 from .execution_lock import ExecutionLock
 from .key import NO_MODELS, lock_name, make_key, with_tenant
-from .message import KEY_HEADER, REFUSED_HEADER, delivery_of, header, new_message, with_ours
-from .options import Options
+from .message import (
+    KEY_HEADER,
+    MARKER_EXPIRE,
+    REFUSED_HEADER,
+    delivery_of,
+    header,
+    marker_expire,
+    new_message,
+    with_ours,
+)
+from .options import TaskOptions
 from .publish_ahead import is_celerys_own, publish_ahead
 from .pydantic_models import Models, models_of
 
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
 HANDOVER_GRACE = 1.0
-"""Seconds given to a holder that is about to end: one that has published its own retry, or a lock that changes hands."""
+"""Seconds to wait for a holder that is about to end: one that has published its own retry, or one that is just
+releasing."""
 
 CANVAS_OPTIONS = frozenset({"root_id", "parent_id", "group_id", "chord", "chain", "retries"})
 """Members of canvases and retries have at least one of these options; a message with a given id has none."""
@@ -59,12 +69,15 @@ class PublishingMixin(_Task):
     """A task that has locks; `SingleInstanceMixin` runs it under them."""
 
     _given_options: Mapping[str, Any] = {}
-    _completed: Options | None = None
+    _completed: TaskOptions | None = None
+    _marker_expire = MARKER_EXPIRE
+    """Seconds after which the processed marker of a message expires."""
     _pydantic: Mapping[str, Any] | None = None
     """The last arguments of `models_of`, if Celery makes models of the arguments."""
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
-        """Return who runs the task with these arguments now, or waits to run it, or None.
+        """Return the holder of the lock of these arguments: a running execution or a waiting message; None when it is
+        free.
 
         Raises LockBackendError when Redis cannot answer.
         """
@@ -72,10 +85,10 @@ class PublishingMixin(_Task):
         return next((info for info in found if info is not None), None)
 
     def unlock(self, *args: Any, **kwargs: Any) -> bool:
-        """Take the lock of these arguments from whoever holds it, and tell whether it was held.
+        """Force-release the lock of these arguments, and tell whether it was held.
 
-        The former holder is not stopped: it is told of the loss within a third of the lock's life. A message that waits in its
-        queue is not withdrawn either. Raises LockBackendError when Redis cannot answer.
+        The former holder is not stopped; it learns of the loss within a third of the lock's expiry. A message that
+        waits in its queue is not withdrawn either. Raises LockBackendError when Redis cannot answer.
         """
         freed = [lock.reset() for lock in self._locks(args, kwargs)]
         return any(freed)
@@ -93,18 +106,19 @@ class PublishingMixin(_Task):
         shadow: str | None = None,
         **options: Any,
     ) -> AsyncResult[Any]:
-        """Publish the task with its key in a header, and where the scope begins here, with its lock; see Celery for the arguments.
+        """Publish the task with its key in a header, and where the scope begins here, with its lock; see Celery for the
+        arguments.
 
         Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says.
         """
-        # By name, and only what is given: a class between may have fewer arguments.
+        # By name, and only given arguments, because a class between may accept fewer.
         for name, value in ("link", link), ("link_error", link_error), ("shadow", shadow):
             if value is not None:
                 options[name] = value
         try:
             bound = self._signature.bind(*(args or ()), **(kwargs or {}))
         except TypeError:
-            # Celery's own check tells, or without that the worker does
+            # Celery's own check raises the error or, without it, the worker does
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         ours = self._options
         key = self._key(bound, ours)
@@ -112,21 +126,18 @@ class PublishingMixin(_Task):
         publish = super().apply_async
         if ours.scope == "run" or self.app.conf.task_always_eager:
             return publish(args, kwargs, task_id=task_id, producer=producer, **options)
-        # A canvas, or who wants the result of a retry, waits for an id that is known.
+        # A message with a given id is always published, because a canvas, or the caller of a retry, waits for that id.
         known, task_id = task_id is not None, task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, describe_arguments(bound))
         try:
-            result = None
-            if (
-                not known
-                and producer is None
-                and _OWN_PRODUCER.isdisjoint(options)
-                and is_celerys_own(self.app, publish)
-            ):
-                result = publish_ahead(self.app, lock, partial(publish, args, kwargs, task_id=task_id, **options))
-                if isinstance(result, AsyncResult):
-                    return result
-            duplicate = self._claim(lock, ours, known, options, refused=result is False)
+            acquired = None
+            no_producer = producer is None and _OWN_PRODUCER.isdisjoint(options)
+            if no_producer and not known and is_celerys_own(self.app, publish):
+                send = partial(publish, args, kwargs, task_id=task_id, **options)
+                result, acquired = publish_ahead(self.app, lock, send)
+                if result is not None:
+                    return result  # type: ignore[no-any-return]
+            duplicate = None if acquired else self._claim(lock, ours, known, options, refused=acquired is False)
             if duplicate is None:
                 return publish(args, kwargs, task_id=task_id, producer=producer, **options)
         except BaseException:
@@ -136,7 +147,7 @@ class PublishingMixin(_Task):
         return duplicate
 
     def _claim(
-        self, lock: ExecutionLock, options: Options, known: bool, message: dict[str, Any], refused: bool
+        self, lock: ExecutionLock, options: TaskOptions, known: bool, message: dict[str, Any], refused: bool
     ) -> DuplicateResult | None:
         """Take the lock for a message, or return the result of its holder; None when the message is to be published.
 
@@ -171,7 +182,7 @@ class PublishingMixin(_Task):
             holder = None if lock.take() else lock.owner()
         return holder
 
-    def _duplicate(self, lock: ExecutionLock, holder: LockInfo, options: Options) -> DuplicateResult:
+    def _duplicate(self, lock: ExecutionLock, holder: LockInfo, options: TaskOptions) -> DuplicateResult:
         """Return the result of the message that holds the lock."""
         error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
         events.emit(
@@ -198,7 +209,7 @@ class PublishingMixin(_Task):
         return result
 
     def _has_ended(self, holder: LockInfo) -> bool:
-        """Tell whether the lock is that of a message whose task has ended: it was revoked, perhaps, and not met since."""
+        """Tell whether the holder is a message whose task has ended, because it was revoked, for example."""
         task_id = self._task_id_of(holder)
         return holder.id == waiting_id(task_id) and has_ended(self.backend, task_id, holder.acquired_at)
 
@@ -206,7 +217,7 @@ class PublishingMixin(_Task):
         return holder.label.removeprefix(f"{self.name}[").removesuffix("]")
 
     def _waiting_lock(
-        self, key: str, task_id: str, ours: Options, options: Mapping[str, Any], arguments: str = ""
+        self, key: str, task_id: str, ours: TaskOptions, options: Mapping[str, Any], arguments: str = ""
     ) -> ExecutionLock:
         """Return the lock that a message of this id holds while it waits."""
         expires = options.get("expires", self.expires)
@@ -220,23 +231,24 @@ class PublishingMixin(_Task):
         )
 
     def _withdraw(self, task_id: str, key: object) -> None:
-        """Free the locks of the message of this id, because it will not start."""
+        """Release the lock of a message that will not start."""
         options = self._options
         if options.scope != "run" and isinstance(key, str):  # without a key, nobody took a lock for it
             leave_queue(self._waiting_lock(key, task_id, options, {}))
 
     def _details(self, arguments: str, ignored: bool | None) -> dict[str, Any]:
-        """Return what more is told of a holder; `ignored`: what the message says of its result."""
+        """Return further fields of the record; `ignored`: the message's own `ignore_result`."""
         nobody = self.ignore_result if ignored is None else ignored
         return {"arguments": arguments} | ({"result_ignored": True} if nobody else {})
 
     # The locks
 
     @property
-    def _options(self) -> Options:
+    def _options(self) -> TaskOptions:
         settings, options = conf.get(), self._completed
         if options is None or options.settings is not settings:
             self._completed = options = options_of.complete(self._given_options, settings)
+            self._marker_expire = marker_expire(self.app, options.queue_life)
         return options
 
     @cached_property
@@ -251,11 +263,11 @@ class PublishingMixin(_Task):
         key = header(request, KEY_HEADER)
         return key if isinstance(key, str) else self._key(self._signature.bind(*args, **kwargs), self._options)
 
-    def _key(self, bound: inspect.BoundArguments, options: Options) -> str:
+    def _key(self, bound: inspect.BoundArguments, options: TaskOptions) -> str:
         return with_tenant(options.get_tenant, make_key(options.key, bound, self._models))
 
     def _locks(self, args: Any, kwargs: Any) -> Iterator[ExecutionLock]:
-        """Return every lock of these arguments that the scope knows; the one of what runs first."""
+        """Yield each lock of these arguments in this scope, the lock of the execution first."""
         options, key = self._options, self._key_of(args, kwargs)
         if options.scope != "queued":
             yield options.lock.with_name(lock_name(self.name, key))
@@ -263,12 +275,12 @@ class PublishingMixin(_Task):
             yield options.lock.with_name(lock_name(self.name, key, "celery-queue"))
 
     def _running_lock(
-        self, name: str, options: Options, request: Context | None, args: Any, kwargs: Any
+        self, name: str, options: TaskOptions, request: Context | None, args: Any, kwargs: Any
     ) -> ExecutionLock:
         if request is None:
             return options.lock.with_name(name, label=f"{self.name}[{DIRECT}]")
         arguments = ""
-        with suppress(TypeError):  # wrong arguments; the body tells
+        with suppress(TypeError):  # wrong arguments: the call of the body raises the error
             arguments = describe_arguments(self._signature.bind(*args, **kwargs))
         details = {**self._details(arguments, request.ignore_result), "worker": request.hostname or ""}
         delivery = delivery_of(request)

@@ -1,4 +1,5 @@
-"""What is done about a lock when Celery tells of its message: that it was revoked, has died, or has ended."""
+"""Receivers of Celery's signals: they release or mark the lock of a message that was revoked, was lost, or has
+ended."""
 
 from __future__ import annotations
 
@@ -14,23 +15,26 @@ from ..task_names import waiting_id
 from . import options as options_of
 from .execution import leave_queue
 from .key import lock_name
-from .message import KEY_HEADER, SCOPE_HEADER, header, marker_expire
+from .message import KEY_HEADER, SCOPE_HEADER, header
 from .publishing import PublishingMixin
 from .running import SingleInstanceMixin, is_requeued
 
 
 @signals.task_revoked.connect
 def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool = False, **kwargs: Any) -> None:
-    """Free the lock of a message that was revoked, or expired, before its start; one that is terminated comes no more."""
+    """Release the lock of a message that was revoked or expired before its start; a terminated message is not delivered
+    again."""
     if not isinstance(sender, PublishingMixin) or request is None:
         return
     if terminated and sender._options.scope == "job" and sender.acks_late:
         try:
             name = lock_name(sender.name, sender._key_of(request.args, request.kwargs, request))
             lock = sender._running_lock(name, sender._options, request, (), {})
-            lock.mark_processed(marker_expire(sender.app, sender._options.queue_life))
+            lock.mark_processed(sender._marker_expire)
         except (LockBackendError, TypeError) as error:
-            events.log.warning("The lock of %s may stay after its end: %s", request.id, error)
+            events.log.warning(
+                "Could not record that %s was terminated, so its lock may stay until it expires: %s", request.id, error
+            )
     sender._withdraw(request.id, header(request, KEY_HEADER))
 
 
@@ -38,15 +42,17 @@ def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool =
 def _on_worker_lost(
     sender: Any = None, task_id: str = "", exception: Any = None, args: Any = (), kwargs: Any = None, **more: Any
 ) -> None:
-    """Free the lock of a message whose process was killed before its body began; the worker's main process tells of that."""
+    """Release the lock of a message whose process was killed before its body began. The worker's main process sends
+    this signal."""
     if isinstance(exception, WorkerLostError) and isinstance(sender, PublishingMixin):
-        # Celery 5.6 tells of no request, so of no key that the producer had computed.
+        # Celery 5.6 passes no request here, so the key of the producer is unknown.
         sender._withdraw(task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top))
 
 
 @signals.task_postrun.connect
 def _on_undecorated_task_end(sender: Any = None, state: str | None = None, **kwargs: Any) -> None:
-    """Free the lock of a message whose task is not single-instance in this worker: it runs older code than the producer."""
+    """Release the lock of a message whose task is not single-instance here, because this worker runs older code than
+    the producer."""
     if isinstance(sender, PublishingMixin) or sender is None or state == states.RETRY:
         return
     request = sender.request_stack.top
@@ -59,7 +65,7 @@ def _on_undecorated_task_end(sender: Any = None, state: str | None = None, **kwa
 
 @signals.task_postrun.connect
 def _on_task_end(sender: Any = None, state: str | None = None, retval: Any = None, **kwargs: Any) -> None:
-    """Note that the result of a message that may come again is stored and that its callbacks are sent."""
+    """Mark the message as processed, because its result is stored and its callbacks are sent."""
     if not isinstance(sender, SingleInstanceMixin) or state is None or is_requeued(retval):
         return
     request = sender.request_stack.top
@@ -67,6 +73,10 @@ def _on_task_end(sender: Any = None, state: str | None = None, retval: Any = Non
     if request is None or lock is None:
         return
     try:
-        lock.mark_processed(marker_expire(sender.app, sender._options.queue_life))
+        lock.mark_processed(sender._marker_expire)
     except LockBackendError as error:
-        events.log.warning("Nobody will know that %s was processed: %s", lock.label, error)
+        events.log.warning(
+            "Could not record that %s completed (%s): if its message is delivered again, it runs again.",
+            lock.label,
+            error,
+        )

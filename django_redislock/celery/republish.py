@@ -1,4 +1,4 @@
-"""A message that is published again: because of a conflict, or to look later whether a copy of it has come to its end."""
+"""A message that is published again: because of a conflict, or because a copy of it runs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .message import (
     marker_expire,
     published_again,
 )
-from .options import Options
+from .options import TaskOptions
 from .publishing import PublishingMixin
 
 MARGIN = 0.1
-"""Seconds after the life of a lock, or of a mark, when its end is looked for."""
+"""Seconds between the expiry of a lock or a processed marker and the next try."""
 
 GROWTH = 0.1
 """The delay of a rescheduled task is at least this part of the time waited so far."""
@@ -40,7 +40,7 @@ HIDES_IGNORED_RETRIES = hasattr(trace, "get_actual_ignore_result")
 
 
 class HandledElsewhere(Ignore):
-    """The message is in other hands: a copy of it is, or it was published again. This one ends and stores nothing."""
+    """A copy of the message is processed elsewhere, or it was published again. This copy ends and stores nothing."""
 
 
 class RepublishingMixin(PublishingMixin):
@@ -50,7 +50,7 @@ class RepublishingMixin(PublishingMixin):
         self,
         lock: ExecutionLock,
         error: LockError,
-        options: Options,
+        options: TaskOptions,
         request: Context | None,
         limit: float | None,
         queued: ExecutionLock | None,
@@ -59,9 +59,9 @@ class RepublishingMixin(PublishingMixin):
     ) -> NoReturn:
         """Publish the same message again for later, or raise the error where that cannot be done.
 
-        As `Task.retry` does, but without spending one of the task's retries. And the state is stored before the message is
-        out: for a Retry, Celery stores it afterwards, and so over the result of a successor that was faster. `silent`: another
-        run of the same id goes on, whose state stands.
+        As `Task.retry` does, but without spending one of the task's retries. And the state is stored before the message
+        is out: for a Retry, Celery stores it afterwards, and so over the result of a successor that was faster.
+        `silent`: another run of the same id goes on, whose state stands.
         """
         before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
         since = header(request, FIRST_CONFLICT_HEADER) or now
@@ -70,7 +70,8 @@ class RepublishingMixin(PublishingMixin):
             raise error
         if not isinstance(error, LockBackendError):
             self._claim_message(lock, request, options, final=False)
-        delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY)) * random.uniform(0.5, 1.5)  # noqa: S311
+        delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY))
+        delay *= random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:
             delay = min(delay, limit - waited)
         if queued is not None:  # it waits again, and is still the one that waits
@@ -101,16 +102,16 @@ class RepublishingMixin(PublishingMixin):
         request.update(ignore_result=True)
         raise Retry(f"published again, to start in {delay:.1f} s: {error}", error)
 
-    def _end_if_copy(self, lock: ExecutionLock, request: Context | None, options: Options) -> None:
-        """End here, without a trace, when the lock was refused because of a copy of the message.
+    def _end_if_copy(self, lock: ExecutionLock, request: Context | None, options: TaskOptions) -> None:
+        """End here and store nothing when the lock was refused because of a copy of the message.
 
-        A copy runs perhaps, or has died: that shows when the life of its lock has ended. So the message is published once
-        more, for then. If the copy is alive, and the message was acknowledged at its start, that is all. One that is
-        acknowledged late stays with the broker until it has been processed; a broker that gave it away may have forgotten it
-        with the acknowledgement of this copy. So one message looks again, as long as the copy runs.
+        The copy runs, or has died; which one is known when its lock has expired. So the message is published once more,
+        for that time. If the copy is alive, and the message was acknowledged at its start, that is all. One that is
+        acknowledged late stays with the broker until it has been processed; a broker that gave it away may have
+        forgotten it with the acknowledgement of this copy. So one message looks again, as long as the copy runs.
         """
         if lock.processed:
-            events.log.info("%s has been processed; this copy of its message is dropped.", lock.label)
+            events.log.info("%s was processed before; this copy of its message is dropped.", lock.label)
             raise HandledElsewhere("processed")
         if lock.retry_in is None or request is None:
             return
@@ -119,24 +120,29 @@ class RepublishingMixin(PublishingMixin):
             holder = lock.owner()
         fence = holder.fence if holder is not None and lock.is_copy(holder) else None
         if fence is not None and fence == header(request, COPY_FENCE_HEADER) and not self.acks_late:
-            events.log.info("%s runs; this copy of its message is dropped.", lock.label)
+            events.log.info("%s is running; this copy of its message is dropped.", lock.label)
             raise HandledElsewhere("a copy runs")
         try:
             self._publish_again(lock, request, options, delay + MARGIN, {COPY_FENCE_HEADER: fence}, alone=False)
         except Exception as failure:
             raise Reject(failure, requeue=True) from failure
-        events.log.info("%s runs or has died; this copy of its message looks again in %.1f s.", lock.label, delay)
+        events.log.info(
+            "%s is running, or its worker has died; this copy of its message starts again in %.1f s.", lock.label, delay
+        )
         raise HandledElsewhere("a copy runs, or has died")
 
-    def _claim_message(self, lock: ExecutionLock, request: Context | None, options: Options, *, final: bool) -> None:
-        """Make sure that no copy of a message runs that is refused (`final`) or published again now, nor will do meanwhile."""
+    def _claim_message(
+        self, lock: ExecutionLock, request: Context | None, options: TaskOptions, *, final: bool
+    ) -> None:
+        """Mark a message that is refused (`final`) or published again now, unless a copy of it runs or was
+        processed."""
         done = final and not self.acks_late
         try:
             lock.claim(
                 marker_expire(self.app, options.queue_life) if done else options.expire, "done" if done else "ending"
             )
         except LockBackendError as error:
-            events.log.warning("Copies of the message of %s may run: %s", lock.label, error)
+            events.log.warning("Could not mark the message of %s, so its copies may run: %s", lock.label, error)
             return
         self._end_if_copy(lock, request, options)
         if final and not done and request is not None:
@@ -146,15 +152,15 @@ class RepublishingMixin(PublishingMixin):
         self,
         lock: ExecutionLock,
         request: Context,
-        options: Options,
+        options: TaskOptions,
         delay: float,
         headers: dict[str, Any],
         *,
         alone: bool = True,
     ) -> None:
-        """Publish the same message for later, and mark what there is of it as outdated."""
+        """Publish the same message for later, and mark its copies as outdated."""
         delivery = lock.delivery or delivery_of(request)
-        more = {} if alone else {"expires": None}  # what has started in time has not expired
+        more = {} if alone else {"expires": None}  # a message that started in time has not expired
         message = self.signature_from_request(
             request,
             countdown=delay,
@@ -162,10 +168,12 @@ class RepublishingMixin(PublishingMixin):
             headers=published_again(request, delivery, **headers),
             **more,
         )
-        # The key stays what its producer said.
+        # Published by Celery's own method, so that the message keeps its key.
         super(PublishingMixin, self).apply_async(message.args, message.kwargs, **message.options)
         try:
             if delivery.known:
                 lock.mark_processed(marker_expire(self.app, options.queue_life), delivery.version + 1, alone=alone)
         except LockBackendError as error:
-            events.log.warning("Copies of the message of %s may be published again: %s", lock.label, error)
+            events.log.warning(
+                "Could not mark the message of %s, so its copies may be published again: %s", lock.label, error
+            )

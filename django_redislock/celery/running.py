@@ -1,9 +1,9 @@
 """The task class that holds a lock while its body runs.
 
-Why in ``Task.__call__``: Celery's tracer calls it, if a class defines it, between the hooks before and after the body, and
-outside the wrapper that ``autoretry_for`` puts around the body. So a ``finally`` in it runs for every end that leaves the
-process alive (Retry, Ignore, Reject, soft limit and SystemExit too), before callbacks are sent and the result is stored, and
-a conflict is not retried as if it were the body's failure.
+Why in ``Task.__call__``: Celery's tracer calls it, if a class defines it, between the hooks before and after the body,
+and outside the wrapper that ``autoretry_for`` puts around the body. So a ``finally`` in it runs for every end that
+leaves the process alive (Retry, Ignore, Reject, soft limit and SystemExit too), before callbacks are sent and the
+result is stored, and a conflict is not retried as if it were the body's failure.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .duplicates import waiting_expire
 from .execution import Execution, executions, leave_queue, release_quietly
 from .execution_lock import AfterRelease, ExecutionLock
 from .key import lock_name
-from .message import KEY_HEADER, REFUSED_HEADER, header, marker_expire
-from .options import Declaration, Options
+from .message import KEY_HEADER, REFUSED_HEADER, header
+from .options import Declaration, TaskOptions
 from .publishing import HANDOVER_GRACE
 from .republish import HandledElsewhere, RepublishingMixin
 
 _warned_foreign: set[str] = set()
-"""Tasks of which a message without our headers has come, and that was told."""
+"""Tasks for which the warning about a message without our headers was logged."""
 
 if TYPE_CHECKING:
     _DjangoTask = DjangoTask[Any, Any]
@@ -42,16 +42,16 @@ else:
 class SingleInstanceMixin(RepublishingMixin):
     """Makes a task class run one instance at a time: ``class MyTask(SingleInstanceMixin, ProjectTask)``.
 
-    The options are a dict in the class attribute, or the task option, ``single_instance``; subclasses inherit them one by one.
-    Raises TypeError and ValueError for bad options when the class is made.
+    The options are a dict in the class attribute, or the task option, ``single_instance``; subclasses inherit them one
+    by one. Raises TypeError and ValueError for bad options when the class is made.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if Task in cls.__mro__ and cls.__mro__.index(Task) < cls.__mro__.index(SingleInstanceMixin):
             raise TypeError(
-                f"{cls.__qualname__} has no lock, because its class that derives from Task stands in front of the mixin: write "
-                f"class {cls.__name__}(SingleInstanceMixin, ...)"
+                f"{cls.__qualname__} has no lock, because its class derived from Task stands in front of the mixin: "
+                f"write class {cls.__name__}(SingleInstanceMixin, ...)"
             )
         run = getattr(cls, "run", None)
         if "single_instance" in cls.__dict__:
@@ -61,7 +61,7 @@ class SingleInstanceMixin(RepublishingMixin):
                 given.effective = True
                 given = given.options
             cls._given_options = {**cls._given_options, **options_of.check(given, run)}
-        if "run" in cls.__dict__:  # which the options of a base were not written for
+        if "run" in cls.__dict__:  # the key of a base class may not fit this function
             options_of.check({"key": cls._given_options.get("key")}, run)
         throws = getattr(cls, "throws", ())
         if not isinstance(throws, tuple):
@@ -150,7 +150,7 @@ class SingleInstanceMixin(RepublishingMixin):
             leave_queue(queued)
 
     def _warn_foreign(self, request: Context | None) -> None:
-        """Tell, once, that a message has none of our headers: it held no lock while it waited."""
+        """Warn once that a message has none of our headers, so it held no lock while it waited."""
         if (
             request is None
             or request.is_eager
@@ -160,8 +160,8 @@ class SingleInstanceMixin(RepublishingMixin):
             return
         _warned_foreign.add(self.name)
         events.log.warning(
-            "%s[%s] has been published without its lock: by a program that does not have the task's code, or something has taken "
-            "the headers of its message away. The scope %r begins at the start of such messages.",
+            "%s[%s] was published without its lock: the publishing program does not have the task's code, or something "
+            "removed the headers of its message. For such messages the scope %r begins at their start.",
             self.name,
             request.id,
             self._options.scope,
@@ -173,9 +173,9 @@ class SingleInstanceMixin(RepublishingMixin):
             self.backend.store_result(request.id or "", where, states.STARTED, request=request)
 
     def _set_ending(
-        self, lock: ExecutionLock, options: Options, request: Context | None, error: BaseException | None = None
+        self, lock: ExecutionLock, options: TaskOptions, request: Context | None, error: BaseException | None = None
     ) -> None:
-        """Have the lock end by how the body ended: with this error, or without."""
+        """Decide what remains of the lock after the body, which ended with this error or without one."""
         late, delivery = self.acks_late, lock.delivery
         if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
             # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
@@ -184,7 +184,7 @@ class SingleInstanceMixin(RepublishingMixin):
             return
         processed_for = 0.0
         if delivery is not None and delivery.message:
-            processed_for = options.expire if late else marker_expire(self.app, options.queue_life)
+            processed_for = options.expire if late else self._marker_expire
         keep_id, keep = "", 0.0
         if isinstance(error, Retry):
             if options.scope == "job" and delivery is not None and self._has_key(error, lock):
@@ -202,33 +202,31 @@ class SingleInstanceMixin(RepublishingMixin):
             return True
         try:
             key = self._key_of(message.args, message.kwargs)
-        except TypeError:  # it has no key; its worker tells of wrong arguments
+        except TypeError:  # it has no key; its worker raises the error
             return False
         return lock_name(self.name, key) == lock.name
 
     def _traced_request(self) -> Context | None:
-        """Return the request of the execution that begins with this call, or None when a task is called like a function."""
+        """Return the request of the execution that begins with this call; None for a plain call of the task."""
         request = self.request_stack.top
         if request is None or request.called_directly or any(outer.task_id == request.id for outer in executions()):
             return None
         return request
 
     def _acquire(
-        self, lock: ExecutionLock, options: Options, queued: ExecutionLock | None
+        self, lock: ExecutionLock, options: TaskOptions, queued: ExecutionLock | None
     ) -> tuple[bool, LockInfo | None]:
-        """Return whether the lock was acquired, and else who holds it, as far as that can be known."""
+        """Return whether the lock was acquired, and its holder if it was not; None when there is none any more."""
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:
             with queued.keep_alive(options.expire):  # a hard time limit may end the wait, and its message for ever
                 acquired = lock.acquire(timeout=wait)
-        if acquired:
-            return True, None
-        if lock.refused:
-            return False, None
+        if acquired or lock.refused:
+            return acquired, None
         with suppress(LockBackendError):  # that the lock is held is known, so this is no reason to run without it
             holder = lock.owner()
-            # It may have ended between the two questions. A run that retries has published its successor before it ends.
+            # It may have ended between the two calls. A run that retries publishes its successor before it ends.
             if holder is None or holder.label == lock.label:
                 if lock.acquire(timeout=HANDOVER_GRACE):
                     return True, None
@@ -240,11 +238,11 @@ class SingleInstanceMixin(RepublishingMixin):
         self,
         lock: ExecutionLock,
         holder: LockInfo | None,
-        options: Options,
+        options: TaskOptions,
         request: Context | None,
         queued: ExecutionLock | None,
     ) -> Any:
-        """Do what the options say about a duplicate: return the task's result, or raise."""
+        """Treat a duplicate as the options say: return the task's result, or raise."""
         error = TaskAlreadyRunning(
             lock.name,
             "an execution that starts or ends at this moment" if holder is None else holder.holder,
@@ -252,11 +250,11 @@ class SingleInstanceMixin(RepublishingMixin):
         )
         policy, limit = options.on_conflict, options.reschedule_limit
         same = request is not None and holder is not None and holder.label == lock.label
-        if same:  # the same id: a retry whose former run goes on, or a message that nothing tells from its copies
+        if same:  # the same id: a retry whose former run goes on, or a copy that cannot be identified as one
             policy, limit = "reschedule", None
         events.emit(
             "conflict",
-            "%s finds the lock held for %.1f s by %s (on_conflict: %s).",
+            "%s did not get its lock, which has been held for %.1f s by %s (on_conflict: %s).",
             lock.label,
             0.0 if holder is None else holder.age,
             error.holder,
@@ -266,7 +264,7 @@ class SingleInstanceMixin(RepublishingMixin):
             task=self.name,
             task_id=None if request is None else request.id,
             on_conflict=policy,
-            level=logging.DEBUG if policy == "skip" else None,  # told once, by the skip itself
+            level=logging.DEBUG if policy == "skip" else None,  # the skip itself is logged
         )
         if policy == "reschedule":
             self._reschedule(lock, error, options, request, limit, queued, silent=same)
@@ -279,7 +277,7 @@ class SingleInstanceMixin(RepublishingMixin):
             return self._skip(lock, options, request, f"the lock has been held for {age:.1f} s by {error.holder}")
         raise error
 
-    def _skip(self, lock: ExecutionLock, options: Options, request: Context | None, why: str) -> Any:
+    def _skip(self, lock: ExecutionLock, options: TaskOptions, request: Context | None, why: str) -> Any:
         events.emit(
             "skipped",
             "%s is skipped, because %s.",
@@ -297,4 +295,5 @@ def is_requeued(error: object) -> bool:
 
 
 class SingleInstanceTask(SingleInstanceMixin, _DjangoTask):
-    """A task that runs one instance at a time: ``@shared_task(base=SingleInstanceTask, single_instance={"expire": 60})``."""
+    """A task that runs one instance at a time: ``@shared_task(base=SingleInstanceTask, single_instance={"expire":
+    60})``."""

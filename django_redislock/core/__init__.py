@@ -1,4 +1,4 @@
-"""The lock itself: knows redis-py and the standard library, nothing of Django or Celery."""
+"""The lock itself: it imports redis-py and the standard library only."""
 
 from __future__ import annotations
 

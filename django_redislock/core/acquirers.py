@@ -1,7 +1,7 @@
-"""Who acquired: through one lock object, and in the whole process.
+"""Acquisitions by the thread or task that acquired: those through one lock object, and those of the whole process.
 
-A lock object tells its caller of the caller's own acquisition. A stale holder must not be told of its successor's, whose fence
-would let its late write pass.
+A lock object shows its caller the caller's own acquisition. A stale holder must not see its successor's acquisition,
+because with that fence its late write would pass.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from .lease import Lease
 
 
 class Acquisition(Protocol):
+    """The state of an acquisition that a lock object needs: a `Lease`, or a `QuorumLease`."""
+
     @property
     def inherited_by_fork(self) -> bool: ...
     @property
@@ -28,90 +30,96 @@ class Acquisition(Protocol):
 
 A = TypeVar("A", bound=Acquisition)
 
-ROOM = 16
-"""So many entries are kept at least before those of what is gone are looked for."""
+MIN_ENTRIES = 16
+"""A table with fewer entries is not searched for entries of acquirers that are gone."""
 
 
 class Acquirers(dict[Any, A]):
-    """The acquisitions through one lock object, by the thread or task that acquired, and how those ended that are over."""
+    """The acquisitions through one lock object, by acquirer, and how the ended ones ended."""
 
     _ended: dict[weakref.ref[Any], LossRecord | None] | None = None
-    _room = ROOM
+    _limit = MIN_ENTRIES
 
-    def end(self, owner: Any, loss: LossRecord | None) -> None:
-        """Forget the owner's acquisition, but not that there was one, nor its loss."""
-        self.pop(owner, None)
+    def end(self, acquirer: Any, loss: LossRecord | None) -> None:
+        """Forget the acquirer's acquisition, but not that there was one, nor its loss."""
+        self.pop(acquirer, None)
         if self._ended is None:
             self._ended = {}
         ended = self._ended
-        ended[weakref.ref(owner)] = loss
-        if len(ended) > self._room:
+        ended[weakref.ref(acquirer)] = loss
+        if len(ended) > self._limit:
             for gone in [ref for ref in list(ended) if ref() is None]:
                 ended.pop(gone, None)
-            self._room = 2 * len(ended) + ROOM
+            self._limit = 2 * len(ended) + MIN_ENTRIES
 
-    def ended(self, me: Any) -> bool:
-        """Whether an acquisition of the caller is over, and no other one of it is there."""
-        return me is not None and me not in self and self._ended is not None and weakref.ref(me) in self._ended
+    def ended(self, acquirer: Any) -> bool:
+        """Return whether an acquisition of the acquirer has ended, and it has no other one."""
+        return (
+            acquirer is not None
+            and acquirer not in self
+            and self._ended is not None
+            and weakref.ref(acquirer) in self._ended
+        )
 
-    def past_loss(self, me: Any) -> LossRecord | None:
-        """Return how the caller's acquisition was lost that is over."""
-        return None if self._ended is None or me is None else self._ended.get(weakref.ref(me))
+    def past_loss(self, acquirer: Any) -> LossRecord | None:
+        """Return the loss by which the acquirer's last acquisition ended."""
+        return None if self._ended is None or acquirer is None else self._ended.get(weakref.ref(acquirer))
 
-    def told(self) -> A | None:
-        """Return the lost acquisition that the caller is being told of."""
-        told = _told.get()
-        return told[1] if told and told[0] is self else None
+    def reported(self) -> A | None:
+        """Return the lost acquisition whose loss is being reported to the caller."""
+        reported = _reported.get()
+        return reported[1] if reported and reported[0] is self else None
 
-    def seen(self, me: Any) -> A | None:
-        """Return the acquisition that the caller may look at: its own.
+    def visible_to(self, acquirer: Any) -> A | None:
+        """Return the acquisition that the acquirer may see: its own.
 
-        Who never acquired may work for the one that did, if there is only one.
+        A thread or task that never acquired may work for the acquirer, if there is only one.
         """
-        mine = self.get(me)
-        if mine is not None or self.ended(me):
-            return mine
+        own = self.get(acquirer)
+        if own is not None or self.ended(acquirer):
+            return own
         others = list(self.values())
-        here = [each for each in others if not each.inherited_by_fork] or others
-        return here[0] if len(here) == 1 else None
+        others = [lease for lease in others if not lease.inherited_by_fork] or others
+        return others[0] if len(others) == 1 else None
 
     @contextmanager
-    def telling_of(self, acquisition: A) -> Iterator[None]:
-        """Show this acquisition to whoever is called meanwhile in this thread."""
-        told = [self, acquisition]
-        token = _told.set(told)
+    def reporting(self, acquisition: A) -> Iterator[None]:
+        """Show this acquisition to the functions that this thread calls meanwhile."""
+        reported = [self, acquisition]
+        token = _reported.set(reported)
         try:
             yield
         finally:
-            _told.reset(token)
-            told.clear()  # a task that was made meanwhile has it in its context
+            _reported.reset(token)
+            reported.clear()  # a task that was created meanwhile keeps it in its context
 
 
-_told: ContextVar[list[Any] | None] = ContextVar("told", default=None)
+_reported: ContextVar[list[Any] | None] = ContextVar("reported", default=None)
 
 
 class Holders:
-    """What each thread and task of this process holds: who may enter again, and who would wait for itself."""
+    """The acquisitions of all threads and tasks of this process, for re-entrance and against waits for oneself."""
 
     def __init__(self) -> None:
-        # By numbers and weak references, because a lock object that is dropped must not be renewed by this.
+        # By numbers and weak references, because this table must not keep the lease of a dropped lock object alive and
+        # renewed.
         self._leases: dict[tuple[object, bytes, int], tuple[weakref.ref[Lease], ...]] = {}
-        self._room = ROOM
+        self._limit = MIN_ENTRIES
 
     def add(self, lease: Lease) -> None:
-        """Note that the lease's owner holds it."""
+        """Note that the lease's acquirer holds it."""
         leases, key = self._leases, _key(lease.server, lease.keys, lease.acquirer)
         before = leases.get(key)
-        mine = (weakref.ref(lease),)
-        leases[key] = mine if before is None else (*_living(before), *mine)  # lost, perhaps, and not left yet
-        if len(leases) > self._room:
+        added = (weakref.ref(lease),)
+        leases[key] = added if before is None else (*_living(before), *added)  # perhaps lost, and not released yet
+        if len(leases) > self._limit:
             for other, refs in list(leases.items()):
                 if not _living(refs) and leases.get(other) is refs:
                     leases.pop(other, None)
-            self._room = 2 * len(leases) + ROOM
+            self._limit = 2 * len(leases) + MIN_ENTRIES
 
     def remove(self, lease: Lease) -> None:
-        """Note that the lease's owner does not hold it any more."""
+        """Note that the lease's acquirer no longer holds it."""
         key = _key(lease.server, lease.keys, lease.acquirer)
         refs = self._leases.pop(key, ())
         if refs and (len(refs) > 1 or refs[0]() is not lease):
@@ -119,20 +127,20 @@ class Holders:
             if left:
                 self._leases[key] = left
 
-    def leases_of(self, server: Server, keys: LockKeys, owner: Any) -> list[Lease]:
-        """Return what the thread or task holds of this lock, through whichever object and client; the last one first."""
-        refs = self._leases.get(_key(server, keys, owner))
+    def leases_of(self, server: Server, keys: LockKeys, acquirer: Any) -> list[Lease]:
+        """Return the acquirer's acquisitions of this lock, through any object and client; the last one first."""
+        refs = self._leases.get(_key(server, keys, acquirer))
         if refs is None:
             return []
-        return [lease for ref in reversed(refs) if (lease := ref()) is not None and lease.acquirer is owner]
+        return [lease for ref in reversed(refs) if (lease := ref()) is not None and lease.acquirer is acquirer]
 
     def clear(self) -> None:
-        """Forget all: a forked child holds nothing of its parent's."""
+        """Forget all acquisitions: a forked child holds none of its parent's."""
         self._leases = {}
 
 
-def _key(server: Server, keys: LockKeys, owner: Any) -> tuple[object, bytes, int]:
-    return server.place, keys.lock, id(owner)
+def _key(server: Server, keys: LockKeys, acquirer: Any) -> tuple[object, bytes, int]:
+    return server.place, keys.lock, id(acquirer)
 
 
 def _living(refs: tuple[weakref.ref[Lease], ...]) -> tuple[weakref.ref[Lease], ...]:

@@ -1,7 +1,8 @@
-"""Which locks were waited for, how long, and what they saved: counted in bounded space, and read here.
+"""The waits for locks, and the work that locks saved, in the last hour: counted in bounded space by scripts, and read
+here.
 
-The script that ends a wait counts it, and that which stores a value counts who waited for it; a duplicate of a task takes a
-call of its own.
+The script that ends a wait counts the wait, and the script that stores a computed value counts its waiters. A
+prevented duplicate of a task is counted by a call of its own.
 """
 
 from __future__ import annotations
@@ -26,37 +27,37 @@ MINUTES = 60
 
 @dataclass
 class Waits:
-    """The waits for one lock, or those that ended in one minute."""
+    """The waits for one lock, or the waits that ended in one minute."""
 
     seconds: float = 0.0
-    """How long was waited, by all together."""
+    """The length of all waits together."""
     waits: int = 0
     gave_up: int = 0
-    """How many of them ended without the lock."""
+    """The number of waits that ended without the lock."""
     duplicates: int = 0
-    """How often a task was not published, or did not run, because it was under way."""
+    """How often a task was not published, or did not run, because the same task was queued or running."""
     avoided: int = 0
-    """How often a process was given a value that another one computed meanwhile."""
+    """How often a process received a value that another process computed meanwhile."""
 
     @property
     def saved(self) -> int:
-        """How often something was not done twice."""
+        """How often the same work was not done twice."""
         return self.duplicates + self.avoided
 
 
 class Contention(NamedTuple):
-    """The counts of about the last hour; of many names, those of the highest only."""
+    """The counts of about the last hour; of many names, only the highest counts."""
 
     names: dict[str, Waits]
-    """By name, that which was waited for longest first, and then that which saved most."""
+    """By name: the name with the longest waits first; of equal waits, the name that saved most."""
     minutes: list[Waits]
-    """The last of them is the minute that it is now; only `seconds` and `waits` are known."""
+    """One for each minute, the current minute last; only `seconds` and `waits` are counted."""
 
 
 def contention(client: Redis | Server, prefix: str = "redislock", *, retry_for: float = math.inf) -> Contention:
     """Return the counts of about the last hour under the key prefix.
 
-    Costs one command, or some more with many names. Raises LockBackendError when Redis cannot answer.
+    Needs one command, or a few with many names. Raises LockBackendError when Redis cannot answer.
     """
     return server_of(client).run(_read(check_prefix(prefix), monotonic() + retry_for))
 

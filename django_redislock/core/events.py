@@ -1,4 +1,4 @@
-"""What happens to locks, told once: as a log record, and to whoever listens (Django's signals do)."""
+"""Events of locks: each is logged once, and passed to listeners (Django's signals are one)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEVELS = {
 
 
 def emit(event: str, message: str, *args: object, level: int | None = None, **data: Any) -> None:
-    """Log one event of a lock's life and tell the listeners, which must not raise; `data` contains the lock's `name`."""
+    """Log one event of a lock and call the listeners, which must not raise; `data` contains the lock's `name`."""
     level = LEVELS[event] if level is None else level
     if log.isEnabledFor(level):
         log.log(level, message, *args)

@@ -1,7 +1,7 @@
 """The keys of a lock in Redis.
 
-All keys of one lock begin with the hash tag ``{prefix:bucket}``, so that they share a Cluster slot with each other and with
-the bucket's index of held locks and its fence counter. The bucket is a hash of the name.
+All keys of one lock begin with the hash tag ``{prefix:bucket}``, so that they share a Cluster slot with each other and
+with the bucket's index of held locks and its fence counter. The bucket is a hash of the name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LockKeys(NamedTuple):
     fence: bytes
     queue: bytes
     receipts: bytes
-    """What was released lately."""
+    """The acquisitions that were released lately."""
 
 
 def lock_keys(prefix: str, name: str) -> LockKeys:
@@ -34,7 +34,7 @@ def lock_keys(prefix: str, name: str) -> LockKeys:
 
 @lru_cache(maxsize=16)
 def _buckets(prefix: str) -> list[LockKeys]:
-    """Return for each bucket what the keys of its locks begin with."""
+    """Return the beginnings of the locks' keys, for each bucket."""
     tags = [b"{%s:%d}" % (prefix.encode(), bucket) for bucket in range(BUCKETS)]
     return [
         LockKeys(tag + b":lock:", tag + b":held", tag + b":fence", tag + b":queue:", tag + b":released:")
@@ -43,7 +43,7 @@ def _buckets(prefix: str) -> list[LockKeys]:
 
 
 def witness_key(keys: LockKeys, name: str) -> bytes:
-    """Return the key of the witness: it exists while nothing has voided what the holder works on. A reset deletes it."""
+    """Return the key of the witness: it exists while a computed value may be stored. A reset deletes it."""
     return keys.held[: -len(b"held")] + b"witness:" + name.encode()
 
 
@@ -53,8 +53,9 @@ def held_keys(prefix: str) -> list[bytes]:
 
 
 def milliseconds(seconds: float) -> bytes:
-    """Return a checked life as Redis wants it, not shorter than it is believed to be.
+    """Return a checked expiry for Redis, rounded up, so that the lock expires there no earlier than its holder
+    believes.
 
-    As bytes, because hiredis 3.5 can crash while it formats an int.
+    It is bytes, because hiredis 3.5 can crash while it formats an int.
     """
     return b"%d" % math.ceil(seconds * 1000)

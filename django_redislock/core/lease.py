@@ -18,7 +18,6 @@ from .driver import process
 from .keys import LockKeys
 
 if TYPE_CHECKING:
-    from .driver.effects import ScriptCall
     from .driver.server import Server
 
 
@@ -29,36 +28,36 @@ class Cause(NamedTuple):
     reason: str
 
 
-class _Life:
-    """What ends with the thread that has it."""
+class _ThreadMarker:
+    """An object that is deleted when its thread ends, because only the thread's local data refers to it."""
 
     dead = False
 
 
-_mine = threading.local()
+_thread_local = threading.local()
 
 
-def _life() -> weakref.ref[Any]:
-    """Return a reference to what is gone, or `dead`, as soon as the calling thread or greenlet has ended.
+def _end_of_thread() -> weakref.ref[Any]:
+    """Return a reference to an object that is gone, or `dead`, as soon as the calling thread or greenlet has ended.
 
-    Python takes a thread that it did not start for alive for ever, and gives its number to the next one.
+    Python takes a thread that it did not start for alive without end, and gives its number to the next one.
     """
     greenlets = sys.modules.get("greenlet")
-    here = None if greenlets is None else greenlets.getcurrent()
-    if here is not None and here.parent is not None:
-        return weakref.ref(here)
+    current = None if greenlets is None else greenlets.getcurrent()
+    if current is not None and current.parent is not None:
+        return weakref.ref(current)
     try:
-        life = _mine.life
+        marker = _thread_local.marker
     except AttributeError:
-        life = _mine.life = _Life()
-    return weakref.ref(life)
+        marker = _thread_local.marker = _ThreadMarker()
+    return weakref.ref(marker)
 
 
 class Lease:
     """One acquisition, from the first attempt to the release.
 
-    It is held until `deadline` on the monotonic clock, counted from when the last successful command was *sent*, so that
-    the local belief always ends before the key does in Redis.
+    It is held until `deadline` on the monotonic clock, counted from when the last successful command was *sent*, so
+    that the local belief always ends before the key does in Redis.
     """
 
     __slots__ = (
@@ -76,8 +75,8 @@ class Lease:
             "fence",
             "hold_count",
         ),
-        *("acquired", "deadline", "next_renewal", "failures", "farewell"),
-        *("renewing", "asked", "shared", "_acquirer_life", "_losses"),
+        *("acquired", "deadline", "next_renewal", "failures"),
+        *("renewing", "renewal_pending", "shared", "_end_of_acquirer", "_losses"),
     )  # a thousand locks may be held at once
 
     def __init__(
@@ -102,21 +101,19 @@ class Lease:
         self.pid = process.pid
         self.fence = 0
         self.hold_count = 1
-        """How often its owner is inside; more than once through an RLock only."""
+        """How often its acquirer has entered it; more than once through an RLock only."""
         self.acquired = 0.0
         self.deadline = 0.0
         self.next_renewal = 0.0
         self.failures = 0
         self.shared = False
-        """Whether its id held the lock before, so that another holder may believe in its life."""
-        self.farewell: ScriptCall | None = None
-        """The call that releases the lock, if it was packed ahead; of an id that nobody else acquires by."""
+        """Whether its id held the lock before, so that another holder may rely on the expiry."""
         self.renewing = False
-        """Whether the watchdog renews it; else it waits for its end only."""
-        self.asked = False
-        """Whether a renewal is on its way."""
-        self._acquirer_life: weakref.ref[Any] | None = None
-        # The first one counts. A lock would not do: a signal handler may ask while the code that it interrupted holds it.
+        """Whether the watchdog renews it; otherwise the watchdog only reports its end."""
+        self.renewal_pending = False
+        """Whether a renewal was sent, or is about to be, and has no reply yet."""
+        self._end_of_acquirer: weakref.ref[Any] | None = None
+        # The first one counts. It is not guarded by a lock, which the code that a signal handler interrupts might hold.
         self._losses: list[LossRecord] = []
 
     def note_acquired(self, fence: int, sent: float) -> None:
@@ -126,10 +123,10 @@ class Lease:
         self.renewed(sent, self.expire)
 
     def watch_acquirer(self) -> None:
-        """Have the end of the thread noticed that calls, and that acquired the lock."""
-        # Of a thread that Python started, Python knows; and a task is asked itself.
+        """Notice the end of the calling thread, which acquired the lock."""
+        # Python knows whether a thread has ended that it started; a task knows it of itself.
         if isinstance(self.acquirer, _DummyThread) or not isinstance(self.acquirer, (threading.Thread, asyncio.Task)):
-            self._acquirer_life = _life()
+            self._end_of_acquirer = _end_of_thread()
 
     def renewed(self, sent: float, life: float) -> None:
         """Note that the lock got a new life by a command sent at `sent`."""
@@ -143,7 +140,7 @@ class Lease:
             self.next_renewal = sent + self.expire / 3
 
     def change(self, expire: float) -> None:
-        """Note that a command with another life is about to be sent: without an answer, count on the shorter of the two."""
+        """Note that a command with another expiry will be sent: without an answer, the earlier of the two counts."""
         now = monotonic()
         self.expire = expire
         self.deadline = min(self.deadline, now + expire)
@@ -151,12 +148,12 @@ class Lease:
 
     @property
     def value_prefix(self) -> bytes:
-        """What the value of the lock begins with while it is held by this acquisition, or by the id that was given."""
+        """The beginning of the lock's value in Redis while this acquisition, or the given id, holds the lock."""
         return f"{self.id}\n{self.fence}".encode() if self.fence else self.id.encode()
 
     @property
     def retry_for(self) -> float:
-        """Seconds for which its server is tried again when it cannot be reached."""
+        """Seconds for which its server is tried again when the server cannot be reached."""
         return self.server.retry_for
 
     @property
@@ -168,48 +165,48 @@ class Lease:
     def acquirer_ended(self) -> bool:
         """Whether the thread or task that acquired the lock ended without releasing it.
 
-        Raises what the acquirer raises, and TypeError for one that is neither.
+        Raises the acquirer's own errors, and TypeError for an acquirer that is neither.
         """
         acquirer: Any = self.acquirer
-        if hasattr(acquirer, "get_loop"):  # a task of asyncio's, or of whoever makes tasks instead
+        if hasattr(acquirer, "get_loop"):  # a task of asyncio's, or of another library's task factory
             return bool(acquirer.done() or acquirer.get_loop().is_closed())
         if not hasattr(acquirer, "is_alive"):
             raise TypeError(f"{type(acquirer).__module__}.{type(acquirer).__qualname__} is neither a thread nor a task")
-        if self._acquirer_life is not None and getattr(self._acquirer_life(), "dead", True):
+        if self._end_of_acquirer is not None and getattr(self._end_of_acquirer(), "dead", True):
             return True
         return not acquirer.is_alive()
 
     @property
-    def next_look(self) -> float:
-        """When the watchdog has to look at it next."""
-        return self.next_renewal if self.renewing and not self.asked else self.deadline
+    def next_check(self) -> float:
+        """When the watchdog has to check it next."""
+        return self.next_renewal if self.renewing and not self.renewal_pending else self.deadline
 
     @property
     def noted_loss(self) -> LossRecord | None:
-        """Why and when the loss of the lock was noted; a released lock is not lost at its deadline."""
+        """The loss that was noted, if any; a released lock is not lost at its deadline."""
         return self._losses[0] if self._losses else None
 
     @property
     def loss(self) -> LossRecord | None:
-        """Why and when the lock was lost, or None while it is held; local and free."""
+        """Why and when the lock was lost, or None while it is held; asks nobody."""
         if not self._losses and monotonic() >= self.deadline and not self.inherited_by_fork:
             self.lose(self.ending)
         return self.noted_loss
 
     @property
     def ending(self) -> Cause:
-        """The cause of the loss if no answer comes before the end of its life."""
-        if self.asked or self.failures:
-            return Cause("no_answer", f"no answer from Redis until its life of {self.expire:g} s ended")
-        return Cause("expired", f"its life of {self.expire:g} s ended without a renewal")
+        """The cause of the loss if no answer comes before its expiry."""
+        if self.renewal_pending or self.failures:
+            return Cause("no_answer", f"Redis did not answer until its expiry of {self.expire:g} s ended")
+        return Cause("expired", f"its expiry of {self.expire:g} s ended without a renewal")
 
     def lose(self, cause: Cause) -> None:
-        """Note that the lock was lost, and report it once, if it was acquired here at all."""
+        """Note that the lock was lost, and report it once, if this process acquired it."""
         if self.note_loss(cause) and self.fence:
             self.report_loss()
 
     def note_loss(self, cause: Cause) -> bool:
-        """Note that the lock was lost; False when that is known."""
+        """Note that the lock was lost; False when that was noted before."""
         if self._losses:
             return False
         record = LossRecord(self.name, self.id, self.fence, cause.reason, time.time(), cause.code)
@@ -217,12 +214,12 @@ class Lease:
         return self._losses[0] is record
 
     def report_loss(self) -> None:
-        """Tell everybody of the loss, which may take them any time."""
+        """Report the loss to the log, to listeners and to `on_lost`, which may take any time."""
         loss = self.noted_loss
         if loss is None:
             return
         message = "Lock %r (fence %d) was lost: %s."
         events.emit("lost", message, self.name, self.fence, loss.reason, name=self.name, fence=self.fence, record=loss)
-        holder = self.lock_ref()
-        if holder is not None and holder.on_lost is not None:
-            holder._call_on_lost(self)
+        lock = self.lock_ref()
+        if lock is not None and lock.on_lost is not None:
+            lock._call_on_lost(self)

@@ -18,21 +18,22 @@ from .driver.retry import with_retries
 from .driver.server import Server
 from .keys import lock_keys
 from .lock import Lock
-from .records import Held, LockInfo
+from .records import LockInfo, StoredLock
 from .validation import check_prefix
 
 BATCH = 200
 """Locks read, or reset, in one call at most, so that the server is not kept busy for long."""
-QUEUE = 20
-"""How many of those who wait for a lock are told one by one."""
+MAX_WAITERS = 20
+"""Waiters of a queue that are listed at most."""
 
 
 def held_locks(client: Redis | Server, prefix: str = "redislock") -> Iterator[LockInfo]:
-    """Yield what is known of each lock held now under the key prefix, in the order of their names.
+    """Yield a description of each lock held now under the key prefix, in the order of their names.
 
-    Costs in proportion to the locks held, however many other keys there are. Raises LockBackendError when Redis cannot answer.
+    The cost grows with the number of held locks, not with that of other keys. Raises LockBackendError when Redis
+    cannot answer.
     """
-    return (held.info for held in list_locks(client, prefix))
+    return (stored.info for stored in list_locks(client, prefix))
 
 
 def list_locks(
@@ -41,11 +42,11 @@ def list_locks(
     *,
     matching: Callable[[str], object] | None = None,
     retry_for: float = math.inf,
-) -> Iterator[Held]:
-    """Yield the locks as `held_locks` does, each without what its holder says of itself until it is asked for.
+) -> Iterator[StoredLock]:
+    """Yield the locks as `held_locks` does; the record of each is read only when it is needed.
 
-    `matching` picks by name the locks to read. An unreachable server is tried again for `retry_for` seconds, once at least,
-    and no longer than by any other call.
+    `matching` selects locks by name. An unreachable server is tried again for `retry_for` seconds, at least once, and
+    no longer than by any other call.
     """
     server = server_of(client)
     names = server.run(operations.names(check_prefix(prefix), monotonic() + retry_for))
@@ -54,48 +55,51 @@ def list_locks(
 
 def read_locks(
     client: Redis | Server, names: Iterable[str], prefix: str, *, retry_for: float = math.inf
-) -> Iterator[Held]:
-    """Yield those of these locks that are held now, as `list_locks` does."""
+) -> Iterator[StoredLock]:
+    """Yield the locks of these names that are held now, as `list_locks` does."""
     server = server_of(client)
     until = monotonic() + retry_for
     names = sorted(names)
     for start in range(0, len(names), BATCH):
         batch = names[start : start + BATCH]
-        for held in server.run(operations.read(batch, [lock_keys(prefix, name) for name in batch], until)):
-            if held is not None:
-                yield held
+        stored = server.run(operations.read(batch, [lock_keys(prefix, name) for name in batch], until))
+        yield from filter(None, stored)
 
 
-class Waiting(NamedTuple):
-    """One that waits for a lock, as far as its place in the queue tells."""
+class QueuedWaiter(NamedTuple):
+    """One waiter for a lock, as far as its entry in the queue describes it."""
 
     host: str
     pid: int
     seconds: float
-    """How long it has waited."""
+    """How long it has waited so far."""
 
 
-def read_queue(client: Redis | Server, name: str, prefix: str, *, retry_for: float = math.inf) -> list[Waiting]:
-    """Return the first `QUEUE` of those who wait for the lock. Raises LockBackendError when Redis cannot answer."""
+def read_queue(client: Redis | Server, name: str, prefix: str, *, retry_for: float = math.inf) -> list[QueuedWaiter]:
+    """Return the first `MAX_WAITERS` waiters for the lock. Raises LockBackendError when Redis cannot answer."""
     return server_of(client).run(_read_queue(name, prefix, monotonic() + retry_for))
 
 
-def _read_queue(name: str, prefix: str, until: float) -> Operation[list[Waiting]]:
+def _read_queue(name: str, prefix: str, until: float) -> Operation[list[QueuedWaiter]]:
     queue = lock_keys(prefix, name).queue
-    _, (micros, entries) = yield from with_retries(name, ScriptCall(scripts.QUEUE, (queue,), (b"%d" % QUEUE,)), until)
+    _, (micros, entries) = yield from with_retries(
+        name, ScriptCall(scripts.QUEUE, (queue,), (b"%d" % MAX_WAITERS,)), until
+    )
     now = int(micros) / 1e6
     waiting = []
     for entry, ticket in zip(entries[::2], entries[1::2], strict=True):
         channel = entry.partition(b"\n")[0].decode(errors="replace")
         pid, _, host = channel.partition("wake:")[2].partition(":")[2].partition(":")
-        waiting.append(Waiting(unquote(host), int(pid) if pid.isdecimal() else 0, max(0.0, now - float(ticket) / 1e6)))
+        seconds = max(0.0, now - float(ticket) / 1e6)
+        waiting.append(QueuedWaiter(unquote(host), int(pid) if pid.isdecimal() else 0, seconds))
     return waiting
 
 
 def reset_all(client: Redis | Server, prefix: str = "redislock") -> int:
     """Force-release every lock held now under the key prefix, and return how many there were.
 
-    Touches nothing but this package's own keys. Their holders are not stopped: they are told of the loss.
+    Touches only this package's own keys. The holders are not stopped: their watchdogs report the loss. Raises
+    LockBackendError when Redis cannot answer.
     """
     server, freed = server_of(client), 0
     held = list(held_locks(client, prefix))

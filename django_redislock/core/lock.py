@@ -7,17 +7,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from ..exceptions import AcquireTimeout
-from . import token as tokens
 from .base import BaseLock
 from .records import LockInfo
 from .reentrant import Reentrant
+from .token import TokenLock
 from .validation import AS_MADE, AsMade, Seconds
 
 
-class Lock(BaseLock):
+class Lock(TokenLock):
     __doc__ = BaseLock.__doc__
 
-    _me = staticmethod(threading.current_thread)
+    _acquirer = staticmethod(threading.current_thread)
 
     def acquire(
         self,
@@ -27,32 +27,32 @@ class Lock(BaseLock):
         blocking_timeout: Seconds | None = None,
         token: str | bytes | None = None,
     ) -> bool:
-        """Acquire the lock, and tell whether it was acquired.
+        """Acquire the lock, and return whether it was acquired.
 
-        Waits up to `timeout` seconds, for ever with None or inf; `blocking=False` tries once. Arguments that are not
-        given come from the object; without arguments it waits as ``with`` does. `blocking_timeout` is redis-py's word
-        for `timeout`. `token` is the id of this acquisition instead of a random one; of two acquisitions by one token,
-        one holds the lock.
+        Waits up to `timeout` seconds, without limit with None or inf; `blocking=False` tries once. Arguments that are
+        not given come from the object; without arguments it waits as ``with`` does. `blocking_timeout` is redis-py's
+        word for `timeout`. `token` is the id of this acquisition instead of a random one; of two acquisitions by one
+        token, one holds the lock.
 
-        Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this thread holds the lock through this object, or through
-        another one and would wait for itself for ever. If the lock that it holds is not renewed, or has `max_hold`, it waits
-        for the end of that one.
+        Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this thread holds the lock through
+        this object, or through another one and would wait for itself without end. If the lock that it holds is not
+        renewed, or has `max_hold`, it waits for the end of that one.
         """
-        seconds, listening = self._wait.seconds(blocking, timeout, blocking_timeout), self._server.room.open
+        seconds, acquirer = self._wait.seconds(blocking, timeout, blocking_timeout), self._acquirer()
         if token is not None:
-            return self._server.run(tokens.acquire(self, token, seconds, listening))
-        return self._server.run(self._acquire(seconds, listening))
+            return self._server.run(self._acquire_by(acquirer, token, seconds))
+        return self._server.run(self._acquire(acquirer, seconds))
 
     def release(self) -> None:
         """Release the lock and wake the next waiter.
 
-        Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError when
-        Redis cannot answer: then it may be repeated, and else the lock ends by its expiry.
+        Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError
+        when Redis cannot answer: then `release` may be repeated, and otherwise the lock ends by its expiry.
         """
-        self._server.run(self._release())
+        self._server.run(self._release(self._require_lease(self._acquirer())))
 
     def __enter__(self) -> Self:
-        if not self._server.run(self._acquire(self._wait.timeout, self._server.room.open)):
+        if not self._server.run(self._acquire(self._acquirer(), self._wait.timeout)):
             raise AcquireTimeout(self.name, self._wait.timeout)
         return self
 
@@ -62,50 +62,58 @@ class Lock(BaseLock):
             raise TypeError(f"lock {self.name!r} is for threads; in a task of asyncio write: async with alock(name)")
 
         async def __aexit__(self, *error):
-            """Do nothing: ``async with`` looks for it before it enters."""
+            """Do nothing: ``async with`` needs this method before it enters."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.run(self._exit(error))
+        self._server.run(self._exit(self._acquirer(), error))
 
     def extend(self, expire: Seconds | None = None) -> Literal[True]:
-        """Give the held lock a new life of `expire` seconds from now (None: of its own), and return True.
+        """Set the expiry of the held lock to `expire` seconds from now (None: to its own), and return True.
 
-        Only the object that acquired the lock makes its life shorter: by a given id, a life that is longer stays.
+        Only the object that acquired the lock shortens its expiry: by a given id, a later expiry stays.
 
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
-        return self._server.run(self._extend(expire))
+        return self._server.run(self._extend(self._acquirer(), expire))
 
     def reacquire(self) -> Literal[True]:
-        """Give the held lock the life again that its object was made with, and return True. Raises as `extend` does."""
-        return self._server.run(self._extend(self.expire))
+        """Set the expiry of the held lock back to the object's own, and return True. Raises as `extend` does."""
+        return self._server.run(self._extend(self._acquirer(), self.expire))
 
     def owner(self) -> LockInfo | None:
-        """Return who holds the lock now, or None. Raises LockBackendError when Redis cannot answer."""
+        """Return the holder of the lock, or None. Raises LockBackendError when Redis cannot answer."""
         return self._server.run(self._owner())
 
     def locked(self) -> bool:
-        """Return whether anybody holds the lock now."""
+        """Return whether anybody holds the lock now. Raises LockBackendError when Redis cannot answer."""
         return self.owner() is not None
 
     def owned(self) -> bool:
-        """Return whether this thread's acquisition (or the id given) holds the lock, asked of Redis now."""
-        return self._server.run(self._owned())
+        """Ask Redis and return whether this thread's acquisition (or the given id) holds the lock now.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
+        return self._server.run(self._owned(self._acquirer()))
 
     def ttl(self) -> float | None:
-        """Return the seconds left of the lock's life, or None when nobody holds it."""
+        """Return the seconds until the lock's expiry, or None when nobody holds it.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
         holder = self.owner()
         return None if holder is None else holder.ttl
 
     def reset(self, fence: int | None = None, by: object = None, reason: str = "") -> bool:
-        """Take the lock from whoever holds it, wake the next waiter, and tell whether it was held.
+        """Force-release the lock, whoever holds it, wake the next waiter, and return whether it was held.
 
-        With `fence`, only the acquisition of that number loses it. The former holder is not stopped: it is told of the loss
-        within a third of its life. `by` is the user (or words) and `reason` the cause: both are reported to the former
-        holder, in the log and to listeners. What no lock wrote at its key is not deleted: LockBackendError names the
-        key.
+        With `fence`, only the acquisition of that number loses the lock. The former holder is not stopped: its watchdog
+        reports the loss within a third of the expiry. `by` is the user (or words) and `reason` the cause: both are
+        reported to the former holder, in the log and to listeners.
+
+        Raises LockBackendError when Redis cannot answer, and when something other than a lock wrote the key: then the
+        error names the key, and nothing is deleted.
         """
         return self._server.run(self._reset(fence, by, reason))
 
@@ -113,6 +121,6 @@ class Lock(BaseLock):
 class RLock(Reentrant, Lock):
     """A lock that the thread that holds it may acquire again, through any RLock object of the same name and database.
 
-    Each further entry refreshes the life and proves that the lock is still held: a lost one raises LockLost. The last exit
+    Each further entry renews the lock and proves that it is still held: a lost one raises LockLost. The last exit
     releases. For the arguments see `Lock`.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from ..exceptions import LockBackendError
+from ..exceptions import AlreadyAcquired, LockBackendError
 from . import events, scripts
 from .clock import monotonic
 from .driver.effects import Operation, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
@@ -20,23 +20,31 @@ from .driver.script import Script
 from .keys import LockKeys, held_keys, milliseconds, witness_key
 from .lease import Lease
 from .loss import note, notes_key
-from .records import Held, new_id, parse
+from .records import StoredLock, new_id, parse
 
 MAX_SLEEP = 30.0
-"""Seconds after which a waiter looks again in any case; a queue lives four times as long."""
+"""Seconds after which a waiter tries again in any case; a queue expires after four times as long."""
+SELF_WAIT = (
+    "Lock %r (fence %d) is held by the same thread or task that now waits for it through another object. Only the "
+    "lock's expiry, or a release from elsewhere, can end this wait before the timeout. Release the lock first, or make "
+    "both re-entrant: lock(name, reentrant=True), rlock(name) or core.RLock."
+)
 
 
 @dataclass(slots=True)
 class AcquireRequest:
-    """What an acquisition asks for."""
+    """The arguments of one attempt to acquire a lock, and the lease that begins if it succeeds."""
 
     lease: Lease
     record: bytes
     timeout: float | None
+    """Seconds to wait; None waits without limit."""
     given_id: bool
-    """The id may be used again, by whoever knows it."""
+    """Whether the id may be used again, by anybody who knows it."""
+    subscribed: bool = False
+    """Whether wake-ups arrive already, so that joining the queue with the first call costs nothing."""
     script: Script = scripts.ACQUIRE
-    """What acquires, given what ACQUIRE is given, and `more_keys` and `more_args` after it."""
+    """The script that acquires: it takes the KEYS and ARGV of ACQUIRE, and `more_keys` and `more_args` after them."""
     more_keys: tuple[bytes, ...] = ()
     more_args: tuple[bytes, ...] = ()
 
@@ -52,88 +60,103 @@ class AcquireRequest:
             ticket,
             *self.more_args,
         )
-        undo = None if self.given_id else partial(give_back, lease, channel)
-        # What an id has released before is no answer to a release of this acquisition.
+        undo = None if self.given_id else partial(release_call, lease, channel)
+        # An earlier release of a given id must not count as the release of this acquisition.
         receipts = (lease.keys.receipts,) if self.given_id else ()
         return ScriptCall(self.script, (*lease.keys[:4], *self.more_keys, *receipts), args, undo)
 
 
-def acquire(claim: AcquireRequest, waiting: bool) -> Operation[bool]:
-    """Acquire the lock within the claim's timeout; the lease begins when it is acquired.
+def acquire(request: AcquireRequest) -> Operation[bool]:
+    """Acquire the lock within the request's timeout; its lease begins when the lock is acquired.
 
-    `waiting`: wake-ups arrive already, so that joining the queue with the first call costs nothing. Otherwise the first
-    call only tries, and an uncontended lock needs no waiting room.
+    The first call only tries unless the process is subscribed, so that an uncontended lock needs no subscription.
     """
-    lease = claim.lease
-    until = math.inf if claim.timeout is None else monotonic() + claim.timeout
+    lease = request.lease
+    until = math.inf if request.timeout is None else monotonic() + request.timeout
     waiter: Any = None
     ticket = b""
     began = 0.0
     try:
-        if waiting and claim.timeout != 0:
+        if request.subscribed and request.timeout != 0:
             waiter = yield Subscribe(lease.keys.lock, lease.id.encode())
-        call = claim.call(waiter.channel if waiter is not None else b"", waiter is not None, ticket)
+        call = request.call(waiter.channel if waiter is not None else b"", waiter is not None, ticket)
         while True:
             last = until < math.inf and monotonic() >= until
             if last and waiter is not None:
-                call = claim.call(waiter.channel, False, ticket)
+                call = request.call(waiter.channel, False, ticket)
             sent, reply = yield from with_retries(lease.name, call, until, lease)
             if isinstance(reply, int):
-                before = reply < 0 and claim.script is scripts.ACQUIRE  # START says something else by it
-                lease.note_acquired(-reply if before else reply, sent)
-                lease.shared = claim.given_id and before
-                _tell_wait(lease, began, acquired=True)
+                held_before = (
+                    reply < 0 and request.script is scripts.ACQUIRE
+                )  # of another script it means something else
+                lease.note_acquired(-reply if held_before else reply, sent)
+                lease.shared = request.given_id and held_before
+                _report_wait(lease, began, acquired=True)
                 return True
             if last:
-                _tell_wait(lease, began, acquired=False)
+                _report_wait(lease, began, acquired=False)
                 return False
             if waiter is None:
                 _, waiter = yield from with_retries(
                     lease.name, Subscribe(lease.keys.lock, lease.id.encode()), until, lease
                 )
-                call = claim.call(waiter.channel, True, ticket)
+                call = request.call(waiter.channel, True, ticket)
                 continue
             left_ms, ticket, *first = reply
             began = began or monotonic()
-            # Packed now: whoever is woken is in a hurry, and so is who waits for the release.
-            call = claim.call(waiter.channel, True, ticket)
-            if not claim.given_id:
-                lease.farewell = lease.farewell or give_back(lease)
-            yield sleep(waiter, until, left_ms, bool(first))
+            # Prepared now, so that nothing is built between the wake-up and the next try.
+            call = request.call(waiter.channel, True, ticket)
+            yield wait_effect(waiter, until, left_ms, bool(first))
     except (LockBackendError, GeneratorExit):
         raise
     except BaseException:
-        # Interrupted: whatever the server gave us so far (the lock, a reservation, a place in the queue) goes back.
+        # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up.
         with suppress(RedisError):
-            yield give_back(lease, waiter.channel if waiter is not None else b"").with_text()
+            yield release_call(lease, waiter.channel if waiter is not None else b"").with_text()
         raise
     finally:
         if waiter is not None:
             yield Unsubscribe(waiter)
 
 
-def _tell_wait(lease: Lease, began: float, acquired: bool) -> None:
-    """Tell how long was waited, if there was a wait at all."""
+def acquire_again(request: AcquireRequest, held: list[Lease]) -> Operation[bool]:
+    """Acquire a lock of which the acquirer has these leases, or report that it would wait for itself.
+
+    Raises AlreadyAcquired when the wait would never end.
+    """
+    timeout, since = request.timeout, monotonic()
+    request.timeout = 0.0  # a lock that was lost unnoticed may be free
+    if (yield from acquire(request)):
+        return True
+    held = [lease for lease in held if lease.id != request.lease.id and lease.loss is None]
+    if timeout is None and any(lease.renewing and lease.max_hold is None for lease in held):
+        raise AlreadyAcquired(request.lease.name)
+    if held:
+        events.log.warning(SELF_WAIT, request.lease.name, held[0].fence)
+    request.timeout = None if timeout is None else max(0.0, since + timeout - monotonic())
+    return (yield from acquire(request))
+
+
+def _report_wait(lease: Lease, began: float, acquired: bool) -> None:
+    """Report the length of the wait, if there was one."""
     if began:
-        seconds = monotonic() - began
+        name, seconds = lease.name, monotonic() - began
         message = "Lock %r was waited for %.3f s (acquired: %s)."
-        events.emit(
-            "waited", message, lease.name, seconds, acquired, name=lease.name, seconds=seconds, acquired=acquired
-        )
+        events.emit("waited", message, name, seconds, acquired, name=name, seconds=seconds, acquired=acquired)
 
 
-def sleep(waiter: Any, until: float, left_ms: int, first: bool = False) -> WaitForWakeup:
-    """Return the sleep of a waiter whose lock has so many milliseconds left (negative: nobody knows).
+def wait_effect(waiter: Any, until: float, left_ms: int, first: bool = False) -> WaitForWakeup:
+    """Return the wait of a waiter for a lock that has so many milliseconds left (negative: unknown).
 
-    `first`: it sleeps no longer, even if others of its process wait for the same lock.
+    `first`: the waiter tries again then, even if others of its process wait for the same lock.
     """
     now = monotonic()
     look = now + (left_ms + 1) / 1000 if left_ms >= 0 else math.inf
     return WaitForWakeup(waiter, min(until, now + MAX_SLEEP, look if first else math.inf), look)
 
 
-def give_back(lease: Lease, channel: bytes = b"") -> ScriptCall:
-    """Return the call that releases the lease, or drops its claim on the queue of that channel."""
+def release_call(lease: Lease, channel: bytes = b"") -> ScriptCall:
+    """Return the call that releases the lease, or gives up its place in the queue with that channel."""
     id = lease.id.encode()
     keys = lease.keys
     fence = b"%d" % lease.fence if lease.fence else b""
@@ -145,27 +168,26 @@ def give_back(lease: Lease, channel: bytes = b"") -> ScriptCall:
 
 
 def release(lease: Lease) -> Operation[bool]:
-    """Release the lock; False when it was not the lease's any more."""
+    """Release the lock; False when it was no longer the lease's."""
     # After the deadline the lock has ended by itself, so there is no sense in trying for longer.
     until = max(lease.deadline, monotonic())
-    _, reply = yield from with_retries(lease.name, lease.farewell or give_back(lease), until, lease)
+    _, reply = yield from with_retries(lease.name, release_call(lease), until, lease)
     return bool(reply)
 
 
 def renew(lease: Lease) -> Operation[bool]:
-    """Give the lease its life, a shorter one, too, where nobody else may believe in it; False when it is not held any more."""
-    life = lease.expire
+    """Set the expiry in Redis, of a shared id only to a later one; False when the lease does not hold the lock."""
+    expire = lease.expire
     until = max(lease.deadline, monotonic())
-    sent, reply = yield from with_retries(
-        lease.name, renewal([lease], shorten=bool(lease.fence) and not lease.shared), until, lease
-    )
+    call = renew_call([lease], shorten=bool(lease.fence) and not lease.shared)
+    sent, reply = yield from with_retries(lease.name, call, until, lease)
     if reply[0]:
-        lease.renewed(sent, life)
+        lease.renewed(sent, expire)
     return bool(reply[0])
 
 
-def renewal(leases: list[Lease], shorten: bool = False) -> ScriptCall:
-    """Return the one call that renews all the leases; `shorten`: also one whose life in Redis is longer than it should be."""
+def renew_call(leases: list[Lease], shorten: bool = False) -> ScriptCall:
+    """Return one call that renews all the leases; `shorten`: also where the expiry in Redis is later."""
     keys = [key for lease in leases for key in (lease.keys.lock, lease.keys.held)]
     args = [b"1" if shorten else b"0"]
     for lease in leases:
@@ -176,7 +198,7 @@ def renewal(leases: list[Lease], shorten: bool = False) -> ScriptCall:
 def reset(
     name: str, keys: LockKeys, fence: int | None, by: object = None, reason: str = "", until: float = math.inf
 ) -> Operation[int]:
-    """Take the lock from its holder: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` did."""
+    """Force-release the lock: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` held it."""
     args = (name.encode(), b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
     of_lock = (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys, name), witness_key(keys, name))
     call = ScriptCall(scripts.RESET, of_lock, args)
@@ -184,8 +206,8 @@ def reset(
     return int(reply)
 
 
-def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> Operation[list[Held | None]]:
-    """Read who holds the locks: None for each that nobody holds."""
+def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> Operation[list[StoredLock | None]]:
+    """Read the locks as they are stored: None for each that nobody holds."""
     call = ScriptCall(scripts.READ, tuple(key for keys in locks for key in (keys.lock, keys.queue)), ())
     _, reply = yield from with_retries(names[0] if len(names) == 1 else "", call, until)
     now, packed, blob = reply

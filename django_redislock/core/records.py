@@ -1,4 +1,4 @@
-"""Who holds a lock: the record that a holder leaves in Redis, and what is read back from it."""
+"""The record that a holder leaves in Redis, and the description of a lock that is read back from it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .driver import process
 
 @dataclass(frozen=True)
 class LockInfo:
-    """One lock as Redis knows it; times are the server's."""
+    """One held lock as Redis knows it; times are the server's."""
 
     name: str
     kind: str
-    """"lock", "cache" or "celery"."""
+    """The part of the package that took the lock: "lock", "cache", "celery", "command" or "leader"."""
     id: str
-    """The right to extend and release: do not show it to people."""
+    """The owner id: the right to extend and release, so do not show it to people."""
     fence: int
     host: str
     pid: int
@@ -32,22 +32,22 @@ class LockInfo:
     age: float
     """Seconds since it was acquired."""
     expire: float
-    """Its life in seconds, without renewal."""
+    """Its expiry in seconds, without renewal."""
     auto_renewal: bool
     ttl: float
-    """Seconds left, unless it is renewed."""
+    """Seconds until its expiry, unless it is renewed."""
     waiting: int
-    """How many wait for it and live; of more than a thousand, an upper bound."""
+    """The number of its waiters whose processes are alive; above a thousand, an upper bound."""
     arguments: str = ""
-    """What a task was called with, shortened, and without what should not be shown."""
+    """The arguments of a task, shortened, and without those that should not be shown."""
     worker: str = ""
-    """The name of the Celery worker; none while the task waits in its queue."""
+    """The name of the worker that runs the task; none while the task waits in its queue."""
     result_ignored: bool = False
-    """Whether nobody will be given the task's result."""
+    """Whether the task's result is not stored."""
 
     @property
     def holder(self) -> str:
-        """The holder in one line: its label, if it has one, and where it runs."""
+        """The holder in one line: its label, if it has one, its host, process and thread."""
         place = f"{self.host} pid {self.pid} {self.thread}".strip()
         return f"{self.label} on {place}" if self.label else place
 
@@ -64,12 +64,37 @@ def _static(pid: int, thread: str, kind: str, label: str, expire: float, auto_re
 
 
 def record(kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
-    """Return what this thread writes of itself into a lock that it takes."""
+    """Return the record that this thread writes into a lock that it acquires."""
     return _static(process.pid, threading.current_thread().name, kind, label, expire, auto_renewal)
 
 
-class Held:
-    """A lock as the server told of it. `info` reads what its holder says of itself: in a long list, only of those shown."""
+@dataclass(slots=True)
+class Token:
+    """An owner id that the caller chose for one acquisition, in redis-py's words.
+
+    Of two acquisitions by the same token, one holds the lock, as in redis-py. For the scripts they are one owner that
+    repeats a call, so each acquisition adds a random mark to its record in Redis.
+    """
+
+    id: str
+    mark: bytes
+    recorded: bool = False
+    """Whether the lock has this very acquisition's mark, because an earlier call was granted and its reply was lost."""
+    refused: bool = False
+    """Whether the server answered that another acquisition by the token held the lock before."""
+
+    def marked(self, record: bytes) -> bytes:
+        """Return the record with this acquisition's mark."""
+        return record[:-1] + self.mark + record[-1:]
+
+    def accepts(self, shared: bool) -> bool:
+        """Return whether a grant is for this acquisition; `shared`: the id held the lock before."""
+        self.refused = shared and not self.recorded
+        return not self.refused
+
+
+class StoredLock:
+    """A lock as it is stored in Redis. `info` parses the record: in a long list, only for the locks that are shown."""
 
     __slots__ = ("_acquired_ms", "_record", "age", "fence", "id", "name", "ttl", "waiting")
 
@@ -78,7 +103,7 @@ class Held:
             self.id, fence, acquired, self._record = value.decode().split("\n", 3)
             self.fence, self._acquired_ms = int(fence), int(acquired)
         except ValueError as error:
-            cause = f"the key of lock {name!r} holds what no lock of this version wrote ({error})"
+            cause = f"the key of lock {name!r} has a value that no lock of this version wrote ({error})"
             raise LockBackendError(name, cause) from error
         self.name = name
         self.age = max(0.0, (now_ms - self._acquired_ms) / 1000)
@@ -92,13 +117,13 @@ class Held:
 
     @property
     def host(self) -> str:
-        """The host alone: a list is narrowed by it."""
+        """The holder's host, read without the rest of the record, because lists are filtered by it."""
         found = _HOST_FIELD.match(self._record)
         return found[1] if found else self.info.host
 
     @property
     def info(self) -> LockInfo:
-        """Everything; of a record that cannot be read, as little as without one."""
+        """The whole description; a record that cannot be read counts as an empty one."""
         try:
             fields = json.loads(self._record or "{}")
         except ValueError:
@@ -129,12 +154,12 @@ class Held:
 _HOST_FIELD = re.compile(r'\{"host":"([^"\\]*)"')
 
 
-def parse(name: str, value: bytes | None, ttl_ms: int, waiting: int, now_ms: int) -> Held | None:
-    """Return what the value of a lock key says, or None when nobody holds the lock.
+def parse(name: str, value: bytes | None, ttl_ms: int, waiting: int, now_ms: int) -> StoredLock | None:
+    """Return the lock that the value of a lock key describes, or None when nobody holds the lock.
 
-    Raises LockBackendError when something else wrote it.
+    Raises LockBackendError when something other than a lock wrote the value.
     """
     if value is None:
         return None
-    held = Held(name, value, ttl_ms, waiting, now_ms)
-    return held if held.fence else None
+    stored = StoredLock(name, value, ttl_ms, waiting, now_ms)
+    return stored if stored.fence else None

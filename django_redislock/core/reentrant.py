@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .acquirers import holders
 from .base import BaseLock
 from .driver.effects import Operation
 from .lease import Lease
+from .records import Token
 
 
 class ReentrantLease(Lease):
-    """An acquisition that its owner may enter again; each object through which it did keeps it alive."""
+    """An acquisition that its acquirer may enter again; each lock object through which it did keeps the lease alive."""
 
     __slots__ = ()
 
@@ -19,48 +22,41 @@ class Reentrant(BaseLock):
 
     _lease_kind = ReentrantLease
 
-    def _inside(self) -> Lease | None:
-        """Return the acquisition that the caller is in, and forget one that it left through another object."""
-        me = self._me()
-        mine = self._leases.get(me)
-        if mine is not None:
-            if mine.inherited_by_fork:
+    def _lease_of(self, acquirer: Any) -> Lease | None:
+        """Return the acquisition that the acquirer is in, and forget one that it released through another object."""
+        lease = self._leases.get(acquirer)
+        if lease is not None:
+            if lease.inherited_by_fork:
                 return None
-            if mine.hold_count:
-                return mine
-            self._forget(mine)
-        held = holders.leases_of(self._server, self._keys, me)
+            if lease.hold_count:
+                return lease
+            self._forget(lease)
+        held = holders.leases_of(self._server, self._keys, acquirer)
         return next((lease for lease in held if isinstance(lease, ReentrantLease)), None)
 
-    def _acquire(self, timeout: float | None, listening: bool) -> Operation[bool]:
-        lease = self._inside()
+    def _visible_lease(self) -> Lease | None:
+        return self._leases.reported() or self._lease_of(self._acquirer()) or super()._visible_lease()
+
+    def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
+        lease = self._lease_of(acquirer)
         if lease is None:
-            return (yield from super()._acquire(timeout, listening))
+            return (yield from super()._acquire(acquirer, timeout, token))
         if lease.loss is None:
             yield from self._renew(lease)
         self._raise_loss(lease)
         lease.hold_count += 1
-        self._leases[lease.acquirer] = lease
+        self._leases[acquirer] = lease
         return True
 
-    def _own(self) -> Lease:
-        return self._inside() or super()._own()
-
-    def _latest(self) -> Lease | None:
-        return self._leases.told() or self._inside() or super()._latest()
-
-    def _release(self) -> Operation[None]:
-        lease = self._own()
+    def _release(self, lease: Lease) -> Operation[None]:
         if lease.hold_count > 1:
             lease.hold_count -= 1
             self._raise_loss(lease)
             return
-        yield from super()._release()
+        yield from super()._release(lease)
 
     def _forget(self, lease: Lease) -> None:
-        if (
-            lease.inherited_by_fork and lease.hold_count > 1
-        ):  # a forked child leaves its copies of the parent's blocks one by one
+        if lease.inherited_by_fork and lease.hold_count > 1:  # a forked child leaves its parent's blocks one by one
             lease.hold_count -= 1
             return
         super()._forget(lease)

@@ -1,4 +1,4 @@
-"""The Lua scripts of the lock; one file a script in ``lua/``."""
+"""The Lua scripts of the lock: one file for each script in ``lua/``, and parts that scripts share."""
 
 from __future__ import annotations
 

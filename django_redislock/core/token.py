@@ -1,68 +1,47 @@
-"""redis-py's words for an acquisition's id: the token of ``acquire(token=…)``, and ``lock.local.token``."""
+"""redis-py's words for an owner id: the token of ``acquire(token=…)``, and ``lock.local.token``."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from . import operations
+from .base import BaseLock
 from .clock import monotonic
 from .driver.effects import Operation, Sleep
-from .records import Held, new_id
+from .records import Token, new_id
 from .validation import check_token
 
-LOOK_EVERY = 0.1
-"""Seconds between two looks at a lock that another holder has by the same token. The queue cannot tell them apart."""
+RETRY_EVERY = 0.1
+"""Seconds between two tries for a lock that is held by the same token, because the queue knows only one entry of it."""
 
 
-@dataclass(slots=True)
-class Token:
-    """The token by which a thread or task acquires now.
+class TokenLock(BaseLock):
+    """A lock that can be acquired by a token, and that shows its id as one."""
 
-    Of two acquisitions by the same token, one holds the lock, as in redis-py. For the scripts they are one owner that
-    repeats a call, so each acquisition adds a random mark to its record in Redis.
-    """
+    @property
+    def local(self) -> Local:
+        """Return an object whose `token` is the `id` as bytes, and None instead of an error where there is none."""
+        return Local(self)
 
-    id: str
-    mark: bytes
-    mine: bool = False
-    """Whether this very acquisition is known to hold the lock, because a reply to it was lost."""
-    refused: bool = False
-    """Whether the server answered that the id held the lock before."""
-
-    def marked(self, record: bytes) -> bytes:
-        """Return the record of this acquisition."""
-        return record[:-1] + self.mark + record[-1:]
-
-    def wrote(self, held: Held) -> bool:
-        """Whether this acquisition wrote the value of the lock."""
-        return self.mark in held.record
-
-
-def acquire(lock: Any, token: object, timeout: float | None, listening: bool) -> Operation[bool]:
-    """Acquire the lock by this token."""
-    until = math.inf if timeout is None else monotonic() + timeout
-    me = lock._me()
-    mine = Token(check_token(token), b',"by":"%b"' % new_id().encode())
-    lock._tokens = {**lock._tokens, me: mine}
-    try:
+    def _acquire_by(self, acquirer: Any, token: object, timeout: float | None) -> Operation[bool]:
+        """Acquire the lock by this token."""
+        until = math.inf if timeout is None else monotonic() + timeout
+        by = Token(check_token(token), b',"by":"%b"' % new_id().encode())
         while True:
-            (held,) = yield from operations.read([lock.name], [lock._keys])
-            mine.mine = held is not None and mine.wrote(held)
+            (stored,) = yield from operations.read([self.name], [self._keys])
+            by.recorded = stored is not None and by.mark in stored.record
             left = None if timeout is None else max(0.0, until - monotonic())
-            if held is None or held.id != mine.id or mine.mine or me in lock._leases:
-                mine.refused = False
-                if (yield from lock._acquire(left, listening)):
+            if stored is None or stored.id != by.id or by.recorded or acquirer in self._leases:
+                by.refused = False
+                if (yield from self._acquire(acquirer, left, by)):
                     return True
-                if not mine.refused:
+                if not by.refused:
                     return False
             elif left == 0.0:
                 return False
             else:
-                yield Sleep(LOOK_EVERY if left is None else min(LOOK_EVERY, left))
-    finally:
-        lock._tokens = {other: token for other, token in lock._tokens.items() if other is not me}
+                yield Sleep(RETRY_EVERY if left is None else min(RETRY_EVERY, left))
 
 
 class Local:
@@ -70,7 +49,7 @@ class Local:
 
     __slots__ = ("_lock",)
 
-    def __init__(self, lock: Any) -> None:
+    def __init__(self, lock: TokenLock) -> None:
         self._lock = lock
 
     @property
@@ -79,7 +58,7 @@ class Local:
 
         Set it to the token of an acquisition that was made elsewhere, to release or to extend that one.
         """
-        id = self._lock._token()
+        id = self._lock._owner_id(self._lock._acquirer())
         return None if id is None else id.encode()
 
     @token.setter

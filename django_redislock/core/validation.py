@@ -1,4 +1,4 @@
-"""The arguments of locks: names, ids, times, and how long to wait. Each function returns the checked value or raises."""
+"""Checks of the arguments of locks: names, ids and times. Each function returns the checked value or raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Seconds = float | timedelta
 
 
 class AsMade(Enum):
-    """What stands for an argument of ``acquire()`` that was not given."""
+    """The type of the default of ``acquire()``'s arguments: the lock object's own value counts."""
 
     AS_MADE = "as the lock object was made"
 
@@ -31,7 +31,8 @@ AS_MADE: Final = AsMade.AS_MADE
 def check_name(name: object, argument: str = "name") -> str:
     """Return the name of a lock.
 
-    Raises TypeError for anything but str, ValueError when it is empty, longer than 1,000 bytes in UTF-8, or not valid Unicode.
+    Raises TypeError for anything but a str, ValueError when it is empty, longer than 1,000 bytes in UTF-8, or not valid
+    Unicode.
     """
     if not isinstance(name, str):
         raise TypeError(f"{argument} must be a str, not {type(name).__name__}")
@@ -54,7 +55,7 @@ def fitting_name(name: str, digest: Callable[[], str]) -> str:
 
 
 def check_prefix(prefix: object, argument: str = "prefix") -> str:
-    """Return the key prefix; it may not contain braces, which would break the Cluster hash tag."""
+    """Return the key prefix; it must not contain braces, which would break the Cluster hash tag."""
     prefix = check_name(prefix, argument)
     if "{" in prefix or "}" in prefix:
         raise ValueError(f"{argument} must not contain braces: {prefix!r}")
@@ -71,12 +72,12 @@ def check_id(id: object, argument: str = "id") -> str:
 
 
 def check_token(token: object) -> str:
-    """Return the owner id of a token of redis-py's, a str or bytes."""
+    """Return the owner id of redis-py's token, a str or bytes."""
     return check_id(token.decode("latin-1") if isinstance(token, bytes) else token, "token")
 
 
 def check_expire(expire: object, argument: str = "expire") -> float:
-    """Return a life in seconds: at least 1 ms, at most ten years."""
+    """Return an expiry in seconds: at least 1 ms, at most ten years."""
     seconds = _seconds(expire, argument)
     if not 0.001 <= seconds <= MAX_SECONDS:
         raise ValueError(f"{argument} must be between 0.001 and {MAX_SECONDS:.0f} seconds, not {expire!r}")
@@ -84,7 +85,7 @@ def check_expire(expire: object, argument: str = "expire") -> float:
 
 
 def check_timeout(timeout: object, argument: str = "timeout") -> float | None:
-    """Return how long to wait in seconds; None waits for ever, 0 tries once."""
+    """Return the seconds to wait; None waits without limit, 0 tries once."""
     if timeout is None:
         return None
     seconds = _seconds(timeout, argument)
@@ -94,7 +95,7 @@ def check_timeout(timeout: object, argument: str = "timeout") -> float | None:
 
 
 def check_wait(blocking: object, timeout: object) -> float | None:
-    """Return how long to wait; raises ValueError for a timeout on a call that does not block, as `threading.Lock` does."""
+    """Return the seconds to wait. Raises ValueError for a timeout without `blocking`, as `threading.Lock` does."""
     if blocking:
         endless = isinstance(timeout, (int, float)) and timeout > MAX_SECONDS
         return None if endless else check_timeout(timeout)
@@ -104,16 +105,16 @@ def check_wait(blocking: object, timeout: object) -> float | None:
 
 
 class Wait(NamedTuple):
-    """How long ``acquire()`` waits, as the lock object was made."""
+    """How long ``acquire()`` of a lock object waits by default."""
 
     blocking: bool
     timeout: float | None
-    """Seconds; None for ever. 0 without `blocking`."""
+    """Seconds; None without limit. 0 without `blocking`."""
     if_blocking: float | None = None
     """Seconds for an ``acquire(blocking=True)`` of a lock that is not `blocking`."""
 
     def seconds(self, blocking: object, timeout: object, blocking_timeout: object = None) -> float | None:
-        """Return how long to wait by these arguments of ``acquire()``, and by `self` where they are not given.
+        """Return the seconds to wait by these arguments of ``acquire()``, and by `self` where they are not given.
 
         `blocking_timeout` is redis-py's word for `timeout`: None means that it is not given, and with
         ``blocking=False`` it is ignored.
@@ -122,7 +123,7 @@ class Wait(NamedTuple):
             blocking = AS_MADE
         if blocking_timeout is not None:
             if timeout is not AS_MADE:
-                raise TypeError("acquire() takes timeout or blocking_timeout, which mean the same, and not both")
+                raise TypeError("acquire() takes either timeout or blocking_timeout: both mean the same")
             seconds = check_timeout(blocking_timeout, "blocking_timeout")
             return seconds if (self.blocking if blocking is AS_MADE else blocking) else 0.0
         if timeout is not AS_MADE:
@@ -133,21 +134,21 @@ class Wait(NamedTuple):
 
 
 def wait_of(blocking: object, timeout: object) -> Wait:
-    """Return how long a lock object is to wait; raises as `check_wait` does."""
+    """Return how long a lock object waits; raises as `check_wait` does."""
     return Wait(bool(blocking), check_wait(blocking, timeout))
 
 
 def wait_as_redis(blocking: object, blocking_timeout: object) -> Wait:
-    """Return the wait by redis-py's words: with ``blocking=False`` the timeout is for ``acquire(blocking=True)``."""
+    """Return the wait by redis-py's words: without `blocking` the timeout is for ``acquire(blocking=True)``."""
     seconds = check_timeout(blocking_timeout, "blocking_timeout")
     return Wait(True, seconds) if blocking else Wait(False, 0.0, seconds)
 
 
 class Nothing(TypedDict):
-    """The type of named arguments that a function refuses with an error of its own."""
+    """The type of keyword arguments that a function refuses with an error of its own."""
 
 
-THEIR_WORDS = {
+OTHER_WORDS = {
     "wait": "timeout",
     "wait_timeout": "timeout",
     "blocking_timeout": "timeout",
@@ -159,14 +160,14 @@ THEIR_WORDS = {
     "ex": "expire",
 }
 """The words of other packages for `timeout` and `expire`."""
-MEANINGS = {"timeout": "how long to wait for the lock", "expire": "how long it lives without renewal"}
+MEANINGS = {"timeout": "how long to wait for the lock", "expire": "the expiry without renewal"}
 
 
 def unexpected(function: str, given: Iterable[str], known: Iterable[str]) -> TypeError:
-    """Return the error for unknown arguments, with the right word of the function."""
+    """Return the error for unknown arguments, with the right name if it can be guessed."""
     word = min(given)
     text = f"{function}() got an unexpected keyword argument {word!r}"
-    meant = THEIR_WORDS.get(word, "")
+    meant = OTHER_WORDS.get(word, "")
     if meant:
         return TypeError(f"{text}: {MEANINGS[meant]} is {meant}=, in seconds")
     near = difflib.get_close_matches(word, known, n=1)

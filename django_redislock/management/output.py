@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .. import inventory
+from ..core.lock import Lock
+from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, Listing
 from ..texts import duration, visible
 
@@ -63,3 +65,12 @@ def plain(row: HeldLockRow, ids: bool) -> dict[str, Any]:
     if not ids:
         del lock["id"]
     return lock
+
+
+def holder_of(lock: Lock) -> str:
+    """Return who holds the lock, in words."""
+    try:
+        info = lock.owner()
+    except LockBackendError as error:
+        return f"an unknown holder ({error.cause})"
+    return "nobody any more" if info is None else f"{info.holder} for {info.age:.0f} s"

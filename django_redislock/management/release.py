@@ -27,7 +27,7 @@ def release_lock(command: BaseCommand, options: dict[str, Any]) -> None:
         raise CommandError("Give the name of a lock, or --task NAME.")
     if options["waiting"] or options["match"] is not None:
         raise CommandError("--waiting and --match choose among the locks of a task; give --task NAME.")
-    # Without a question only the whole name counts, because the name of a free lock may be the beginning of another name.
+    # Without a question only the whole name counts, because a free lock's name may begin another name.
     rows = find_lock(options["name"], options["connection"], whole=options["yes"] and options["id"] is None)
     if options["id"] is not None:
         rows = [row for row in rows if row.held.id == options["id"]]

@@ -39,7 +39,7 @@ def find_lock(wanted: str, connection: str | None, *, whole: bool = False) -> li
         rows = _rows(similar[0], connection)
     if not rows:
         raise CommandError(
-            f"The lock {wanted!r} is not held now.{did_you_mean(similar)} 'redislock list' shows the locks that are held."
+            f"The lock {wanted!r} is not held now.{did_you_mean(similar)} 'redislock list' shows the held locks."
         )
     return rows
 

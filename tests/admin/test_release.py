@@ -6,13 +6,11 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from html import unescape
 from typing import Any
 
 import pytest
 import redis
 from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import User
 from django.contrib.messages import get_messages
 from django.test import Client
 
@@ -26,13 +24,14 @@ from tests.support.admin_pages import (
     LIST,
     browser,
     confirm,
+    form,
     held,
     hold,
     messages,
     names,
+    page,
     page_of,
     release,
-    superuser,
     tick,
     user,
 )
@@ -40,11 +39,6 @@ from tests.support.admin_pages import (
 pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("locks_by_url")]
 
 WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
-
-
-@pytest.fixture
-def web() -> Client:
-    return browser(superuser())
 
 
 @pytest.fixture
@@ -64,7 +58,7 @@ def signals() -> Iterator[list[dict[str, Any]]]:
 
 def test_from_the_list_over_the_question_to_the_release(web: Client, client: redis.Redis) -> None:
     stuck, other = hold(client, "stuck", label="nightly[7]"), hold(client, "other")
-    [box] = re.findall(r'value="([^"]+)" class="action-select" aria-label="Select this lock: stuck"', listed(web))
+    [box] = re.findall(r'value="([^"]+)" class="action-select" aria-label="Select this lock: stuck"', page(web))
 
     question = confirm(web, box)
     html = question.content.decode()
@@ -113,7 +107,7 @@ def test_many_at_once(web: Client, client: redis.Redis) -> None:
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a\r\nb", "nul \0", "🔒/é", "   ", "x" * 1000], ids=repr)
 def test_any_name_can_be_released(web: Client, client: redis.Redis, name: str) -> None:
     hold(client, name)
-    [box] = re.findall(r'name="_selected_action" value="([^"]+)"', listed(web))
+    [box] = re.findall(r'name="_selected_action" value="([^"]+)"', page(web))
     question = confirm(web, box).content.decode()
     assert "<script>alert" not in question
     answer = web.post(LIST, form(question), follow=True)
@@ -337,115 +331,3 @@ def test_the_history_outlives_the_lock(web: Client, client: redis.Redis) -> None
     history = web.get(page_of("stuck", view="history")).content.decode()
     assert "Force-released after" in history
     assert "root" in history
-
-
-# Who may
-
-
-def who(kind: str) -> Client:
-    if kind == "anonymous":
-        return Client()
-    if kind == "superuser":
-        return browser(superuser())
-    permissions = {
-        "user": (),
-        "staff": (),
-        "viewer": ("view_heldlock",),
-        "releaser without view": ("force_release_heldlock",),
-        "releaser": ("view_heldlock", "force_release_heldlock"),
-    }
-    return browser(user("somebody", *permissions[kind], staff=kind != "user"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "sees", "releases"),
-    [
-        ("anonymous", False, False),
-        ("user", False, False),
-        ("staff", False, False),
-        ("viewer", True, False),
-        ("releaser without view", False, False),
-        ("releaser", True, True),
-        ("superuser", True, True),
-    ],
-)
-def test_who_may_what(client: redis.Redis, kind: str, sees: bool, releases: bool) -> None:
-    lock = hold(client, "stuck")
-    box = tick(lock)
-    web = who(kind)
-    outside = {"anonymous": 302, "user": 302}.get(kind, 403)
-    for path in (LIST, page_of("stuck"), page_of("stuck", view="history")):
-        response = web.get(path)
-        assert response.status_code == (200 if sees else outside)
-        assert ("stuck" in response.content.decode()) == sees
-    if sees:
-        for path in (LIST, page_of("stuck")):
-            assert ("force_release" in web.get(path).content.decode()) == releases
-    assert (WARNING in confirm(web, box).content.decode()) == releases
-    assert lock.owned()
-    release(web, box)
-    assert lock.owned() != releases
-    assert LogEntry.objects.exists() == releases
-
-
-@pytest.mark.parametrize("kind", ["viewer", "superuser"])
-def test_nobody_adds_edits_or_deletes(client: redis.Redis, kind: str) -> None:
-    lock = hold(client, "stuck")
-    web = who(kind)
-    html = web.get(LIST).content.decode() + web.get(page_of("stuck")).content.decode()
-    assert "delete" not in re.sub(r"delete_selected|deletelink", "", html).lower()
-    for path in (f"{LIST}add/", page_of("stuck", view="delete")):
-        assert web.get(path).status_code == 403
-        assert web.post(path, {"post": "yes"}).status_code == 403
-    assert web.post(page_of("stuck"), {"name": "other"}).status_code == 403
-    web.post(LIST, {"action": "delete_selected", "index": "0", "_selected_action": [tick(lock)], "post": "yes"})
-    assert lock.owned()
-
-
-def test_the_token_against_forged_requests_is_needed(client: redis.Redis) -> None:
-    lock = hold(client, "stuck")
-    web = browser(superuser(), enforce_csrf_checks=True)
-    for send in (confirm, release):
-        assert send(web, tick(lock)).status_code == 403
-    assert lock.owned()
-    html = web.get(page_of("stuck")).content.decode()
-    question = web.post(LIST, form(html)).content.decode()
-    assert lock.owned()
-    web.post(LIST, form(question))
-    assert not lock.owned()
-
-
-@pytest.mark.parametrize("method", ["get", "head", "options", "put", "delete"])
-def test_only_post_releases(web: Client, client: redis.Redis, method: str) -> None:
-    lock = hold(client, "stuck")
-    query = f"?action=force_release&confirmed=yes&index=0&_selected_action={tick(lock)}"
-    for path in (LIST + query, page_of("stuck") + query, LIST):
-        getattr(web, method)(path)
-    assert lock.owned()
-    assert not LogEntry.objects.exists()
-
-
-def test_a_permission_taken_away_between_question_and_answer(client: redis.Redis) -> None:
-    operator = user("olga", "view_heldlock", "force_release_heldlock")
-    lock = hold(client, "stuck")
-    question = confirm(browser(operator), tick(lock)).content.decode()
-    operator.user_permissions.clear()
-    web = browser(User.objects.get(pk=operator.pk))
-    assert web.post(LIST, form(question)).status_code == 403
-    assert lock.owned()
-
-
-def listed(web: Client) -> str:
-    return web.get(LIST).content.decode()
-
-
-def form(html: str) -> dict[str, Any]:
-    """Return what the form of the page that can be sent by POST to the list sends."""
-    data: dict[str, Any] = {}
-    for field in re.findall(r'<input type="hidden"[^>]*>', html):
-        name, value = (unescape(re.search(rf'{key}="([^"]*)"', field)[1]) for key in ("name", "value"))  # type: ignore[index]
-        if name in data and name == "_selected_action":
-            data[name] = [*data[name], value]
-        else:
-            data[name] = [value] if name == "_selected_action" else value
-    return data

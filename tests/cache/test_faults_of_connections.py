@@ -75,6 +75,7 @@ def test_a_wake_up_that_is_lost_costs_half_a_second(proxy, redis_url, client):
         assert time.monotonic() - started < 2
 
 
+@pytest.mark.slow
 def test_a_pool_of_two_connections_serves_sixteen_threads(redis_url, client):
     pool_of_two = {
         "CONNECTION_POOL_CLASS": "redis.BlockingConnectionPool",
@@ -91,6 +92,7 @@ def test_a_pool_of_two_connections_serves_sixteen_threads(redis_url, client):
         assert [future.result(20) for future in futures] == ["v"] * 16
 
 
+@pytest.mark.slow
 def test_a_short_socket_timeout_and_long_work(redis_url):
     cache = cache_at(f"{redis_url}?socket_timeout=0.5")
     work = Work()
@@ -129,6 +131,7 @@ def test_a_lost_reply_loses_nothing_for_tasks(proxy, client, of):
     assert not list(held_locks(client))
 
 
+@pytest.mark.slow
 def test_a_short_socket_timeout_and_long_work_of_a_task(redis_url):
     cache = cache_at(f"{redis_url}?socket_timeout=0.5")
     elsewhere = cache_at(f"{redis_url}?socket_timeout=0.51")  # as if it were another process

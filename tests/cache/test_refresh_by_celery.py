@@ -44,6 +44,7 @@ def test_a_worker_obeys_registered_functions_only(client, settings, server, back
     assert not list(held_locks(client))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_without_a_broker_everybody_has_the_old_value(client, settings, server, backend, caplog, asynchronous):
     from tests.support.celery_site.app import app

@@ -14,7 +14,7 @@ from django.utils.translation import gettext_lazy
 from hypothesis import assume, example, given, strategies as st
 from kombu.utils import json as kombu_json
 
-from django_redislock.celery.key import digest, lock_name, make_key
+from django_redislock.celery.key import hash_arguments, lock_name, make_key
 from django_redislock.name_template import signature_of
 
 
@@ -77,7 +77,7 @@ def test_defaults_count_as_if_they_were_given():
 def test_the_order_of_keywords_and_dicts_does_not_count(items, random):
     shuffled = list(items.items())
     random.shuffle(shuffled)
-    assert digest({"a": items}) == digest({"a": dict(shuffled)})
+    assert hash_arguments({"a": items}) == hash_arguments({"a": dict(shuffled)})
 
 
 PLAIN = st.recursive(
@@ -171,7 +171,7 @@ def test_the_order_of_a_set_does_not_count(members):
     backwards = set()
     for member in sorted(members, key=repr, reverse=True):
         backwards.add(member)
-    assert digest({"a": members}) == digest({"a": backwards})
+    assert hash_arguments({"a": members}) == hash_arguments({"a": backwards})
 
 
 def test_a_model_instance_is_its_primary_key():
@@ -205,7 +205,7 @@ def test_a_format_string_takes_parameters_by_name():
 
 @pytest.mark.parametrize("key", ["{a.missing}", "{a[missing]}", "{d}", "{a:%Y}"])
 def test_a_format_string_that_does_not_fit_the_arguments_is_a_type_error(key):
-    with pytest.raises(TypeError, match="cannot be made from"):
+    with pytest.raises(TypeError, match="does not fit the arguments"):
         key_of(f, 42, key=key)
 
 
@@ -244,7 +244,7 @@ def test_a_lock_name_is_never_too_long_nor_invalid(task, key):
 def test_a_lock_is_named_for_people():
     assert lock_name("proj.tasks.report", "42") == "celery:proj.tasks.report:42"
     assert lock_name("proj.tasks.report", "") == "celery:proj.tasks.report"
-    assert lock_name("proj.tasks.report", digest({"a": 1})).startswith("celery:proj.tasks.report:")
+    assert lock_name("proj.tasks.report", hash_arguments({"a": 1})).startswith("celery:proj.tasks.report:")
 
 
 def test_a_task_that_takes_no_arguments_has_the_task_as_its_key():

@@ -121,8 +121,8 @@ def test_when_the_connection_was_lost_no_message_runs_beside_the_worker_that_has
             one.diary.open_gate()
         for result in first:
             assert ended(result).result == f"ran {result.id}"
-        wait_until(lambda: all(f"[{result.id}] has been processed; this copy" in heir.log for result in first))
-        wait_until(lambda: all(f"[{result.id}] has been processed; this copy" in cut_off.log for result in others))
+        wait_until(lambda: all(f"[{result.id}] was processed before; this copy" in heir.log for result in first))
+        wait_until(lambda: all(f"[{result.id}] was processed before; this copy" in cut_off.log for result in others))
         for one in [*running, *waiting]:
             assert len(one.diary.events("start")) == 1
         assert {result.state for result in [*first, *others]} == {"SUCCESS"}

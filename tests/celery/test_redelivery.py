@@ -77,7 +77,7 @@ def neither_beside_nor_after(gated: Stage, task) -> None:
     wait_until(lambda: f"[{result.id}] runs or has died" in gated.log)
     gated.diary.open_gate()
     assert ended(result).result == f"ran {result.id}"
-    wait_until(lambda: f"[{result.id}] has been processed" in gated.log)
+    wait_until(lambda: f"[{result.id}] was processed before" in gated.log)
     assert len(gated.diary.events("start")) == 1
     assert result.state == "SUCCESS"
 
@@ -91,7 +91,7 @@ def test_a_copy_that_comes_after_the_end_is_dropped(stage, task, how):
     stage.consume()
     state = ended(result).state
     put_in_queue(stage, as_unacked(stage, raw))
-    wait_until(lambda: f"[{result.id}] has been processed" in stage.log)
+    wait_until(lambda: f"[{result.id}] was processed before" in stage.log)
     assert len(stage.diary.events("start")) == 1
     assert ended(result).state == state
 
@@ -109,7 +109,7 @@ def test_a_copy_of_a_message_that_was_retried_does_not_retry_it_again(stage, tas
     stage.consume()
     assert ended(result).result == 2
     put_in_queue(stage, as_unacked(stage, raw))
-    wait_until(lambda: f"[{result.id}] has been processed" in stage.log)
+    wait_until(lambda: f"[{result.id}] was processed before" in stage.log)
     assert len(stage.diary.events("start")) == 3
 
 
@@ -155,7 +155,7 @@ def test_a_copy_within_a_chain_leaves_the_chain_whole(gated):
     wait_until(lambda: f"[{result.parent.id}] runs or has died" in gated.log)
     gated.diary.open_gate()
     assert ended(result).result == "plain"
-    wait_until(lambda: f"[{result.parent.id}] has been processed" in gated.log)
+    wait_until(lambda: f"[{result.parent.id}] was processed before" in gated.log)
     assert len(gated.diary.events("plain")) == 1
 
 

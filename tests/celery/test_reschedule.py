@@ -55,8 +55,8 @@ class Message:
             message.ack()
         self.headers = dict(message.headers)
         for headers in (self.headers, self.headers.get("headers") or {}):
-            if waited and "single_instance_first_conflict" in headers:
-                headers["single_instance_first_conflict"] -= waited
+            if waited and "single_instance_since" in headers:
+                headers["single_instance_since"] -= waited
         task_rescheduled.connect(receiver := lambda **data: delays.append(data["delay"]))
         try:
             request = {**self.headers, "properties": message.properties, "delivery_info": {}}

@@ -95,7 +95,7 @@ def test_a_key_of_the_settings_that_a_task_has_no_parameter_for_is_an_error_of_t
     settings.DJANGO_REDISLOCK = {"CELERY": {"KEY": ["account_id"]}}
     task = app.task(name="keyless")(single_instance(nothing))
     app.task(name="keyed")(single_instance(key=[])(nothing_else))
-    with pytest.raises(TypeError, match="names 'account_id', which is none of the arguments"):
+    with pytest.raises(TypeError, match="names 'account_id', which is not one of the arguments"):
         task.apply(throw=True)
     found = [message for message in run_checks(tags=[TAG]) if message.id == "redislock.E013"]
     assert not [message for message in found if "the task keyed" in message.msg]

@@ -22,6 +22,7 @@ from django_redislock.core.keys import lock_keys
 from tests.support import acquire_and_release, in_a_fork, queued, until, wait_until
 
 
+@pytest.mark.slow
 def test_a_blocked_loop_loses_no_lock(aclient, client):
     async def main():
         async with AsyncLock(aclient, "a", expire=1.5) as lock:
@@ -219,6 +220,7 @@ def test_the_end_of_a_loop_is_a_clean_one(client, redis_url, run_python, ending)
 # Forks
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize(("kind", "entries"), [(AsyncLock, 1), (AsyncRLock, 2)])
 def test_a_forked_child_owns_nothing_of_its_parents(aclient, client, kind, entries):

@@ -95,6 +95,7 @@ def test_what_is_kept_of_tasks_that_ended_is_little_and_keeps_none_of_them(aclie
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_the_task_that_calls_is_the_holder_whichever_task_runs_it(aclient):
     async def main():
         one, two = AsyncLock(aclient, "a", expire=2), AsyncLock(aclient, "b")

@@ -30,7 +30,7 @@ PRIVATE = {"_sock", "_writer", "_reader", "_close", "_parsers", "parse_error", "
 
 
 def private_parts_in(path: Path) -> set[str]:
-    """Return the names in `PRIVATE` that are attributes of foreign objects there, and the private modules of redis-py."""
+    """Return the names in `PRIVATE` that are attributes of foreign objects, and redis-py's private modules."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in PRIVATE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import redis
 from django.core.cache import caches
 
@@ -116,6 +117,7 @@ def wait_for(client: redis.Redis, pipe: redis.client.Pipeline, name: str) -> Non
     pipe.delete(keys.lock)
 
 
+@pytest.mark.slow
 def test_ten_thousand_names_take_bounded_room(client: redis.Redis) -> None:
     with Lock(client, "known"):  # so that the script is
         pass
@@ -134,6 +136,7 @@ def test_ten_thousand_names_take_bounded_room(client: redis.Redis) -> None:
     assert sum(minute.waits for minute in contention(client).minutes) == 10_000
 
 
+@pytest.mark.slow
 def test_one_waited_for_long_stays_among_many(client: redis.Redis) -> None:
     with Lock(client, "known"):
         pass

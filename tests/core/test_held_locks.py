@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from itertools import count, pairwise
 
+import pytest
+
 from django_redislock.core import held_locks, reset_all
 from django_redislock.core.keys import lock_keys
 from tests.support import RedisServer, counting, monitoring, wait_until
@@ -81,6 +83,7 @@ def test_many_that_ended_without_a_release_leave_the_index_a_few_at_a_time(make_
     assert max(before - after for before, after in pairwise(sizes)) == 100
 
 
+@pytest.mark.slow
 def test_what_is_held_is_found_among_a_million_foreign_keys_without_looking_at_them(make_lock):
     """It costs as many commands as beside none: so many for the locks, and no scan."""
     with RedisServer(enable_debug_command="yes") as server, server.client(socket_timeout=60) as client:

@@ -11,8 +11,9 @@ import pytest
 
 from django_redislock.core import Lock
 from django_redislock.core.driver import os_threads
+from django_redislock.core.keys import lock_keys
 from tests.support import Proxy, interrupted_programs, queued, wait_until
-from tests.support.interruptions import TimeLimit
+from tests.support.interruptions import TimeLimit, interruptions
 
 pytestmark = pytest.mark.processes
 
@@ -100,6 +101,21 @@ def test_a_handler_that_waits_while_its_thread_reads_wakes_everybody(client, red
     locks["main"].release()
     process.wait_for(timeout=SOON, who="main", got=True)
     process.finish()
+
+
+def test_an_interrupted_waiter_leaves_the_queue_of_a_server_that_forgot_the_scripts(client):
+    keys = lock_keys("redislock", "a")
+    client.set(keys.lock, "x\n1\n1\n{}", px=60_000)
+
+    def forget_and_interrupt():
+        wait_until(lambda: queued(client, "a"))
+        client.script_flush()
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    with interruptions(TimeLimit), pytest.raises(TimeLimit):
+        threading.Thread(target=forget_and_interrupt).start()
+        Lock(client, "a").acquire(timeout=60)
+    assert not client.exists(keys.queue)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_connections": 1}], ids=["", "one connection"])

@@ -14,7 +14,7 @@ from django_redislock.core.contention import contention
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import BUCKETS, held_keys, lock_keys
 from django_redislock.core.listing import held_locks
-from django_redislock.core.watchdog import BATCH
+from django_redislock.core.renewals import BATCH
 from django_redislock.exceptions import LockBackendError
 from tests.support import RedisServer, counting
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -14,33 +13,6 @@ import redis
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver import wakeups
 from tests.support import BUSY, Proxy, lived, monitoring, queued, say, wait_until
-
-
-class ForgetfulProxy(Proxy):
-    """Lets subscriptions die as a router does that forgot them: the server has closed them, and the client hears nothing."""
-
-    def __init__(self, url):
-        super().__init__(url)
-        self.subscriptions = []
-        self.forgotten = []
-
-    def _note_request(self, link, data):
-        super()._note_request(link, data)
-        if b"\nSUBSCRIBE" in data:
-            self.subscriptions.append(link)
-
-    def forget(self):
-        for link in self.subscriptions:
-            link.close = lambda: None
-            link.server.shutdown(socket.SHUT_RDWR)
-            self.forgotten.append(link)
-        self.subscriptions = []
-
-    def close(self):
-        for link in self.forgotten:
-            del link.close
-            link.close()
-        super().close()
 
 
 def start(function, *args):
@@ -71,10 +43,10 @@ def contention(client, name):
 
 def test_a_subscription_that_died_in_silence_starves_no_thread(client, redis_url, monkeypatch):
     monkeypatch.setattr(wakeups, "QUIET", 0.5)
-    with ForgetfulProxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
+    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
         with Lock(client, "a"):
             assert not Lock(behind, "a").acquire(timeout=0.1)
-        proxy.forget()
+        proxy.forget_subscriptions()
         with contention(client, "a"):
             lock = Lock(behind, "a")
             assert lock.acquire(timeout=10)
@@ -87,13 +59,13 @@ def test_a_subscription_that_died_in_silence_starves_no_task(client, redis_url, 
     async def main():
         with Lock(client, "a"):
             assert not await AsyncLock(behind, "a").acquire(timeout=0.1)
-        proxy.forget()
+        proxy.forget_subscriptions()
         with contention(client, "a"):
             lock = AsyncLock(behind, "a")
             assert await lock.acquire(timeout=10)
             await lock.release()
 
-    with ForgetfulProxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
+    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
         asyncio.run(main())
 
 
@@ -101,6 +73,7 @@ def subscriptions(client):
     return {found["id"] for found in client.client_list() if int(found["sub"])}
 
 
+@pytest.mark.slow
 def test_a_quiet_subscription_that_lives_is_kept(client, monkeypatch):
     monkeypatch.setattr(wakeups, "QUIET", 0.2)
     with Lock(client, "a"):
@@ -149,6 +122,7 @@ def test_a_frozen_process_holds_up_a_free_lock_once_and_not_for_each_of_its_thre
     assert taken[0] - freed < 0.5 + BUSY, "one reservation, not one for each of its threads"
 
 
+@pytest.mark.slow
 def test_waiters_for_a_short_lived_lock_do_not_look_all_of_them_at_its_every_end(client):
     def acquire():
         with Lock(client, "a", timeout=20):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import threading
 import weakref
 from contextlib import suppress
@@ -22,51 +21,17 @@ from tests.support import Proxy, in_a_fork, lived, queued, wait_until
 # Commands that arrive late
 
 
-class LateProxy(Proxy):
-    """Closes one connection towards the client at its next EVALSHA, and brings what it said to the server only later."""
-
-    def __init__(self, url):
-        super().__init__(url)
-        self._direct = url
-        self.armed = False
-        self.held = threading.Event()
-        self.deliver = threading.Event()
-        self.delivered = threading.Event()
-
-    def _note_request(self, link, data):
-        if not self.armed or b"EVALSHA" not in data:
-            return super()._note_request(link, data)
-        self.armed = False
-        link.client.shutdown(socket.SHUT_WR)
-        while more := link.client.recv(65536):
-            data += more
-        self.held.set()
-        self.deliver.wait(30)
-        port = link.server.getsockname()[1]
-        link.server.sendall(data)
-        with suppress(OSError):  # the answer found nobody, and closed it
-            link.server.shutdown(socket.SHUT_WR)
-        wait_until(lambda: self._ended(port))
-        self.delivered.set()
-        raise OSError("said all")
-
-    def _ended(self, port):
-        """Whether the server has read everything from that port and closed the connection."""
-        with redis.Redis.from_url(self._direct) as client:
-            return not any(found["addr"].endswith(f":{port}") for found in client.client_list())
-
-
 def test_a_call_that_arrives_after_its_repetition_frees_nothing(client, redis_url):
-    with LateProxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
+    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
         lock = Lock(behind, "a")
         with lock:
             pass
-        proxy.armed = True
+        late = proxy.deliver_late(containing=b"EVALSHA")
         assert lock.acquire(timeout=5), "repeated on another connection"
-        assert proxy.held.wait(30)
+        assert late.held.wait(30)
         assert lock.owned()
-        proxy.deliver.set()
-        assert proxy.delivered.wait(30)
+        late.deliver.set()
+        assert late.delivered.wait(30)
         assert lock.owned(), "what arrived late undid the repeated acquisition"
         lock.release()
 
@@ -153,6 +118,7 @@ def test_the_life_in_redis_is_never_shorter_than_the_one_believed_in():
         assert int(milliseconds(life)) >= life * 1000
 
 
+@pytest.mark.slow
 def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
     """The watchdog's call was made with the old life and arrives after the new one was set."""
     server = server_of(client)
@@ -202,8 +168,8 @@ def test_a_renewal_that_overlaps_a_shortening_does_not_let_the_belief_outlive_th
             lock.extend(0.5)
             gate.set()
             assert answered.wait(5)
-            wait_until(lambda: lock._latest().next_renewal <= monotonic() + 0.2)
-            assert lock._latest().deadline <= monotonic() + 0.5
+            wait_until(lambda: lock._visible_lease().next_renewal <= monotonic() + 0.2)
+            assert lock._visible_lease().deadline <= monotonic() + 0.5
         finally:
             gate.set()
             del server.renew
@@ -231,6 +197,7 @@ def test_a_forked_child_reports_no_loss_of_its_parents_lock(client, caplog):
     lock.release()
 
 
+@pytest.mark.slow
 def test_a_released_reentrant_lock_is_not_reported_as_lost(client, caplog):
     first, second = RLock(client, "a", expire=1.5), RLock(client, "a", expire=1.5)
     with first, second:

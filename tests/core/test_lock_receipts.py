@@ -10,7 +10,7 @@ import redis
 from django_redislock.core import Lock
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.operations import give_back, reset
+from django_redislock.core.operations import release_call, reset
 from django_redislock.exceptions import NotAcquired
 from tests.support import Proxy, counting
 
@@ -56,7 +56,7 @@ def test_a_release_whose_reply_was_lost_is_repeated_after_a_thousand_others_came
     """Such as that of a client that is cut off while others go on."""
     lock = Lock(client, "a")
     lock.acquire()
-    release = give_back(lock._latest()).with_text()
+    release = release_call(lock._visible_lease()).with_text()
     assert server_of(client).call(release) == 1
     cycle(client, "a", 1000)
     lock.release()

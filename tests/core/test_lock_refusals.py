@@ -51,7 +51,7 @@ def test_a_refused_renewal_is_unknown_until_it_works_again(make_lock, own_server
         lock = make_lock(client, "a", expire=3)
         with lock:
             client.execute_command("REPLICAOF", "127.0.0.1", "1")
-            wait_until(lambda: "trying again" in caplog.text)
+            wait_until(lambda: "is tried again" in caplog.text)
             client.execute_command("REPLICAOF", "NO", "ONE")
             lived(3.5)
             assert lock.owned()

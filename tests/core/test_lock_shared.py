@@ -132,11 +132,11 @@ def test_on_lost_is_told_of_the_lost_acquisition_though_another_one_holds_the_lo
 
     shared = make_lock(client, "a", on_lost=on_lost)
     one(shared.acquire)
-    lease = one(shared._latest)
+    lease = one(shared._visible_lease)
     client.delete(KEYS.lock)
     two(shared.acquire, False)
     lease.next_renewal = monotonic()
-    watchdog.hurry(lease)
+    watchdog.reschedule(lease)
     wait_until(lambda: len(seen) == 2)
     told = seen[0][1:]
     assert told == (lease.fence, lease.id, one(lambda: shared.lost))

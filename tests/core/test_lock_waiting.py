@@ -127,6 +127,7 @@ def test_a_waiter_wakes_at_the_holders_expiry(make_lock, client):
     assert time.monotonic() - started < 0.4 + BUSY
 
 
+@pytest.mark.slow
 def test_waiting_threads_share_one_connection_and_never_starve_the_holder(make_lock, redis_url):
     with redis.Redis.from_url(redis_url, max_connections=2) as client, redis.Redis.from_url(redis_url) as observer:
         before = len(observer.client_list())
@@ -177,6 +178,7 @@ def _a_thousand_wait(make_lock, client):
     assert blocked == 0
 
 
+@pytest.mark.slow
 def test_a_waiter_does_not_poll(make_lock, client):
     """While the lock is held, the waiters of a process look twice a second, however many they are."""
     results: list[int] = []
@@ -317,6 +319,7 @@ def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(m
         assert proxy.unheard == 1
 
 
+@pytest.mark.slow
 def test_a_subscription_that_cannot_be_renewed_does_not_keep_waiters_from_looking(make_lock, client, proxy):
     """Even while one of them tries to connect."""
 

@@ -156,7 +156,7 @@ def test_a_quorum_lock_hears_the_cause_that_its_parts_agree_on(server: Any) -> N
         with pytest.raises(LockLost) as raised:
             lock.release()
         assert raised.value.record.code == "force_released"
-        assert "fewer than 2 of its servers hold it still: olga force-released it" in raised.value.record.reason
+        assert "fewer than 2 of its servers still hold it: olga force-released it" in raised.value.record.reason
     finally:
         for client in clients:
             client.close()

@@ -153,7 +153,7 @@ def test_a_minority_may_lose_it(clients, caplog):
     lock = QuorumLock(clients, "a", expire=3, on_lost=told.append)
     with lock:
         Lock(clients[0], "a").reset()
-        wait_until(lambda: lock._mine().alive == 2)
+        wait_until(lambda: lock._visible_lease().held_count == 2)
         lock.raise_if_lost()
     assert not told
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -276,7 +276,7 @@ def test_a_look_at_it_during_its_release_sees_no_loss(clients):
     told = []
     lock = QuorumLock(clients, "a", on_lost=told.append)
     lock.acquire()
-    holding = lock._mine()
+    holding = lock._visible_lease()
 
     class Released(list):
         def __iter__(self):

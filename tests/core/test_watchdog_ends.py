@@ -42,6 +42,7 @@ class OwnTask(asyncio.tasks._PyTask):
     """What nest_asyncio makes of every task: the one in pure Python, which is no `asyncio.Task`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [asyncio.tasks._PyTask, OwnTask])
 def test_tasks_of_a_foreign_task_factory_keep_their_locks_and_those_of_others(redis_url, client, kind, caplog):
     told = []
@@ -102,12 +103,13 @@ class Rude(Stranger):
     done = get_loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Stranger, Rude])
 def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(client, caplog, monkeypatch, kind):
     owner = type(f"New{kind.__name__}", (kind,), {})()
 
     class Strange(Lock):
-        def _me(self):
+        def _acquirer(self):
             return owner
 
     strange, other = Strange(client, "strange", expire=2.4), Lock(client, "other", expire=2.4)
@@ -118,7 +120,7 @@ def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(clien
     assert strange.owned()
     strange.release()
     other.release()
-    assert [record.levelname for record in caplog.records if "is not known" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "Cannot find out whether" in record.message] == ["WARNING"]
     assert "failed" not in caplog.text
 
 
@@ -143,6 +145,7 @@ def test_the_end_of_a_raw_thread_is_noticed(client, caplog):
     wait_until(lambda: Lock(client, "a").ttl() is None)
 
 
+@pytest.mark.slow
 def test_a_raw_thread_that_lives_keeps_its_lock(client, caplog):
     go, held = threading.Event(), []
 
@@ -191,7 +194,7 @@ def test_the_end_of_a_lock_that_is_not_renewed_is_told_without_anybody_asking(cl
     assert heard == [lock]
     assert [(record.name, record.fence) for record in told] == [("a", fence)]
     assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
-        f"Lock 'a' (fence {fence}) was lost: its life of 0.5 s ended without a renewal."
+        f"Lock 'a' (fence {fence}) was lost: its expiry of 0.5 s ended without a renewal."
     ]
     assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == sent, "nobody asked Redis"
     with pytest.raises(LockLost):
@@ -274,7 +277,7 @@ def test_a_release_that_races_the_end_is_a_loss_that_is_told_or_a_release(client
     def cycle(name, late):
         lock = Lock(client, name, expire=0.2, auto_renewal=False)
         lock.acquire()
-        lease = lock._latest()
+        lease = lock._visible_lease()
         wait_until(lambda: lease.deadline - monotonic() < late)
         try:
             lock.release()
@@ -294,11 +297,11 @@ def test_locks_that_are_not_renewed_send_nothing_and_wake_nobody(client):
     lock = Lock(client, "a", auto_renewal=False)
     with lock:
         pass
-    post = server_of(client).watchdog._post
+    thread = server_of(client).watchdog._thread
     for _ in range(100):
         with lock:
             pass
-    assert not post.alarm.clear()
+    assert not thread.event.clear()
     assert watchdogs_of(client) == 1
 
 
@@ -320,7 +323,7 @@ from django_redislock.core import Lock
 
 lock = Lock(redis.Redis.from_url(sys.argv[1]), "a", expire=300, auto_renewal=False)
 lock.acquire()
-lease, seen = lock._latest(), []
+lease, seen = lock._visible_lease(), []
 signal.signal(signal.SIGALRM, lambda *_: seen.append(lease.note_loss(lease.ending)))
 signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
 while len(seen) < 3000:

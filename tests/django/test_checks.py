@@ -190,7 +190,7 @@ def test_url_and_alias(found):
 )
 def test_expiry_that_the_renewal_cannot_keep(found, lock, options, where):
     message, _ = found(lock, other=REDIS | {"OPTIONS": options})["redislock.W002"]
-    assert message == f"{where}['EXPIRE'] is 0.5 s, too short for the renewal to keep."
+    assert message == f"{where}['EXPIRE'] is 0.5 s, which is too short for a reliable renewal."
 
 
 def test_short_expiry_without_renewal_is_fine(found):

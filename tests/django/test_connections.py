@@ -372,4 +372,4 @@ def test_a_connection_of_ours_tells_no_name_since_that_takes_two_round_trips(cli
             connection.connect()
         assert ran["client|setinfo"] == 0
     finally:
-        connection.disconnect()
+        connection.close()

@@ -69,11 +69,18 @@ def test_what_would_run_without_its_lock_is_refused_where_it_is_decorated(decora
         decorate(function)
 
 
+def test_an_object_whose_call_is_a_coroutine_function_hears_of_alock():
+    with pytest.raises(TypeError, match=r"__call__ is async.*async with alock\(name\)"):
+        locked("a")(AsyncCall())
+
+
 def test_a_plain_function_that_returns_a_coroutine_is_refused_when_it_is_called(client):
     async def work():
         raise AssertionError("runs without the lock")
 
-    with pytest.raises(TypeError, match="returned a coroutine, which would run without the lock"):
+    with pytest.raises(
+        TypeError, match=r"returned a coroutine, which would run without the lock.*async with alock\(name\)"
+    ):
         locked("a")(lambda: work())()
     assert names() == []
 

@@ -320,7 +320,7 @@ def test_without_the_setting_a_server_named_by_sentinel_is_tried_until_a_failove
     plain, primary = Lock(client, "a"), Lock(manager.master_for("main"), "a")
     settings.DJANGO_REDISLOCK = {}
     lock("a")
-    assert (plain._new_lease("x").retry_for, primary._new_lease("x").retry_for) == (5, 40)
+    assert (plain._new_lease(None, "x").retry_for, primary._new_lease(None, "x").retry_for) == (5, 40)
     settings.DJANGO_REDISLOCK = {"RETRY_FOR": 7}
     lock("a")
-    assert (plain._new_lease("x").retry_for, primary._new_lease("x").retry_for) == (7, 7)
+    assert (plain._new_lease(None, "x").retry_for, primary._new_lease(None, "x").retry_for) == (7, 7)

@@ -141,7 +141,7 @@ def test_groups_that_the_program_names(client: redis.Redis, caplog: pytest.LogCa
     finally:
         end()
     assert registry.get_sample_value("redislock_acquired_total", {"group": "invoices"}) == 1
-    assert "The metrics of lock 'unknown:1' failed." in caplog.messages
+    assert "The metrics of lock 'unknown:1' could not be counted; check the function `group`." in caplog.messages
 
 
 def test_the_page_can_be_parsed_and_is_registered_once(client: redis.Redis, registry: CollectorRegistry) -> None:
@@ -184,7 +184,7 @@ def test_spans_are_remembered_for_no_more_than_so_many(client: redis.Redis, monk
     spans = tracing.Spans(TracerProvider())
     for fence in range(1, 6):
         spans.listen("acquired", {"name": "a", "fence": fence})
-    assert len(spans._since) == 2
+    assert len(spans._started) == 2
 
 
 def test_a_cache_or_a_setting_that_is_wrong_does_not_hide_the_other_metrics(

@@ -41,8 +41,8 @@ MAKERS = {
     [
         ("wait", "how long to wait for the lock is timeout=, in seconds"),
         ("blocking_timeout", "how long to wait for the lock is timeout=, in seconds"),
-        ("ttl", "how long it lives without renewal is expire=, in seconds"),
-        ("lock_timeout", "how long it lives without renewal is expire=, in seconds"),
+        ("ttl", "the expiry without renewal is expire=, in seconds"),
+        ("lock_timeout", "the expiry without renewal is expire=, in seconds"),
         ("tiemout", r"did you mean 'timeout'\?"),
     ],
 )

@@ -88,7 +88,7 @@ def test_the_demo_holds_and_leaves_nothing_behind(start_demo: Callable[..., Demo
         demo = start_demo("--port", taken.getsockname()[1])
         assert demo.process.wait(timeout=180) == 0, demo.text
         demo.wait_gone()
-    assert demo.text.count("  ok  ") == 5, demo.text
+    assert demo.text.count("  ok  ") == 6, demo.text
     text = " ".join(demo.text.split())  # its lines are as wide as the terminal
     assert "computed: 1, waited: 39" in text
     assert "ran: 1, refused: 19, naming the one that ran: 19" in text

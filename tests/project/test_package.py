@@ -173,7 +173,7 @@ def test_base_install_needs_django_and_redis_only(metadata):
 
 
 def test_extras(metadata):
-    extras = {"cache", "celery", "hiredis", "metrics", "opentelemetry", "watch"}
+    extras = {"beat", "cache", "celery", "hiredis", "metrics", "opentelemetry", "watch"}
     assert set(metadata.get_all("Provides-Extra")) == extras
 
 

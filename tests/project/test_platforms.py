@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -111,7 +111,7 @@ class History:
             asked, freezes = world.time, process.freezes
             self.waiting[thread] = timeout
             try:
-                got = yield from lock._acquire(timeout, process.room.open)
+                got = yield from lock._acquire(thread, timeout)
             except LockError as error:
                 world.tell(thread, f"acquire raised {error}")
                 self._is_back(thread, timeout, asked, freezes)
@@ -127,14 +127,14 @@ class History:
                 yield Sleep(held)
             if chance.random() < 0.1:
                 try:
-                    yield from lock._extend(chance.choice([None, expire * 2, expire / 2]))
+                    yield from lock._extend(thread, chance.choice([None, expire * 2, expire / 2]))
                 except LockError as error:
                     world.tell(thread, f"extend raised {error}")
             lease = self.beliefs.pop(thread)
             world.tell(thread, "releases")
             ends = lease.deadline if lease.loss is None else 0.0
             try:
-                yield from lock._release()
+                yield from lock._release(lease)
             except LockError as error:
                 world.tell(thread, f"release raised {error}")
                 self.lost = True

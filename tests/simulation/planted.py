@@ -61,34 +61,34 @@ PLANTED = {
     ),
     "the lock is taken over a moment before its end": lambda: script(
         A,
-        "local value = redis.call('GET', KEYS[1])",
-        "local value = redis.call('PTTL', KEYS[1]) > 150 and redis.call('GET', KEYS[1])",
+        "local value = redis.call('GET', lock)",
+        "local value = redis.call('PTTL', lock) > 150 and redis.call('GET', lock)",
     ),
     "the deadline is counted from the reply": lambda: attribute(lease.Lease, "renewed", _late_deadline),
     "a released lock is handed to nobody": lambda: script(
-        R, "hand_over(KEYS[1], KEYS[3], id)\n  return 1", "redis.call('DEL', KEYS[1])\n  return 1"
+        R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock)\n  return 1"
     ),
     "a release forgets the queue": lambda: script(
-        R, "hand_over(KEYS[1], KEYS[3], id)\n  return 1", "redis.call('DEL', KEYS[1], KEYS[3])\n  return 1"
+        R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock, queue)\n  return 1"
     ),
-    "a release keeps no receipt": lambda: script(R, "keep_receipt(KEYS[4], held, held)", ""),
+    "a release keeps no receipt": lambda: script(R, "keep_receipt(receipts, held_fence, held_fence)", ""),
     "fences do not grow": lambda: script(A, "local fence = whole(now)", "local fence = whole(1e15 - now % 1000)"),
-    "a lock has no expiry": lambda: script(A, "record, 'PX', life_ms)", "record)"),
-    "a queue has no expiry": lambda: script(A, "redis.call('PEXPIRE', KEYS[4], QUEUE_LIFE_MS)", ""),
+    "a lock has no expiry": lambda: script(A, "value, 'PX', expire_ms)", "value)"),
+    "a queue has no expiry": lambda: script(A, "redis.call('PEXPIRE', queue, QUEUE_LIFE_MS)", ""),
     "a waiter that gives up stays in the queue": lambda: script(
-        A, "redis.call('ZREM', KEYS[4], entry)\n      count_waits", "count_waits"
+        A, "redis.call('ZREM', queue, entry)\n    count_waits", "count_waits"
     ),
     "a message is sent to nobody": lambda: script(R, "redis.pcall('PUBLISH', channel, id) ~= 0", "true"),
     "the lock's life is cut in half": lambda: script(
-        A, "record, 'PX', life_ms)", "record, 'PX', math.floor(life_ms / 2))"
+        A, "value, 'PX', expire_ms)", "value, 'PX', math.floor(expire_ms / 2))"
     ),
-    "a renewal gives no life": lambda: script(N, "redis.call('PEXPIRE', lock, life_ms)", ""),
+    "a renewal gives no life": lambda: script(N, "redis.call('PEXPIRE', lock, expire_ms)", ""),
 }
 """What each history may show, and some of a few hundred do."""
 
 NOT_FOUND = {
     "an answer that comes late shortens the belief": lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
-    "a renewal does not ask whose lock it is": lambda: script(N, "and is_of(value, holder)", ""),
+    "a renewal does not ask whose lock it is": lambda: script(N, "and is_of(value, value_prefix)", ""),
     "a renewal asks for the id only": lambda: attribute(
         lease.Lease, "value_prefix", property(lambda self: self.id.encode())
     ),

@@ -117,6 +117,7 @@ def _content(client):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_the_model_answers_as_a_server_does(client, listen, seed):
     """The same calls, with the time written into them, get the same replies and leave the same behind."""

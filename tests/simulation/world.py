@@ -18,8 +18,8 @@ from django_redislock.core.driver.server import Server
 from django_redislock.core.driver.wakeups import POLL_INTERVAL, Waiter, Waiters
 from django_redislock.core.lease import Lease
 from django_redislock.core.loss import UNKNOWN
-from django_redislock.core.operations import renewal
-from django_redislock.core.watchdog import ServerWatchdog, _patience
+from django_redislock.core.operations import renew_call
+from django_redislock.core.renewals import Renewals, patience_of
 from django_redislock.exceptions import LockError
 
 from .model_server import ModelServer
@@ -321,44 +321,44 @@ class SimulatedWatchdog:
     def add(self, lease: Lease, renew: bool) -> None:
         lease.renewing = renew
         self._leases[id(lease)] = lease
-        self.hurry(lease)
+        self.reschedule(lease)
 
-    def hurry(self, lease: Lease) -> None:
-        seconds = max(0.0, lease.next_look - self._process.clock())
+    def reschedule(self, lease: Lease) -> None:
+        seconds = max(0.0, lease.next_check - self._process.clock())
         self._process.soon(seconds + 0.0002, partial(self._look, lease))
 
     def remove(self, lease: Lease) -> bool:
         return self._leases.pop(id(lease), None) is not None
 
     def _look(self, lease: Lease) -> None:
-        if id(lease) not in self._leases or lease.asked:
+        if id(lease) not in self._leases or lease.renewal_pending:
             return
         world, now = self._process.world, self._process.clock()
         before, world.running = world.running, Thread(self._process, "watchdog", None)
         try:
-            if not ServerWatchdog._is_due(self, now, lease):  # type: ignore[arg-type]
-                if id(lease) in self._leases and lease.next_look > now:
-                    self.hurry(lease)
+            if not Renewals._is_due(self, now, lease):  # type: ignore[arg-type]
+                if id(lease) in self._leases and lease.next_check > now:
+                    self.reschedule(lease)
                 return
         finally:
             world.running = before
-        lease.asked = True
+        lease.renewal_pending = True
         life = lease.expire
-        self._process.request([renewal([lease])], partial(self._answered, lease, now, life), _patience(lease))
+        self._process.request([renew_call([lease])], partial(self._answered, lease, now, life), patience_of(lease))
 
     def _answered(self, lease: Lease, sent: float, life: float, answer: Any) -> None:
-        lease.asked = False
+        lease.renewal_pending = False
         world = self._process.world
         before, world.running = world.running, Thread(self._process, "watchdog", None)
         try:
             if isinstance(answer, RedisError):
-                ServerWatchdog._unanswered(self, [lease], answer)  # type: ignore[arg-type]
+                Renewals._unanswered(self, [lease], answer)  # type: ignore[arg-type]
             elif answer[0][0]:
                 lease.renewed(sent, life)
             elif self.remove(lease):
                 lease.note_loss(UNKNOWN)
                 return
-            self.hurry(lease)
+            self.reschedule(lease)
         finally:
             world.running = before
 
@@ -437,5 +437,5 @@ class SimulatedLock(BaseLock):
 
     world: World
 
-    def _me(self) -> Any:
+    def _acquirer(self) -> Any:
         return self.world.running

@@ -95,3 +95,22 @@ def release(client: Client, *ticks: str, **data: str) -> Any:
     return client.post(
         LIST, {"action": "force_release", "confirmed": "yes", "_selected_action": ticks} | data, follow=True
     )
+
+
+def page(client: Client, query: str = "", path: str = LIST) -> str:
+    """Return the HTML of a page, by default of the list."""
+    response = client.get(path + query)
+    assert response.status_code == 200
+    return response.content.decode()
+
+
+def form(html: str) -> dict[str, Any]:
+    """Return what the form of the page that can be sent by POST to the list sends."""
+    data: dict[str, Any] = {}
+    for field in re.findall(r'<input type="hidden"[^>]*>', html):
+        name, value = (unescape(re.search(rf'{key}="([^"]*)"', field)[1]) for key in ("name", "value"))  # type: ignore[index]
+        if name in data and name == "_selected_action":
+            data[name] = [*data[name], value]
+        else:
+            data[name] = [value] if name == "_selected_action" else value
+    return data

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
 
+import redis
+
+from .waiting import wait_until
+
 
 @dataclass(eq=False)
 class Link:
@@ -19,6 +23,10 @@ class Link:
     """The next bytes from the server are swallowed and the connection is closed."""
     damaged: bool = False
     """A black hole swallowed bytes of it."""
+    subscribed: bool = False
+    """The client has subscribed over it."""
+    forgotten: bool = False
+    """It is left open towards the client, although the server has closed it."""
     tail: bytes = field(default=b"", repr=False)
     """The end of what the client sent last, since a request may arrive in pieces."""
 
@@ -27,6 +35,19 @@ class Link:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
             sock.close()
+
+
+@dataclass(eq=False)
+class LateRequest:
+    """A request that is brought to the server after its connection was closed towards the client."""
+
+    containing: bytes
+    held: threading.Event = field(default_factory=threading.Event)
+    """Set when the proxy has the request, and has closed the connection."""
+    deliver: threading.Event = field(default_factory=threading.Event)
+    """Set it to bring the request to the server."""
+    delivered: threading.Event = field(default_factory=threading.Event)
+    """Set when the server has read all of it, and has closed the connection, too."""
 
 
 class Proxy:
@@ -50,6 +71,7 @@ class Proxy:
         self._deaf = False
         self.unheard = 0
         """Connections so far that came when it was deaf."""
+        self._late: LateRequest | None = None
         self._to_drop = 0
         self._containing = b""
         self.dropped = 0
@@ -79,6 +101,19 @@ class Proxy:
     def delay_replies(self, seconds: float) -> None:
         """Hold back what comes from the server for so long; 0 ends it."""
         self._delay = seconds
+
+    def deliver_late(self, containing: bytes) -> LateRequest:
+        """Close the connection of the next request with these bytes, and bring it to the server only when the test says so."""
+        self._late = late = LateRequest(containing)
+        return late
+
+    def forget_subscriptions(self) -> None:
+        """Let the connections of subscribers die as in a router that forgot them: the server has closed them, and the client hears nothing."""
+        with self._lock:
+            links = [link for link in self._links if link.subscribed]
+        for link in links:
+            link.subscribed, link.forgotten = False, True
+            link.server.shutdown(socket.SHUT_RDWR)
 
     def deafen(self) -> None:
         """Let connections that come from now on wait for ever; those that are there are not concerned."""
@@ -174,13 +209,35 @@ class Proxy:
         except OSError:
             pass
         finally:
-            link.close()
-            with self._lock:
-                self._links.discard(link)
+            if not link.forgotten:
+                link.close()
+                with self._lock:
+                    self._links.discard(link)
 
     def _note_request(self, link: Link, data: bytes) -> None:
+        link.subscribed |= b"\nSUBSCRIBE" in data
         with self._lock:
+            late = self._late if self._late is not None and self._late.containing in data else None
+            if late is not None:
+                self._late = None
             if self._to_drop and self._containing in link.tail + data:
                 self._to_drop -= 1
                 link.drop = True
             link.tail = data[-len(self._containing) :] if self._containing else b""
+        if late is not None:
+            self._bring_late(late, link, data)
+            raise OSError("All is said on this connection.")
+
+    def _bring_late(self, late: LateRequest, link: Link, data: bytes) -> None:
+        link.client.shutdown(socket.SHUT_WR)
+        while more := link.client.recv(65536):
+            data += more
+        late.held.set()
+        late.deliver.wait(30)
+        port = link.server.getsockname()[1]
+        link.server.sendall(data)
+        with suppress(OSError):  # the answer found nobody, and closed it
+            link.server.shutdown(socket.SHUT_WR)
+        with redis.Redis(*self._target) as client:
+            wait_until(lambda: not any(found["addr"].endswith(f":{port}") for found in client.client_list()))
+        late.delivered.set()

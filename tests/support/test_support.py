@@ -103,6 +103,23 @@ class TestProxy:
         proxy.heal()
         wait_until(lambda: client.get("n") == b"1")
 
+    def test_delivers_a_request_after_its_connection_was_closed(self, proxy, through, client):
+        late = proxy.deliver_late(containing=b"INCR")
+        with pytest.raises(redis.ConnectionError):
+            through.incr("n")
+        assert client.get("n") is None
+        late.deliver.set()
+        assert late.delivered.wait(30)
+        assert client.get("n") == b"1"
+
+    def test_subscriptions_are_forgotten_without_a_word_to_the_client(self, proxy, through, client):
+        with through.pubsub(ignore_subscribe_messages=True) as pubsub:
+            pubsub.subscribe("channel")
+            wait_until(lambda: client.pubsub_numsub("channel") == [(b"channel", 1)])
+            proxy.forget_subscriptions()
+            wait_until(lambda: client.pubsub_numsub("channel") == [(b"channel", 0)])
+            assert pubsub.get_message(timeout=0.1) is None, "neither a message nor an error"
+
     def test_cut_ends_a_blocked_command(self, proxy, client):
         with redis.Redis.from_url(proxy.url, retry=None, socket_timeout=30) as waiting:
             failed = threading.Event()

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from ...core.clock import monotonic
 from ...core.driver.effects import Invoke, Operation
 from ...core.driver.interleave import interleave
-from ...core.operations import give_back
+from ...core.operations import release_call
 from ...exceptions import LockBackendError
 from .obtain import lookup
 from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases
@@ -142,7 +142,7 @@ def _get_or_compute_many(
     except BaseException:
         for number in found:
             with suppress(RedisError):
-                yield give_back(leases[number]).with_text()
+                yield release_call(leases[number]).with_text()
         raise
 
 

@@ -23,7 +23,7 @@ from ...core.driver.script import Script
 from ...core.driver.server import Server
 from ...core.driver.wakeups import POLL_INTERVAL
 from ...core.keys import milliseconds
-from ...core.operations import give_back, sleep
+from ...core.operations import release_call, wait_effect
 from ...core.records import record
 from ...exceptions import LockBackendError
 from .cluster_slots import is_crossing, lease_keys
@@ -172,7 +172,7 @@ def request_lease(
                 *(id, milliseconds(request.expire), name.encode(), about, channel, b"%d" % join),
                 *(old_digest, b"%d" % has_old, *names),
             ),
-            undo=partial(give_back, lease, channel),
+            undo=partial(release_call, lease, channel),
         )
 
     try:
@@ -193,7 +193,7 @@ def request_lease(
                 lease.note_acquired(int(reply[1]), sent)
                 return b"compute", b" ".join(reply[1:3])
             if reply[0] in (b"value", b"large") and reply[2]:  # the lease is ours by a reservation or a lost reply
-                yield from with_retries(name, give_back(lease), patience, lease, level)
+                yield from with_retries(name, release_call(lease), patience, lease, level)
             if reply[0] == b"large":
                 return b"large", b""
             if reply[0] == b"wait" and not last:
@@ -217,7 +217,7 @@ def request_lease(
                     request.counters.count("seconds_waited", monotonic() - began)
                     reply, pause = None, min(2 * pause, POLL_INTERVAL)
                     continue
-                message = yield sleep(waiter, until, reply[2])
+                message = yield wait_effect(waiter, until, reply[2])
                 request.counters.count("seconds_waited", monotonic() - began)
                 if message is None:
                     reply = None
@@ -228,7 +228,7 @@ def request_lease(
         raise
     except BaseException:  # interrupted: give back the lease, or the place in the queue
         with suppress(RedisError):
-            yield give_back(lease, b"" if waiter is None else waiter.channel).with_text()
+            yield release_call(lease, b"" if waiter is None else waiter.channel).with_text()
         raise
     finally:
         if waiter is not None:
@@ -247,4 +247,4 @@ def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Op
 def cancel_refresh(request: ValueRequest) -> Operation[None]:
     """Release the lease that `reserve_refresh` acquired."""
     with suppress(LockBackendError):
-        yield from with_retries(request.name, give_back(request.lease(threading.current_thread())), monotonic())
+        yield from with_retries(request.name, release_call(request.lease(threading.current_thread())), monotonic())

@@ -15,7 +15,7 @@ from ...core.driver.effects import Invoke, Operation, Pipeline, ScriptCall, T
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.keys import witness_key
-from ...core.operations import give_back
+from ...core.operations import release_call
 from ...core.watchdog import watchdog
 from ...exceptions import LockBackendError
 from .cluster_slots import is_clustered
@@ -94,7 +94,7 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
             watchdog.remove(lease)
             if not lease.inherited_by_fork and not lease.ended:
                 with suppress(RedisError):
-                    yield give_back(lease).with_text()
+                    yield release_call(lease).with_text()
         raise
     finally:
         for _, lease, *_ in jobs:
@@ -244,7 +244,7 @@ def _release(job: ComputeJob) -> Operation[None]:
     request, lease = job.request, job.lease
     waited_for = (b"HDEL", waits_key(request, lease), lease.name.encode())
     with suppress(LockBackendError):
-        yield from with_retries(lease.name, give_back(lease), monotonic())
+        yield from with_retries(lease.name, release_call(lease), monotonic())
         yield from with_retries(lease.name, Pipeline((waited_for, (b"UNLINK", witness_keys(lease)[0]))), monotonic())
 
 

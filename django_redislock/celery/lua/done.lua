@@ -1,9 +1,11 @@
--- Mark a message: all that comes after its execution is done, too; or it was published again.
--- KEYS  1 mark of the message
--- ARGV  1 'done', or the version that was published, 2 life of the mark (ms), 3 '1' to leave what says more
+-- Mark a message as processed, with all that comes after its execution; or as published again.
+-- KEYS  1 processed marker of the message
+-- ARGV  1 'done', or the version that was published, 2 expiry of the marker (ms), 3 '1' to keep a marker that says more
 -- Returns 1.
-local state = ARGV[3] == '1' and redis.call('GET', KEYS[1])
-if not state or (tonumber(state) or math.huge) < tonumber(ARGV[1]) then
-  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+local marker = KEYS[1]
+local state, expire_ms, careful = unpack(ARGV)
+local before = careful == '1' and redis.call('GET', marker)
+if not before or (tonumber(before) or math.huge) < tonumber(state) then
+  redis.call('SET', marker, state, 'PX', expire_ms)
 end
 return 1

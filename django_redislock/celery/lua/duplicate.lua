@@ -2,5 +2,6 @@
 -- KEYS  1 index of held locks
 -- ARGV  1 name
 -- Returns 1.
-count_saved(KEYS[1], now_us(), ARGV[1], 'd', 1)
+local held, name = KEYS[1], ARGV[1]
+count_saved(held, now_us(), name, 'd', 1)
 return 1

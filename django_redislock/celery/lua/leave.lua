@@ -1,26 +1,31 @@
--- End an execution: release the lock, or leave it to something else for a while; mark the message as processed.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 mark of the message
--- ARGV  1 id, 2 name, 3 fence, 4 life of the mark (ms, '': none), 5 id that keeps the lock ('': none), 6 its life (ms),
---       7 its record then, 8 the mark: 'done', or 'ending' until the end is confirmed
+-- End an execution: release the lock, or leave it to another id for a while; mark the message as processed.
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 processed marker of the message
+-- ARGV  1 id, 2 name, 3 fence, 4 expiry of the marker (ms, '': none), 5 id that keeps the lock ('': none), 6 its expiry
+--       (ms), 7 its record then, 8 the marker: 'done', or 'ending' until the end is confirmed
 -- Returns 1 when the lock was the caller's, in this call or in an earlier one whose reply was lost, else 0.
-if ARGV[4] ~= '' then
-  redis.call('SET', KEYS[5], ARGV[8], 'PX', ARGV[4])
+local lock, held, queue, receipts, marker = unpack(KEYS)
+local id, name, fence, marker_ms, keep_id, keep_ms, record, state = unpack(ARGV)
+if marker_ms ~= '' then
+  redis.call('SET', marker, state, 'PX', marker_ms)
+elseif keep_id ~= '' then
+  local before = redis.call('GET', marker)
+  if before and string.find(before, '^done') then  -- the message was revoked, so it does not come again
+    keep_id = ''
+  end
 end
-local mark = ARGV[4] == '' and redis.call('GET', KEYS[5])
-local keep_id = not (mark and string.find(mark, '^done')) and ARGV[5] or ''  -- a message that was revoked does not come again
-local id, fence = ARGV[1], ARGV[3]
-local value = redis.call('GET', KEYS[1])
+local value = redis.call('GET', lock)
 if not (value and is_of(value, id .. '\n' .. fence)) then
-  return redis.call('ZSCORE', KEYS[4], fence) and 1 or 0
+  return redis.call('ZSCORE', receipts, fence) and 1 or 0
 end
-keep_receipt(KEYS[4], fence, fence)
+keep_receipt(receipts, fence, fence)
 if keep_id ~= '' then
-  redis.call('ZREM', KEYS[4], 'id ' .. keep_id)
+  redis.call('ZREM', receipts, 'id ' .. keep_id)
   local now = now_us()
-  redis.call('SET', KEYS[1], keep_id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. ARGV[7], 'PX', ARGV[6])
-  index(KEYS[2], ARGV[2], now, tonumber(ARGV[6]))
+  local now_ms = whole(math.floor(now / 1000))
+  redis.call('SET', lock, keep_id .. '\n' .. fence .. '\n' .. now_ms .. '\n' .. record, 'PX', keep_ms)
+  index(held, name, now, tonumber(keep_ms))
 else
-  redis.pcall('ZREM', KEYS[2], ARGV[2])
-  hand_over(KEYS[1], KEYS[3], id)
+  redis.pcall('ZREM', held, name)
+  hand_over(lock, queue, id)
 end
 return 1

@@ -1,11 +1,12 @@
--- In whose hands a message is. Its mark is  ending[:claim]  while a process is about to say what became of it,  done[:claim]
--- when it has been processed, or the number of the version in which it was published again.
+-- What to reply to a copy of a message. The processed marker of a message is  ending[:claim]  while a process is about
+-- to say what became of it,  done[:claim]  when it has been processed, or the number of the version in which it was
+-- published again.
 
--- Return false when it is in nobody's hands but the caller's, 0 when it has been processed or published again, else
--- -1 - (ms until another look makes sense). `value` is what the lock key holds, `copies` what the ids of its executions begin
--- with, `own` the caller's id or claim.
-local function in_other_hands(lock, value, mark, copies, version, own)
-  local state = redis.call('GET', mark)
+-- Return false when the caller may run the message, 0 when it has been processed or published again, else
+-- -1 - (ms until another try makes sense). `value` is what the lock key holds, `copies` what the ids of the message's
+-- executions begin with, `own` the caller's id or claim.
+local function reply_for_copy(lock, value, marker, copies, version, own)
+  local state = redis.call('GET', marker)
   if state then
     local later = tonumber(state)
     local word, claim = string.match(state, '^(%a+):?(.*)$')
@@ -13,10 +14,11 @@ local function in_other_hands(lock, value, mark, copies, version, own)
       return 0
     end
     if word == 'ending' and claim ~= own then
-      return -1 - math.max(0, redis.call('PTTL', mark))
+      return -1 - math.max(0, redis.call('PTTL', marker))
     end
   end
-  if value and string.sub(value, 1, #copies + 1) == copies .. ':' and fence_of(value) ~= '0' and not is_of(value, own) then
+  local is_copy = value and string.sub(value, 1, #copies + 1) == copies .. ':' and fence_of(value) ~= '0'
+  if is_copy and not is_of(value, own) then
     return -1 - math.max(0, redis.call('PTTL', lock))
   end
   return false

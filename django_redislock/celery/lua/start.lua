@@ -1,56 +1,47 @@
--- Start an execution: acquire the lock as acquire.lua does, take it over from the execution's own message, or find that the
--- message was worked off before.
--- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 mark of the message, 6 receipts, if the id was given
--- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw one),
---       8 id under which the message holds the lock while it waits, 9 '1' when its copies can be told from other messages,
---       10 what the ids of the message's executions begin with, 11 its version
--- Returns the fence when acquired, 0 when the message was processed or published again, -1 - (ms until another look) when a
--- copy of it runs or ends now, else what acquire.lua returns.
-local id, life_ms = ARGV[1], tonumber(ARGV[2])
-local now = now_us()
-local value = redis.call('GET', KEYS[1])
-local wrong = not_ours(KEYS[1], value)
+-- Start an execution: acquire the lock as acquire.lua does, take it over from the execution's own message, or find that
+-- the message was processed before.
+-- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 processed marker of the message, 6 receipts, if the
+--       id was given
+-- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw
+--       one), 8 id under which the message holds the lock while it waits, 9 '1' when its copies can be told from other
+--       messages, 10 what the ids of the message's executions begin with, 11 its version
+-- Returns the fence when acquired, 0 when the message was processed or published again, -1 - (ms until another try)
+-- when a copy of it runs or ends now, else what acquire.lua returns.
+local value = redis.call('GET', lock)
+local wrong = not_ours(lock, value)
 if wrong then
   return wrong
 end
-local entry = ARGV[5] .. '\n' .. id
-local ticket, waits = ARGV[7] ~= '' and ARGV[7] or whole(now), ARGV[6] == '1'
+local entry = channel .. '\n' .. id
+local is_own = value and is_of(value, id) and fence_of(value) ~= '0'
 
-if ARGV[9] == '1' and not (value and is_of(value, id) and fence_of(value) ~= '0') then
-  local other = in_other_hands(KEYS[1], value, KEYS[5], ARGV[10], tonumber(ARGV[11]), id)
-  if other then
-    redis.call('ZREM', KEYS[4], entry)
+if known == '1' and not is_own then
+  local reply = reply_for_copy(lock, value, marker, copies, tonumber(version), id)
+  if reply then
+    redis.call('ZREM', queue, entry)
     if value and is_of(value, id) then
-      hand_over(KEYS[1], KEYS[4], id)
+      hand_over(lock, queue, id)
     end
-    return other
+    return reply
   end
 end
 
-if value and is_of(value, ARGV[8]) and fence_of(value) ~= '0' then
+if value and is_of(value, waiting_id) and fence_of(value) ~= '0' then
   value = false
-elseif not (value and is_of(value, id) and fence_of(value) ~= '0') then
-  local free, left, first = may_take(KEYS[1], KEYS[4], value, id, ARGV[5], ticket, waits, now)
-  if not free then
-    if waits then
-      redis.call('ZADD', KEYS[4], 'NX', ticket, entry)
-      redis.call('PEXPIRE', KEYS[4], QUEUE_LIFE_MS)
-    elseif ARGV[7] ~= '' then
-      redis.call('ZREM', KEYS[4], entry)
-      count_waits(KEYS[2], now, ARGV[3], waited_ms(ARGV[7], now), 1, 1)
-    end
-    return {left, ticket, first and 1 or nil}
+elseif not is_own then
+  local reply = wait_for_turn(lock, held, queue, value, id, name, channel, join == '1', ticket, now)
+  if reply then
+    return reply
   end
   value = false
 end
 
--- A place in the queue goes with it: who waited may find the lock left to its own message.
-redis.call('ZREM', KEYS[4], entry)
-if ARGV[7] ~= '' then
-  count_waits(KEYS[2], now, ARGV[3], waited_ms(ARGV[7], now), 1, 0)
+-- The place in the queue is removed as well, because a waiter may find that its own message holds the lock.
+redis.call('ZREM', queue, entry)
+if ticket ~= '' then
+  count_waits(held, now, name, waited_ms(ticket, now), 1, 0)
 end
-if KEYS[6] then
-  redis.call('ZREM', KEYS[6], 'id ' .. id)
+if receipts then
+  redis.call('ZREM', receipts, 'id ' .. id)
 end
-local fence = take(KEYS[1], KEYS[2], KEYS[3], value, id, ARGV[3], ARGV[4], now, life_ms)
-return tonumber(fence)
+return tonumber((take(lock, held, counter, value, id, name, record, now, expire_ms)))

@@ -1,7 +1,7 @@
 """A connection for asyncio, on which many requests are under way at once.
 
-redis-py opens it, with its passwords, TLS and unix sockets. From then on the event loop hands each reply to the task that waits
-for it. So no task reads, none has to be cancelled, and there is no pool to wait for.
+redis-py opens it, with its passwords, TLS and unix sockets. From then on the event loop hands each reply to the task
+that waits for it. So no task reads, none has to be cancelled, and there is no pool to wait for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ GRACE = 0.02
 class AsyncConnection(asyncio.Protocol):
     """An open connection whose replies come in the order of the requests.
 
-    It counts as silent when no byte has come for `patience` seconds, as the socket of a thread does: a large reply takes time.
+    It counts as silent when no byte has come for `patience` seconds, as the socket of a thread does: a large reply
+    takes time.
     """
 
     def __init__(self, redis_connection: Any, patience: float, on_push: Callable[[Any], None] | None = None) -> None:
@@ -155,7 +156,7 @@ def _settle(future: asyncio.Future[Any] | None, reply: Any) -> None:
 
 
 class SharedConnection:
-    """A connection that all tasks share: the first task that needs it opens it, the others wait, for `patience` seconds at most."""
+    """A connection for all tasks: the first task opens it, and the others wait for `patience` seconds at most."""
 
     def __init__(self, connect: Callable[..., Coroutine[Any, Any, AsyncConnection]], patience: float) -> None:
         self._connect = connect

@@ -1,4 +1,4 @@
-"""The asyncio driver: one Redis server as one event loop sees it, over two connections, however many tasks there are."""
+"""The asyncio driver: one Redis server as one event loop sees it, over two connections for all tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError, RedisError
@@ -39,9 +38,6 @@ UNDO_WITHIN = 1.0
 
 T = TypeVar("T")
 
-acting_for: ContextVar[asyncio.Task[Any] | None] = ContextVar("acting_for", default=None)
-"""For whom the steps are done, where that is not the task that runs."""
-
 
 class AsyncServer:
     """One Redis server, for the tasks of one event loop.
@@ -60,8 +56,8 @@ class AsyncServer:
         self._loop_watch: AsyncGenerator[None, None] | None = None
         self._ends = False
 
-    async def run(self, steps: Operation[T], owner: asyncio.Task[Any] | None = None) -> T:
-        """Do what the steps ask for, and return their result; the steps take `owner` for the task that they are done for.
+    async def run(self, steps: Operation[T]) -> T:
+        """Do what the steps ask for, and return their result.
 
         Cancelled, it tells the server what is to be undone, but does not wait for the answers.
         """
@@ -71,13 +67,10 @@ class AsyncServer:
         self._running += 1
         try:
             while True:
-                token = acting_for.set(owner)
                 try:
                     effect = proceed(result)
                 except StopIteration as stop:
                     return stop.value  # type: ignore[no-any-return]
-                finally:
-                    acting_for.reset(token)
                 try:
                     proceed, result = steps.send, await self._do(effect, cancelled)
                 except BaseException as error:

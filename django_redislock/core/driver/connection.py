@@ -1,7 +1,7 @@
 """A connection that one thread at a time uses.
 
-redis-py opens it, with its passwords, TLS and unix sockets. From then on requests are sent and replies are read here, because
-redis-py's own way is made for more than a lock needs, and takes a good part of the time of a wake-up.
+redis-py opens it, with its passwords, TLS and unix sockets. From then on requests are sent and replies are read here,
+because redis-py's own way is made for more than a lock needs, and takes a good part of the time of a wake-up.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Connection:
     def execute(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
         """Run a script, several scripts or commands, and return the reply or the replies.
 
-        For several scripts the list contains an error in place of each refused reply. Raises the error of a refused script
-        or command. Any other failure closes the connection, so that no reply is left on it.
+        For several scripts the list contains an error in place of each refused reply. Raises the error of a refused
+        script or command. Any other failure closes the connection, so that no reply is left on it.
         """
         try:
             match call:
@@ -86,7 +86,7 @@ class Connection:
         return replies
 
     def send_ahead(self, call: ScriptCall) -> None:
-        """Send a script; `receive_for` returns its reply. Raises ConnectionError also when the connection is not open."""
+        """Send a script; `receive_for` returns its reply. Raises ConnectionError also when it is not open."""
         try:
             if not self.open:
                 raise ConnectionError("The connection is closed.")
@@ -116,7 +116,7 @@ class Connection:
             self.close()
 
     def send(self, request: bytes) -> None:
-        """Send a request; connect first if necessary. Raises ConnectionError, TimeoutError, and the errors of connecting."""
+        """Send a request; connect first if necessary. Raises ConnectionError, TimeoutError, and errors of connecting."""
         if self._socket is None:
             self.connect()
         try:
@@ -127,8 +127,8 @@ class Connection:
     def receive(self) -> Any:
         """Return the next reply; an error reply is raised.
 
-        Raises ConnectionError, and TimeoutError when the socket's timeout has passed; the bytes that have arrived until then
-        are kept for the next call.
+        Raises ConnectionError, and TimeoutError when the socket's timeout has passed; the bytes that have arrived
+        until then are kept for the next call.
         """
         if self._replies.empty:
             data = self._read(1)

@@ -1,7 +1,7 @@
-"""redis-py's connections: those of the same settings for threads and for asyncio, and all private parts of them that we use.
+"""redis-py's connections: of the same settings for threads and for asyncio, and all their private parts that we use.
 
-Own code on redis-py's sockets is a good part faster than redis-py's own, and the only way that bears signal handlers. A new
-version of redis-py may rename a private part: then only the functions at the end of this module change.
+Own code on redis-py's sockets is a good part faster than redis-py's own, and the only way that bears signal handlers.
+A new version of redis-py may rename a private part: then only the functions at the end of this module change.
 """
 
 from __future__ import annotations

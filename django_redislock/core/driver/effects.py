@@ -1,8 +1,8 @@
 """The effects that an operation asks its driver for.
 
-An algorithm is written once, without I/O, for threads and for asyncio: as an operation, a generator that yields effects. Its
-driver carries out each effect (it runs a `ScriptCall`, sleeps for a `WaitForWakeup`, …) and sends the result into the
-generator, or throws the error into it.
+An algorithm is written once, without I/O, for threads and for asyncio: as an operation, a generator that yields
+effects. Its driver carries out each effect (it runs a `ScriptCall`, sleeps for a `WaitForWakeup`, …) and sends the
+result into the generator, or throws the error into it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .script import Script
 class ScriptCall:
     """Run a script; the result is its reply.
 
-    `undo` makes the call that undoes this one; `undo_after` says when the driver sends it. Only a call that is not repeated may
-    have one, because the undo of the first try could arrive after the second try.
+    `undo` makes the call that undoes this one; `undo_after` says when the driver sends it. Only a call that is not
+    repeated may have one, because the undo of the first try could arrive after the second try.
     """
 
     __slots__ = ("args", "keys", "request", "script", "undo")
@@ -69,11 +69,12 @@ class Pipeline(NamedTuple):
 
 
 def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) -> bytes:
-    """Return the requests that undo the call, whose reply this error keeps from its caller; b"" when none is to be sent.
+    """Return the requests that undo a call whose reply got lost by this error; b"" when none is to be sent.
 
-    This is the rule of both drivers. They send the undo on the same connection: so the server executes it after the call, however
-    late. After an error reply there is nothing to undo. After a ConnectionError `with_retries` repeats the call, and an undo that
-    arrived late would undo the repeated call. At a GeneratorExit nothing can be sent any more.
+    This is the rule of both drivers. They send the undo on the same connection: so the server executes it after the
+    call, however late. After an error reply there is nothing to undo. After a ConnectionError `with_retries` repeats
+    the call, and an undo that arrived late would undo the repeated call. At a GeneratorExit nothing can be sent any
+    more.
     """
     if isinstance(error, (ResponseError, ConnectionError, GeneratorExit)) or isinstance(call, Pipeline):
         return b""
@@ -82,7 +83,7 @@ def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) 
 
 
 class Subscribe(NamedTuple):
-    """Make sure that wake-ups arrive, and register a waiter for the lock; the result is the waiter, with its `channel`."""
+    """Make sure that wake-ups arrive, and register a waiter for the lock; the result is the waiter."""
 
     lock: bytes
     id: bytes
@@ -118,7 +119,7 @@ class Invoke(NamedTuple):
 
 
 class WaitForFuture(NamedTuple):
-    """Wait for a future of another thread or task of this process; the result is the future's, or None after `until`."""
+    """Wait for a future of another thread or task; the result is the future's, or None after `until`."""
 
     future: Future[Any]
     until: float

@@ -1,7 +1,8 @@
 """Closes connections that were not used for a minute.
 
-A thread of its own does it, which exists only while there is something to close. It is not the watchdog's, because that one is a
-thread of the operating system also under gevent, where sockets belong to the greenlets of another thread.
+A thread of its own does it, which exists only while there is something to close. It is not the watchdog's, because
+that one is a thread of the operating system also under gevent, where sockets belong to the greenlets of another
+thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Idling(Protocol):
     """Whether the housekeeper will close its idle connections."""
 
     def close_idle(self, before: float) -> float:
-        """Close the connections that were last used before this time; return when the next one was last used, or inf."""
+        """Close the connections that were last used before this time; return when the next was last used, or inf."""
         raise NotImplementedError
 
 

@@ -26,8 +26,8 @@ def interleave(
 ) -> Operation[None]:
     """Run many operations side by side; `results` gets the result of each, by its number.
 
-    The operation of `before_waiting` runs whenever all others only wait; once its result is False, the others are abandoned.
-    Raises the error of that operation, or the first error of the others, when all have ended.
+    The operation of `before_waiting` runs whenever all others only wait; once its result is False, the others are
+    abandoned. Raises the error of that operation, or the first error of the others, when all have ended.
     """
     if len(operations) == 1 and before_waiting is None:  # the most frequent case
         results[0] = yield from operations[0]
@@ -129,7 +129,7 @@ class _Group(Generic[T]):
         """Subscribe, pause, or sleep until a wake-up."""
         if self._subscribes:
             number, subscribe = next(iter(self._subscribes.items()))
-            # They register as if all waited for one lock: one polls twice a second, each of the others when its lock expires.
+            # They register as if for one lock: one polls twice a second, each of the others when its lock expires.
             self._lock = self._lock or subscribe.lock
             yield from self._do([number], subscribe._replace(lock=self._lock))
         elif self._pauses:

@@ -1,6 +1,6 @@
 """Threads of the operating system, also where gevent or eventlet makes greenlets of Python's threads.
 
-A greenlet starves behind another one that computes. So the watchdog must be a real thread, and must be woken through a real lock.
+A greenlet starves behind another one that computes. So the watchdog must be a real thread, woken by a real lock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def start_here(run: Callable[[], None], name: str) -> None:
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except KeyError as error:
-        # A signal handler raised while the thread started, and the clean-up of `threading` failed. The first error counts.
+        # A signal handler raised while the thread started, and `threading` failed to clean up. The first error counts.
         raise error.__context__ or error from None
 
 

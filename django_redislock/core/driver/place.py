@@ -11,8 +11,8 @@ from .connection_kinds import settings_of
 def place_of(pool: Any) -> Hashable:
     """Return a value that is equal for redis-py's connection pools of the same database, whatever their other settings.
 
-    It contains the number of the database and either host and port, or the path of the socket, or the service's name and the
-    places of its Sentinels. Host names are compared as they are written.
+    It contains the number of the database and either host and port, or the path of the socket, or the service's name
+    and the places of its Sentinels. Host names are compared as they are written.
     """
     options = settings_of(pool)
     database = str(options.get("db") or 0)

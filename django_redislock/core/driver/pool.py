@@ -1,7 +1,7 @@
 """The connections for calls: the free ones, how many there may be, and the threads that wait for one.
 
-There is no lock, so that a signal handler or a destructor may interrupt any function here. It does not wait for its own thread
-either.
+There is no lock, so that a signal handler or a destructor may interrupt any function here. It does not wait for its
+own thread either.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class ConnectionPool:
     def wait(self, nested: bool = False) -> Connection:
         """Return a connection as soon as there is one.
 
-        `nested`: the caller interrupted its own thread during a call, so it must not wait for the connection of that call.
-        Raises TimeoutError when no connection becomes free in time, and the error of another thread that could not connect
-        meanwhile.
+        `nested`: the caller interrupted its own thread during a call, so it must not wait for the connection of that
+        call. Raises TimeoutError when no connection becomes free in time, and the error of another thread that could
+        not connect meanwhile.
         """
         waiter = _PoolWaiter()
         give_up = monotonic() + self._timeout
@@ -127,7 +127,7 @@ class ConnectionPool:
                 self.notify()
 
     def notify(self, error: Exception | None = None) -> None:
-        """Wake the first waiter, because a connection is free; with an error all waiters, because none can be opened."""
+        """Wake the first waiter, because a connection is free; with an error, wake all, because none can be opened."""
         try:
             while True:
                 waiter = self._waiters.pop(0)

@@ -1,10 +1,13 @@
 """Servers that cannot write: how they are recognised, and what follows.
 
-After a failover an address leads to another server, while connections to the former primary stay open. The rule of both drivers:
+After a failover an address leads to another server, while connections to the former primary stay open. The rule of
+both drivers:
 
 * An error reply that says so becomes `NotPrimary`, a ConnectionError: `with_retries` tries again.
-* The driver distrusts all connections that it has. Each is closed before it is used again; a new one may lead to the new primary.
-* Before the next subscription the role of the server is checked, because a replica accepts SUBSCRIBE and sends no wake-ups.
+* The driver distrusts all connections that it has. Each is closed before it is used again; a new one may lead to the
+  new primary.
+* Before the next subscription the role of the server is checked, because a replica accepts SUBSCRIBE and sends no
+  wake-ups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The id and the host of this process. They are kept, because a system call is slow compared with the other work of a lock."""
+"""The id and the host of this process. They are kept, because system calls are slow beside a lock's work."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
 
 
 def _shared(server: Server) -> Server:
-    """Return the server with the same settings that there is, or this one. Without a lock, because a destructor may come in."""
+    """Return the known server with the same settings, or this one. Takes no lock: a destructor may come in."""
     key = server.connection_class, server.limit, identity(server.settings)
 
     def forget(gone: ref[Server]) -> None:

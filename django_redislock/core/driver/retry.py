@@ -21,7 +21,7 @@ from .effects import Operation, Pipeline, ScriptBatch, ScriptCall, Sleep, Subscr
 
 RETRY_FOR = 5.0
 retry_for: float | None = None
-"""Seconds for which the settings repeat calls to every server that cannot be reached; None: the server's kind decides."""
+"""Seconds for which calls to any unreachable server are repeated, from the settings; None: by the server's kind."""
 _backoff = FullJitterBackoff(cap=0.5, base=0.01)
 
 
@@ -39,13 +39,14 @@ def with_retries(
     patient: Patient | None = None,
     level: int | None = None,
 ) -> Operation[tuple[float, Any]]:
-    """Yield the effect, and repeat it while the server cannot be reached; return when the last try was sent, and the result.
+    """Yield the effect, repeat it while the server cannot be reached, and return when it was last sent, and its result.
 
-    Every script may be repeated safely. After a ConnectionError the effect is repeated at once, at least one time, and then
-    until the seconds of `patient` or the time `until` are over. A script that the server does not know is sent with its text.
+    Every script may be repeated safely. After a ConnectionError the effect is repeated at once, at least one time, and
+    then until the seconds of `patient` or the time `until` are over. A script that the server does not know is sent
+    with its text.
 
-    Raises LockBackendError then; without another try when the server stays silent for the client's own socket timeout, and
-    after any other error. It is logged at `level` (None: as a warning).
+    Raises LockBackendError then; without another try when the server stays silent for the client's own socket timeout,
+    and after any other error. It is logged at `level` (None: as a warning).
     """
     tries, give_up, has_text = 0, until, False
     while True:

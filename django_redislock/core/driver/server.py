@@ -1,7 +1,8 @@
 """The synchronous driver: one Redis server, with our own connections to it.
 
-They are made as those of the given client, whose own connections may all be in use, may wait for hours by a retry policy, or may
-decode replies. A call borrows a connection for its duration. A thread that waits for a lock borrows none.
+They are made as those of the given client, whose own connections may all be in use, may wait for hours by a retry
+policy, or may decode replies. A call borrows a connection for its duration. A thread that waits for a lock borrows
+none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, NoScriptError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry
 
 from ..clock import monotonic
@@ -56,8 +57,8 @@ T = TypeVar("T")
 class Server:
     """One Redis server as this process sees it, shared by all clients with the same settings.
 
-    The clients, the locks and the leases keep it alive. It must not refer back to any of them, so that its connections close at
-    once when all of those are gone.
+    The clients, the locks and the leases keep it alive. It must not refer back to any of them, so that its connections
+    close at once when all of those are gone.
     """
 
     watched = False
@@ -101,7 +102,7 @@ class Server:
 
     @property
     def retry_for(self) -> float:
-        """Seconds for which a call is repeated while the server cannot be reached, if the caller's deadline is not nearer."""
+        """Seconds for which calls are repeated while it cannot be reached, unless the caller's deadline is nearer."""
         by_kind = RETRY_FOR_BY_SENTINEL if "connection_pool" in self.settings else retry.RETRY_FOR
         return by_kind if retry.retry_for is None else retry.retry_for
 
@@ -151,18 +152,23 @@ class Server:
             pool.users.add(thread)  # until the reply: a call of this thread meanwhile must not wait for this connection
             connection = pool.take()
             connection.send_ahead(call)
+            return partial(self._receive, connection, call, thread)
         except BaseException as error:
+            if connection is not None:
+                connection.close()
             self._end_sent_ahead(connection, thread)
             if isinstance(error, (RedisError, IndexError)):
                 return None
             raise
-        return partial(self._receive, connection, call, thread)
 
     def _receive(self, connection: Connection, call: ScriptCall, thread: int) -> Any:
         try:
             return connection.receive_for(call)
-        except ConnectionError as error:
-            self._note_broken(error)
+        except BaseException as error:
+            if isinstance(error, ConnectionError):
+                self._note_broken(error)
+            if not isinstance(error, ResponseError):  # a signal perhaps, before the reply was read
+                connection.close()
             raise
         finally:
             self._end_sent_ahead(connection, thread)
@@ -258,8 +264,8 @@ class Server:
                         raise
                     proceed, result = operation.throw, error
         finally:
-            # An error refers to this frame. If the frame referred to the error, the cycle would keep the locks alive and
-            # renewed until the garbage collector finds it.
+            # An error refers to this frame. If the frame referred to the error, the cycle would keep the locks alive
+            # and renewed until the garbage collector finds it.
             del proceed, result
 
     def _do(self, effect: Effect) -> Any:

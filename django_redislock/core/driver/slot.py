@@ -1,8 +1,9 @@
 """A slot for one value, in place of a lock.
 
-A signal handler or a destructor may run at any point of any function, in the thread that it interrupts, which continues only
-when the handler has returned. A lock that this thread holds would never be released; a handler that waits for another thread
-may even block that thread. The operations of a slot are single operations of a dict instead, atomic with and without the GIL.
+A signal handler or a destructor may run at any point of any function, in the thread that it interrupts, which
+continues only when the handler has returned. A lock that this thread holds would never be released; a handler that
+waits for another thread may even block that thread. The operations of a slot are single operations of a dict instead,
+atomic with and without the GIL.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Waiters and their wake-ups: the common part of the waiting rooms of threads and of event loops.
 
-A waiter sleeps until a message with its id arrives on the channel of its process. A message can be lost: the connection breaks,
-or the process that was served first is frozen. So for each lock one waiter of the process polls: it also tries twice a second,
-and when the lock expires.
+A waiter sleeps until a message with its id arrives on the channel of its process. A message can be lost: the
+connection breaks, or the process that was served first is frozen. So for each lock one waiter of the process polls: it
+also tries twice a second, and when the lock expires.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ W = TypeVar("W", bound=Waiter)
 class Waiters(Generic[W]):
     """The waiters of a waiting room, in the order in which they came. Several may wait under one given id.
 
-    They are referenced weakly: a waiter whose thread was interrupted before it could unregister disappears with its object.
-    Plain references, because a WeakValueDictionary slows every wake-up. Each change is a single operation of a dict, so there
-    is no lock that a signal handler or a destructor could find taken by its own thread.
+    They are referenced weakly: a waiter whose thread was interrupted before it could unregister disappears with its
+    object. Plain references, because a WeakValueDictionary slows every wake-up. Each change is a single operation of a
+    dict, so there is no lock that a signal handler or a destructor could find taken by its own thread.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Waiters(Generic[W]):
         return self._poller(waiter) is waiter
 
     def wake_pollers(self) -> None:
-        """Wake one waiter for each lock, as a rule the same each time, and remove the references to waiters that are gone."""
+        """Wake one waiter for each lock, as a rule the same each time, and forget waiters that are gone."""
         for key, found in list(self._by_id.items()):
             if found() is None:
                 self._by_id.pop(key, None)
@@ -189,7 +189,7 @@ class BaseWaitingRoom(Generic[W]):
         """When a waiter left for the last time."""
 
     def _subscribing(self) -> Generator[bytes, Any, None]:
-        """Yield the requests that begin a subscription; each is sent its reply, or the error that the server answered."""
+        """Yield the requests that begin a subscription; the driver sends each reply, or the error reply, into it."""
         distrusted, self._distrusted = self._distrusted, False
         try:
             if distrusted:
@@ -203,7 +203,7 @@ class BaseWaitingRoom(Generic[W]):
 
 
 class Keepalive:
-    """Decides when a subscription is checked: a router may have forgotten the connection, so that no wake-up arrives."""
+    """Decides when a subscription is checked: if a router forgot the connection, no wake-up arrives."""
 
     def __init__(self) -> None:
         self._received_at = monotonic()

@@ -1,9 +1,11 @@
 """The waiting room of a process's threads: one subscription per server, for any number of waiters and locks.
 
-No thread exists for this alone: one of the waiters reads the subscription for all, and hands the reading on when it leaves.
+No thread exists for this alone: one of the waiters reads the subscription for all, and hands the reading on when it
+leaves.
 
-A signal handler or a destructor may enter the room while its own thread connects or reads here. That thread continues only when
-the handler has returned, so the handler does not wait for it: it subscribes itself, or anew, and reads. There is no lock.
+A signal handler or a destructor may enter the room while its own thread connects or reads here. That thread continues
+only when the handler has returned, so the handler does not wait for it: it subscribes itself, or anew, and reads.
+There is no lock.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
         self._distrusted = True
 
     def close_idle(self, before: float) -> float:
-        """Close the subscription if no thread has waited since then; return when one did, inf without a subscription."""
+        """Close the subscription if no thread waited since then; return when one did, inf without a subscription."""
         subscription = self._subscription.value
         if subscription is None:
             return math.inf
@@ -178,8 +180,8 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
         subscription = self._subscription.value
         if (subscription and subscription.reader.value) or self._waiters.is_alone(waiter):
             return
-        # A waiter that this thread interrupted continues by itself. Of the waiters of another thread, perhaps only the last
-        # one can wake up.
+        # A waiter that this thread interrupted continues by itself. Of the waiters of another thread, perhaps only the
+        # last one can wake up.
         sleepers = [other for other in self._waiters.all() if other.asleep and other.thread != waiter.thread]
         for sleeper in sleepers:
             if sleeper.thread == sleepers[0].thread:
@@ -208,7 +210,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
                 keepalive.received()
                 self._waiters.dispatch(reply)
         except (RedisError, OSError):
-            # The scripts that the waiters call report what is wrong with the server; here it only means to poll more often.
+            # The scripts that the waiters call report what is wrong; here it only means to poll more often.
             self._next_attempt = subscription.since + POLL_INTERVAL
             self._subscription.remove(subscription)
             self._waiters.wake_all()

@@ -1,4 +1,4 @@
--- Return why acquisitions lost their locks, as far as the server knows. Called only after a loss was noticed.
+-- Return the causes of losses, as far as the server knows them. Called only after a loss was noticed.
 -- KEYS  for each lock: receipts, notes of forced releases
 -- ARGV  for each lock: fence of the lost acquisition
 -- Returns for each lock its note (see reset.lua), 'released', or '' when nothing is known.

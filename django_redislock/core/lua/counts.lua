@@ -1,18 +1,18 @@
--- What is counted for the contention page; put in front of the scripts that count. They take up bounded space: of each of the
--- 64 buckets, for each ten minutes, the names that were waited for longest, and those that saved most. A failure is of no account.
+-- The counts of the contention page; put in front of the scripts that count. They take bounded space: for each bucket
+-- and each ten minutes, the names with the longest waits, and the names that saved most. Errors are ignored.
 
--- Add to the score of a name, and to fields of the hash of the same ten minutes; the name with the lowest score leaves.
+-- Add to the score of a name, and to fields of the hash of the same ten minutes; remove the name with the lowest score.
 local function count(held, now, scores, counts, name, score, fields)
   local tag, window = string.sub(held, 1, -5), math.floor(now / WAITS_WINDOW_US)  -- without 'held'
   scores, counts = tag .. scores .. window, tag .. counts .. window
   if tonumber(redis.pcall('ZINCRBY', scores, score, name)) == score then  -- its first time
     redis.pcall('PEXPIRE', scores, WAITS_LIFE_MS)
     if redis.pcall('ZCARD', scores) == WAITS_NAMES + 1 then
-      local least = redis.pcall('ZRANGE', scores, 0, 1)
-      local leaves = least[1] == name and least[2] or least[1]
-      if leaves then
-        redis.pcall('ZREM', scores, leaves)
-        redis.pcall('HDEL', counts, 'n' .. leaves, 'g' .. leaves, 'd' .. leaves, 'a' .. leaves)
+      local lowest = redis.pcall('ZRANGE', scores, 0, 1)
+      local removed = lowest[1] == name and lowest[2] or lowest[1]
+      if removed then
+        redis.pcall('ZREM', scores, removed)
+        redis.pcall('HDEL', counts, 'n' .. removed, 'g' .. removed, 'd' .. removed, 'a' .. removed)
       end
     end
   end
@@ -23,7 +23,7 @@ local function count(held, now, scores, counts, name, score, fields)
   end
 end
 
--- Count waits that ended: of so many waiters, for so long in all; `gave_up` of them without what they waited for.
+-- Count waits that ended: their number, their length in all; `gave_up` of them got nothing.
 local function count_waits(held, now, name, waited_ms, waits, gave_up)
   local minute = math.floor(now / 60000000)
   local fields = {['n' .. name] = waits, ['ms:' .. minute] = waited_ms, ['waits:' .. minute] = waits}
@@ -37,7 +37,7 @@ local function waited_ms(ticket, now)
   return math.max(0, math.floor((now - tonumber(ticket)) / 1000))
 end
 
--- Count what was not done twice: 'd' duplicates of tasks, 'a' recomputations avoided.
+-- Count work that was not done twice: 'd' prevented duplicates of tasks, 'a' avoided computations of a value.
 local function count_saved(held, now, name, what, number)
   count(held, now, 'saves:', 'saved:', name, number, {[what .. name] = number})
 end

@@ -1,5 +1,6 @@
--- How a free lock goes to who waits for it, and who of them is gone; put in front of the scripts that look at a queue.
--- Write a reservation for a waiter who was told, and return it.
+-- How a free lock passes to its first waiter, and which waiters are gone; put in front of scripts that read a queue.
+
+-- Write a reservation for a waiter that was woken, and return it.
 local function reserve(lock, id, channel)
   local value = id .. '\n0\n' .. whole(math.floor(now_us() / 1000) + RESERVED_MS) .. '\n' .. channel
   redis.call('SET', lock, value, 'PX', RESERVED_MS + REMEMBERED_MS)
@@ -8,8 +9,8 @@ end
 
 local listens = {}  -- by channel
 
--- Take those whose process is gone out of the first entries of the queue, and return how many they were. One that has lost its
--- connection comes back to its place when it has a new one.
+-- Remove waiters whose process is gone from the first entries of the queue, and return their number. A waiter that lost
+-- its connection comes back to its place when it has a new one.
 local function drop_gone(queue, number)
   local entries, channels, asked, gone = redis.call('ZRANGE', queue, 0, number - 1), {}, {}, {}
   for i, entry in ipairs(entries) do
@@ -21,7 +22,7 @@ local function drop_gone(queue, number)
     end
   end
   if #asked > 0 then
-    local counts = redis.pcall('PUBSUB', 'NUMSUB', unpack(asked))  -- who may not ask takes all for living
+    local counts = redis.pcall('PUBSUB', 'NUMSUB', unpack(asked))  -- without the permission, all count as alive
     for i = 1, #counts, 2 do
       listens[counts[i]] = counts[i + 1] > 0
     end
@@ -37,8 +38,8 @@ local function drop_gone(queue, number)
   return #gone
 end
 
--- Reserve a free lock for the first waiter that still listens, and return what the lock key then holds (false: nothing).
--- A waiter whose connection is gone is passed over. `own` is the caller's id: it need not be told.
+-- Reserve a free lock for the first waiter that still listens, and return the new value of the lock key (false: none).
+-- A waiter whose connection is gone is passed over. `own` is the caller's id, which needs no wake-up.
 local function hand_over(lock, queue, own)
   for passed = 1, PASSED_OVER do
     local first = redis.call('ZPOPMIN', queue)[1]
@@ -51,10 +52,10 @@ local function hand_over(lock, queue, own)
       return reserve(lock, id, channel)
     end
     if passed == 1 then  -- there may be many of them
-      drop_gone(queue, LOOKED_AT)
+      drop_gone(queue, MAX_CHECKED)
     end
   end
-  -- So many dead at once: whoever looks next goes on with the rest.
+  -- So many processes died at once: the next try for the lock goes on with the rest of the queue.
   local value = '\n0\n' .. whole(math.floor(now_us() / 1000)) .. '\n'
   redis.call('SET', lock, value, 'PX', REMEMBERED_MS)
   return value

@@ -1,27 +1,28 @@
--- What all scripts share; put in front of each of them when they are loaded. What only some of them need has files of its own
--- (index, take, quick, receipts, handover, counts, turns, waiters), because each call makes all functions of its script anew.
+-- The functions of all scripts; put in front of each script when it is loaded. Functions that only some scripts need
+-- have files of their own (index, take, quick, receipts, handover, counts, turns, waiters), because each call makes
+-- all functions of its script anew.
 --
--- The value of a lock key is  id \n fence \n acquired (ms) \n record  and its expiry is the lock's life.
+-- The value of a lock key is  id \n fence \n acquired (ms) \n record , and the expiry of the key is that of the lock.
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
--- id \n 0 \n end (ms) \n channel , and it stays a while after its end, to tell who did not come. More of it: turns.lua.
+-- id \n 0 \n end (ms) \n channel , and it stays a while after its end: it shows which waiter did not come (turns.lua).
 -- A queue is a sorted set of  channel \n id  by the ticket (server clock, us) that each waiter drew.
--- The receipts of a lock are a sorted set, by fence, of the fences that were released, of  id <id>  where a release named
--- no fence, and of  reset <id of the call> : the newest 1024, until two minutes after the last one.
+-- The receipts of a lock are a sorted set, by fence, of the fences that were released, of  id <id>  where a release
+-- named no fence, and of  reset <id of the call> : the newest 1024, until two minutes after the last one.
 
-local RESERVED_MS = 500       -- a signalled waiter claims within this, or the next one is served
--- No script keeps the server busy for more than 5 ms, so it goes through no more than so many entries of queues:
-local LOOKED_AT = 1024
+local RESERVED_MS = 500       -- a woken waiter claims the lock within this time, or the next one is served
+-- No script keeps the server busy for more than 5 ms, so it reads no more than so many entries of queues:
+local MAX_CHECKED = 1024
 local PASSED_OVER = 250
-local REMEMBERED_MS = 5000    -- then it is known for so long that its process does not answer
+local REMEMBERED_MS = 5000    -- for so long after its end a reservation shows a process that does not answer
 local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
 local RECEIPT_LIFE_MS = 120000 -- outlives every retry of one release
 local RECEIPTS = 1024
 local DAY_MS, DAY_US = 86400000, 86400000000
 local FENCE_LIFE_MS = DAY_MS  -- the clock may step back by less than this and fences still grow
 local INDEX_LIFE_MS = 30 * DAY_MS
-local WAITS_WINDOW_US = 600 * 1000000  -- waits are counted by ten minutes
+local WAITS_WINDOW_US = 600 * 1000000  -- waits are counted for each ten minutes
 local WAITS_LIFE_MS = 80 * 60000       -- and kept for the last hour
-local WAITS_NAMES = 16                 -- for so many names of a bucket
+local WAITS_NAMES = 16                 -- for so many names of each bucket
 
 local function now_us()
   local time = redis.call('TIME')
@@ -40,11 +41,11 @@ local function fence_of(value)
   return string.match(value, '^[^\n]*\n(%d+)\n')
 end
 
--- Return an error that names the key when something else wrote what the lock key holds, else nil.
+-- Return an error that names the key when something other than a lock wrote its value, else nil.
 local function not_ours(lock, value)
   if value and not fence_of(value) then
     local advice = 'delete it, or give the lock another name or prefix.'
-    return redis.error_reply('ERR The key ' .. lock .. ' holds what no lock wrote: ' .. advice)
+    return redis.error_reply('ERR The key ' .. lock .. ' has a value that no lock wrote: ' .. advice)
   end
 end
 

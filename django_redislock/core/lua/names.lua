@@ -1,8 +1,8 @@
 -- List the names of the locks held now, so many at a time that the server is not kept busy for long.
 -- KEYS  indexes of held locks
 -- ARGV  1 number of the index to go on with, 2 cursor in it ('0': its beginning)
--- Returns both for the next call (number 0: there is none), the lengths of the names, and the names, each in one string: many
--- small replies would take the reader long. What is held all the time is listed; some names may come twice.
+-- Returns both for the next call (number 0: there is none), the lengths of the names, and the names, each in one
+-- string, because many small replies take long to read. A lock that is held all the time is listed, perhaps twice.
 local AT_ONCE = 1000
 local now_ms = math.floor(now_us() / 1000)
 local names, lengths = {}, {}

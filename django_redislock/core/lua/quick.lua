@@ -1,21 +1,23 @@
--- Take a lock without holder and waiters by as few commands as possible, before Lua makes the functions for all other
--- cases. Put after take.lua and in front of acquire.lua, with the KEYS and ARGV of the latter.
+-- Name the KEYS and ARGV of acquire.lua, and take a lock without holder and waiters by as few commands as possible,
+-- before Lua makes the functions for all other cases. Put after take.lua and in front of acquire.lua.
+local lock, held, counter, queue, receipts = unpack(KEYS)
+local id, expire_ms, name, record, channel, join, ticket = unpack(ARGV)
+expire_ms = tonumber(expire_ms)
 local now = now_us()
-if ARGV[7] == '' and not KEYS[5] then
+if ticket == '' and not receipts then
   -- The lock and its queue count twice, so 1 means that only the index exists.
-  local there = redis.call('EXISTS', KEYS[1], KEYS[1], KEYS[4], KEYS[4], KEYS[2])
-  if there < 2 then
-    local life_ms = tonumber(ARGV[2])
-    enter(KEYS[2], ARGV[3], now, life_ms)
-    if there == 0 then
-      redis.call('PEXPIRE', KEYS[2], math.max(INDEX_LIFE_MS, life_ms))
+  local found = redis.call('EXISTS', lock, lock, queue, queue, held)
+  if found < 2 then
+    enter(held, name, now, expire_ms)
+    if found == 0 then
+      redis.call('PEXPIRE', held, math.max(INDEX_LIFE_MS, expire_ms))
     end
-    local fence, last = next_fence(KEYS[3], now)
-    -- The first lock of the bucket today has already made the index live for two weeks.
-    if there == 1 and (life_ms > DAY_MS or not last or math.floor(last / DAY_US) ~= math.floor(now / DAY_US)) then
-      lengthen(KEYS[2], life_ms)
+    local fence, last = next_fence(counter, now)
+    -- The first lock of the bucket today has already set the index's expiry to more than two weeks.
+    if found == 1 and (expire_ms > DAY_MS or not last or math.floor(last / DAY_US) ~= math.floor(now / DAY_US)) then
+      lengthen(held, expire_ms)
     end
-    write(KEYS[1], ARGV[1], fence, ARGV[4], now, life_ms)
+    write(lock, id, fence, record, now, expire_ms)
     return tonumber(fence)
   end
 end

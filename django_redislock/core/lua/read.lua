@@ -1,7 +1,7 @@
--- Read what is known of many locks.
+-- Read the values of many locks.
 -- KEYS  for each lock: lock, queue
--- Returns the server's clock (ms); for each lock the length of its value (-1: free), ms left and how many wait, all in
--- one string; and the values, in another one: many small replies would take the reader long.
+-- Returns the server's clock (ms); for each lock the length of its value (-1: free), ms left and the number of waiters,
+-- all in one string; and the values, in another one, because many small replies take long to read.
 local locks, numbers, values = {}, {}, {}
 for i = 1, #KEYS, 2 do
   locks[#locks + 1] = KEYS[i]

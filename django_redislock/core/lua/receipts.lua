@@ -1,6 +1,7 @@
 -- The receipts of a lock; put in front of the scripts that keep them.
--- Keep a receipt of an end of the acquisition of that fence: when the call is repeated because its reply was lost, it gets the
--- same answer. Fences grow, so their order is that of time.
+
+-- Keep a receipt for the end of the acquisition of that fence: when the call is repeated because its reply was lost, it
+-- gets the same reply. Fences grow, so they order the receipts by time.
 local function keep_receipt(receipts, receipt, fence)
   redis.call('ZADD', receipts, fence, receipt)
   redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)

@@ -1,18 +1,20 @@
--- Take the lock from whoever holds it and hand it to the first waiter.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 the lock's notes of forced releases (former holders read
---       them), 6 the witness of what its holder works on
+-- Force-release the lock, whoever holds it, and hand it to the first waiter.
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 notes of the lock's forced releases (former holders read
+--       them), 6 witness: it exists while a computed value may be stored
 -- ARGV  1 name, 2 fence of the acquisition to end ('': any), 3 id of this call, 4 user \n reason
 -- Returns 1 when freed, 0 when nobody held it, -1 when another acquisition holds it.
 -- A note is  fence \n time (ms) \n user \n reason , and its score is the fence. The newest 16 notes of a lock are kept,
--- as long as a former holder may believe that it holds the lock.
-local NOTES = 16
-local NOTE_LIFE_MS = 120000  -- beyond the life that the lock had left
-local receipt = 'reset ' .. ARGV[3]
-if redis.call('ZSCORE', KEYS[4], receipt) then  -- done before, and that reply was lost
+-- for as long as a former holder may believe that it holds the lock.
+local lock, held, queue, receipts, notes, witness = unpack(KEYS)
+local name, wanted_fence, call_id, user_and_reason = unpack(ARGV)
+local MAX_NOTES = 16
+local NOTE_LIFE_MS = 120000  -- after the expiry that the lock had
+local receipt = 'reset ' .. call_id
+if redis.call('ZSCORE', receipts, receipt) then  -- an earlier call did it, and its reply was lost
   return 1
 end
-local value = redis.call('GET', KEYS[1])
-local wrong = not_ours(KEYS[1], value)
+local value = redis.call('GET', lock)
+local wrong = not_ours(lock, value)
 if wrong then
   return wrong
 end
@@ -20,16 +22,16 @@ local fence = value and fence_of(value) or '0'
 if fence == '0' then
   return 0
 end
-if ARGV[2] ~= '' and ARGV[2] ~= fence then
+if wanted_fence ~= '' and wanted_fence ~= fence then
   return -1
 end
-redis.pcall('ZREM', KEYS[2], ARGV[1])
-redis.call('DEL', KEYS[6])
-keep_receipt(KEYS[4], receipt, fence)
-local note = fence .. '\n' .. whole(math.floor(now_us() / 1000)) .. '\n' .. ARGV[4]
-local life_ms = math.max(redis.call('PTTL', KEYS[1]), 0) + NOTE_LIFE_MS
-redis.call('ZADD', KEYS[5], fence, note)
-redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -NOTES - 1)
-redis.call('PEXPIRE', KEYS[5], math.max(redis.call('PTTL', KEYS[5]), life_ms))
-hand_over(KEYS[1], KEYS[3], '')
+redis.pcall('ZREM', held, name)
+redis.call('DEL', witness)
+keep_receipt(receipts, receipt, fence)
+local note = fence .. '\n' .. whole(math.floor(now_us() / 1000)) .. '\n' .. user_and_reason
+local note_ms = math.max(redis.call('PTTL', lock), 0) + NOTE_LIFE_MS
+redis.call('ZADD', notes, fence, note)
+redis.call('ZREMRANGEBYRANK', notes, 0, -MAX_NOTES - 1)
+redis.call('PEXPIRE', notes, math.max(redis.call('PTTL', notes), note_ms))
+hand_over(lock, queue, '')
 return 1

@@ -1,4 +1,5 @@
--- How a lock is taken; put in front of the scripts that do, after index.lua.
+-- How a lock is taken; put in front of the scripts that do so, after index.lua.
+
 -- Draw a fence larger than every earlier one, even when the server lost its data: then its clock has moved on. Return
 -- the last fence, too; it is about the time (us) when a lock of the bucket was taken last.
 local function next_fence(counter, now)
@@ -11,20 +12,21 @@ local function next_fence(counter, now)
   return fence, last
 end
 
-local function write(lock, id, fence, record, now, life_ms)
-  redis.call('SET', lock, id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. record, 'PX', life_ms)
+local function write(lock, id, fence, record, now, expire_ms)
+  local value = id .. '\n' .. fence .. '\n' .. whole(math.floor(now / 1000)) .. '\n' .. record
+  redis.call('SET', lock, value, 'PX', expire_ms)
 end
 
--- Write the caller into a lock that is free or reserved for it (`value` is what the key holds), and return its fence and
--- whether it had been taken under that id before. That one is not shortened: its holder believes in its life.
-local function take(lock, held, counter, value, id, name, record, now, life_ms)
+-- Take a lock that is free, reserved for the caller, or the caller's (`value` is the lock key's), and return its fence
+-- and whether that id held it before. Then its expiry is not made earlier, because its holder relies on it.
+local function take(lock, held, counter, value, id, name, record, now, expire_ms)
   local fence = value and fence_of(value) or '0'
-  index(held, name, now, life_ms)  -- first: should it fail, nothing is taken
-  if fence ~= '0' then  -- and that reply was lost, or somebody else knows the id
-    redis.call('PEXPIRE', lock, math.max(life_ms, redis.call('PTTL', lock)))
+  index(held, name, now, expire_ms)  -- first: if it fails, nothing is taken
+  if fence ~= '0' then  -- an earlier call took it and its reply was lost, or somebody else uses the id
+    redis.call('PEXPIRE', lock, math.max(expire_ms, redis.call('PTTL', lock)))
     return fence, true
   end
   fence = next_fence(counter, now)
-  write(lock, id, fence, record, now, life_ms)
+  write(lock, id, fence, record, now, expire_ms)
   return fence, false
 end

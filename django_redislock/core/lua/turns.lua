@@ -1,28 +1,29 @@
--- Whose turn it is at a lock that the caller does not hold; put in front of the scripts that wait in a queue.
+-- Whose turn it is at a lock that the caller does not hold; put in front of scripts that queue, after counts.lua.
 --
--- A reservation that was not claimed shows a process that does not answer, and there may be more of them in the queue. So there
--- is a roll call: the first waiter of each process is told to try for the lock, and of those who do within ROLL_CALL_MS the first
--- in the queue has its turn. Whoever is ahead of it leaves the queue, is told, and comes back to its place when it can.
--- Meanwhile the value of the lock key is a reservation for the first who answered, with its ticket:
--- id \n 0 \n end (ms) \n channel \n ticket ; while nobody has answered, id and channel are empty and the ticket is '-'.
+-- A reservation that was not claimed shows a process that does not answer, and the queue may have more entries of such
+-- processes. So there is a roll call: the first waiter of each process is woken to try for the lock, and of those that
+-- do so within ROLL_CALL_MS the first in the queue has its turn. The waiters ahead of it leave the queue; they are
+-- woken, and come back to their places when they can. Meanwhile the value of the lock key is a reservation for the
+-- first waiter that answered, with its ticket:  id \n 0 \n end (ms) \n channel \n ticket ; before the first answer, id
+-- and channel are empty and the ticket is '-'.
 
 local ROLL_CALL_MS = 200
-local ROLL_CALL = 500  -- so many entries of the queue are looked at
+local ROLL_CALL = 500  -- entries of the queue at most
 
--- Tell the first waiter of each process ahead of the caller to try, and return whether there is none. Entries of processes that
--- are gone leave the queue, and so do those of the process that is `silent`: told of it, they come back when they can.
+-- Wake the first waiter of each process ahead of the caller, and return whether there is none. The entries of
+-- processes that are gone leave the queue, and those of the `silent` one: its woken waiters come back when they can.
 local function call_roll(queue, own, silent)
-  local there, leave, first = {}, {}, true
+  local alive, leave, first = {}, {}, true
   for _, entry in ipairs(redis.call('ZRANGE', queue, 0, ROLL_CALL - 1)) do
     if entry == own then
       break
     end
     local channel, id = string.match(entry, '^(.-)\n(.*)$')
-    if there[channel] == nil or channel == silent then
-      there[channel] = redis.pcall('PUBLISH', channel, id) ~= 0 and channel ~= silent
+    if alive[channel] == nil or channel == silent then
+      alive[channel] = redis.pcall('PUBLISH', channel, id) ~= 0 and channel ~= silent
     end
-    first = first and not there[channel]
-    if not there[channel] then
+    first = first and not alive[channel]
+    if not alive[channel] then
       leave[#leave + 1] = entry
     end
   end
@@ -32,7 +33,7 @@ local function call_roll(queue, own, silent)
   return first
 end
 
--- Take so many entries out of the queue, and tell them.
+-- Remove so many entries from the queue, and wake their waiters.
 local function dismiss(queue, number)
   local gone = redis.call('ZPOPMIN', queue, math.min(number, ROLL_CALL))
   for i = 1, #gone, 2 do
@@ -41,7 +42,7 @@ local function dismiss(queue, number)
   end
 end
 
--- Take an entry out of the queue that has its turn, and those ahead of it.
+-- Remove an entry that has its turn from the queue, and the entries ahead of it.
 local function call_up(queue, entry)
   local ahead = redis.call('ZRANK', queue, entry) or 0
   if ahead > 0 then
@@ -50,21 +51,21 @@ local function call_up(queue, entry)
   redis.call('ZREM', queue, entry)
 end
 
--- Return whether the caller may take the lock. If not, also return how many ms are left until another try makes sense (negative:
--- unknown), and whether it is to come back then in any case, as the first who answered a roll call.
--- `value` is what the lock key holds, if it is not the caller's acquisition; `waits`: the caller joins the queue.
-local function may_take(lock, queue, value, id, channel, ticket, waits, now)
+-- Return whether the caller may take the lock. If not, also return how many ms are left until another try makes sense
+-- (negative: unknown), and whether the caller is to try then in any case, as the first that answered a roll call.
+-- `value` is the lock key's, if it is not the caller's acquisition; `joins`: the caller joins the queue.
+local function may_take(lock, queue, value, id, channel, ticket, joins, now)
   if not value then
     value = redis.call('EXISTS', queue) == 1 and hand_over(lock, queue, id)
     return not value or is_of(value, id), RESERVED_MS
   end
-  local heir, ends, heirs_channel, since = string.match(value, '^([^\n]*)\n0\n(%d+)\n([^\n]*)\n?(.*)$')
-  if not heir then
+  local next_id, ends, next_channel, answered = string.match(value, '^([^\n]*)\n0\n(%d+)\n([^\n]*)\n?(.*)$')
+  if not next_id then
     return false, redis.call('PTTL', lock)
   end
   local left, overdue = until_end(ends, now)
-  local rolling, own = since ~= '', channel .. '\n' .. id
-  if heir == id and (overdue or not rolling or not waits) then
+  local rolling, own = answered ~= '', channel .. '\n' .. id
+  if next_id == id and (overdue or not rolling or not joins) then
     if rolling then
       call_up(queue, own)
     end
@@ -73,18 +74,18 @@ local function may_take(lock, queue, value, id, channel, ticket, waits, now)
   if not (overdue or rolling) then
     return false, left
   end
-  if waits then
+  if joins then
     redis.call('ZADD', queue, 'NX', ticket, own)
   end
 
-  if overdue and rolling then  -- and the caller is not the first who answered
-    if heir ~= '' then
-      call_up(queue, heirs_channel .. '\n' .. heir)
-      if redis.pcall('PUBLISH', heirs_channel, heir) ~= 0 then
-        reserve(lock, heir, heirs_channel)
+  if overdue and rolling then  -- and the caller is not the first that answered
+    if next_id ~= '' then
+      call_up(queue, next_channel .. '\n' .. next_id)
+      if redis.pcall('PUBLISH', next_channel, next_id) ~= 0 then
+        reserve(lock, next_id, next_channel)
         return false, RESERVED_MS
       end
-    elseif waits then  -- now there is one who answers
+    elseif joins then  -- the caller is the first that answers
       call_up(queue, own)
       return true
     else
@@ -92,29 +93,48 @@ local function may_take(lock, queue, value, id, channel, ticket, waits, now)
     end
   end
   if overdue then
-    local first = call_roll(queue, own, heirs_channel ~= channel and heirs_channel)
+    local first = call_roll(queue, own, next_channel ~= channel and next_channel)
     if redis.call('EXISTS', queue) == 0 then
       return true
     end
-    if first and waits then
+    if first and joins then
       call_up(queue, own)
       return true
     end
-    heir, since, left = '', '-', ROLL_CALL_MS
+    next_id, answered, left = '', '-', ROLL_CALL_MS
     ends = whole(math.floor(now / 1000) + left)
   end
-  local answers = waits and (heir == '' or tonumber(ticket) < tonumber(since))
+  local answers = joins and (next_id == '' or tonumber(ticket) < tonumber(answered))
   if answers then
     if redis.call('ZRANK', queue, own) == 0 then
       redis.call('ZREM', queue, own)
       return true
     end
-    heir, heirs_channel, since = id, channel, ticket
+    next_id, next_channel, answered = id, channel, ticket
   elseif overdue then
-    heirs_channel = ''
+    next_channel = ''
   end
   if answers or overdue then
-    redis.call('SET', lock, heir .. '\n0\n' .. ends .. '\n' .. heirs_channel .. '\n' .. since, 'PX', left + REMEMBERED_MS)
+    value = next_id .. '\n0\n' .. ends .. '\n' .. next_channel .. '\n' .. answered
+    redis.call('SET', lock, value, 'PX', left + REMEMBERED_MS)
   end
-  return false, left, heir == id
+  return false, left, next_id == id
+end
+
+-- Return nil when the caller may take the lock. Otherwise put the caller into the queue, or remove it when it no
+-- longer waits, and return the reply of acquire.lua for it. `ticket` is '' before the caller has drawn one.
+local function wait_for_turn(lock, held, queue, value, id, name, channel, joins, ticket, now)
+  local drawn, entry = ticket ~= '' and ticket or whole(now), channel .. '\n' .. id
+  local free, left, first = may_take(lock, queue, value, id, channel, drawn, joins, now)
+  if free then
+    return nil
+  end
+  if joins then
+    redis.call('ZADD', queue, 'NX', drawn, entry)
+    redis.call('PEXPIRE', queue, QUEUE_LIFE_MS)
+  elseif ticket ~= '' then
+    redis.call('ZREM', queue, entry)
+    count_waits(held, now, name, waited_ms(ticket, now), 1, 1)
+  end
+  return {left, drawn, first and 1 or nil}
 end

@@ -1,13 +1,14 @@
--- How many wait; put in front of the scripts that tell.
-local to_look_at = LOOKED_AT  -- in this call
+-- The number of waiters; put in front of the scripts that return it.
+local may_check = MAX_CHECKED  -- entries of queues in this call
 
--- Take those whose process is gone out of the queue, and return how many are left; of more than are looked at, an upper bound.
+-- Remove waiters from the queue whose process is gone, and return how many are left; if not all can be checked, an
+-- upper bound.
 local function count_waiting(queue)
   local number = redis.call('ZCARD', queue)
-  if number == 0 or to_look_at == 0 then
+  if number == 0 or may_check == 0 then
     return number
   end
-  local gone = drop_gone(queue, to_look_at)
-  to_look_at = math.max(0, to_look_at - number)
+  local gone = drop_gone(queue, may_check)
+  may_check = math.max(0, may_check - number)
   return number - gone
 end

@@ -1,9 +1,9 @@
 -- Read the counts of about the last hour.
 -- KEYS  indexes of held locks: one of each bucket
--- ARGV  1 number of the one to go on with
--- Returns the minute that it is, {name, ms waited, waits, gave up, ...}, {minute, ms waited, waits, ...} and {name, duplicates
--- prevented, recomputations avoided, ...}, all with repetitions; and the number for the next call (0: there is none): so many
--- names at a time that the server is not kept busy for long.
+-- ARGV  1 number of the index to go on with
+-- Returns the current minute, {name, ms waited, waits, gave up, ...}, {minute, ms waited, waits, ...} and {name,
+-- prevented duplicates, avoided computations, ...}, all with repetitions; and the number for the next call (0: there
+-- is none): so many names at a time that the server is not kept busy for long.
 local AT_ONCE = 250
 local now = now_us()
 local window = math.floor(now / WAITS_WINDOW_US)

@@ -1,11 +1,11 @@
-"""``manage.py redislock``: list, show, watch or force-release the held locks, or diagnose the servers."""
+"""``manage.py redislock``: list, show, watch or force-release the held locks, diagnose the servers, or run a command."""
 
 from __future__ import annotations
 
 import json
-import re
+import sys
 import time
-from argparse import SUPPRESS, ArgumentTypeError
+from argparse import SUPPRESS
 from typing import Any
 
 from django.conf import settings
@@ -20,19 +20,12 @@ from ...doctor_trials import diagnose, diagnose_cache
 from ...inventory import HeldLockRow, Listing, read
 from ...models import HeldLock
 from ...texts import visible
+from ..durations import seconds
 from ..output import cut, plain, record, table, words_of
 from ..release import release_lock, release_task
+from ..run import run
+from ..run_arguments import ActionParser, add_parser
 from ..selection import find_lock, raise_if_unread, unread
-
-UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-def seconds(text: str) -> float:
-    """Return the seconds of a duration such as 90, 90s, 5m, 1.5h or 2d."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
-    if match is None:
-        raise ArgumentTypeError(f"{text!r} is not a duration; write 90s, 5m, 1.5h or 2d")
-    return float(match[1]) * UNITS[match[2]]
 
 
 def interval(text: str) -> float:
@@ -42,12 +35,14 @@ def interval(text: str) -> float:
 
 class Command(BaseCommand):
     help = (
-        "Lists, shows, watches or force-releases the locks held now, or diagnoses the servers. "
+        "Lists, shows, watches or force-releases the locks held now, diagnoses the servers, or runs a command. "
         "Exit status 1: not found, not confirmed, failed, or a problem was found."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|release|watch|doctor")
+        actions: Any = parser.add_subparsers(
+            dest="action", required=True, metavar="list|show|release|watch|doctor|run", parser_class=ActionParser
+        )
 
         common = CommandParser(add_help=False, parents=[_django_options()])
         common.add_argument("--connection", metavar="ALIAS", help="only this connection")
@@ -89,10 +84,16 @@ class Command(BaseCommand):
         watch.add_argument("--once", action="store_true", help="read once")
 
         actions.add_parser("doctor", parents=[common, form], help="diagnose the connections, with a trial lock on each")
+        add_parser(actions, [common])
 
     @no_translations
     def handle(self, *args: Any, action: str, **options: Any) -> None:
         """Run one of the actions."""
+        if action == "run":
+            status = run(options, self.stderr)
+            if status:
+                sys.exit(status)
+            return
         self._check(options["connection"])
         if action == "list":
             self._list(options)

@@ -1,0 +1,154 @@
+"""The renewal of the leases of one server: which of them are due, one call for many, and the meaning of the replies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from redis.exceptions import ClusterCrossSlotError
+
+from . import events
+from .clock import monotonic
+from .driver import os_threads
+from .lease import Cause, Lease
+from .loss import cause_call, causes_of
+from .operations import renew_call
+
+if TYPE_CHECKING:
+    from .driver.server import Server
+
+BATCH = 250
+"""Locks renewed in one call at most, so that the server is not kept busy for long: 2 ms or less."""
+SHORTEST_RETRY = 0.05
+"""Seconds between two tries for an unanswered renewal; it doubles with each try."""
+SHORTEST_PATIENCE, LONGEST_PATIENCE = 0.25, 5.0
+"""Seconds to wait for a reply: a quarter of the expiry, but within these and the client's own timeout."""
+
+
+class Renewals:
+    """The watched leases of one server: renewed until they are removed, lost, or not to be renewed any more."""
+
+    _leases: dict[int, weakref.ref[Lease]]
+
+    def remove(self, lease: Lease) -> bool:
+        """Stop watching the lease; return whether it was watched until now."""
+        return self._leases.pop(id(lease), None) is not None
+
+    def due_groups(self, now: float, leases: Iterable[Lease]) -> list[list[Lease]]:
+        """Return the leases that are due, in groups for one call each.
+
+        Leases of short patience come first, and are not in a group with leases of much longer patience.
+        """
+        groups: list[list[Lease]] = []
+        for lease in sorted(filter(partial(self._is_due, now), leases), key=patience_of):
+            if not groups or patience_of(lease) > 2 * patience_of(groups[-1][0]) or len(groups[-1]) == BATCH:
+                groups.append([])
+            groups[-1].append(lease)
+        return groups
+
+    def _is_due(self, now: float, lease: Lease) -> bool:
+        """Return whether to renew the lease now; report a lease that has ended, or that is not renewed any more."""
+        if now >= lease.deadline:
+            if self.remove(lease):
+                _report_lost(lease, lease.ending)
+            return False
+        # Leases that are due soon are renewed together with it, so that many locks settle into few calls.
+        if lease.renewal_pending or not lease.renewing or lease.next_renewal > now + lease.expire / 6:
+            return False
+        if acquirer_ended(lease):
+            reason = "the thread or task that acquired it ended without releasing it"
+        elif lease.max_hold is not None and now >= lease.acquired + lease.max_hold:
+            reason = f"it has been held for max_hold = {lease.max_hold:g} s"
+        else:
+            return True
+        lease.renewing = False
+        if id(lease) in self._leases:
+            report_not_renewed(lease.name, lease.fence, reason)
+        return False
+
+    def renew(self, server: Server, leases: list[Lease]) -> None:
+        """Renew a group of leases, and note the replies."""
+        expiries = [lease.expire for lease in leases]
+        sent = monotonic()
+        try:
+            try:
+                try:
+                    replies = server.renew(renew_call(leases), patience_of(leases[-1]))
+                except ClusterCrossSlotError:  # a server in cluster mode takes a script for one slot only
+                    replies = [server.renew(renew_call([lease]), patience_of(lease))[0] for lease in leases]
+            except Exception as error:  # of Redis, or of a function that provides the address or the password
+                self._unanswered(leases, error)
+                return
+            lost = []
+            for lease, expire, renewed in zip(leases, expiries, replies, strict=True):
+                if renewed:
+                    lease.renewed(sent, expire)
+                elif self.remove(lease):  # else it was released meanwhile, and nothing is wrong
+                    lost.append(lease)
+            if lost:
+                self._lose(server, lost)
+        finally:
+            for lease in leases:
+                lease.renewal_pending = False
+
+    def _lose(self, server: Server, leases: list[Lease]) -> None:
+        """Report the loss of these leases, with the cause that the server knows."""
+        in_time = [monotonic() < lease.deadline for lease in leases]
+        try:
+            replies = server.renew(cause_call(leases), patience_of(leases[-1]))
+        except Exception:
+            replies = None
+        for lease, cause in zip(leases, causes_of(leases, in_time, replies), strict=True):
+            _report_lost(lease, cause)
+
+    def _unanswered(self, leases: list[Lease], error: Exception) -> None:
+        """Schedule another try soon, until the deadline."""
+        now = monotonic()
+        for lease in leases:
+            if not lease.failures:
+                message = "The renewal of lock %r failed (%s). It is tried again until the lock's deadline."
+                events.log.warning(message, lease.name, error)
+            lease.failures += 1
+            pause = min(SHORTEST_RETRY * 2**lease.failures, lease.expire / 10)
+            lease.next_renewal = min(now + pause, lease.deadline)
+
+
+def patience_of(lease: Lease) -> float:
+    """Return how many seconds a reply about the lease is waited for."""
+    return min(max(SHORTEST_PATIENCE, lease.expire / 4), LONGEST_PATIENCE)
+
+
+_unknown: set[type] = set()
+"""Types of acquirers for which the warning was logged that nobody knows whether they have ended."""
+
+
+def acquirer_ended(lease: Lease) -> bool:
+    """Return whether the lease's acquirer has ended; False, with one warning for each type, when that is unknown."""
+    try:
+        return lease.acquirer_ended
+    except Exception as error:
+        kind = type(lease.acquirer)
+        if kind not in _unknown:
+            _unknown.add(kind)
+            message = (
+                "Cannot find out whether the holder of lock %r has ended (%s: %s). It is renewed until its release."
+            )
+            events.log.warning(message, lease.name, type(error).__name__, error)
+        return False
+
+
+def _report_lost(lease: Lease, cause: Cause) -> None:
+    """Note the loss at once, and report it from another thread, because listeners may take long."""
+    if lease.note_loss(cause):
+        try:
+            os_threads.start(lease.report_loss, "redislock-loss")
+        except RuntimeError:  # no further thread can be started
+            lease.report_loss()
+
+
+def report_not_renewed(name: str, fence: int, reason: str) -> None:
+    """Report that a lock is still held, but is no longer renewed."""
+    message = "Lock %r (fence %d) is not renewed any more: %s. It ends by its expiry."
+    events.emit("not_renewed", message, name, fence, reason, name=name, fence=fence, reason=reason)

@@ -1,0 +1,206 @@
+"""`leader()` and `Leader`: one of all processes leads, and the next one follows when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+from .core.async_lock import AsyncLock
+from .core.lock import Lock
+from .core.validation import MAX_SECONDS, Seconds
+from .exceptions import LockBackendError, LockError
+from .locks import alock, lock
+
+SLICE = 1.0
+"""Seconds after which a candidate looks whether it was stopped."""
+PAUSE = 0.5, 1.0
+"""Seconds between two tries of a candidate while Redis does not answer, chosen at random in between."""
+
+
+class Election:
+    """What `leader` returns: ``with`` and ``async with`` block until this process leads, and resign in the end."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self._name = name
+        self._options = options | {"max_hold": MAX_SECONDS, "auto_renewal": True, "kind": "leader"}
+        self.new_term()  # bad arguments raise here
+        self._terms: list[Lock] = []
+        self._async_terms: list[AsyncLock] = []
+
+    def new_term(self, **options: Any) -> Lock:
+        """Return the lock of a term that may begin."""
+        return lock(self._name, until_commit=False, **self._options | options)
+
+    def new_async_term(self, **options: Any) -> AsyncLock:
+        """Return the lock of a term that may begin, for asyncio."""
+        return alock(self._name, **self._options | options)
+
+    def __enter__(self) -> Lock:
+        term = self.new_term()
+        elect(term, lambda: False, None)
+        self._terms.append(term)
+        return term
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._terms.pop().__exit__(kind, error, trace)
+
+    async def __aenter__(self) -> AsyncLock:
+        term = self.new_async_term()
+        await aelect(term, lambda: False, None)
+        self._async_terms.append(term)
+        return term
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._async_terms.pop().__aexit__(kind, error, trace)
+
+
+def leader(
+    name: str,
+    *,
+    expire: Seconds | None = None,
+    label: str | None = None,
+    on_lost: Callable[[Any], object] | None = None,
+    using: str | None = None,
+) -> Election:
+    """Wait until this process is the leader of this name: ``with leader("scheduler") as term: ...``, or ``async with``.
+
+    The term is the held lock `name`: `term.fence` grows with each term, `term.lost` tells why the term ended early, and
+    `term.raise_if_lost()` raises LockLost. A process that ends its block hands over at once; the term of one that was killed
+    ends by its `expire`. `expire`, `label`, `on_lost` and `using` are those of `lock`. The term is renewed for as long as
+    the process lives, whatever ``MAX_HOLD`` says.
+
+    While Redis does not answer, the wait goes on. Raises LockBackendError when Redis refuses a command, and at the end of the
+    block LockLost when the term was lost.
+    """
+    return Election(name, expire=expire, label=label, on_lost=on_lost, using=using)
+
+
+class Leader:
+    """A candidate that is elected again and again, until it is stopped.
+
+    `on_elected(term)` starts what a leader does, and returns; `on_lost(term)` stops it, when the term was lost (`term.lost`
+    tells why) and when the candidate is stopped, before the next leader is elected. Both run in the thread or task of `run` or
+    `arun`; for `arun` they may be coroutine functions. An `on_elected` that does not return notices the end of its term by
+    `term.lost` only. The term and the other arguments are those of `leader`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_elected: Callable[[Any], object],
+        on_lost: Callable[[Any], object] | None = None,
+        expire: Seconds | None = None,
+        label: str | None = None,
+        using: str | None = None,
+    ) -> None:
+        if not callable(on_elected):
+            raise TypeError("on_elected must be a function")
+        if on_lost is not None and not callable(on_lost):
+            raise TypeError("on_lost must be a function")
+        self.name = name
+        self._on_elected = on_elected
+        self._on_lost = on_lost
+        self._election = Election(name, expire=expire, label=label, using=using)
+        self._stopped = False
+        self._wake: Callable[[], object] = lambda: None
+
+    def stop(self) -> None:
+        """End the term, if there is one, and the candidacy; from any thread, or from a signal handler."""
+        self._stopped = True
+        self._wake()
+
+    def run(self) -> None:
+        """Stand for election until `stop`. Raises what the functions raise, after it has handed over."""
+        for function in (self._on_elected, self._on_lost):
+            if inspect.iscoroutinefunction(function):
+                raise TypeError(f"{function!r} is a coroutine function: await arun() instead of run()")
+        while not self._stopped:
+            woken: SimpleQueue[Any] = (
+                SimpleQueue()
+            )  # which a signal handler may fill; an Event could wait for itself there
+            self._wake = partial(woken.put, None)
+            term = self._election.new_term(on_lost=woken.put)
+            if not elect(term, lambda: self._stopped, SLICE):
+                return
+            try:
+                try:
+                    self._on_elected(term)
+                    while not self._stopped and not term.lost:
+                        woken.get()
+                finally:
+                    if self._on_lost is not None:
+                        self._on_lost(term)
+            finally:
+                if not term.lost:
+                    with suppress(LockError):  # it is in the log, and the term ends by its expiry
+                        term.release()
+
+    async def arun(self) -> None:
+        """Stand for election until `stop` or until the task is cancelled. Raises what the functions raise, after it has handed over."""
+        loop = asyncio.get_running_loop()
+        while not self._stopped:
+            woken = asyncio.Event()
+            self._wake = partial(loop.call_soon_threadsafe, woken.set)
+            term = self._election.new_async_term(on_lost=partial(_set, woken))
+            if not await aelect(term, lambda: self._stopped, SLICE):
+                return
+            try:
+                try:
+                    await _awaited(self._on_elected(term))
+                    if not self._stopped and not term.lost:
+                        await woken.wait()
+                finally:
+                    if self._on_lost is not None:
+                        await _awaited(self._on_lost(term))
+            finally:
+                if not term.lost:
+                    with suppress(LockError):
+                        await term.release()
+
+
+def elect(term: Lock, stopped: Callable[[], bool], slice: float | None) -> bool:
+    """Tell whether the term began before the candidate was stopped. Raises LockBackendError when Redis refuses."""
+    while not stopped():
+        try:
+            if term.acquire(timeout=slice):
+                return True
+        except LockBackendError as error:
+            if error.refused:
+                raise
+            time.sleep(random.uniform(*PAUSE))  # noqa: S311
+    return False
+
+
+async def aelect(term: AsyncLock, stopped: Callable[[], bool], slice: float | None) -> bool:
+    """Do what `elect` does, in a task."""
+    while not stopped():
+        try:
+            if await term.acquire(timeout=slice):
+                return True
+        except LockBackendError as error:
+            if error.refused:
+                raise
+            await asyncio.sleep(random.uniform(*PAUSE))  # noqa: S311
+    return False
+
+
+def _set(event: asyncio.Event, term: AsyncLock) -> None:
+    event.set()
+
+
+async def _awaited(result: Any) -> None:
+    if inspect.isawaitable(result):
+        await result

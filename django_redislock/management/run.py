@@ -1,0 +1,224 @@
+"""``manage.py redislock run``: a command that runs while this process holds a lock."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import CommandError, OutputWrapper
+
+from .. import conf
+from ..core.lock import Lock
+from ..core.validation import check_expire, check_name
+from ..exceptions import LockBackendError, LockLost
+from ..locks import lock
+from .done_runs import DoneRuns
+from .output import holder_of
+from .process_group import ProcessGroup
+from .run_arguments import LABEL, LOST, UNAVAILABLE, USAGE, find_program
+
+REPORT_EVERY = 30.0
+"""Seconds between two reports for whom the command waits."""
+FORWARDED = [
+    getattr(signal, f"SIG{name}")
+    for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2")
+    if hasattr(signal, f"SIG{name}")  # Windows, where the module is imported only, has two of them
+]
+
+
+def run(options: dict[str, Any], stderr: OutputWrapper) -> int:
+    """Run the command under the lock, and return the exit status.
+
+    Raises CommandError with the exit status when the command was not run, or the lock was lost.
+    """
+    if os.name != "posix":
+        raise CommandError("'redislock run' needs process groups: it works on Linux, macOS and other Unix systems.")
+    if threading.current_thread() is not threading.main_thread():
+        raise CommandError("'redislock run' handles signals: call it in the main thread.")
+    try:
+        check_name(options["name"])
+        if options["once"] is not None:
+            check_name(options["once"], "--once")
+        elif options["keep"] is not None:
+            raise ValueError("--keep needs --once")
+        for option in ("expire", "max_hold", "keep"):
+            if options[option] is not None:
+                check_expire(options[option], f"--{option.replace('_', '-')}")
+        return _Run(options, stderr, find_program(options["command"])).run()
+    except LockBackendError as error:
+        raise CommandError(f"{error}. The command was not run.", returncode=UNAVAILABLE) from error
+    except (ValueError, ImproperlyConfigured) as error:
+        raise CommandError(str(error), returncode=USAGE) from error
+
+
+class _Run:
+    def __init__(self, options: dict[str, Any], stderr: OutputWrapper, program: str) -> None:
+        self.options = options
+        self.stderr = stderr
+        self.program = program
+        self.command: list[str] = options["command"]
+        self.name: str = options["name"]
+        self.wait = 0.0 if options["skip"] else options["timeout"]
+        self.lock = lock(
+            self.name,
+            expire=options["expire"],
+            max_hold=options["max_hold"],
+            timeout=self.wait,
+            label=options["label"] or shlex.join(self.command)[:LABEL],
+            on_lost=self._on_lost,
+            using=options["connection"],
+            kind="command",
+            until_commit=False,
+        )
+        self.group: ProcessGroup | None = None
+        self.waiting = False
+        self.pending: list[int] = []
+        """Signals that came while the command was being started."""
+
+    def run(self) -> int:
+        """Do it all and return the exit status."""
+        if not conf.get().enabled:
+            self._say(f"Locks are switched off ({conf.NAME}['ENABLED'] is False): the command runs without one.")
+        done = None
+        if self.options["once"] is not None and conf.get().enabled:
+            done = DoneRuns(self.name, self.options["once"], self.options["keep"], self.options["connection"])
+        with self._signals():
+            if self._is_done(done):
+                return 0
+            if not self._acquire():
+                return self._busy()
+            try:
+                if self._is_done(done):
+                    return 0
+                if self.pending:
+                    return 128 + self.pending[0]
+                status = self._run_command()
+                if done is not None and status == 0:
+                    status = self._remember(done)
+            finally:
+                self._release()
+            return status
+
+    def _is_done(self, done: DoneRuns | None) -> bool:
+        found = self._interruptible(done.find) if done is not None else None
+        if found is not None:
+            self._say(f"Done already: {found}.")
+        return found is not None
+
+    def _acquire(self) -> bool:
+        if self._interruptible(lambda: self.lock.acquire(blocking=False)):
+            return True
+        if self.wait == 0:
+            return False
+        with self._reports():
+            return bool(self._interruptible(self.lock.acquire))
+
+    def _interruptible(self, call: Any) -> Any:
+        """Call what a signal may end: it raises SystemExit there."""
+        self.waiting = True
+        try:
+            if self.pending:
+                raise SystemExit(128 + self.pending[0])
+            return call()
+        finally:
+            self.waiting = False
+
+    def _busy(self) -> int:
+        text = f"Lock {self.name!r} is held by {holder_of(self.lock)}. The command was not run."
+        if not self.options["skip"]:
+            raise CommandError(text, returncode=self.options["busy_status"])
+        self._say(text)
+        return 0
+
+    def _run_command(self) -> int:
+        """Run the command to its end and return its exit status; raises CommandError when the lock was lost."""
+        environment = os.environ | {"REDISLOCK_NAME": self.name, "REDISLOCK_FENCE": str(self.lock.fence)}
+        self.lock.raise_if_lost()
+        self.group = ProcessGroup(self.program, self.command, environment, self.options["grace"])
+        try:
+            for number in self.pending:
+                self.group.send(number)
+            if self.lock.lost and self._terminates:  # before there was a group to be terminated
+                self.group.terminate()
+            return self.group.wait()
+        finally:
+            self.group.close()
+
+    def _remember(self, done: DoneRuns) -> int:
+        if self.lock.lost and self._terminates:
+            return LOST
+        try:
+            done.remember()
+        except LockBackendError as error:
+            self._say(f"The command succeeded, but that could not be remembered: {error}. It may be run again.")
+            return LOST
+        return 0
+
+    def _release(self) -> None:
+        try:
+            self.lock.release()
+        except LockLost as error:
+            if self._terminates:
+                raise CommandError(str(error), returncode=LOST) from error
+        except LockBackendError as error:
+            self._say(f"The lock could not be released and ends by its expiry of {self.lock.expire:g} s: {error}")
+
+    @property
+    def _terminates(self) -> bool:
+        return bool(self.options["on_loss"] == "terminate")
+
+    def _on_lost(self, lost: Lock) -> None:
+        what = "is being terminated" if self._terminates else "runs on without it"
+        self._say(f"Lock {self.name!r} was lost ({lost.lost.reason if lost.lost else ''}). The command {what}.")
+        if self._terminates and self.group is not None:
+            self.group.terminate()
+
+    def _say(self, text: str) -> None:
+        self.stderr.write(text)
+        self.stderr.flush()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Forward signals to the command's process group; what is ignored here stays ignored, as by nohup."""
+        before = {number: signal.getsignal(number) for number in FORWARDED}
+        before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide the exit status
+        for number in before.keys() & set(FORWARDED):
+            signal.signal(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self.group is not None:
+            self.group.send(number)
+        elif self.waiting:
+            raise SystemExit(128 + number)
+        else:
+            self.pending.append(number)
+
+    @contextmanager
+    def _reports(self) -> Iterator[None]:
+        """Say for whom the command waits, now and then again and again."""
+        acquired = threading.Event()
+
+        def report() -> None:
+            while True:
+                self._say(f"Waiting for lock {self.name!r}, which is held by {holder_of(self.lock)}.")
+                if acquired.wait(REPORT_EVERY):
+                    return
+
+        reporter = threading.Thread(target=report, name="redislock run", daemon=True)
+        reporter.start()
+        try:
+            yield
+        finally:
+            acquired.set()

@@ -1,0 +1,113 @@
+"""The admin's list with several connections, and with connections and settings that fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis
+from django.test import Client
+
+from tests.support import RedisServer, Server
+from tests.support.admin_pages import (
+    LIST,
+    hold,
+    messages,
+    names,
+    page,
+    page_of,
+)
+
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("locks_by_url")]
+
+
+@pytest.fixture
+def two(settings: Any, own_server: RedisServer) -> redis.Redis:
+    """A second connection, to another server."""
+    cache = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": own_server.url}
+    settings.CACHES = settings.CACHES | {"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}
+    settings.CACHES = settings.CACHES | {"second": cache}
+    return own_server.client()
+
+
+@pytest.mark.processes
+def test_several_connections_on_one_page(web: Client, client: redis.Redis, two: redis.Redis) -> None:
+    hold(client, "first's")
+    hold(two, "second's")
+    hold(client, "both's", expire=500)
+    hold(two, "both's", expire=400)
+    assert sorted(names(page(web))) == ["both's", "both's", "first's", "second's"]
+    assert sorted(names(page(web, "?connection=second"))) == ["both's", "second's"]
+    assert sorted(names(page(web, "?connection=url"))) == ["both's", "first's"]
+    assert names(page(web, "?o=7.1")) == ["both's", "second's", "both's", "first's"]
+    assert "8 min" in page(web, path=page_of("both's", "url"))
+    assert "6 min" in page(web, path=page_of("both's", "second"))
+    two.close()
+
+
+@pytest.mark.processes
+def test_a_connection_that_is_down_does_not_hide_the_others(
+    web: Client, client: redis.Redis, two: redis.Redis, own_server: RedisServer
+) -> None:
+    hold(client, "still here")
+    two.close()
+    own_server.kill()
+    response = web.get(LIST)
+    assert names(response.content.decode()) == ["still here"]
+    [message] = messages(response)
+    assert "second" in message
+    assert "ConnectionError" in message
+    response = web.get(page_of("a", "second"))
+    assert response.status_code == 200
+    assert "ConnectionError" in messages(response)[0]
+    html = page(web, "?connection=second")
+    assert names(html) == []
+    assert "no lock held" not in html
+
+
+def test_a_connection_that_is_not_redis_does_not_hide_the_others(
+    web: Client, client: redis.Redis, settings: Any
+) -> None:
+    hold(client, "still here")
+    settings.CACHES = settings.CACHES | {"second": {"BACKEND": "django_redislock.cache.Missing"}}
+    response = web.get(LIST)
+    assert names(response.content.decode()) == ["still here"]
+    assert "second" in messages(response)[0]
+
+
+def test_a_server_that_two_connections_lead_to_is_listed_once(
+    web: Client, client: redis.Redis, settings: Any, server: Server
+) -> None:
+    hold(client, "a")
+    same = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": server.url, "TIMEOUT": 7}
+    other = same | {"LOCATION": server.url_of_db(1)}
+    settings.CACHES = settings.CACHES | {"same": same, "other": other}
+    assert names(page(web)) == ["a"]
+
+
+@pytest.mark.parametrize("value", [None, "garbage", b"\xff\n12\n5\n{}", "id\n1\nx\n{}"])
+def test_a_key_that_something_else_wrote_is_named(web: Client, client: redis.Redis, value: Any) -> None:
+    hold(client, "a")
+    key = hold(client, "damaged\r\n")._keys.lock
+    client.delete(key)
+    if value is None:
+        client.lpush(key, "of another type")
+    else:
+        client.set(key, value)
+    for path in (LIST, page_of("damaged\r\n")):
+        response = web.get(path)
+        assert response.status_code == 200
+        assert "damaged" in messages(response)[0]
+
+
+def test_wrong_settings_are_a_message(web: Client, settings: Any) -> None:
+    settings.DJANGO_REDISLOCK = {"EXPIRES": 3}
+    response = web.get(LIST)
+    assert response.status_code == 200
+    assert "EXPIRES" in messages(response)[0]
+
+
+def test_locks_switched_off_are_a_message(web: Client, settings: Any, redis_url: str) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": redis_url, "ENABLED": False}
+    response = web.get(LIST)
+    assert "switched off" in messages(response)[0]

@@ -1,0 +1,34 @@
+"""Tests that publish; no worker runs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from celery import chain, chord, group
+
+QUEUE = "producer"  # that broker is shared by all tests of a process
+SCOPES = ["queued", "queued+run", "job"]
+
+
+CANVASES = {
+    "chain": lambda one, other: chain(one, other),
+    "group": lambda one, other: group(one, other),
+    "chord": lambda one, other: chord([one, other], other),
+}
+
+
+def taken(app, task):
+    """Take the messages out of the queue, and return the task's."""
+    found = []
+    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue, suppress(queue.Empty):
+        while True:
+            message = queue.get_nowait()
+            message.ack()
+            if message.headers["task"] == task.name:
+                found.append(message)
+    return found
+
+
+def messages(app, task):
+    """Take the messages out of the queue, and return the ids of the task's."""
+    return [message.headers["id"] for message in taken(app, task)]

@@ -1,0 +1,167 @@
+"""``celery beat`` with a leader: several beats run, and each due entry is published once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from django.db import connection
+
+from tests.run_once.beats import DATABASE, PERSISTENT, Beat, Published, leader_of, migrate
+from tests.support import BUSY, PostgresServer, Proxy, RedisServer, Server, using_databases, wait_until
+
+pytestmark = pytest.mark.processes
+
+EXPIRE = 1.5
+SECONDS = float(os.environ.get("REDISLOCK_BEAT_SECONDS", "0"))
+"""How long the faults go on; each comes once at least."""
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def broker(server: Server) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url_of_db(1)) as broker:
+        broker.flushdb()
+        yield broker
+        broker.flushdb()
+
+
+def check(times: list[float], take_overs: int) -> None:
+    """Assert that an entry of every second was published once each time, and at most once more for each take-over."""
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert sum(gap < 0.9 for gap in gaps) <= take_overs, gaps
+    assert max(gaps) <= EXPIRE + 1 + 1 + 2 * BUSY, gaps
+
+
+def test_the_leader_is_killed_frozen_cut_off_and_stopped_and_no_entry_is_lost_or_published_twice(
+    stack: ExitStack, server: Server, client: redis.Redis, broker: redis.Redis, tmp_path: Path
+) -> None:
+    proxies = [stack.enter_context(Proxy(server.url)) for _ in range(3)]
+
+    def start(number: int, life: int) -> Beat:
+        site = {"locks": proxies[number].url, "broker": server.url_of_db(1), "expire": EXPIRE}
+        entries = {"second": 1.0} | ({"minute": "crontab"} if SECONDS else {})
+        beat = Beat(tmp_path / f"{number}-{life}", PERSISTENT, entries=entries, **site)
+        stack.callback(beat.close)
+        return beat
+
+    beats = [start(number, 0) for number in range(3)]
+    published = Published(broker)
+    published.wait_for_more("second", 2)
+    began, take_overs = time.monotonic(), 0
+    while take_overs < 4 or time.monotonic() < began + SECONDS:
+        fault = ("freeze", "cut off", "stop", "kill")[take_overs % 4]
+        leading = leader_of(client, beats)
+        number = beats.index(leading)
+        if fault == "kill":
+            leading.process.kill()
+        elif fault == "stop":
+            leading.process.send_signal(signal.SIGTERM)
+            assert leading.process.wait(60) == 0
+        elif fault == "freeze":
+            leading.process.send_signal(signal.SIGSTOP)
+        else:
+            proxies[number].black_hole()
+        leader_of(client, beats, leading)
+        published.wait_for_more("second", 2)
+        if fault == "freeze":
+            leading.process.send_signal(signal.SIGCONT)
+            leading.wait_for("has lost its term")  # and stands again
+        elif fault == "cut off":
+            proxies[number].heal()
+            leading.wait_for("has lost its term")
+        else:
+            beats[number] = start(number, take_overs + 1)
+            beats[number].wait_for("Beat waits")
+        take_overs += 1
+    check(published.times("second"), take_overs)
+    minutes = published.times("minute")
+    assert len(minutes) >= SECONDS // 60 - 1
+    repeated = Counter(int(minute // 60) for minute in minutes)
+    assert sum(repeated.values()) - len(repeated) <= take_overs
+
+
+def test_without_redis_no_beat_publishes_and_each_says_so_and_one_goes_on_afterwards(
+    stack: ExitStack, server: Server, own_server: RedisServer, broker: redis.Redis, tmp_path: Path
+) -> None:
+    site = {"locks": own_server.url, "broker": server.url_of_db(1), "expire": 1.0, "entries": {"often": 0.2}}
+    beats = [Beat(tmp_path / str(number), PERSISTENT, **site) for number in range(2)]
+    for beat in beats:
+        stack.callback(beat.close)
+    published = Published(broker)
+    published.wait_for_more("often", 2)
+    own_server.stop()
+    for beat in beats:
+        beat.wait_for("publishes nothing, because it cannot be elected")
+    since = time.monotonic()
+    before = published.count("often")
+    wait_until(lambda: time.monotonic() > since + 1.5)
+    assert published.count("often") == before
+    assert [beat.said().count("cannot be elected") for beat in beats] == [1, 1]  # not again with each try
+    own_server.start()
+    published.wait_for_more("often", 2)
+    with own_server.client() as client:
+        leader_of(client, beats)
+
+
+def test_a_beat_that_starts_without_redis_publishes_nothing(
+    stack: ExitStack, server: Server, broker: redis.Redis, tmp_path: Path
+) -> None:
+    site = {"locks": "redis://127.0.0.1:1/0", "broker": server.url_of_db(1), "expire": 1.0, "entries": {"often": 0.05}}
+    beat = Beat(tmp_path / "beat", PERSISTENT, **site)
+    stack.callback(beat.close)
+    beat.wait_for("publishes nothing, because it cannot be elected")
+    assert Published(broker).count("often") == 0
+    beat.process.send_signal(signal.SIGTERM)
+    assert beat.process.wait(60) == 0
+
+
+def test_with_django_celery_beat_the_next_leader_continues_what_the_killed_one_published(
+    stack: ExitStack,
+    server: Server,
+    client: redis.Redis,
+    broker: redis.Redis,
+    postgres: PostgresServer,
+    tmp_path: Path,
+    django_db_blocker: Any,
+) -> None:
+    pytest.importorskip("django_celery_beat", reason="django-celery-beat has no release for this Django")
+    database = postgres.new_database()
+    site = {"locks": server.url, "broker": server.url_of_db(1), "expire": EXPIRE, "database": database}
+    migrate(**site)
+    entries = {"second": 1.0, "seldom": 3600.0}
+    beats = [Beat(tmp_path / str(number), DATABASE, entries=entries, **site) for number in range(2)]
+    for beat in beats:
+        stack.callback(beat.close)
+    published = Published(broker)
+    published.wait_for_more("second", 3)
+    leading = leader_of(client, beats)
+    leading.process.kill()
+    leader_of(client, beats, leading)
+    published.wait_for_more("second", 2)
+    assert published.count("seldom") == 0
+    with django_db_blocker.unblock(), using_databases(default=database):
+        [following] = [beat for beat in beats if beat is not leading]
+        following.process.send_signal(signal.SIGTERM)
+        assert following.process.wait(60) == 0
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT total_run_count FROM django_celery_beat_periodictask WHERE name = 'second'")
+            [(count,)] = cursor.fetchall()
+    sent = published.count("second")
+    assert (
+        sent - 1 <= count <= sent
+    )  # the killed one never wrote its runs into the database; one may have been repeated

@@ -1,0 +1,181 @@
+"""What a new leader of beat knows of the entries, and what it publishes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from celery.beat import PersistentScheduler as CeleryScheduler
+from celery.schedules import crontab
+
+from django_redislock import LockLost, held_locks, lock
+from django_redislock.celery import beat
+from django_redislock.celery.beat import LeaderMixin, PersistentScheduler
+
+pytestmark = pytest.mark.usefixtures("locks_by_url")
+
+FIVE_MINUTES = timedelta(minutes=5)
+
+
+class Recording(LeaderMixin, CeleryScheduler):
+    """Notes what it publishes."""
+
+    fails = False
+
+    def send_task(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if self.fails:
+            raise ConnectionError("the broker is away")
+        self.sent.append(name)
+
+    def setup_schedule(self) -> None:
+        self.sent: list[str] = []
+        super().setup_schedule()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Recording]]:
+    """``start(age)`` starts a beat in a folder of its own; its entry, of five minutes ago, ran last that long ago."""
+    with ExitStack() as stack:
+
+        def start(age: timedelta = timedelta(0), kind: type[Recording] = Recording) -> Recording:
+            app = Celery("shop", broker="memory://", set_as_current=False)
+            due = app.now() - FIVE_MINUTES
+            schedule = crontab(minute=due.minute, hour=due.hour)
+            app.conf.beat_schedule = {"nightly": {"task": "report", "schedule": schedule}}
+            started = kind(app=app, schedule_filename=str(tmp_path / f"schedule-{len(folders)}"))
+            folders.append(started)
+            stack.callback(started.close)
+            started.schedule["nightly"].last_run_at -= age
+            return started
+
+        folders: list[Recording] = []
+        yield start
+
+
+HOUR = timedelta(hours=1)
+
+
+def tick(scheduler: Recording) -> list[str]:
+    scheduler.tick()
+    scheduler.tick()
+    return scheduler.sent
+
+
+def test_an_entry_that_became_due_while_nobody_led_is_published_by_the_next_leader_though_it_started_later(
+    start: Callable[..., Recording],
+) -> None:
+    first = start(HOUR)
+    assert first._stand()
+    first.close()  # before it has published anything
+    second = start()
+    assert second.schedule["nightly"].last_run_at > first.app.now() - FIVE_MINUTES
+    assert tick(second) == ["report"]
+    assert tick(second) == ["report"]
+
+
+def test_what_the_former_leader_has_published_is_not_published_again(start: Callable[..., Recording]) -> None:
+    first = start(HOUR)
+    assert tick(first) == ["report"]
+    first.close()
+    second = start(HOUR)  # its own file knows of no run
+    assert tick(second) == []
+    ours, theirs = second.schedule["nightly"], first._reserved
+    assert ours.last_run_at == theirs.last_run_at
+    assert ours.last_run_at.tzinfo is not None
+    assert ours.total_run_count == 1
+
+
+def test_an_entry_that_could_not_be_published_is_published_by_the_next_leader(start: Callable[..., Recording]) -> None:
+    first = start(HOUR)
+    first.fails = True
+    assert tick(first) == []
+    first.close()
+    assert tick(start()) == ["report"]
+
+
+def test_a_beat_whose_term_is_lost_between_two_steps_publishes_nothing(
+    start: Callable[..., Recording], client: redis.Redis
+) -> None:
+    class Losing(Recording):
+        def reserve(self, entry: Any) -> Any:
+            assert self._term is not None
+            lock("celery-beat:shop").reset()
+            with suppress(LockLost):
+                self._term.extend()
+            return super().reserve(entry)
+
+    first = start(HOUR, Losing)
+    first.tick()
+    assert first.sent == []
+    assert tick(start()) == ["report"]
+
+
+def test_times_that_redis_did_not_get_are_sent_with_a_later_tick(
+    start: Callable[..., Recording], settings: Any, own_server: Any
+) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url, "RETRY_FOR": 0}
+
+    class Away(Recording):
+        def send_task(self, *args: Any, **kwargs: Any) -> None:
+            super().send_task(*args, **kwargs)
+            own_server.kill()
+
+    first = start(HOUR, Away)
+    first.tick()
+    assert first.sent == ["report"]
+    assert list(first._unshared) == ["nightly"]
+    own_server.start()
+    first.tick()
+    assert first._unshared == {}
+    with own_server.client() as client:
+        assert b"nightly" in client.hkeys("{redislock:beat}:times:celery-beat:shop")
+
+
+def test_a_candidate_publishes_nothing_and_follows_a_closed_leader_at_once(start: Callable[..., Recording]) -> None:
+    first, second = start(), start(HOUR)
+    first.tick()
+    [held] = held_locks()
+    assert (held.name, held.kind) == ("celery-beat:shop", "leader")
+
+    class Another(Recording):
+        lock_name = "other schedule"
+
+    assert tick(start(HOUR, Another)) == ["report"]
+    elected = []
+    candidate = threading.Thread(target=lambda: elected.append(second._stand()))  # a thread would not wait for itself
+    candidate.start()
+    candidate.join()
+    assert elected == [False]
+    first.close()
+    assert second._stand()
+
+
+def test_the_times_are_kept_for_months_and_not_for_ever(start: Callable[..., Recording], client: redis.Redis) -> None:
+    tick(start(HOUR))
+    life = client.pttl("{redislock:beat}:times:celery-beat:shop")
+    assert 89 * 86_400_000 < life <= 90 * 86_400_000
+
+
+def test_with_locks_switched_off_every_beat_publishes(start: Callable[..., Recording], settings: Any) -> None:
+    settings.DJANGO_REDISLOCK = {"ENABLED": False}
+    assert [tick(start(HOUR)), tick(start(HOUR))] == [["report"], ["report"]]
+
+
+def test_the_scheduler_of_celery_has_the_leader_before_it() -> None:
+    assert PersistentScheduler.__mro__[1:3] == (LeaderMixin, CeleryScheduler)
+
+
+def test_without_django_celery_beat_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "django_celery_beat", None)
+    with pytest.raises(ImportError, match=r"pip install 'django-redislock\[beat\]'"):
+        beat.DatabaseScheduler  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        beat.Nothing  # noqa: B018

@@ -1,0 +1,255 @@
+"""`leader()` and `Leader`: one of all processes leads."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from django_redislock import Leader, LockBackendError, LockLost, held_locks, leader, lock
+from tests.run_once.programs import stand_for_election, stand_in_a_loop
+from tests.support import BUSY, Proxy, PythonProcess, RedisServer, wait_until
+
+pytestmark = pytest.mark.usefixtures("locks_by_url")
+
+
+def test_a_term_is_a_held_lock_of_its_kind_whose_fence_grows() -> None:
+    with leader("scheduler", expire=20, label="main") as first:
+        [held] = held_locks()
+        assert (held.name, held.kind, held.label, held.expire) == ("scheduler", "leader", "main", 20)
+        assert first.lost is None
+        first.raise_if_lost()
+        fence = first.fence
+    with leader("scheduler") as second:
+        assert second.fence > fence
+    assert list(held_locks()) == []
+
+
+def test_a_term_is_renewed_whatever_the_settings_say_of_locks(settings: Any, redis_url: str) -> None:
+    settings.DJANGO_REDISLOCK = {
+        "URL": redis_url,
+        "MAX_HOLD": 0.2,
+        "AUTO_RENEWAL": False,
+        "TIMEOUT": 0.1,
+        "EXPIRE": 0.6,
+    }
+    with leader("scheduler") as term:
+        began = time.monotonic()
+        wait_until(lambda: time.monotonic() > began + 1)
+        term.raise_if_lost()
+
+
+def test_the_wait_for_a_term_has_no_timeout_of_the_settings(settings: Any, redis_url: str) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": redis_url, "TIMEOUT": 0.05}
+    elected = threading.Event()
+
+    def stand() -> None:
+        with leader("scheduler"):
+            elected.set()
+
+    with lock("scheduler"):
+        candidate = threading.Thread(target=stand)
+        candidate.start()
+        wait_until(lambda: [held.waiting for held in held_locks()] == [1])
+        assert not elected.wait(0.3)
+    assert elected.wait(30)
+    candidate.join()
+
+
+def test_the_block_of_a_lost_term_ends_with_an_error_that_says_why() -> None:
+    told = []
+    with pytest.raises(LockLost, match="deposed"), leader("scheduler", on_lost=told.append) as term:
+        lock("scheduler").reset(reason="deposed")
+        with pytest.raises(LockLost):
+            term.extend()
+        assert term.lost
+    assert told == [term]
+
+
+def test_in_a_task_of_asyncio() -> None:
+    async def main() -> list[int]:
+        fences = []
+        for _ in range(2):
+            async with leader("scheduler") as term:
+                term.raise_if_lost()
+                fences.append(term.fence)
+        return fences
+
+    first, second = asyncio.run(main())
+    assert second > first
+
+
+def test_a_candidate_outlasts_a_server_that_is_away(settings: Any, own_server: RedisServer) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url, "RETRY_FOR": 0}
+    own_server.stop()
+    elected: list[int] = []
+
+    def stand() -> None:
+        with leader("scheduler") as term:
+            elected.append(term.fence)
+
+    candidate = threading.Thread(target=stand)
+    candidate.start()
+    own_server.start()
+    candidate.join(30)
+    assert len(elected) == 1
+
+
+def test_a_server_that_refuses_is_an_error(settings: Any, own_server: RedisServer) -> None:
+    with own_server.client() as client:
+        client.acl_setuser("nobody", enabled=True, nopass=True, commands=["+ping"])
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url.replace("redis://", "redis://nobody:x@")}
+    with pytest.raises(LockBackendError, match=r"NOPERM|permission"), leader("scheduler"):
+        pass
+    with pytest.raises(LockBackendError, match=r"NOPERM|permission"):
+        Leader("scheduler", on_elected=print).run()
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: leader(""), ValueError),
+        (lambda: leader(7), TypeError),  # type: ignore[arg-type]
+        (lambda: leader("x", expire=0), ValueError),
+        (lambda: leader("x", on_lost=7), TypeError),  # type: ignore[arg-type]
+        (lambda: Leader("", on_elected=print), ValueError),
+        (lambda: Leader("x", on_elected=7), TypeError),  # type: ignore[arg-type]
+        (lambda: Leader("x", on_elected=print, on_lost=7), TypeError),  # type: ignore[arg-type]
+        (lambda: Leader("x", on_elected=asyncio.sleep).run(), TypeError),
+    ],
+)
+def test_bad_arguments_are_said_at_once(make: Callable[[], object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make()
+
+
+def test_what_the_functions_raise_ends_the_candidacy_and_hands_over() -> None:
+    events: list[str] = []
+
+    def fail(term: Any) -> None:
+        events.append("elected")
+        raise KeyError("mine")
+
+    candidate = Leader("scheduler", on_elected=fail, on_lost=lambda term: events.append("ended"))
+    with pytest.raises(KeyError, match="mine"):
+        candidate.run()
+    with pytest.raises(KeyError, match="mine"):
+        asyncio.run(candidate.arun())
+    assert events == ["elected", "ended"] * 2
+    assert list(held_locks()) == []
+
+
+def test_a_cancelled_candidate_hands_over() -> None:
+    events: list[str] = []
+
+    async def main() -> None:
+        elected = asyncio.Event()
+        candidate = Leader("s", on_elected=lambda term: elected.set(), on_lost=lambda term: events.append("ended"))
+        task = asyncio.create_task(candidate.arun())
+        await elected.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert events == ["ended"]
+    assert list(held_locks()) == []
+
+
+def test_stop_ends_a_candidate_that_waits() -> None:
+    candidate = Leader("scheduler", on_elected=lambda term: pytest.fail("elected"))
+    with lock("scheduler"):
+        thread = threading.Thread(target=candidate.run)
+        thread.start()
+        wait_until(lambda: [held.waiting for held in held_locks()] == [1])
+        candidate.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+EXPIRE = 1.0
+
+
+def term_of(process: PythonProcess) -> dict[str, Any]:
+    return process.wait_for(event="elected")
+
+
+def follower(processes: list[PythonProcess]) -> tuple[PythonProcess, dict[str, Any]]:
+    """Return the process that is elected next, and what it said."""
+
+    def elected() -> list[tuple[PythonProcess, dict[str, Any]]]:
+        return [
+            (process, line)
+            for process in processes
+            for line in process.lines[process._seen :]
+            if line.get("event") == "elected"
+        ]
+
+    found = wait_until(elected)
+    assert len(found) == 1, "one leads"
+    process, _ = found[0]
+    return process, process.wait_for(event="elected")
+
+
+@pytest.mark.parametrize("program", [stand_for_election, stand_in_a_loop])
+def test_a_clean_stop_hands_over_at_once(
+    program: Callable[..., None], run_python: Callable[..., PythonProcess], redis_url: str
+) -> None:
+    processes = [run_python(program, redis_url, 60) for _ in range(2)]
+    first, term = follower(processes)
+    [other] = [process for process in processes if process is not first]
+    other.wait_for(stands=True)
+    sent = time.monotonic()
+    first._process.send_signal(signal.SIGTERM)
+    next_term = term_of(other)
+    ended = first.wait_for(event="ended")
+    assert ended["lost"] is None
+    assert ended["at"] <= next_term["at"] <= sent + 0.5 + BUSY  # and not the 60 s that a killed one's term lasts
+    assert next_term["fence"] > term["fence"]
+    assert first.wait() == 0
+
+
+def test_a_killed_a_frozen_and_a_cut_off_leader_have_one_follower_each_and_no_terms_overlap(
+    run_python: Callable[..., PythonProcess], redis_url: str
+) -> None:
+    proxies = [Proxy(redis_url) for _ in range(3)]
+    try:
+        processes = [run_python(stand_for_election, proxy.url, EXPIRE) for proxy in proxies]
+        for process in processes:
+            process.wait_for(stands=True) if not process.lines else None
+        leading, term = follower(processes)
+        fences = [term["fence"]]
+
+        leading.pause()
+        since, frozen = time.monotonic(), leading
+        leading, term = follower([each for each in processes if each is not frozen])
+        assert term["at"] <= since + EXPIRE + 1 + BUSY
+        frozen.resume()
+        assert frozen.wait_for(event="ended")["lost"]  # it is told before it is elected again
+        fences.append(term["fence"])
+
+        cut = leading
+        since = time.monotonic()
+        proxies[processes.index(cut)].black_hole()
+        leading, term = follower([each for each in processes if each is not cut])
+        assert term["at"] <= since + EXPIRE + 1 + BUSY
+        ended = cut.wait_for(event="ended")
+        assert ended["lost"] == "no_answer"
+        assert ended["at"] <= term["at"] + BUSY  # its own clock ends the term first; the report may be late
+        proxies[processes.index(cut)].heal()
+        fences.append(term["fence"])
+
+        leading.kill()
+        since, killed = time.monotonic(), leading
+        leading, term = follower([each for each in processes if each is not killed])
+        assert term["at"] <= since + EXPIRE + 1 + BUSY
+        fences.append(term["fence"])
+        assert fences == sorted(set(fences))
+    finally:
+        for proxy in proxies:
+            proxy.close()

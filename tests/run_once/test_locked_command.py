@@ -1,0 +1,132 @@
+"""`LockedCommand`: a management command of which one process runs at a time."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+
+from django_redislock import held_locks, lock
+from django_redislock.management import LockedCommand
+from tests.run_once.programs import Command, import_slowly
+from tests.support import PythonProcess
+
+pytestmark = pytest.mark.usefixtures("locks_by_url")
+
+
+def run(command: LockedCommand, *arguments: str, **options: Any) -> str:
+    output = io.StringIO()
+    call_command(command, *arguments, stdout=output, stderr=output, **options)
+    return output.getvalue()
+
+
+def test_it_runs_under_the_lock_that_its_options_name(capfd: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    class Looking(Command):
+        def handle(self, *args: Any, **options: Any) -> str:
+            seen.extend((held.name, held.kind, held.fence, held.label, held.pid) for held in held_locks())
+            assert self.lock is not None
+            self.lock.raise_if_lost()
+            return super().handle(*args, **options)
+
+    command = Looking()
+    assert run(command, "prices") == "imported prices\n"
+    assert command.lock is not None
+    [(name, kind, _, label, pid)] = seen
+    assert (name, kind, label, pid) == ("import:prices", "command", "test_locked_command", os.getpid())
+    assert list(held_locks()) == []
+
+
+def test_from_the_command_line_its_arguments_are_its_label() -> None:
+    seen = []
+
+    class Looking(Command):
+        def handle(self, *args: Any, **options: Any) -> None:
+            seen.extend(held.label for held in held_locks())
+
+    Looking().run_from_argv(["manage.py", "looking", "big prices"])
+    assert seen == ["manage.py looking 'big prices'"]
+
+
+def test_two_processes_do_not_run_it_at_once_and_the_second_one_names_the_first(
+    run_python: Callable[..., PythonProcess], redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = run_python(import_slowly, redis_url)
+    process.wait_for()
+    with pytest.raises(CommandError, match=rf"Lock 'import:slow' is held by programs on .* pid {process.pid}") as busy:
+        run(Command(), "slow")
+    assert busy.value.returncode == 75
+    assert "is held by programs on" in run(Command(), "slow", "--skip-if-locked")
+    assert run(Command(), "other") == "imported other\n"
+    with pytest.raises(CommandError, match="is held by"):
+        run(Command(), "slow", "--lock-timeout", "0.1s")
+    with pytest.raises(CommandError, match="is held by"):
+        run(Command(), "slow", lock_timeout=0.1)
+    process.send()
+    monkeypatch.setattr("builtins.input", lambda: "")
+    assert run(Command(), "slow", "--lock-timeout", "1m") == "imported slow\n"
+    process.finish()
+
+
+def test_without_the_lock_it_runs_beside_the_holder(capfd: pytest.CaptureFixture[str]) -> None:
+    with lock("import:prices"):
+        assert run(Command(), "prices", "--no-lock") == "imported prices\n"
+    assert '"fence": null' in capfd.readouterr().out
+
+
+def test_without_a_name_the_lock_has_that_of_the_command() -> None:
+    class Plain(LockedCommand):
+        lock_options: ClassVar = {"expire": 77, "label": "nightly"}
+
+        def handle(self, *args: Any, **options: Any) -> str:
+            [held] = held_locks()
+            return f"{held.name} {held.expire:g} {held.label}"
+
+    assert run(Plain()) == "test_locked_command 77 nightly\n"
+
+
+def test_a_name_with_a_field_that_is_no_option() -> None:
+    class Wrong(LockedCommand):
+        lock_name = "import:{place}"
+
+    with pytest.raises(CommandError, match=r"lock_name 'import:{place}' names 'place', which is no option"):
+        run(Wrong())
+
+
+def test_a_lock_lost_meanwhile_is_an_error_with_a_status_of_its_own() -> None:
+    class Losing(LockedCommand):
+        def handle(self, *args: Any, **options: Any) -> None:
+            lock("test_locked_command").reset(reason="it hangs")
+
+    with pytest.raises(CommandError, match="it hangs") as lost:
+        run(Losing())
+    assert lost.value.returncode == 74
+
+
+def test_an_error_of_the_command_is_not_hidden_and_frees_the_lock() -> None:
+    class Failing(LockedCommand):
+        def handle(self, *args: Any, **options: Any) -> None:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run(Failing())
+    assert list(held_locks()) == []
+
+
+def test_without_redis_it_does_not_run(settings: Any) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0", "RETRY_FOR": 0}
+    with pytest.raises(CommandError, match="Redis did not answer") as away:
+        run(Command(), "prices", "--skip-if-locked")
+    assert away.value.returncode == 69
+
+
+@pytest.mark.parametrize("options", [("--no-lock", "--skip-if-locked"), ("--lock-timeout", "soon")])
+def test_bad_options_are_said_before_the_lock_is_taken(options: tuple[str, ...]) -> None:
+    with pytest.raises(CommandError, match=r"not allowed with|not a duration"):
+        run(Command(), "prices", *options)

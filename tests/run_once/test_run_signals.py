@@ -1,0 +1,185 @@
+"""``manage.py redislock run``: signals, the terminal, and the end of the whole process group."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from django_redislock import held_locks, lock
+from tests.support import wait_until
+from tests.support.managed import MANAGE, Managed, environment
+from tests.support.processes import ROOT
+
+pytestmark = pytest.mark.usefixtures("locks_by_url")
+
+# A shell and a process that it started; each says which signal it got.
+FAMILY = """
+trap 'echo parent $1; exit 5' $1
+(trap 'echo child $1; exit' $1; echo on $(sh -c 'echo $PPID'); while :; do sleep 0.05; done) &
+while :; do sleep 0.05; done
+"""
+
+
+def names() -> list[str]:
+    return [held.name for held in held_locks()]
+
+
+def family(manage: Callable[..., Managed], trap: str, *options: str) -> tuple[Managed, int]:
+    """Start the family; return the process and the id of the command's child."""
+    process = manage("redislock", "run", "x", *options, "--", "sh", "-c", FAMILY, "family", trap)
+    process.wait_for("on ")
+    wait_until(lambda: process.out.endswith("\n"))
+    return process, int(process.out.split()[1])
+
+
+@pytest.mark.parametrize("name", ["HUP", "TERM"])
+def test_signals_reach_every_process_of_the_group(manage: Callable[..., Managed], name: str) -> None:
+    process, _ = family(manage, name)
+    process.process.send_signal(signal.Signals[f"SIG{name}"])
+    assert process.wait() == 5
+    assert sorted(process.out.splitlines()[1:]) == [f"child {name}", f"parent {name}"]
+    assert names() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_ends_the_command_gives_its_status(manage: Callable[..., Managed], number: int) -> None:
+    process = manage("redislock", "run", "x", "--", "sh", "-c", "echo on; exec sleep 60")
+    process.wait_for("on")
+    process.process.send_signal(number)
+    assert process.wait() == 128 + number
+
+
+def test_a_signal_ends_the_wait_for_the_lock(manage: Callable[..., Managed]) -> None:
+    with lock("x"):
+        process = manage("redislock", "run", "x", "--", "echo", "ran")
+        process.wait_for("Waiting")
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143
+    assert process.out == ""
+    with lock("x", timeout=5):
+        """Nobody waits in the queue before."""
+
+
+def test_the_lock_is_free_only_when_the_whole_group_has_ended(manage: Callable[..., Managed]) -> None:
+    # The command ends at once, and leaves a process that reads the standard input.
+    process = manage("redislock", "run", "x", "--", "sh", "-c", "exec 4<&0; cat <&4 & echo $$")
+    wait_until(lambda: process.out.endswith("\n"))
+    wait_until(lambda: not psutil.pid_exists(int(process.out)))
+    assert not lock("x").acquire(timeout=1)
+    assert process.process.poll() is None
+    process.end_input()
+    assert process.wait() == 0
+    assert names() == []
+
+
+@pytest.mark.parametrize("trap", ["USR1", "TERM"])
+def test_kill_9_of_the_parent_ends_the_whole_group(manage: Callable[..., Managed], trap: str) -> None:
+    # The child that handles SIGTERM ends by it; the one of the next test does not.
+    process, child = family(manage, trap, "--grace", "5s")
+    [shell] = [
+        each for each in psutil.Process(process.pid).children() if each.pid != child and "family" in each.cmdline()
+    ]
+    process.process.kill()
+    wait_until(lambda: not psutil.pid_exists(child) and not shell.is_running())
+    assert f"its command (process group {shell.pid}) gets SIGTERM" in process.err
+
+
+def test_kill_9_of_the_parent_ends_also_a_command_that_ignores_sigterm(manage: Callable[..., Managed]) -> None:
+    process = manage(
+        "redislock",
+        "run",
+        "x",
+        "--grace",
+        "0.3s",
+        "--",
+        "sh",
+        "-c",
+        "trap '' TERM; echo on $$; while :; do sleep 1; done",
+    )
+    process.wait_for("on")
+    wait_until(lambda: process.out.endswith("\n"))
+    command = psutil.Process(int(process.out.split()[1]))
+    process.process.kill()
+    wait_until(lambda: not command.is_running() or command.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_command_inherits_open_files_and_no_connection(manage: Callable[..., Managed]) -> None:
+    process = manage("redislock", "run", "x", "--", "sh", "-c", "ls -l /proc/self/fd; echo end")
+    assert process.wait() == 0
+    assert "socket:" not in process.out
+    assert "end" in process.out
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int, Callable[[], bytes]]]:
+    """Start the program as the leader of a terminal of its own, 40 lines of 123 columns; yield it, its end, and what it wrote."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 123, 0, 0))
+    lead = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen(
+        [MANAGE[0], "-c", lead, *arguments],
+        cwd=ROOT,
+        env=environment(DJANGO_REDISLOCK={"URL": os.environ["REDISLOCK_TEST_URL"]}) | {"PS1": "$ "},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    written = bytearray()
+
+    def read() -> None:
+        try:
+            while piece := os.read(ours, 65536):
+                written.extend(piece)
+        except OSError:  # what Linux answers when the other end is closed
+            pass
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield process, ours, lambda: bytes(written)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(10)
+        os.close(ours)
+
+
+def test_input_and_size_of_the_terminal_go_through_and_ctrl_c_ends_the_command() -> None:
+    script = "stty size; read line; echo got $line; exec sleep 60"
+    with terminal(*MANAGE, "redislock", "run", "x", "--", "sh", "-c", script) as (process, keys, written):
+        wait_until(lambda: b"40 123" in written(), message=lambda: str(written()))
+        os.write(keys, b"hello\n")
+        wait_until(lambda: b"got hello" in written(), message=lambda: str(written()))
+        os.write(keys, b"\x03")
+        assert process.wait(60) == 130
+    assert names() == []
+
+
+def test_a_shell_stops_and_continues_the_command_as_one_job() -> None:
+    with terminal("sh", "-i") as (_, keys, written):
+        job = " ".join(f"'{part}'" for part in (*MANAGE, "redislock", "run", "x", "--expire", "60s", "--", "cat"))
+        wait_until(lambda: b"$ " in written())
+        os.write(keys, f"{job.replace(chr(10), chr(22) + chr(10))}\n".encode())
+        os.write(keys, b"one\n")
+        wait_until(lambda: written().count(b"one\r\n") >= 2, message=lambda: written().decode())
+        os.write(keys, b"\x1a")
+        wait_until(lambda: b"Stopped" in written(), message=lambda: written().decode())
+        os.write(keys, b"fg\n")
+        os.write(keys, b"two\n")
+        wait_until(lambda: written().count(b"two\r\n") >= 2, message=lambda: written().decode())
+        os.write(keys, b"\x04")
+        os.write(keys, b"echo status $((6 * 7)) $?\n")
+        wait_until(lambda: b"status 42 0" in written(), message=lambda: written().decode())
+    assert names() == []
