@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-ELSEWHERE = {"celery.rst", "migration-cache.rst", "start.rst"}
+ELSEWHERE = {"celery.rst", "migration-cache.rst", "recipes.rst", "run-once.rst", "start.rst"}
 """Pages whose code other tests run; that of ``start.rst`` is the README's."""
 BEFORE = {
     "cache.rst": """

@@ -41,7 +41,7 @@ def lines(page: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("page", ["run-once", "recipes"])
+@pytest.mark.parametrize("page", ["run-once", "recipes", "choosing"])
 def test_every_command_line_is_understood(page: str) -> None:
     seen = 0
     for words in lines(page):

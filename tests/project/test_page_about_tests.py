@@ -1,0 +1,46 @@
+"""The page about the tests names the planted defects, the files and the numbers that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.simulation.planted import NOT_FOUND, PLANTED
+from tests.simulation.test_simulation import SEEDS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "how-it-is-tested.rst").read_text()
+
+
+def defects(title: str) -> list[str]:
+    """Return the first column of the table with this title."""
+    _, found, rest = PAGE.partition(f".. list-table:: {title}\n")
+    assert found, title
+    table = re.match(r"(?:\n|   .*\n)+", rest)
+    assert table
+    heading, *names = re.findall(r"^   \* - (.+)$", table[0], re.MULTILINE)
+    assert heading == "Planted defect"
+    return names
+
+
+def test_the_tables_of_planted_defects_are_those_of_the_simulation():
+    assert defects("Defects that the simulation finds") == list(PLANTED)
+    assert defects("Defects that the simulation does not find") == list(NOT_FOUND)
+
+
+def test_the_number_of_histories_is_that_of_the_suite():
+    assert set(map(int, re.findall(r"(\d+) histories", PAGE))) == {SEEDS}
+
+
+def test_the_table_of_faults_is_included():
+    _, _, rest = (ROOT / "tests" / "README.rst").read_text().partition("-" * 40 + "\n")
+    assert rest.startswith("\n.. list-table::\n")
+    assert f".. include:: ../tests/README.rst\n   :start-after: {'-' * 40}\n" in PAGE
+
+
+def test_every_file_that_the_page_names_exists():
+    named = [name for name in re.findall(r"``([\w./-]+)``", PAGE) if "/" in name]
+    assert len(named) >= 3
+    assert [
+        name for name in named if not any((place / name).exists() for place in (ROOT, ROOT / "django_redislock"))
+    ] == []
