@@ -116,7 +116,7 @@ def test_when_the_connection_was_lost_no_message_runs_beside_the_worker_that_has
         for result in others:
             assert ended(result).result == f"ran {result.id}"
         (heir,) = crew.of("prefork")
-        wait_until(lambda: all(f"[{result.id}] runs or has died" in heir.log for result in first))
+        wait_until(lambda: all(f"[{result.id}] is running, or its worker has died" in heir.log for result in first))
         for one in running:
             one.diary.open_gate()
         for result in first:

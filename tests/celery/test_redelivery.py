@@ -74,7 +74,7 @@ def neither_beside_nor_after(gated: Stage, task) -> None:
     result = gated.publish(task)
     gated.diary.wait_for("start")
     deliver_again(gated)
-    wait_until(lambda: f"[{result.id}] runs or has died" in gated.log)
+    wait_until(lambda: f"[{result.id}] is running, or its worker has died" in gated.log)
     gated.diary.open_gate()
     assert ended(result).result == f"ran {result.id}"
     wait_until(lambda: f"[{result.id}] was processed before" in gated.log)
@@ -152,7 +152,7 @@ def test_a_copy_within_a_chain_leaves_the_chain_whole(gated):
     result = chain(*(step.set(queue=gated.queue) for step in steps)).apply_async()
     gated.diary.wait_for("start")
     deliver_again(gated)
-    wait_until(lambda: f"[{result.parent.id}] runs or has died" in gated.log)
+    wait_until(lambda: f"[{result.parent.id}] is running, or its worker has died" in gated.log)
     gated.diary.open_gate()
     assert ended(result).result == "plain"
     wait_until(lambda: f"[{result.parent.id}] was processed before" in gated.log)

@@ -68,5 +68,5 @@ def test_the_timeout_of_a_cache_lock_is_told_once_to_be_its_life(redis_url, back
         cache.lock("a", timeout=2)
         cache.lock("b", timeout=3)
     (message,) = caplog.messages
-    assert "is the life of the lock" in message
+    assert "is the expiry of the lock" in message
     assert "blocking_timeout=" in message
