@@ -77,12 +77,12 @@ def leader(
     """Wait until this process is the leader of this name: ``with leader("scheduler") as term: ...``, or ``async with``.
 
     The term is the held lock `name`: `term.fence` grows with each term, `term.lost` tells why the term ended early, and
-    `term.raise_if_lost()` raises LockLost. A process that ends its block hands over at once; the term of one that was killed
-    ends by its `expire`. `expire`, `label`, `on_lost` and `using` are those of `lock`. The term is renewed for as long as
-    the process lives, whatever ``MAX_HOLD`` says.
+    `term.raise_if_lost()` raises LockLost. A process that ends its block hands over at once; the term of one that was
+    killed ends by its `expire`. `expire`, `label`, `on_lost` and `using` are those of `lock`. The term is renewed for
+    as long as the process lives, whatever ``MAX_HOLD`` says.
 
-    While Redis does not answer, the wait goes on. Raises LockBackendError when Redis refuses a command, and at the end of the
-    block LockLost when the term was lost.
+    While Redis does not answer, the wait goes on. Raises LockBackendError when Redis refuses a command, and at the end
+    of the block LockLost when the term was lost.
     """
     return Election(name, expire=expire, label=label, on_lost=on_lost, using=using)
 
@@ -90,10 +90,10 @@ def leader(
 class Leader:
     """A candidate that is elected again and again, until it is stopped.
 
-    `on_elected(term)` starts what a leader does, and returns; `on_lost(term)` stops it, when the term was lost (`term.lost`
-    tells why) and when the candidate is stopped, before the next leader is elected. Both run in the thread or task of `run` or
-    `arun`; for `arun` they may be coroutine functions. An `on_elected` that does not return notices the end of its term by
-    `term.lost` only. The term and the other arguments are those of `leader`.
+    `on_elected(term)` starts what a leader does, and returns; `on_lost(term)` stops it, when the term was lost
+    (`term.lost` tells why) and when the candidate is stopped, before the next leader is elected. Both run in the thread
+    or task of `run` or `arun`; for `arun` they may be coroutine functions. An `on_elected` that does not return notices
+    the end of its term by `term.lost` only. The term and the other arguments are those of `leader`.
     """
 
     def __init__(
@@ -149,7 +149,8 @@ class Leader:
                         term.release()
 
     async def arun(self) -> None:
-        """Stand for election until `stop` or until the task is cancelled. Raises what the functions raise, after it has handed over."""
+        """Stand for election until `stop` or until the task is cancelled. Raises what the functions raise, after it has
+        handed over."""
         loop = asyncio.get_running_loop()
         while not self._stopped:
             woken = asyncio.Event()

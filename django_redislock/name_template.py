@@ -89,7 +89,8 @@ def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def fill(template: str, arguments: Mapping[str, Any], argument: str = "") -> str:
-    """Return the format string filled with the arguments. Raises TypeError, which names the `argument`, when they do not fit."""
+    """Return the format string filled with the arguments. Raises TypeError, which names the `argument`, when they do
+    not fit."""
     try:
         return template.format(**arguments)
     except (LookupError, AttributeError, TypeError, ValueError) as error:

@@ -56,7 +56,8 @@ class Spans:
                 self._span("redislock hold", data, started, now, {"redislock.fence": key[1]}, lost)
 
     def command(self, place: Any, call: ScriptCall | ScriptBatch | Pipeline) -> AbstractContextManager[object]:
-        """Return the span of a command, by OpenTelemetry's conventions for databases; without a parent there is none."""
+        """Return the span of a command, by OpenTelemetry's conventions for databases; without a parent there is
+        none."""
         if not get_current_span().get_span_context().is_valid:
             return nullcontext()
         attributes: dict[str, Any] = {"db.system.name": "redis", "db.operation.name": "EVALSHA"}

@@ -37,13 +37,14 @@ PAUSE = 1.0
 class LeaderMixin:
     """Makes a scheduler publish only while it is the leader: ``class Mine(LeaderMixin, Scheduler): ...``.
 
-    The times of the last runs are shared through Redis, because a new leader would not know them: after a take-over no entry
-    that was due is forgotten, and each is published twice at most once. A beat that cannot be elected, because Redis does not
-    answer, publishes nothing and says so.
+    The times of the last runs are shared through Redis, because a new leader would not know them: after a take-over no
+    entry that was due is forgotten, and each is published twice at most once. A beat that cannot be elected, because
+    Redis does not answer, publishes nothing and says so.
     """
 
     lock_name: str = ""
-    """The name of the lock; empty: ``celery-beat:`` and the name of the app. A site with several schedules needs several."""
+    """The name of the lock; empty: ``celery-beat:`` and the name of the app. A site with several schedules needs
+    several."""
     expire: Seconds | None = None
     """The expiry of a killed leader's term; None: as the settings say."""
     using: str | None = None

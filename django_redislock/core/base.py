@@ -31,10 +31,11 @@ MESSAGES = {"acquired": "Lock %r acquired (fence %d).", "released": "Lock %r rel
 class BaseLock(CallerView[Lease]):
     """A lock of a name in Redis: at most one holder at a time.
 
-    `expire` is its expiry in seconds without renewal. With `auto_renewal` a watchdog renews it while its holder is alive,
-    for at most `max_hold` seconds. ``with`` and ``acquire()`` wait as `blocking` and `timeout` (seconds; None: without
-    limit) say. `id` is the owner id to use: give the id of a held lock to release or extend it from elsewhere. `label`
-    is shown as part of the holder. `on_lost(lock)` is called, perhaps in another thread, when a held lock is lost.
+    `expire` is its expiry in seconds without renewal. With `auto_renewal` a watchdog renews it while its holder is
+    alive, for at most `max_hold` seconds. ``with`` and ``acquire()`` wait as `blocking` and `timeout` (seconds; None:
+    without limit) say. `id` is the owner id to use: give the id of a held lock to release or extend it from elsewhere.
+    `label` is shown as part of the holder. `on_lost(lock)` is called, perhaps in another thread, when a held lock is
+    lost.
 
     Threads or tasks may share one object: each has its own acquisition and sees no other one. A caller that never
     acquired through the object, such as a thread that works for the holder, sees the only acquisition there is. Inside

@@ -1,10 +1,11 @@
 """The two helpers of ``redislock run``, each a small process: this file is run by its path, and imports no package.
 
-``start FD PROGRAM ARGUMENT0 …`` becomes the command, after it has written its process id to the guard. Thus the guard knows the
-command's process group before the command runs.
+``start FD PROGRAM ARGUMENT0 …`` becomes the command, after it has written its process id to the guard. Thus the guard
+knows the command's process group before the command runs.
 
-``guard GRACE`` reads the process group from its standard input. When that ends without "done", the parent was killed and the lock
-will expire: the guard ends the command's process group, with SIGTERM and, GRACE seconds later, with SIGKILL.
+``guard GRACE`` reads the process group from its standard input. When that ends without "done", the parent was killed
+and the lock will expire: the guard ends the command's process group, with SIGTERM and, GRACE seconds later, with
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import time
 
 
 def start(pipe: int, program: str, command: list[str]) -> None:
-    """Become the command, or exit as a shell does: 127 when there is no such program, 126 when it cannot be executed."""
+    """Become the command, or exit as a shell does: 127 when there is no such program, 126 when it cannot be
+    executed."""
     os.write(pipe, b"%d\n" % os.getpid())
     os.close(pipe)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit that

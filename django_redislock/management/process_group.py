@@ -18,8 +18,8 @@ HELPER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 class ProcessGroup:
     """A command and the processes that it starts.
 
-    The command gets this process's standard streams and, where this process has it, the foreground of the terminal. A guard, a
-    process in a session of its own, ends the group when this process is killed.
+    The command gets this process's standard streams and, where this process has it, the foreground of the terminal. A
+    guard, a process in a session of its own, ends the group when this process is killed.
     """
 
     def __init__(self, program: str, command: Sequence[str], environment: Mapping[str, str], grace: float) -> None:
@@ -70,7 +70,8 @@ class ProcessGroup:
         self._kill.start()
 
     def wait(self) -> int:
-        """Wait for the end of the whole group, and return the command's exit status as a shell does: 128 + n for signal n."""
+        """Wait for the end of the whole group, and return the command's exit status as a shell does: 128 + n for signal
+        n."""
         while True:
             _, status = os.waitpid(self.id, os.WUNTRACED)
             if not os.WIFSTOPPED(status):
@@ -96,7 +97,8 @@ class ProcessGroup:
         self._guard.wait()
 
     def _on_stop(self, number: int) -> None:
-        """Do what the shell expects when the command was stopped: of the terminal's job control, this process is a part."""
+        """Do what the shell expects when the command was stopped: of the terminal's job control, this process is a
+        part."""
         wants_terminal = number in (signal.SIGTTIN, signal.SIGTTOU)
         if wants_terminal and self._terminal.lend(self.id):
             self.send(signal.SIGCONT)

@@ -116,7 +116,8 @@ class Connection:
             self.close()
 
     def send(self, request: bytes) -> None:
-        """Send a request; connect first if necessary. Raises ConnectionError, TimeoutError, and errors of connecting."""
+        """Send a request; connect first if necessary. Raises ConnectionError, TimeoutError, and errors of
+        connecting."""
         if self._socket is None:
             self.connect()
         try:

@@ -1,4 +1,5 @@
-"""``manage.py redislock``: list, show, watch or force-release the held locks, diagnose the servers, or run a command."""
+"""``manage.py redislock``: list, show, watch or force-release the held locks, diagnose the servers, or run a
+command."""
 
 from __future__ import annotations
 
