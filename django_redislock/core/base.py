@@ -34,8 +34,7 @@ class BaseLock(CallerView[Lease]):
     `expire` is its expiry in seconds without renewal. With `auto_renewal` a watchdog renews it while its holder is
     alive, for at most `max_hold` seconds. ``with`` and ``acquire()`` wait as `blocking` and `timeout` (seconds; None:
     without limit) say. `id` is the owner id to use: give the id of a held lock to release or extend it from elsewhere.
-    `label` is shown as part of the holder. `on_lost(lock)` is called, perhaps in another thread, when a held lock is
-    lost.
+    `label` is shown as part of the holder. `on_lost(lock)` is called after a loss, perhaps in another thread.
 
     Threads or tasks may share one object: each has its own acquisition and sees no other one. A caller that never
     acquired through the object, such as a thread that works for the holder, sees the only acquisition there is. Inside
