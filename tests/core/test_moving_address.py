@@ -17,7 +17,8 @@ from django_redislock.core.driver.primary import NotPrimary
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.driver.resp import Replies
 from django_redislock.core.lease import Lease
-from django_redislock.exceptions import LockBackendError
+from django_redislock.core.operations import release_call, renew_call
+from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import Proxy, RedisServer, command_counts, counting, lived, queued, wait_until
 
 pytestmark = pytest.mark.processes
@@ -328,3 +329,22 @@ def test_waiting_tasks_listen_at_the_new_primary(address, client):
         assert await asyncio.gather(*tasks) == [True] * 3
 
     asyncio.run(main())
+
+
+def test_a_replica_that_lacks_the_lock_is_not_believed():
+    """Its answer would be a loss that never happened: the primary has the lock."""
+    with RedisServer() as server, server.client() as client:
+        lock = Lock(client, "a", expire=30)
+        assert lock.acquire()
+        lease = lock._lease_of(lock._acquirer())
+        client.delete(lock._keys.lock)  # as if the write had not arrived here
+        client.replicaof("127.0.0.1", 1)
+        driver = server_of(client)
+        for call in (release_call(lease), renew_call([lease])):
+            with pytest.raises(NotPrimary):
+                driver.call(call.with_text())
+        client.replicaof("no", "one")
+        for call, reply in ((release_call(lease), 0), (renew_call([lease]), [0])):
+            assert driver.call(call.with_text()) == reply
+        with pytest.raises(LockLost):
+            lock.release()

@@ -15,7 +15,9 @@ elseif keep_id ~= '' then
 end
 local value = redis.call('GET', lock)
 if not (value and is_of(value, id .. '\n' .. fence)) then
-  return redis.call('ZSCORE', receipts, fence) and 1 or 0
+  local released = redis.call('ZSCORE', receipts, fence)
+  redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)  -- a replica may lack the lock; it refuses writes, and is not believed
+  return released and 1 or 0
 end
 keep_receipt(receipts, fence, fence)
 if keep_id ~= '' then

@@ -22,4 +22,8 @@ if held_fence then
   hand_over(lock, queue, id)
   return 1
 end
-return redis.call('ZSCORE', receipts, fence == '' and by_id or fence) and 1 or 0
+if redis.call('ZSCORE', receipts, fence == '' and by_id or fence) then
+  return 1
+end
+redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)  -- a replica may lack the lock; it refuses writes, and is not believed
+return 0

@@ -15,6 +15,11 @@ for i = 1, #KEYS / 2 do
     redis.call('PEXPIRE', lock, expire_ms)
     pcall(index, held, name, now, expire_ms)
     renewed[i] = 1
+  else  -- a replica may lack the lock; it refuses writes, and is not believed
+    local reply = redis.pcall('ZREM', held, '')
+    if type(reply) == 'table' and string.find(reply.err, 'READONLY', 1, true) then
+      return reply
+    end
   end
 end
 return renewed
