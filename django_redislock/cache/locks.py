@@ -130,12 +130,12 @@ class LocksMixin(RedisBackend):
         """
         if expire is not None and timeout is not None:
             raise TypeError("lock() takes expire or timeout, but not both: each means the expiry of the lock")
-        life = timeout if expire is None else expire
+        expiry = timeout if expire is None else expire
         if timeout is not None and blocking_timeout is None and blocking:
             warn_once(OF_TIMEOUT)
         name = self._redis_key(key, version)
         settings = conf.get()
-        if client is life is auto_renewal is max_hold is id is label is on_lost is None and thread_local:  # type: ignore[comparison-overlap]
+        if client is expiry is auto_renewal is max_hold is id is label is on_lost is None and thread_local:  # type: ignore[comparison-overlap]
             of, plain = self._plain
             if of is not settings:
                 plain = self._plain_lock(settings)
@@ -148,8 +148,8 @@ class LocksMixin(RedisBackend):
         lock = (CacheLock if settings.enabled else GrantedCacheLock)(
             server,
             name,
-            expire=settings.expire if life is None else life,
-            auto_renewal=(settings.auto_renewal and life is None) if auto_renewal is None else auto_renewal,
+            expire=settings.expire if expiry is None else expiry,
+            auto_renewal=(settings.auto_renewal and expiry is None) if auto_renewal is None else auto_renewal,
             max_hold=settings.max_hold if max_hold is None else max_hold,
             id=id,
             label=label,

@@ -128,14 +128,14 @@ class Lease:
         if isinstance(self.acquirer, _DummyThread) or not isinstance(self.acquirer, (threading.Thread, asyncio.Task)):
             self._end_of_acquirer = _end_of_thread()
 
-    def renewed(self, sent: float, life: float) -> None:
-        """Note that the lock got a new life by a command sent at `sent`."""
-        life = min(life, self.expire)  # which may have been shortened meanwhile
+    def renewed(self, sent: float, expire: float) -> None:
+        """Note that the lock got a new expiry by a command sent at `sent`."""
+        expire = min(expire, self.expire)  # which may have been shortened meanwhile
         self.failures = 0
-        if sent + life > self.deadline:  # else the answer to a later command came first
-            self.deadline = sent + life
-            self.next_renewal = sent + life / 3
-        if self.expire < life:  # shortened in another thread just now
+        if sent + expire > self.deadline:  # else the answer to a later command came first
+            self.deadline = sent + expire
+            self.next_renewal = sent + expire / 3
+        if self.expire < expire:  # shortened in another thread just now
             self.deadline = sent + self.expire
             self.next_renewal = sent + self.expire / 3
 

@@ -76,8 +76,10 @@ class LocalServer(NullServer):
                 case scripts.CAUSE:
                     return [self._notes.get(fence, b"") for fence in call.args]
                 case scripts.RENEW:
-                    lives = zip(call.keys[::2], call.args[1::3], call.args[2::3], strict=True)
-                    return [self._renew(lock, mark, int(life), call.args[0], now) for lock, mark, life in lives]
+                    expiries = zip(call.keys[::2], call.args[1::3], call.args[2::3], strict=True)
+                    return [
+                        self._renew(lock, mark, int(expire_ms), call.args[0], now) for lock, mark, expire_ms in expiries
+                    ]
                 case scripts.READ:
                     return self._read(call.keys[::2], now)
                 case scripts.NAMES:
@@ -88,16 +90,16 @@ class LocalServer(NullServer):
             return super().call(call)
 
     def _acquire(self, lock: bytes, args: tuple[bytes, ...], now: float) -> int | list[Any]:
-        id, life_ms, name, record = args[:4]
+        id, expire_ms, name, record = args[:4]
         found = self._held.get(lock)
         if found is not None:
             if not found.value.startswith(id + b"\n"):
                 return [int((found.ends - now) * 1000), b"1"]
-            self._held[lock] = found._replace(ends=max(found.ends, now + int(life_ms) / 1000))
+            self._held[lock] = found._replace(ends=max(found.ends, now + int(expire_ms) / 1000))
             return -int(_fence_of(found))
         self._fence = max(self._fence + 1, int(time.time() * 1_000_000))
         value = b"%s\n%d\n%d\n%s" % (id, self._fence, int(time.time() * 1000), record)
-        self._held[lock] = _Held(value, name, now + int(life_ms) / 1000)
+        self._held[lock] = _Held(value, name, now + int(expire_ms) / 1000)
         return self._fence
 
     def _free(self, lock: bytes, mark: bytes) -> int:
@@ -109,11 +111,11 @@ class LocalServer(NullServer):
         self._changed.notify_all()
         return 1
 
-    def _renew(self, lock: bytes, mark: bytes, life_ms: int, shorten: bytes, now: float) -> int:
+    def _renew(self, lock: bytes, mark: bytes, expire_ms: int, shorten: bytes, now: float) -> int:
         found = self._held.get(lock)
         if found is None or not found.value.startswith(mark + b"\n"):
             return 0
-        ends = now + life_ms / 1000
+        ends = now + expire_ms / 1000
         self._held[lock] = found._replace(ends=ends if shorten == b"1" else max(found.ends, ends))
         self._changed.notify_all()  # waiters for its end have to look again
         return 1

@@ -21,7 +21,7 @@
 local LARGE = 524288  -- bytes; Lua would make one more copy of the value
 local WITNESS_LIFE_MS = 86400000  -- longer than most values, because some servers evict the shortest expiry first
 local lock, index, counter, queue, value_key, witness, era, waits, failures = unpack(KEYS)
-local id, life_ms, name, record, channel, join, old_digest, has_old, first_name = unpack(ARGV, 1, 9)
+local id, expire_ms, name, record, channel, join, old_digest, has_old, first_name = unpack(ARGV, 1, 9)
 local now = now_us()
 local holder = redis.call('GET', lock)
 local wrong = not_ours(lock, holder)
@@ -72,7 +72,7 @@ end
 -- The queue has no order here: the caller that computes does it for all waiters.
 if not held then
   leave()
-  local fence = take(lock, index, counter, holder, id, name, record, now, tonumber(life_ms))
+  local fence = take(lock, index, counter, holder, id, name, record, now, tonumber(expire_ms))
   if there % 2 == 0 then
     redis.call('SET', era, fence, 'PX', WITNESS_LIFE_MS)
   end

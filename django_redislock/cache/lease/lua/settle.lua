@@ -17,13 +17,13 @@ local CLOCK_MS = 20   -- two calls may read the expiry of the same key with this
 local FETCH_MS = 10000  -- expiry of a value that is not stored: within that time the waiters can fetch it
 local SMALL = 32768  -- bytes; a larger value is not sent, but fetched by each waiter
 local lock, index, queue, value_key, witness, era, waits, failures, upload = unpack(KEYS, 1, 9)
-local fence, name, life_ms, old_digest, old_ends, data, leader = unpack(ARGV)
-local failed = life_ms == '!'
+local fence, name, expire_ms, old_digest, old_ends, data, leader = unpack(ARGV)
+local failed = expire_ms == '!'
 local holder = redis.call('GET', lock)
 local leased = holder and fence_of(holder) == fence
 if not leased then
   local stands = false
-  if leader == '1' and life_ms ~= '0' and not failed then
+  if leader == '1' and expire_ms ~= '0' and not failed then
     local kept, number = redis.call('MGET', witness, era), tonumber(fence)
     stands = kept[1] and kept[2] and tonumber(kept[1]) <= number and tonumber(kept[2]) <= number
   end
@@ -35,11 +35,11 @@ if not leased then
   end
 end
 
-local kept = not upload and life_ms ~= '0' and not failed
-local life = life_ms == '' and {} or {'PX', life_ms}
+local kept = not upload and expire_ms ~= '0' and not failed
+local expiry = expire_ms == '' and {} or {'PX', expire_ms}
 local stored
 if kept and old_digest == '' then
-  stored = redis.call('SET', value_key, data, 'NX', unpack(life)) ~= false
+  stored = redis.call('SET', value_key, data, 'NX', unpack(expiry)) ~= false
 else
   stored = redis.call('EXISTS', value_key) == 0
   if not stored and old_digest ~= '' and redis.sha1hex(redis.call('GET', value_key)) == old_digest then
@@ -47,20 +47,20 @@ else
     stored = old_ends == '' or math.abs(ends_at(value_key) - old_ends) <= CLOCK_MS
   end
   if kept and stored then
-    redis.call('SET', value_key, data, unpack(life))
+    redis.call('SET', value_key, data, unpack(expiry))
   end
 end
 if upload and not (stored and redis.call('EXISTS', upload) == 1) then
   redis.call('UNLINK', upload)
   stored = false
-elseif upload and life_ms == '0' then
+elseif upload and expire_ms == '0' then
   redis.call('PEXPIRE', upload, redis.call('ZCARD', queue) == 0 and 0 or FETCH_MS)
 elseif upload then
   redis.call('RENAME', upload, value_key)
-  if life_ms == '' then
+  if expire_ms == '' then
     redis.call('PERSIST', value_key)
   else
-    redis.call('PEXPIRE', value_key, life_ms)
+    redis.call('PEXPIRE', value_key, expire_ms)
   end
 end
 
