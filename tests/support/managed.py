@@ -16,6 +16,7 @@ from .waiting import wait_until
 PROGRAM = """
 import json, os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from django.conf import settings
 for name, value in json.loads(os.environ["SETTINGS_OF_TEST"]).items():
     setattr(settings, name, value)
