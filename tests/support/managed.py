@@ -12,7 +12,7 @@ from typing import Any
 from .processes import ROOT
 from .waiting import wait_until
 
-# A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.
+# A shell that starts the tests in the background makes them ignore Ctrl-C; nohup makes them ignore SIGHUP.
 PROGRAM = """
 import json, os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
