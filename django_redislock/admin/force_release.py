@@ -168,4 +168,8 @@ def history_entry(lock: HeldLock, reason: str) -> str:
         "fence": lock.fence,
         "connection": lock.connection,
     }
-    return f"{text} {gettext('Reason: %(reason)s') % {'reason': visible(reason)}}" if reason else text
+    if not reason:
+        return text
+    # Not within the f-string, because the tool for catalogues does not find it there.
+    why = gettext("Reason: %(reason)s") % {"reason": visible(reason)}
+    return f"{text} {why}"
