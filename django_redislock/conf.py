@@ -33,7 +33,7 @@ NAME = "DJANGO_REDISLOCK"
 
 
 class Kind(NamedTuple):
-    """The kind of an option, for the settings, for decorators and for calls."""
+    """What an option accepts. The settings, the decorators and the calls use the same kinds."""
 
     words: str
     """The allowed values in words."""

@@ -123,14 +123,13 @@ class Leader:
         self._wake()
 
     def run(self) -> None:
-        """Stand for election until `stop`. Raises what the functions raise, after it has handed over."""
+        """Stand for election until `stop`. Raises the errors of the functions, after it has handed over."""
         for function in (self._on_elected, self._on_lost):
             if inspect.iscoroutinefunction(function):
                 raise TypeError(f"{function!r} is a coroutine function: await arun() instead of run()")
         while not self._stopped:
-            woken: SimpleQueue[Any] = (
-                SimpleQueue()
-            )  # which a signal handler may fill; an Event could wait for itself there
+            # A signal handler may fill this queue. It could wait for itself in a threading.Event.
+            woken: SimpleQueue[Any] = SimpleQueue()
             self._wake = partial(woken.put, None)
             term = self._election.new_term(on_lost=woken.put)
             if not elect(term, lambda: self._stopped, SLICE):
@@ -149,8 +148,10 @@ class Leader:
                         term.release()
 
     async def arun(self) -> None:
-        """Stand for election until `stop` or until the task is cancelled. Raises what the functions raise, after it has
-        handed over."""
+        """Stand for election until `stop` or until the task is cancelled.
+
+        Raises the errors of the functions, after it has handed over.
+        """
         loop = asyncio.get_running_loop()
         while not self._stopped:
             woken = asyncio.Event()

@@ -135,7 +135,7 @@ class LeaderMixin:
     # The times of the last runs
 
     def _load(self, name: str) -> None:
-        """Let every entry continue from its last run, whoever published that."""
+        """Continue each entry from its last run, also if another beat published that run."""
         self._name = name
         self._times = f"{{{conf.get().key_prefix}:beat}}:times:{name}".encode()
         self._server = server_of(get_client(self.using)) if conf.get().enabled else None

@@ -19,7 +19,7 @@ from .execution_lock import Delivery
 KEY_HEADER = "single_instance_key"
 """The key of a message, so that producers and workers of different versions agree."""
 SCOPE_HEADER = "single_instance_scope"
-"""The scope of a message that holds a lock while it waits, for a worker that does not know the scope."""
+"""The scope of a message that holds a lock while it waits. A worker without the decorator needs it to free the lock."""
 MESSAGE_HEADER = "single_instance_message"
 """Identifies a message and its copies among all messages of the same task id."""
 REDELIVERED_HEADER = "single_instance_again"

@@ -62,7 +62,7 @@ def is_celerys_own(app: Celery, apply_async: Any) -> bool:
 def publish_ahead(app: Celery, lock: ExecutionLock, publish: Callable[..., Any]) -> tuple[Any, bool | None]:
     """Take the lock and publish. Return the result, or None, and whether the lock was acquired, or None.
 
-    Whatever is raised, the lock may have been acquired.
+    After any error the lock may be held, because the acquisition was sent.
     """
     answer, result = lock.take_ahead(), None
     if answer is None:

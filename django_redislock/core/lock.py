@@ -106,7 +106,7 @@ class Lock(TokenLock):
         return None if holder is None else holder.ttl
 
     def reset(self, fence: int | None = None, by: object = None, reason: str = "") -> bool:
-        """Force-release the lock, whoever holds it, wake the next waiter, and return whether it was held.
+        """Force-release the lock of any holder, wake the next waiter, and return whether the lock was held.
 
         With `fence`, only the acquisition of that number loses the lock. The former holder is not stopped: its watchdog
         reports the loss within a third of the expiry. `by` is the user (or words) and `reason` the cause: both are

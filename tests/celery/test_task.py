@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -11,36 +10,15 @@ from contextvars import copy_context
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
-from celery import Celery
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from django_redislock import TaskAlreadyRunning
-from django_redislock.celery import running as task_module, single_instance
+from django_redislock.celery import running as task_module
 from django_redislock.celery.publishing import KEY_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.contention import Waits, contention
 from django_redislock.signals import lock_conflict, task_skipped
 from tests.support import counting, name_of, wait_until
-
-
-@pytest.fixture(scope="module")
-def app():
-    with Celery("in-process", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        yield app
-
-
-@pytest.fixture
-def make(app, request):
-    """Make a task from a function, with options of ``@single_instance``."""
-    numbers = itertools.count()
-
-    def make(function, *, task_options=None, **options):
-        function.__name__ = "body"  # Celery makes code of it, which "<lambda>" is not
-        name = f"{request.node.name}.{next(numbers)}"
-        marked = single_instance(**options)(function)
-        return app.task(name=name, bind=True, shared=False, lazy=False, **task_options or {})(marked)
-
-    return make
 
 
 @contextlib.contextmanager

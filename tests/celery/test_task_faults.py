@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import signal
 import time
 
 import pytest
-from celery import Celery
 from celery.exceptions import Ignore, Retry
 
 from django_redislock import LockBackendError, LockLost, TaskAlreadyRunning
-from django_redislock.celery import SingleInstanceTask, single_instance
+from django_redislock.celery import SingleInstanceTask
 from django_redislock.celery.publishing import KEY_HEADER
 from django_redislock.celery.republish import HIDES_IGNORED_RETRIES
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.lease import Lease
 from django_redislock.signals import task_rescheduled
 from tests.support import Interrupted, free_port, interruptions, wait_until
-
-
-@pytest.fixture(scope="module")
-def app():
-    with Celery("in-process", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        yield app
-
-
-@pytest.fixture
-def make(app, request):
-    """Make a task from a function, with options of ``@single_instance``."""
-    numbers = itertools.count()
-
-    def make(function, *, task_options=None, **options):
-        function.__name__ = "body"  # Celery makes code of it, which "<lambda>" is not
-        name = f"{request.node.name}.{next(numbers)}"
-        marked = single_instance(**options)(function)
-        return app.task(name=name, bind=True, shared=False, lazy=False, **task_options or {})(marked)
-
-    return make
 
 
 def names(client):

@@ -236,7 +236,7 @@ def request_lease(
 
 
 def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[bool]:
-    """Acquire the lease to replace a stale value, for the process that gets the id of the request.
+    """Acquire the lease for the replacement of a stale value, which another process computes: it receives the owner id.
 
     False when another process holds the lease.
     """

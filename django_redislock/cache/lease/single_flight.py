@@ -1,6 +1,6 @@
 """One value within a process: its callers share one flight. The leader obtains the value, the followers wait.
 
-The algorithm is written once, without I/O, for the drivers of threads and of asyncio.
+The algorithm does no I/O, so the drivers of threads and of asyncio share it.
 """
 
 from __future__ import annotations

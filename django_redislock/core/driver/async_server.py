@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class AsyncServer:
-    """One Redis server, for the tasks of one event loop.
+    """The connections of one event loop to one Redis server.
 
     The connections close when the loop ends its asynchronous generators, as `asyncio.run` has it do.
     """

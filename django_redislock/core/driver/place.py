@@ -9,7 +9,7 @@ from .connection_kinds import settings_of
 
 
 def place_of(pool: Any) -> Hashable:
-    """Return a value that is equal for redis-py's connection pools of the same database, whatever their other settings.
+    """Return the identity of the pool's database. It is equal for two pools of one database with different settings.
 
     It contains the number of the database and either host and port, or the path of the socket, or the service's name
     and the places of its Sentinels. Host names are compared as they are written.

@@ -116,7 +116,7 @@ class Server:
         nested = thread in pool.users  # a signal handler, or a destructor, in the middle of a call
         connection, new = None, False
         try:
-            pool.users.add(thread)  # first, so that whatever interrupts this thread knows it
+            pool.users.add(thread)  # first, because a signal handler that interrupts this thread asks for it
             try:
                 connection = pool.take()
             except IndexError:

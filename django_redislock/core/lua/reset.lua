@@ -1,4 +1,4 @@
--- Force-release the lock, whoever holds it, and hand it to the first waiter.
+-- Force-release the lock of any holder, and hand it to the first waiter.
 -- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 notes of the lock's forced releases (former holders read
 --       them), 6 witness: it exists while a computed value may be stored
 -- ARGV  1 name, 2 fence of the acquisition to end ('': any), 3 id of this call, 4 user \n reason
