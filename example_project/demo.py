@@ -59,6 +59,7 @@ class Demo:
             "DJANGO_SETTINGS_MODULE": "config.settings",
             "DJANGO_SUPERUSER_PASSWORD": LOGIN,
             "REBUILD_EVERY": "12",
+            "TMPDIR": str(self.directory),  # a child that is killed leaves its temporary files here
         }
         sites = [self.run_site(1, port), self.run_site(2, 0)]
         self.worker = self.run_celery("worker", "--pool", "prefork", "--concurrency", 2, "--without-mingle")
