@@ -17,6 +17,7 @@ from django_redislock.cache.lease import single_flight
 from django_redislock.core import held_locks
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
+    Cluster,
     Config,
     PostgresServer,
     Proxy,
@@ -58,8 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """The server that all tests share: the one at REDISLOCK_TEST_URL, or one started for this run."""
+def server() -> Iterator[Server | Cluster]:
+    """The server that all tests share: the one at REDISLOCK_TEST_URL, or one started for this run.
+
+    With REDISLOCK_TEST_CLUSTER=1 it is a Cluster, and the clients are those of a Cluster.
+    """
+    if os.environ.get("REDISLOCK_TEST_CLUSTER"):
+        with Cluster() as cluster:
+            yield cluster
+        return
     given = os.environ.get("REDISLOCK_TEST_URL")
     if given:
         yield Server(given)
@@ -124,7 +132,9 @@ def client(server: Server, _empty_database: None) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def aclient(redis_url: str) -> redis.asyncio.Redis:
+def aclient(redis_url: str) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:
+    if os.environ.get("REDISLOCK_TEST_CLUSTER"):
+        return redis.asyncio.RedisCluster.from_url(redis_url)
     return redis.asyncio.from_url(redis_url)  # the locks connect by themselves, so there is nothing to close
 
 
