@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .clusters import Cluster
 from .counts import command_counts, counting, monitoring
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .interruptions import Interrupted, TimeLimit, interruptions
@@ -25,6 +26,7 @@ from .waiting import BUSY, lived, until, wait_until, within
 
 __all__ = [
     "BUSY",
+    "Cluster",
     "Config",
     "Interrupted",
     "PostgresServer",
