@@ -11,6 +11,7 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from . import conf
 from .core.clock import monotonic
+from .core.driver.cluster import Cluster
 from .core.driver.server import Server
 
 OLDEST = (6, 2)
@@ -57,6 +58,34 @@ class Probe:
 
 
 def inspect(server: Server) -> Iterator[Finding]:
+    """Yield the findings about the server, or about all nodes of a Cluster."""
+    if not isinstance(server, Cluster):
+        yield from _inspect_server(server)
+        return
+    try:
+        nodes = server.all_nodes()
+    except RedisError as error:
+        advice = "Start a node that is named, or correct the addresses, the password or the firewall."
+        yield Finding("connection", "problem", f"No node tells the slots: {sentence_of(error)}", advice)
+        return
+    by_check: dict[str, list[tuple[str, Finding]]] = {}
+    for node in nodes:
+        for finding in _inspect_server(node):
+            by_check.setdefault(finding.check, []).append((":".join(map(str, node.address)), finding))
+    for findings in by_check.values():
+        wrong = [(name, finding) for name, finding in findings if finding.status != "ok"]
+        for name, finding in wrong or findings[:1]:
+            advice = finding.advice
+            if finding.check == "connection" and finding.status == "problem":
+                advice += (
+                    " If only the nodes can reach this address, give the client an address_remap, or set "
+                    "cluster-announce-ip or cluster-announce-hostname of the node."
+                )
+            which = f"Node {name}" if wrong else f"All {len(findings)} nodes; of {name}"
+            yield finding._replace(message=f"{which}: {finding.message}", advice=advice)
+
+
+def _inspect_server(server: Server) -> Iterator[Finding]:
     """Yield the findings from the server's replies to INFO, PING and TIME; one finding when it does not answer."""
     with Probe(server) as probe:
         try:

@@ -10,6 +10,7 @@ import pytest
 
 from django_redislock.cache.lease import cluster_slots
 from django_redislock.core import keys
+from django_redislock.core.driver import registry
 from tests.support import RedisServer, wait_until
 from tests.support.cache_programs import Work, cache_at, cache_elsewhere, getter
 
@@ -25,7 +26,8 @@ def clustered():
 @pytest.fixture
 def nodes(clustered):
     """A client of the server, whose data is gone, and which nobody knows to be in cluster mode."""
-    cluster_slots.clustered_servers.clear()
+    for server in registry._living():
+        vars(server).pop("splits", None)
     with clustered.client() as client:
         client.flushall()
         yield client

@@ -77,7 +77,7 @@ def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[i
             # The names of ended leases are not known, so all witnesses become void.
             eras = [held.removesuffix(b"held") + b"era" for held in held_keys(prefix)]
             yield from with_retries(prefix, Pipeline(((b"DEL", *eras),)), monotonic())
-            leases = [(name, lock_keys(prefix, name)) for name in (yield from names(prefix, monotonic()))]
+            leases = [(name, lock_keys(prefix, name)) for name in (yield from names(server, prefix, monotonic()))]
     except LockBackendError as error:
         if known or not is_crossing(error, server):
             raise
