@@ -12,9 +12,8 @@ import pytest
 import redis
 from asgiref.sync import async_to_sync
 
-from django_redislock.core import held_locks
 from tests.support import Proxy, monitoring, queued, until, wait_until
-from tests.support.cache_programs import Work, cache_at, commands, followers
+from tests.support.cache_programs import Work, cache_at, commands, followers, held
 
 
 def test_a_hit_is_one_get_over_a_connection_of_its_own(cache, client):
@@ -159,4 +158,4 @@ def test_a_pool_of_two_connections_serves_sixteen_tasks_and_threads(redis_url, c
         assert values == [["v"]] * 48
 
     asyncio.run(main())
-    assert not list(held_locks(client))
+    assert not held(client)

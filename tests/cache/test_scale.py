@@ -14,11 +14,10 @@ from django_redislock.cache.lease import single_flight
 from django_redislock.cache.lease.obtain import PIECE, _fetch_large
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.store import digest
-from django_redislock.core import held_locks
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import BUCKETS
 from tests.support import RedisServer, cache_programs, monitoring, queued, wait_until
-from tests.support.cache_programs import cache_at, commands
+from tests.support.cache_programs import cache_at, commands, held
 
 MEGABYTE = 1_000_000
 
@@ -141,7 +140,7 @@ def test_a_thousand_cold_keys_in_four_processes_are_computed_once_each(client, r
     done = [process.wait_for(event="done", timeout=90) for process in processes]
     assert sum(line["computed"] for line in done) == count
     assert all(line["threads"] <= 4 for line in done), "no thread for each of those who wait"
-    assert not list(held_locks(client))
+    assert not held(client)
     kept = re.compile(rb":1:k|\{redislock:\d+\}:(fence$|era$|waits:|waited:|saves:|saved:)|:1:warm")
     assert [key for key in client.keys("*") if not kept.match(key)] == [], (
         "values, fences and what waits are counted in"

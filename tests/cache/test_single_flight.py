@@ -15,7 +15,7 @@ from django_redislock.cache.lease.request import enclosing_leases
 from django_redislock.core import Lock, held_locks
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import BUSY, lived, monitoring, wait_until
-from tests.support.cache_programs import Work, cache_at, commands, followers
+from tests.support.cache_programs import Work, cache_at, commands, followers, held
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_failure_is_shared_with_those_who_waited_and_with_nobody_else(cache, c
     work.end.set()
     assert [outcome(future) for future in futures] == [error] * 10
     assert work.calls == 1
-    assert not list(held_locks(client))
+    assert not held(client)
     assert cache.get_or_set("k", work, 60) == "second"
 
 

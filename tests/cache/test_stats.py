@@ -12,7 +12,7 @@ from django.test import override_settings
 from django_redislock.cache.stats import Counters, counters_for
 from django_redislock.core import Lock, held_locks
 from tests.support import in_a_fork, wait_until
-from tests.support.cache_programs import Work, followers, never
+from tests.support.cache_programs import Work, followers, held, never
 
 
 def test_counters(redis_url):
@@ -57,7 +57,7 @@ def test_counters_of_those_who_wait_and_take_over(cache, client):
     assert after.taken_over - before.taken_over == 1
     assert after.seconds_waited > before.seconds_waited
     with override_settings(DJANGO_REDISLOCK={"CACHE": {"AUTO_RENEWAL": False}}):
-        cache.get_or_set("l", lambda: wait_until(lambda: not list(held_locks(client))), expire=0.1)
+        cache.get_or_set("l", lambda: wait_until(lambda: not held(client)), expire=0.1)
     assert cache.stats().lease_lost - after.lease_lost == 1
 
 
