@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from django_redislock.signals import lock_backend_error
-from tests.support import Proxy, RedisServer, cache_programs, queued, wait_until
-from tests.support.cache_programs import Work, base_at, cache_at, followers, held
+from tests.support import Proxy, RedisServer, cache_programs, wait_until
+from tests.support.cache_programs import Work, base_at, cache_at, followers, held, waiters
 
 
 def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
@@ -96,7 +96,7 @@ def test_redis_dies_while_others_wait(own_server, run_python, options):
     cache = cache_at(own_server.url, OPTIONS=options)
     with own_server.client() as client, ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(cache.get_or_set, "k", lambda: "own", 60) for _ in range(3)]
-        wait_until(lambda: queued(client, "cache::1:k") == 1 and followers() == 2)
+        wait_until(lambda: waiters(client, "k") == 1 and followers() == 2)
         own_server.kill()
         for future in futures:
             if options:
@@ -133,7 +133,7 @@ def test_what_a_full_redis_does_not_store_goes_to_those_who_wait_where_errors_ar
             first = pool.submit(cache.get_or_set, "k", work, 60)
             assert work.running.wait(10)
             second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)
-            wait_until(lambda: queued(client, "cache::1:k") == 1)
+            wait_until(lambda: waiters(client, "k") == 1)
             client.config_set("maxmemory", "1")
             work.end.set()
             assert first.result(20) == work.value

@@ -14,8 +14,8 @@ from django_redislock.cache.lease import obtain
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.core import held_locks
 from django_redislock.core.clock import monotonic
-from tests.support import lived, queued, wait_until
-from tests.support.cache_programs import Work, cache_at, held
+from tests.support import lived, wait_until
+from tests.support.cache_programs import Work, cache_at, held, waiters
 
 
 @pytest.mark.one_server("a client of a Cluster goes past the proxy, to the addresses that nodes name")
@@ -67,7 +67,7 @@ def test_a_wake_up_that_is_lost_costs_half_a_second(proxy, redis_url, client):
         first = pool.submit(there.get_or_set, "k", work, 60)
         assert work.running.wait(10)
         second = pool.submit(here.get_or_set, "k", lambda: "own", 60)
-        wait_until(lambda: queued(client, "cache::1:k") == 1)
+        wait_until(lambda: waiters(client, "k") == 1)
         proxy.drop_next_reply()  # the message, as it is the next that comes
         started = time.monotonic()
         work.end.set()

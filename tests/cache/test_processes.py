@@ -7,8 +7,8 @@ import time
 import pytest
 
 from django_redislock.core import Lock
-from tests.support import cache_programs, counting, lived, monitoring, queued, wait_until
-from tests.support.cache_programs import cache_at, commands, held
+from tests.support import cache_programs, counting, lived, monitoring, wait_until
+from tests.support.cache_programs import cache_at, commands, held, waiters
 
 pytestmark = pytest.mark.processes
 
@@ -16,7 +16,7 @@ LOCK = "cache::1:k"
 
 
 def waiting(client):
-    return queued(client, LOCK)
+    return waiters(client, "k")
 
 
 def only(lines, event):
@@ -81,7 +81,7 @@ def test_a_waiting_process_takes_four_round_trips_at_first_and_two_later(client,
 
         def compute(key=key):
             waiter.send(key)
-            wait_until(lambda: queued(client, f"cache::1:{key}") == 1)
+            wait_until(lambda: waiters(client, key) == 1)
             return f"value of {key}"
 
         with monitoring(client) as sent, counting(client) as counts:

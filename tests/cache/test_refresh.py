@@ -14,9 +14,8 @@ from django.urls import clear_script_prefix, reverse, set_script_prefix
 from django.utils import timezone, translation
 
 from django_redislock.cache.lease import request, single_flight
-from django_redislock.core import Lock
 from tests.support import counting, monitoring, wait_until
-from tests.support.cache_programs import Work, cache_at, commands, held, never, refreshable_never
+from tests.support.cache_programs import Work, cache_at, commands, held, lease_elsewhere, never, refreshable_never
 
 
 def test_a_value_lives_longer_by_stale(get, client):
@@ -61,7 +60,7 @@ def test_one_refreshes_and_everybody_else_has_the_old_value_at_once(cache, clien
 def test_what_another_process_refreshes_is_not_waited_for(cache, client, get):
     """Another process's lease is a lock of that name."""
     cache.set("k", "old", 25)
-    with Lock(client, "cache::1:k"):
+    with lease_elsewhere(client, "k"):
         assert get("k", never, 60, stale=30) == "old"
         assert get("k", never, 60, stale=30, refresh="thread") == "old"
         wait_until(lambda: "redislock-refresh" not in {thread.name for thread in threading.enumerate()})
@@ -83,7 +82,7 @@ def test_a_process_that_knows_of_a_refresh_elsewhere_does_not_ask_again(client, 
             assert await cache.aget_or_set("k", refreshable_never, 60, stale=30, refresh=refresh) == "old"
             await asyncio.gather(*[task for task in asyncio.all_tasks() if task.get_name() == "redislock-refresh"])
 
-    with Lock(client, "cache::1:k"), pytest.MonkeyPatch.context() as patch:
+    with lease_elsewhere(client, "k"), pytest.MonkeyPatch.context() as patch:
         start = threading.Thread.start
         patch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name) or start(thread))
         with monitoring(client) as sent:
@@ -101,7 +100,7 @@ def test_a_stale_hit_of_what_another_process_computes_makes_the_server_copy_and_
     value = "x" * 1000
     get("k", lambda: value, 1, stale=600)
     client.pexpire(":1:k", 500_000)
-    with Lock(client, "cache::1:k"), counting(client) as ran:
+    with lease_elsewhere(client, "k"), counting(client) as ran:
         assert get("k", lambda: 1 / 0, 1, stale=600) == value
     reads = {name: ran[name] for name in ("evalsha", "get", "strlen")}
     assert reads == {"evalsha": 1, "get": 2, "strlen": 0}, "the caller reads the value, and the script the lease"

@@ -16,8 +16,8 @@ from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.store import digest
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import BUCKETS
-from tests.support import RedisServer, cache_programs, monitoring, queued, wait_until
-from tests.support.cache_programs import cache_at, commands, held
+from tests.support import RedisServer, cache_programs, monitoring, wait_until
+from tests.support.cache_programs import cache_at, commands, held, waiters
 
 MEGABYTE = 1_000_000
 
@@ -58,7 +58,7 @@ def test_waiting_processes_get_a_value_of_20_megabytes_and_the_server_needs_no_r
         def compute():
             for process in waiting:
                 process.send("k")
-            wait_until(lambda: queued(client, "cache::1:k") == 3, timeout=30)
+            wait_until(lambda: waiters(client, "k") == 3, timeout=30)
             return value
 
         cache.get_or_set("k", compute, 60, expire=120)
@@ -165,7 +165,7 @@ def test_ten_thousand_runs_leave_nothing(redis_url, client):
 def test_a_computer_killed_at_any_point_of_its_work_is_followed_by_another(client, redis_url, run_python, after):
     first, second = (run_python(cache_programs.work_in_steps, redis_url, 10) for _ in range(2))
     wait_until(lambda: first.lines or second.lines)
-    wait_until(lambda: queued(client, "cache::1:k") == 1)
+    wait_until(lambda: waiters(client, "k") == 1)
     computing, waiting = (first, second) if first.lines else (second, first)
     for step in range(after):
         computing.wait_for(event="step", step=step)
@@ -195,7 +195,7 @@ def test_all_data_is_lost_while_others_wait(own_server, run_python):
     for process in others:
         process.send("ask")
     with own_server.client() as client:
-        wait_until(lambda: queued(client, "cache::1:k") == 2)
+        wait_until(lambda: waiters(client, "k") == 2)
         client.flushall()
         wait_until(lambda: any({"event": "computing"}.items() <= line.items() for p in others for line in p.lines))
         first.send("stale")

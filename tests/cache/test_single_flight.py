@@ -12,10 +12,10 @@ import pytest
 
 from django_redislock.cache.lease import single_flight
 from django_redislock.cache.lease.request import enclosing_leases
-from django_redislock.core import Lock, held_locks
+from django_redislock.core import held_locks
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import BUSY, lived, monitoring, wait_until
-from tests.support.cache_programs import Work, cache_at, commands, followers, held
+from tests.support.cache_programs import Work, cache_at, commands, followers, held, lease_elsewhere
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_who_has_waited_long_enough_computes_for_itself_once_a_process(cache, po
 
 def test_one_computes_for_all_whose_wait_is_over_however_long_it_takes(cache, client, pool):
     work = Computation("own")
-    assert Lock(client, "cache::1:k").acquire()  # somebody computes, and is overtaken
+    assert lease_elsewhere(client, "k").acquire()  # somebody computes, and is overtaken
     futures = [pool.submit(cache.get_or_set, "k", work, 60, wait=0.1) for _ in range(5)]
     assert work.running.wait(10)
     lived(0.6)

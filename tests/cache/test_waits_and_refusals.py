@@ -9,10 +9,9 @@ import pytest
 from django.core.cache import caches
 
 from django_redislock.cache import cached
-from django_redislock.core import Lock, held_locks
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import cache_programs, wait_until
-from tests.support.cache_programs import Work, cache_at, followers, held, never
+from tests.support.cache_programs import Work, cache_at, followers, held, lease_elsewhere, never, waiters
 
 # When the wait is over
 
@@ -26,14 +25,14 @@ def test_who_prefers_a_new_value_waits_for_it_and_then_takes_the_old_one(cache, 
         assert work.running.wait(10)
         assert cache.get_or_set("k", never, 60, wait=0.1, **options) == "old"
         patient = pool.submit(cache.get_or_set, "k", never, 60, wait=20, **options)
-        wait_until(lambda: sum(info.waiting for info in held_locks(client)) == 1)
+        wait_until(lambda: waiters(client) == 1)
         work.end.set()
         assert first.result(20) == "new"
         assert patient.result(20) == "new"
 
 
 def test_without_an_old_value_stale_is_to_compute(cache, client, get):
-    assert Lock(client, "cache::1:k").acquire()
+    assert lease_elsewhere(client, "k").acquire()
     assert get("k", lambda: "own", 60, wait=0.1, on_wait_timeout="stale") == "own"
     assert cache.get("k") == "own"
 
@@ -43,12 +42,12 @@ def test_without_an_old_value_stale_is_to_compute(cache, client, get):
     [({"a": 1}, {"a": 1}), (0, 0), (False, False), (lambda: "text", "text"), (lambda: None, None)],
 )
 def test_any_value_may_be_the_answer_when_the_wait_is_over(client, get, answer, expected):
-    with Lock(client, "cache::1:k"):
+    with lease_elsewhere(client, "k"):
         assert get("k", never, 60, wait=0.1, on_wait_timeout=answer) == expected
 
 
 def test_raise(client, get):
-    with Lock(client, "cache::1:k"), pytest.raises(AcquireTimeout):
+    with lease_elsewhere(client, "k"), pytest.raises(AcquireTimeout):
         get("k", never, 60, wait=0, on_wait_timeout="raise")
 
 
@@ -73,7 +72,7 @@ def test_a_refused_value_goes_to_all_who_wait_for_it(redis_url, cache, client, r
         futures = [pool.submit(cache.get_or_set, "k", work, 60, should_cache=lambda value: False) for _ in range(6)]
         assert work.running.wait(10)
         other.send("ask")
-        wait_until(lambda: followers() == 5 and sum(info.waiting for info in held_locks(client)) == 1)
+        wait_until(lambda: followers() == 5 and waiters(client) == 1)
         work.end.set()
         assert [future.result(20) for future in futures] == ["refused"] * 6
     assert other.wait_for(event="got")["value"] == "refused"
@@ -89,7 +88,7 @@ def test_a_large_refused_value_goes_to_all_who_wait_for_it(redis_url, backend, c
     work = Work("x" * 100_000)
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(each.get_or_set, "k", work, 60, should_cache=lambda value: False) for each in caches]
-        wait_until(lambda: sum(info.waiting for info in held_locks(client)) == 3)
+        wait_until(lambda: waiters(client) == 3)
         work.end.set()
         assert [future.result(20) for future in futures] == [work.value] * 4
     assert work.calls == 1

@@ -17,8 +17,11 @@ from django.utils.module_loading import import_string
 
 from django_redislock.cache import refreshable
 from django_redislock.cache.lease import single_flight
+from django_redislock.cache.lease.cluster_slots import lease_keys
 from django_redislock.cache.lease.store import digest
+from django_redislock.core import Lock
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
+from django_redislock.core.driver.registry import server_of
 from tests.support import say
 
 
@@ -253,6 +256,18 @@ def cache_is_computing(cache: Any, key: str) -> bool:
 def held(client: Any) -> list[str]:
     """Return the names of all locks and leases held now, also of the leases on a Cluster, which no index contains."""
     return [key.decode().partition("}:lock:")[2] for key in client.scan_iter("{redislock:*}:lock:*", count=1000)]
+
+
+def waiters(client: Any, key: str = "*") -> int:
+    """Return how many processes wait for the value of this key of the default cache, or for any value."""
+    return sum(client.zcard(queue) for queue in client.scan_iter(f"{{redislock:*}}:queue:cache::1:{key}", count=1000))
+
+
+def lease_elsewhere(client: Any, key: str, **options: Any) -> Lock:
+    """Return the lease of this key of the default cache as a lock, for a test that computes as another process does."""
+    lock = Lock(client, f"cache::1:{key}", **options)
+    lock._keys = lease_keys(server_of(client), "redislock", lock.name, f":1:{key}")
+    return lock
 
 
 @refreshable
