@@ -158,6 +158,7 @@ def shared_cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Cluster:
     """A Cluster of three primaries, which is empty. Its slots may be anywhere."""
+    shared_cluster.wait_until_ok()  # a test may have moved slots
     with shared_cluster.client() as client:
         client.flushall(target_nodes=client.PRIMARIES)
     return shared_cluster

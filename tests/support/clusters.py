@@ -36,11 +36,13 @@ class Cluster:
         self._primaries = primaries
         self._replicas = replicas
         self._options = options
+        self._stack = ExitStack()
+        self._clients: dict[RedisServer, redis.Redis] = {}
         self.nodes: list[RedisServer] = []
         """The primaries, then the replicas of the first one, of the second one, …, as they were in the beginning."""
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
+        with self._stack as stack:
             for _ in range(self._primaries * (1 + self._replicas)):
                 options = self._options | {"cluster_enabled": "yes", "cluster_port": str(free_port())}
                 self.nodes.append(stack.enter_context(RedisServer(**options)))
@@ -75,8 +77,10 @@ class Cluster:
 
     def ask(self, node: RedisServer, *command: Any) -> Any:
         """Return a node's reply to a command."""
-        with node.client() as client:
-            return client.execute_command(*command)
+        client = self._clients.get(node)
+        if client is None:  # kept, because connecting takes much longer than a command
+            client = self._clients[node] = self._stack.enter_context(node.client())
+        return client.execute_command(*command)
 
     def id_of(self, node: RedisServer) -> str:
         """Return the id of a node in the Cluster."""
@@ -127,7 +131,7 @@ class Cluster:
         """Move the keys of the slot, and the slot itself."""
         while keys := self.ask(owner, "CLUSTER GETKEYSINSLOT", slot, 100):
             self.ask(owner, "MIGRATE", "127.0.0.1", to.port, "", 0, 10_000, "KEYS", *keys)
-        for node in (to, owner):
+        for node in dict.fromkeys((to, owner, *self.nodes[: self._primaries])):  # as redis-cli does
             self.ask(node, "CLUSTER SETSLOT", slot, "NODE", self.id_of(to))
 
     def move(self, slot: int, to: RedisServer) -> None:
