@@ -71,8 +71,8 @@ REFRESHES = ["inline", "thread", "celery"]
 
 
 @pytest.mark.parametrize("refresh", REFRESHES)
-def test_a_process_that_knows_of_a_refresh_elsewhere_does_not_ask_again(client, settings, server, backend, refresh):
-    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+def test_a_process_that_knows_of_a_refresh_elsewhere_does_not_ask_again(client, settings, redis_url, backend, refresh):
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}}
     cache = caches["default"]
     cache.set("k", "old", 25)
     started = []

@@ -28,9 +28,9 @@ def test_only_a_registered_function_can_be_refreshed_by_celery(get):
 
 
 @pytest.mark.parametrize("argument", ["default", "should_cache", "timeout_for"])
-def test_a_worker_obeys_registered_functions_only(client, settings, server, backend, argument, tmp_path):
+def test_a_worker_obeys_registered_functions_only(client, settings, redis_url, backend, argument, tmp_path):
     """Whoever can write to the broker could have anything called."""
-    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}}
     cache = caches["default"]
     cache.set("k", "old", 25)
     trace = tmp_path / "trace"
@@ -45,11 +45,13 @@ def test_a_worker_obeys_registered_functions_only(client, settings, server, back
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_without_a_broker_everybody_has_the_old_value(client, settings, server, backend, caplog, asynchronous):
+def test_without_a_broker_everybody_has_the_old_value(
+    client, settings, server, redis_url, backend, caplog, asynchronous
+):
     from tests.support.celery_site.app import app
     from tests.support.celery_site.harness import connected
 
-    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}}
     cache = caches["default"]
     cache.set("k", "old", 25)
     default = functools.partial(cache_programs.celebrate, "worker", year=2026)
