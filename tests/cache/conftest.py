@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -60,9 +61,16 @@ def redis_url(clustered: Cluster | None, server: Server) -> str:
 def client(
     clustered: Cluster | None, server: Server, _empty_database: None
 ) -> Iterator[redis.Redis | redis.RedisCluster]:
-    with (clustered or server).client() as client:
+    with server.client() if clustered is None else AllNodes.from_url(clustered.url) as client:
         client.ping()
         yield client
+
+
+class AllNodes(redis.RedisCluster):
+    """A client whose ``keys()`` are those of all primaries."""
+
+    def keys(self, pattern: str = "*", **options: Any) -> Any:
+        return super().keys(pattern, target_nodes=self.PRIMARIES)
 
 
 @pytest.fixture

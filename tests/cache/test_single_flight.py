@@ -50,7 +50,7 @@ def outcome(future):
 def test_25_threads_compute_once_and_send_nothing_while_they_wait(redis_url, backend, client, pool):
     caches = [cache_at(redis_url, backend) for _ in range(25)]
     for cache in caches:
-        cache.get_or_set("warm", lambda: 1)
+        cache.get_or_set("{:1:k}warm", lambda: 1)  # at the node of the key
     work = Computation([1, 2])
     with monitoring(client) as sent:
         futures = [pool.submit(cache.get_or_set, "k", work, 60) for cache in caches]
@@ -238,22 +238,22 @@ OTHERS = [
     {"version": 2},
     {"params": {"KEY_PREFIX": "other"}},
     {"params": {"VERSION": 7}},
-    {"db": 9},
+    pytest.param({"db": 9}, marks=pytest.mark.one_server("a Cluster has one database")),
     {"key": "k2"},
 ]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_other_versions_prefixes_and_databases_do_not_wait(server, backend, pool, other):
-    cache = cache_at(server.url, backend)
+def test_other_versions_prefixes_and_databases_do_not_wait(redis_url, server, backend, client, pool, other):
+    cache = cache_at(redis_url, backend)
     work = Computation("v")
     first = pool.submit(cache.get_or_set, "k", work, 60)
     assert work.running.wait(10)
     try:
-        url = server.url_of_db(other["db"]) if "db" in other else server.url
+        url = server.url_of_db(other["db"]) if "db" in other else redis_url
         elsewhere = cache_at(url, backend, **other.get("params", {}))
         elsewhere.delete(other.get("key", "k"), version=other.get("version"))
-        with server.client() as client, monitoring(client) as sent:
+        with monitoring(client) as sent:
             value = elsewhere.get_or_set(other.get("key", "k"), lambda: "other", 60, version=other.get("version"))
         assert value == "other"
         assert not [line for line in sent if "SUBSCRIBE" in line]

@@ -65,7 +65,7 @@ def test_a_refused_value_is_returned_and_not_stored(get, cache, client, value):
 
 def test_a_refused_value_goes_to_all_who_wait_for_it(redis_url, cache, client, run_python):
     """In this process and in others: they do not compute one after another what nobody stores."""
-    other = run_python(cache_programs.ask, redis_url, "RedisCache", "k", "own", {}, {})
+    other = run_python(cache_programs.ask, redis_url, type(cache).__name__, "k", "own", {}, {})
     other.wait_for(event="ready")
     work = Work("refused")
     with ThreadPoolExecutor(6) as pool:
@@ -165,9 +165,9 @@ def test_many_values_have_each_the_timeout_of_its_own(cache, client):
 
 
 @pytest.mark.parametrize("alias", ["redis", "local"])
-def test_a_cached_function_may_tell_the_timeout_of_each_value(settings, server, backend, alias):
+def test_a_cached_function_may_tell_the_timeout_of_each_value(settings, redis_url, backend, alias):
     settings.CACHES = {
-        "redis": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url},
+        "redis": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url},
         "local": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache", "LOCATION": "timeouts"},
     } | {"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}
     calls = []
