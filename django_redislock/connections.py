@@ -14,6 +14,7 @@ from django.core.signals import setting_changed
 from django.dispatch import receiver
 from django.utils.module_loading import import_string
 from redis import Redis, RedisCluster
+from redis.asyncio import RedisCluster as AsyncRedisCluster
 
 from . import conf
 from .core.driver.registry import Client, close_unused, server_of
@@ -29,8 +30,8 @@ def get_client(using: str | None = None) -> Client:
     """Return the redis-py client of the Redis that the settings name, or of the cache alias `using`.
 
     Use it with the functions and classes of ``django_redislock.core``, and give them the ``KEY_PREFIX`` of the settings
-    as `prefix`. For the URL of a Cluster it is a `redis.asyncio.RedisCluster`. Opens no connection, except for a cache
-    on a Cluster. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
+    as `prefix`. That of a Cluster is a `redis.asyncio.RedisCluster`. Opens no connection. Raises ImproperlyConfigured
+    when the alias is missing or is not a Redis cache.
     """
     return _client(conf.get(), using)
 
@@ -77,12 +78,14 @@ def _client(settings: conf.Settings, using: str | None) -> Client:
 def client_of_cache(cache: Any) -> Client | None:
     """Return the client to the primary, or the Cluster, of a Redis cache (django-redis or Django's own), else None."""
     client: Any = None
-    if hasattr(getattr(cache, "client", None), "get_client"):  # django-redis
+    if hasattr(getattr(cache, "client", None), "get_unconnected_client"):  # ours for a Cluster
+        client = cache.client.get_unconnected_client()
+    elif hasattr(getattr(cache, "client", None), "get_client"):  # django-redis
         with suppress(NotImplementedError):  # sharded: no single server holds all keys
             client = cache.client.get_client(write=True)
     elif hasattr(getattr(cache, "_cache", None), "get_client"):  # Django's own
         client = cache._cache.get_client(write=True)
-    return client if isinstance(client, (Redis, RedisCluster)) else None
+    return client if isinstance(client, (Redis, RedisCluster, AsyncRedisCluster)) else None
 
 
 def connection_names() -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .clusters import Cluster
-from .counts import command_counts, counting, monitoring
+from .clusters import Cluster, OneNode
+from .counts import command_counts, counting, monitoring, servers_of
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .interruptions import Interrupted, TimeLimit, interruptions
 from .locks import (
@@ -29,6 +29,7 @@ __all__ = [
     "Cluster",
     "Config",
     "Interrupted",
+    "OneNode",
     "PostgresServer",
     "Proxy",
     "PythonProcess",
@@ -55,6 +56,7 @@ __all__ = [
     "queued",
     "running_sentinel",
     "say",
+    "servers_of",
     "sqlite_file",
     "until",
     "using_databases",

@@ -12,6 +12,20 @@ from .waiting import wait_until
 SLOTS = 16384
 
 
+class OneNode(RedisServer):
+    """A Cluster of one node, which can do what a server can."""
+
+    def __init__(self, **options: str) -> None:
+        super().__init__(cluster_enabled="yes", cluster_port=str(free_port()), **options)
+
+    def _start(self, port: int) -> None:
+        super()._start(port)
+        with redis.Redis(unix_socket_path=str(self.unix_socket)) as client:
+            if client.execute_command("CLUSTER INFO")["cluster_slots_assigned"] == "0":
+                client.execute_command("CLUSTER ADDSLOTSRANGE", 0, SLOTS - 1)
+            wait_until(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+
+
 class Cluster:
     """The nodes of a real Cluster: so many primaries, each with so many replicas. Use it in a with statement.
 

@@ -19,7 +19,7 @@ from redis.exceptions import (
 from ...exceptions import LockBackendError
 from .. import events
 from ..clock import monotonic
-from .effects import Operation, Pipeline, ScriptBatch, ScriptCall, Sleep, Subscribe
+from .effects import At, Operation, Pipeline, ScriptBatch, ScriptCall, Sleep, Subscribe
 
 RETRY_FOR = 5.0
 retry_for: float | None = None
@@ -36,7 +36,7 @@ class Patient(Protocol):
 
 def with_retries(
     name: str,
-    effect: ScriptCall | ScriptBatch | Pipeline | Subscribe,
+    effect: ScriptCall | ScriptBatch | Pipeline | Subscribe | At,
     until: float,
     patient: Patient | None = None,
     level: int | None = None,
@@ -108,7 +108,7 @@ def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient:
 
 
 def _backend_error(
-    name: str, error: RedisError, effect: ScriptCall | ScriptBatch | Pipeline | Subscribe, level: int | None
+    name: str, error: RedisError, effect: ScriptCall | ScriptBatch | Pipeline | Subscribe | At, level: int | None
 ) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
     if isinstance(effect, ScriptCall) and "WRONGTYPE" in cause:  # another program wrote one of them
@@ -117,6 +117,6 @@ def _backend_error(
         cause += "; the server is one node of a Cluster: use a redis.RedisCluster, or a URL redis+cluster://host:port"
     failure = LockBackendError(name, cause, refused=isinstance(error, ResponseError))
     # Commands are about values, not about locks; and after CROSSSLOT the caller tries other keys.
-    if not isinstance(effect, Pipeline) and not isinstance(error, ClusterCrossSlotError):
+    if not isinstance(effect, (Pipeline, At)) and not isinstance(error, ClusterCrossSlotError):
         events.emit("backend_error", "%s", failure, name=name, cause=cause, level=level)
     return failure

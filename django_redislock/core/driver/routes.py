@@ -86,18 +86,34 @@ def _route_again(table: SlotTable, call: ScriptCall, patience: float | None) -> 
 
 
 def route_commands(table: SlotTable, pipeline: Pipeline) -> Operation[list[Any]]:
-    """Carry out plain commands, each at the node of its first key."""
-    by_slot: dict[int, list[int]] = {}
-    for number, command in enumerate(pipeline.commands):
-        by_slot.setdefault(slot_of(command[1]), []).append(number)
-    if len(by_slot) == 1:
+    """Carry out plain commands, each at the node of its first key, those to one node at once."""
+    commands = pipeline.commands
+    slots = [slot_of(command[1]) for command in commands]
+    if len(set(slots)) == 1:
         return (yield from route(table, pipeline))  # type: ignore[no-any-return]
-    replies: list[Any] = [None] * len(pipeline.commands)
-    for numbers in by_slot.values():
-        part = yield from route(table, Pipeline(tuple(pipeline.commands[number] for number in numbers)))
-        for number, reply in zip(numbers, part, strict=True):
-            replies[number] = reply
-    return replies
+    by_node: dict[Node, list[int]] = {}
+    for number, slot in enumerate(slots):
+        node = table.known_owner(slot) or (yield from table.find_owner(slot))
+        by_node.setdefault(node, []).append(number)
+    parts = tuple(At(node, Pipeline(tuple(commands[each] for each in numbers))) for node, numbers in by_node.items())
+    results = yield AtEach(parts)
+    replies: list[Any] = [None] * len(commands)
+    result: Any = None
+    try:
+        for (node, numbers), result in zip(by_node.items(), results, strict=True):
+            if isinstance(result, (AskError, TryAgainError, ClusterDownError)):
+                result = []
+                for number in numbers:
+                    result += yield from route(table, Pipeline((commands[number],)))
+            elif isinstance(result, RedisError):
+                if isinstance(result, (ConnectionError, TimeoutError)):
+                    yield from table.note_failure(node, None)
+                raise result
+            for number, reply in zip(numbers, result, strict=True):
+                replies[number] = reply
+        return replies
+    finally:
+        del result, results  # an error refers to this frame
 
 
 def _first_key(call: ScriptCall | Pipeline) -> bytes:
