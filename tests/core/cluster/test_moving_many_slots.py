@@ -50,8 +50,12 @@ def test_no_lock_is_lost_and_each_waiter_follows_within_a_second(make_lock, clus
     names: dict[int, list[str]] = {}
     for name in (*CONTENDED, *RENEWED):
         names.setdefault(key_slot(lock_keys("redislock", name).lock), []).append(name)
+    owners = {slot: cluster.owner_of(slot) for slot in names}
+    # To one node: two that import slots in turn, faster than they hear of each other, may name each other for ever.
+    to = min(cluster.nodes, key=list(owners.values()).count)
     for slot, its_names in names.items():
-        cluster.move(slot, cluster.nodes[0 if cluster.owner_of(slot) is cluster.nodes[1] else 1])
+        if owners[slot] is not to:
+            cluster.move(slot, to)
         for name in set(its_names) & set(CONTENDED):
             released[name] = time.monotonic()
             holders[CONTENDED.index(name)].release()
@@ -61,7 +65,9 @@ def test_no_lock_is_lost_and_each_waiter_follows_within_a_second(make_lock, clus
     assert len(gaps) == len(CONTENDED) * WAITERS
     assert [lock.name for lock in locks if lock.lost] == []
     assert all(lock.locked() for lock in locks)
-    print(f"{len(names)} slots moved; longest hand-over {max(gaps):.3f} s, {sum(gap > 0.1 for gap in gaps)} over 0.1 s")
+    print(
+        f"{sum(owner is not to for owner in owners.values())} slots moved; longest hand-over {max(gaps):.3f} s, {sum(gap > 0.1 for gap in gaps)} over 0.1 s"
+    )
     assert max(gaps) < 1 + BUSY
     for lock in locks:
         lock.release()
