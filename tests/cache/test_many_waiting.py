@@ -102,6 +102,7 @@ class Held:
         return compute
 
 
+@pytest.mark.one_server("on a Cluster each node takes round trips of its own")
 @pytest.mark.parametrize("count", [10, 100])
 def test_however_many_another_process_computes_they_are_asked_for_twice_and_waited_for_at_once(
     cache, elsewhere, many, client, monkeypatch, count

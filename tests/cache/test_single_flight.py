@@ -178,6 +178,7 @@ def test_a_circle_of_three(cache, pool):
     assert [value[0] for value in values] == ["a", "b", "c"]
 
 
+@pytest.mark.one_server("a Cluster has one database")
 @pytest.mark.parametrize("kind", ["threads", "tasks"])
 def test_a_circle_over_two_databases(server, backend, pool, kind):
     here, there = cache_at(server.url, backend), cache_at(server.url_of_db(9), backend)
