@@ -20,6 +20,7 @@ from .core.driver.place import place_of
 from .core.driver.registry import close_unused, server_of
 from .core.driver.server import Server
 from .core.null_server import NULL_SERVER
+from .server_url import client_from_url
 
 _servers: tuple[conf.Settings | None, dict[str | None, Server]] = (None, {})
 """The settings in force, and the servers that were looked up under them; by None the server that the settings name."""
@@ -143,7 +144,7 @@ URL = "url"
 @lru_cache(maxsize=8)
 def _client_of_url(url: str) -> Redis:
     try:
-        return Redis.from_url(url)
+        return client_from_url(url)
     except ValueError as error:
         raise ImproperlyConfigured(f"{conf.NAME}['URL'] is not a Redis URL: {error}") from error
 

@@ -113,6 +113,11 @@ def close_at_once(connection: Any) -> None:
     connection._close()
 
 
+def forced_host(manager: Any) -> str | None:
+    """Return the host that takes the place of the one that Sentinels name, if their client was given one."""
+    return getattr(manager, "_force_master_ip", None)
+
+
 def parse_error(line: str) -> RedisError:
     """Return the exception for an error reply, by its first word."""
     return BaseParser.parse_error(line)  # type: ignore[no-untyped-call,no-any-return]
