@@ -15,6 +15,7 @@ from ..exceptions import AlreadyAcquired, LockBackendError
 from . import events, scripts
 from .clock import monotonic
 from .driver.effects import Operation, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
+from .driver.replicated import unconfirmed_grant
 from .driver.retry import with_retries
 from .driver.script import Script
 from .keys import LockKeys, held_keys, milliseconds, witness_key
@@ -107,7 +108,12 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
             # Prepared now, so that nothing is built between the wake-up and the next try.
             call = request.call(waiter.channel, True, ticket)
             yield wait_effect(waiter, until, left_ms, bool(first))
-    except (LockBackendError, GeneratorExit):
+    except LockBackendError as error:
+        unconfirmed = unconfirmed_grant(error)
+        if unconfirmed > 0 or not request.given_id:
+            lease.fence = abs(unconfirmed)  # so that the caller gives the lock back
+        raise
+    except GeneratorExit:
         raise
     except BaseException:
         # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up.

@@ -12,6 +12,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from .fork import after_in_child
 from .identity import identity
+from .replicated import ReplicatedServer
 from .server import Server
 
 _by_pool: weakref.WeakKeyDictionary[Any, Server] = weakref.WeakKeyDictionary()
@@ -45,9 +46,16 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
     return server
 
 
+def replicated(server: Server, min_replicas: int) -> Server:
+    """Return the server as locks see it that so many of its replicas must confirm; with 0 the server itself."""
+    if not min_replicas or server.connection_class is None:  # the null server
+        return server
+    return _shared(ReplicatedServer(server, min_replicas))
+
+
 def _shared(server: Server) -> Server:
     """Return the known server with the same settings, or this one. Takes no lock: a destructor may come in."""
-    key = server.connection_class, server.limit, identity(server.settings)
+    key = server.connection_class, server.limit, identity(server.settings), server.min_replicas
 
     def forget(gone: ref[Server]) -> None:
         if _by_settings.get(key) is gone:
