@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from django_redislock.core import AsyncLock, Lock
-from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.registry import close_unused, server_of
 from django_redislock.core.driver.sentinels import ASK_FOR
 from django_redislock.exceptions import LockBackendError
 from django_redislock.server_url import client_from_url
@@ -88,6 +88,7 @@ def client(deployment):
     with client_from_url(deployment.url) as client:
         client.flushdb()
         yield client
+        close_unused()
 
 
 def replicated(deployment):
