@@ -76,7 +76,8 @@ Flag = Annotated[bool, Kind("True or False", validation.check_flag)]
 Text = Annotated[str, Kind("a non-empty string", validation.check_name)]
 URL_WORDS = (
     "a URL that begins with redis://, rediss:// or unix://, or names Sentinels and their service: "
-    "redis+sentinel://host:26379,host:26379/service/0 (rediss+sentinel:// for TLS)"
+    "redis+sentinel://host:26379,host:26379/service/0, or nodes of a Cluster: redis+cluster://host:6379,host:6379 "
+    "(rediss+sentinel:// and rediss+cluster:// for TLS)"
 )
 Url = Annotated[str, Kind(URL_WORDS, _check_url)]
 Prefix = Annotated[str, Kind("a non-empty string without braces", validation.check_prefix)]

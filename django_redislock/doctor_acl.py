@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 
 from django.core.cache import caches
-from redis import Redis
 
 from . import conf
-from .core.driver.connection_kinds import settings_of
+from .core.driver.cluster import Cluster
+from .core.driver.registry import Client, server_of
 
 LOCKS = (
     "+eval +evalsha +subscribe +ping +select +publish +pubsub|numsub +time +get +set +del +exists +pttl +pexpire +mget "
@@ -21,10 +21,10 @@ CACHE = (
 LISTS = "+zscan +zcount +hgetall +hmget"
 
 
-def least_rights(alias: str, client: Redis) -> Iterator[str]:
+def least_rights(alias: str, client: Client) -> Iterator[str]:
     """Yield the lines for this connection: the rights of locks, then those of each further feature."""
-    settings = conf.get()
-    user = f"ACL SETUSER {settings_of(client.connection_pool).get('username') or 'default'}"
+    settings, server = conf.get(), server_of(client)
+    user = f"ACL SETUSER {server.settings.get('username') or 'default'}"
     prefix = _literal(settings.key_prefix)
     yield f"{user} resetchannels ~{{{prefix}:* &redislock:wake:* {LOCKS}"
     keys = _cache_keys(alias)
@@ -32,6 +32,8 @@ def least_rights(alias: str, client: Redis) -> Iterator[str]:
         yield f"{user} ~{keys} ~{{{prefix}}}:waits {CACHE}"
     yield f"{user} {LISTS}"
     yield f"{user} +info"
+    if isinstance(server, Cluster):
+        yield f"{user} +cluster|slots"
     if settings.min_replicas:
         yield f"{user} +wait"
 

@@ -11,7 +11,7 @@ from django.core.cache import caches
 from django_redislock import alock, conf, lock
 from django_redislock.celery.options import complete
 from django_redislock.connections import get_client
-from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.registry import close_unused, server_of
 from django_redislock.doctor import inspect
 from django_redislock.exceptions import LockBackendError
 from tests.support import RedisServer, key_of, wait_until
@@ -22,6 +22,8 @@ def _one_replica_must_confirm(settings, redis_url):
     cache = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": redis_url}
     settings.CACHES = {"default": cache}
     settings.DJANGO_REDISLOCK = {"MIN_REPLICAS": 1}
+    yield
+    close_unused()
 
 
 def test_the_server_without_replicas_grants_no_lock(client):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .counts import command_counts, counting, monitoring
+from .clusters import Cluster, OneNode
+from .counts import command_counts, counting, monitoring, servers_of
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .failovers import Deployment
 from .interruptions import Interrupted, TimeLimit, interruptions
@@ -26,9 +27,11 @@ from .waiting import BUSY, lived, until, wait_until, within
 
 __all__ = [
     "BUSY",
+    "Cluster",
     "Config",
     "Deployment",
     "Interrupted",
+    "OneNode",
     "PostgresServer",
     "Proxy",
     "PythonProcess",
@@ -56,6 +59,7 @@ __all__ = [
     "running_sentinel",
     "running_sentinels",
     "say",
+    "servers_of",
     "sqlite_file",
     "until",
     "using_databases",

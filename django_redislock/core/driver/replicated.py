@@ -69,16 +69,22 @@ class ReplicatedServer(Server):
         """Send nothing ahead that replicas must confirm."""
         return None if call.script.granted else super().send_ahead(call)
 
-    def renew(self, call: ScriptCall | ScriptBatch, patience: float) -> Any:
-        """Do what `Server.renew` does; raises TooFewReplicas too."""
-        if isinstance(call, ScriptBatch) or call.script.granted is None:
+    def renew(self, call: Any, patience: float) -> Any:
+        """Do what `Server.renew` does; raises TooFewReplicas, too, or returns it in place of a reply of a batch."""
+        batch = isinstance(call, ScriptBatch)
+        calls = call.calls if batch else (call,)
+        if calls[0].script.granted is None:
             return super().renew(call, patience)
         seconds = _seconds(min(patience, self.timeout))
         wait = Wait(self.min_replicas, seconds)
-        replies = super().renew(ScriptBatch((call, wait)), patience)
-        if isinstance(replies[0], NoScriptError):
-            replies = super().renew(ScriptBatch((call.with_text(), wait)), patience)
-        return _checked(call, replies, self.min_replicas, seconds)
+        *replies, confirmations = super().renew(ScriptBatch((*calls, wait)), patience)
+        if not batch and isinstance(replies[0], NoScriptError):
+            *replies, confirmations = super().renew(ScriptBatch((call.with_text(), wait)), patience)
+        judged = [_judged(calls[0], reply, confirmations, self.min_replicas, seconds) for reply in replies]
+        try:
+            return judged if batch else _raised(judged[0])
+        finally:
+            del replies, judged  # an error that is raised refers to this frame
 
 
 class AsyncReplicatedServer(AsyncServer):
@@ -132,8 +138,8 @@ def confirmed(operation: Operation[T], min_replicas: int, timeout: float) -> Ope
                     effect = proceed(result)
                     proceed = operation.send
                     if isinstance(effect, ScriptCall) and effect.script.granted is not None:
-                        replies = yield ScriptBatch((effect, Wait(min_replicas, seconds)))
-                        result = _checked(effect, replies, min_replicas, seconds)
+                        result = yield ScriptBatch((effect, Wait(min_replicas, seconds)))
+                        result = _raised(_judged(effect, result[0], result[1], min_replicas, seconds))
                     else:
                         result = yield effect
             except StopIteration as stop:
@@ -150,14 +156,17 @@ def _seconds(timeout: float) -> float:
     return min(CONFIRM_WITHIN, timeout / 2)
 
 
-def _checked(call: ScriptCall, replies: list[Any], min_replicas: int, seconds: float) -> Any:
-    """Return the reply to the call. Raises the error in its place, and TooFewReplicas."""
-    reply, confirmations = replies
+def _judged(call: ScriptCall, reply: Any, confirmations: Any, min_replicas: int, seconds: float) -> Any:
+    """Return the reply to the call, or the error in its place, which may be TooFewReplicas."""
+    if isinstance(reply, BaseException) or call.script.granted is None or not call.script.granted(reply):
+        return reply
+    if isinstance(confirmations, BaseException):
+        return confirmations
+    return reply if confirmations >= min_replicas else TooFewReplicas(confirmations, min_replicas, seconds, reply)
+
+
+def _raised(reply: Any) -> Any:
+    """Return the reply; raise an error."""
     if isinstance(reply, BaseException):
         raise reply
-    if call.script.granted is not None and call.script.granted(reply):
-        if isinstance(confirmations, BaseException):
-            raise confirmations
-        if confirmations < min_replicas:
-            raise TooFewReplicas(confirmations, min_replicas, seconds, reply)
     return reply

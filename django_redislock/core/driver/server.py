@@ -64,6 +64,8 @@ class Server:
     """Whether the housekeeper will close its idle connections."""
     min_replicas = 0
     """How many replicas must confirm a lock; a `ReplicatedServer` has another number."""
+    splits = False
+    """Whether it runs a script for one slot only, so that calls about many locks are split by slot."""
     watchdog: Any
     """The watchdog of the locks held there; the first such lock sets it, and the driver does not use it."""
     view_kind: ClassVar[type[Any] | None] = None
@@ -199,8 +201,8 @@ class Server:
         """
         return min(self.room.close_idle(before), self.pool.close_idle(before, keep))
 
-    def renew(self, call: ScriptCall | ScriptBatch, patience: float) -> Any:
-        """Run a renewal and wait for its reply for so many seconds, but never for a connection that others use.
+    def renew(self, call: Any, patience: float) -> Any:
+        """Run a renewal, or several ones, and wait for its reply for so many seconds, but never for a connection that others use.
 
         It is no effect, so a script that the server does not know is sent with its text here.
         """
@@ -211,7 +213,7 @@ class Server:
             try:
                 return connection.execute(call)
             except NoScriptError:
-                return connection.execute(call.with_text())  # type: ignore[union-attr]  # in a batch it is a reply
+                return connection.execute(call.with_text())
         except ConnectionError as error:
             self._note_broken(error)
             raise
