@@ -196,7 +196,8 @@ CHECKS = (
 
 
 def check_servers(**kwargs: object) -> list[CheckMessage]:
-    """Check the server of each connection: reachable, its version, eviction, persistence, round trip and clock."""
+    """Check the server of each connection: reachable, its version, eviction, persistence, replicas, round
+    trip and clock."""
     try:
         found, _ = clients()
     except ImproperlyConfigured:  # the checks of the settings report it
@@ -215,6 +216,8 @@ _OF_SERVERS: dict[str, tuple[Callable[..., CheckMessage], str]] = {
     "version": (Error, "redislock.E006"),
     "eviction": (Warning, "redislock.W004"),
     "persistence": (Info, "redislock.I001"),
+    "min_replicas": (Error, "redislock.E008"),
+    "replicas": (Warning, "redislock.W006"),
     "cluster": (Error, "redislock.E009"),
     "round trip": (Info, "redislock.I002"),
     "clock": (Info, "redislock.I003"),

@@ -75,14 +75,16 @@ def _one_of(*choices: str, callables: bool = False) -> Kind:
 Flag = Annotated[bool, Kind("True or False", validation.check_flag)]
 Text = Annotated[str, Kind("a non-empty string", validation.check_name)]
 URL_WORDS = (
-    "a URL that begins with redis://, rediss:// or unix://, or names nodes of a Cluster: "
-    "redis+cluster://host:6379,host:6379 (rediss+cluster:// for TLS)"
+    "a URL that begins with redis://, rediss:// or unix://, or names Sentinels and their service: "
+    "redis+sentinel://host:26379,host:26379/service/0, or nodes of a Cluster: redis+cluster://host:6379,host:6379 "
+    "(rediss+sentinel:// and rediss+cluster:// for TLS)"
 )
 Url = Annotated[str, Kind(URL_WORDS, _check_url)]
 Prefix = Annotated[str, Kind("a non-empty string without braces", validation.check_prefix)]
 Expiry = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a timedelta", validation.check_expire)]
 Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _check_wait)]
 Retry = Annotated[float, Kind("a number of seconds from 0 to 60 or a timedelta", _check_retry)]
+Replicas = Annotated[int, Kind("a number of replicas from 0 to 100", validation.check_replicas)]
 OnWaitTimeout = Annotated[str, _one_of("compute", "raise", "stale")]
 OnError = Annotated[str, _one_of("raise", "stale")]
 Share = Annotated[float, Kind("a number from 0 to 1", validation.check_share)]
@@ -142,6 +144,7 @@ class Settings:
     max_hold: Expiry | None = None
     timeout: Wait | None = None
     retry_for: Retry | None = None
+    min_replicas: Replicas = 0
     enabled: Flag = True
     cache: CacheSettings = field(default_factory=CacheSettings)
     celery: CelerySettings = field(default_factory=CelerySettings)

@@ -12,6 +12,7 @@ from redis.exceptions import NoPermissionError, RedisError
 from . import conf
 from .core.clock import monotonic
 from .core.driver.cluster import Cluster
+from .core.driver.retry import TRUST, UNTRUSTED
 from .core.driver.server import Server
 from .core.driver.slot_table import Node
 
@@ -107,6 +108,7 @@ def _inspect_server(server: Server) -> Iterator[Finding]:
             yield Finding("connection", "advice", f"It answers, but: {sentence_of(error)}", "Let the user run PING.")
         except (RedisError, OSError) as error:
             advice = "Start it, or correct the address, the password or the firewall between it and this machine."
+            advice = TRUST if UNTRUSTED in str(error) else advice
             yield Finding("connection", "problem", f"It cannot be reached: {sentence_of(error)}", advice)
             return
         for check, section, judge in INFO_CHECKS:
@@ -160,10 +162,27 @@ def _persistence(info: dict[str, str]) -> Finding:
     return Finding("persistence", "advice", "The append-only file is off.", advice)
 
 
+def _replicas(info: dict[str, str]) -> Finding:
+    check, wanted = "replicas", conf.get().min_replicas
+    connected = int(info.get("connected_slaves", 0))
+    message = f"It has {connected or 'no'} connected replica{'' if connected == 1 else 's'}."
+    if connected < wanted:
+        advice = f"Connect more replicas, or lower {conf.NAME}['MIN_REPLICAS'] ({wanted}): no lock can be acquired now."
+        return Finding("min_replicas", "problem", message, advice)
+    if not connected or "min_slaves_good_slaves" in info:  # which it tells only with min-replicas-to-write
+        return Finding(check, "ok", message)
+    advice = (
+        "Set min-replicas-to-write to 1 and min-replicas-max-lag to 2: a primary that is cut off, or that a failover "
+        "has replaced, goes on confirming locks without it, and each gets a second holder."
+    )
+    return Finding(check, "advice", f"{message[:-1]}, and min-replicas-to-write is 0.", advice)
+
+
 INFO_CHECKS = (
     ("version", "server", _version),
     ("eviction", "memory", _eviction),
     ("persistence", "persistence", _persistence),
+    ("replicas", "replication", _replicas),
 )
 
 

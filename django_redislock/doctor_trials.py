@@ -56,7 +56,7 @@ def _try_lock(server: Server) -> Iterator[Finding]:
                     )
                 )
         except Exception as error:
-            waited.append(_failed("wait", error, prefix))
+            waited.append(_failed("wait", error))
 
     step = "acquire"
     waiter = threading.Thread(target=wait, name="redislock-doctor", daemon=True)
@@ -76,10 +76,10 @@ def _try_lock(server: Server) -> Iterator[Finding]:
         first.release()
         yield Finding(step, "ok", "It was released.")
     except LockError as error:
-        yield _failed(step, error, prefix)
+        yield _failed(step, error)
     if waiter.ident is not None:
         waiter.join(2 * TRIAL_TIMEOUT)
-        yield from waited or [_failed("wait", TimeoutError("the waiting thread did not end"), prefix)]
+        yield from waited or [_failed("wait", TimeoutError("the waiting thread did not end"))]
 
 
 def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
@@ -92,14 +92,10 @@ def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
         time.sleep(0.005)
 
 
-def _failed(step: str, error: Exception, prefix: str, keys: str = "") -> Finding:
+def _failed(step: str, error: Exception) -> Finding:
     if "NOPERM" in str(error) or "ermission" in str(error):
         step = f"permissions ({step})"
-        advice = (
-            f"Give the user of Redis {keys}the keys and the commands: "
-            f"~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
-            "+@connection +time."
-        )
+        advice = "Give the user of Redis the rights that 'manage.py redislock doctor --acl' prints."
     elif "MovedError" in str(error):
         advice = "Use a redis.RedisCluster, or a URL that begins with redis+cluster://."
     else:
@@ -124,7 +120,7 @@ def _try_two_locks(server: Server) -> Iterator[Finding]:
                 )
                 yield Finding(check, "problem", "Two locks were held at once, and one of them was lost.", advice)
     except (LockError, RedisError) as error:
-        yield _failed(check, error, prefix)
+        yield _failed(check, error)
 
 
 def diagnose_cache(alias: str) -> Finding | None:
@@ -140,7 +136,7 @@ def diagnose_cache(alias: str) -> Finding | None:
         values = [cache.get_or_set(key, lambda: "computed", 60), cache.get(key)]
         gone = cache.delete(key)
     except Exception as error:  # any error that the cache raises is the finding
-        return _failed(check, error, conf.get().key_prefix, keys="the keys of the cache, ")
+        return _failed(check, error)
     if values == ["computed", "computed"] and gone:
         return Finding(check, "ok", "A value was computed, read and deleted.")
     advice = "Check whether the alias ignores exceptions (IGNORE_EXCEPTIONS), and whether the server evicts keys."

@@ -158,6 +158,7 @@ class LocksMixin(RedisBackend):
             label=label,
             on_lost=on_lost,
             prefix=settings.key_prefix,
+            min_replicas=settings.min_replicas,
         )
         lock._wait = wait_as_redis(blocking, blocking_timeout)
         lock._any_thread = not thread_local
@@ -177,6 +178,7 @@ class LocksMixin(RedisBackend):
                 auto_renewal=settings.auto_renewal,
                 max_hold=settings.max_hold,
                 prefix=settings.key_prefix,
+                min_replicas=settings.min_replicas,
             )
         self._plain = settings, plain
         return plain

@@ -16,6 +16,7 @@ from . import events, scripts
 from .clock import monotonic
 from .driver.by_slot import Missing, by_slot
 from .driver.effects import Operation, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
+from .driver.replicated import unconfirmed_grant
 from .driver.retry import with_retries
 from .driver.script import Script
 from .driver.server import Server
@@ -109,7 +110,12 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
             # Prepared now, so that nothing is built between the wake-up and the next try.
             call = request.call(waiter.channel, True, ticket)
             yield wait_effect(waiter, until, left_ms, bool(first))
-    except (LockBackendError, GeneratorExit):
+    except LockBackendError as error:
+        unconfirmed = unconfirmed_grant(error)
+        if unconfirmed > 0 or not request.given_id:
+            lease.fence = abs(unconfirmed)  # so that the caller gives the lock back
+        raise
+    except GeneratorExit:
         raise
     except BaseException:
         # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up.

@@ -113,6 +113,11 @@ def close_at_once(connection: Any) -> None:
     connection._close()
 
 
+def forced_host(manager: Any) -> str | None:
+    """Return the host that takes the place of the one that Sentinels name, if their client was given one."""
+    return getattr(manager, "_force_master_ip", None)
+
+
 def nodes_of(client: Any) -> tuple[type, dict[str, Any], list[tuple[str, int]], Any]:
     """Return how the client of a Cluster connects to nodes: the class and the settings of connections for threads, the
     addresses of the nodes that it knows, and its function `address_remap` or None.

@@ -14,6 +14,7 @@ from . import async_cluster
 from .cluster import Cluster
 from .fork import after_in_child
 from .identity import identity
+from .replicated import ReplicatedServer
 from .server import Server
 
 Cluster.view_kind = async_cluster.AsyncCluster
@@ -53,6 +54,15 @@ def server_of(client: Client | Server) -> Server:
     return server
 
 
+def replicated(server: Server, min_replicas: int) -> Server:
+    """Return the server as locks see it that so many of its replicas must confirm; with 0 the server itself."""
+    if not min_replicas or server.connection_class is None:  # the null server
+        return server
+    if isinstance(server, Cluster):
+        raise TypeError("min_replicas is for one server with replicas: set it to 0 (MIN_REPLICAS) for a Cluster")
+    return _shared(ReplicatedServer(server, min_replicas))
+
+
 def _cluster_of(client: RedisCluster | AsyncRedisCluster) -> Server:
     try:
         return _by_pool[client]
@@ -64,7 +74,7 @@ def _cluster_of(client: RedisCluster | AsyncRedisCluster) -> Server:
 
 def _shared(server: Server, *more: Any) -> Server:
     """Return the known server with the same settings, or this one. Takes no lock: a destructor may come in."""
-    key = server.connection_class, server.limit, identity(server.settings), *more
+    key = server.connection_class, server.limit, identity(server.settings), server.min_replicas, *more
 
     def forget(gone: ref[Server]) -> None:
         if _by_settings.get(key) is gone:

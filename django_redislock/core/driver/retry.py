@@ -24,6 +24,9 @@ from .effects import At, Operation, Pipeline, ScriptBatch, ScriptCall, Sleep, Su
 RETRY_FOR = 5.0
 retry_for: float | None = None
 """Seconds for which calls to any unreachable server are repeated, from the settings; None: by the server's kind."""
+UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
+"""A part of the error that redis-py raises for a certificate; another try would fail in the same way."""
+TRUST = "Give the CA that signed the server's certificate as ssl_ca_certs, and connect by a name in the certificate."
 _backoff = FullJitterBackoff(cap=0.5, base=0.01)
 
 
@@ -64,6 +67,7 @@ def with_retries(
                 give_up = min(until, sent + patience)
             pause = _backoff.compute(tries) if tries else 0.0
             broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
+            broken = broken and UNTRUSTED not in str(error)
             if not broken or (tries and monotonic() + pause >= give_up):
                 raise _backend_error(name, error, effect, level) from error
         tries += 1
@@ -111,6 +115,8 @@ def _backend_error(
     name: str, error: RedisError, effect: ScriptCall | ScriptBatch | Pipeline | Subscribe | At, level: int | None
 ) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
+    if UNTRUSTED in cause:
+        cause += f" {TRUST}"
     if isinstance(effect, ScriptCall) and "WRONGTYPE" in cause:  # another program wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
     if isinstance(error, AskError):  # or MovedError, by a client of one server

@@ -17,6 +17,7 @@ from ... import conf
 from ...connections import clients, connection_names, get_client
 from ...core.driver.registry import server_of
 from ...doctor import Finding
+from ...doctor_acl import least_rights
 from ...doctor_trials import diagnose, diagnose_cache
 from ...inventory import HeldLockRow, Listing, read
 from ...models import HeldLock
@@ -84,7 +85,12 @@ class Command(BaseCommand):
         )
         watch.add_argument("--once", action="store_true", help="read once")
 
-        actions.add_parser("doctor", parents=[common, form], help="diagnose the connections, with a trial lock on each")
+        doctor = actions.add_parser(
+            "doctor", parents=[common, form], help="diagnose the connections, with a trial lock on each"
+        )
+        doctor.add_argument(
+            "--acl", action="store_true", help="only print the least rights of the users of Redis, as ACL SETUSER lines"
+        )
         add_parser(actions, [common])
 
     @no_translations
@@ -181,6 +187,10 @@ class Command(BaseCommand):
     def _doctor(self, options: dict[str, Any]) -> None:
         found, failed = clients(options["connection"])
         advice = f"Correct CACHES or {conf.NAME}; 'manage.py check' gives details."
+        if options["acl"]:
+            for alias, client in found.items():
+                self.stdout.write("\n".join(least_rights(alias, client)))
+            return
         findings = [(name, Finding("settings", "problem", why, advice)) for name, why in failed.items()]
         dead = set()
         for connection, client in found.items():
