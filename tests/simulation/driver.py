@@ -37,6 +37,10 @@ class Violation(AssertionError):
     """What must never be seen, with the history that led to it."""
 
 
+class Killed(BaseException):
+    """What ends the generators of a killed process. Not GeneratorExit, after which Python lets them do no more effects."""
+
+
 class SimulatedWaiter(Waiter):
     """One thread that waits for one lock."""
 
@@ -289,10 +293,9 @@ class Thread:
         before, world.running = world.running, self
         try:
             for program in reversed(self.programs):
-                for each in (*_interleaved(program), program):
-                    with suppress(GeneratorExit, StopIteration, RuntimeError, LockError, AssertionError):
-                        while True:  # it may want to leave the room first
-                            each.throw(GeneratorExit())
+                with suppress(Killed, StopIteration, LockError, AssertionError):
+                    while True:  # it may want to leave the room first
+                        program.throw(Killed())
         finally:
             self.ended = True
             world.running = before
@@ -325,17 +328,6 @@ class Thread:
         future.add_done_callback(lambda _: process.soon(0, finish))
         if effect.until < math.inf:
             process.soon(max(0.0, effect.until - process.clock()), finish)
-
-
-def _interleaved(program: Any) -> list[Any]:
-    """Return the operations that run side by side inside this one."""
-    found: list[Any] = []
-    while program is not None:
-        frame = program.gi_frame
-        if frame is not None and frame.f_code.co_name == "interleave":
-            found += [inner for each in frame.f_locals["operations"] for inner in (*_interleaved(each), each)]
-        program = program.gi_yieldfrom
-    return found
 
 
 PERFORM: dict[type, Callable[[Thread, Any], None]] = {

@@ -179,6 +179,8 @@ class LockHistory(History):
             try:
                 yield from lock._extend(thread, lease.expire * step.extend)
                 world.tell(thread, f"extended by {lease.expire} s")
+                promised = thread.process.watchdog.promised
+                promised[lease] = max(promised[lease], lease.deadline)
             except LockError as error:
                 world.tell(thread, f"extend raised {error}")
         self._see_loss(thread, belief)
@@ -302,6 +304,8 @@ class LockHistory(History):
                 continue
             self._see_overlap(thread, belief)
             self._see_loss(thread, belief)
+            if lease.deadline < process.watchdog.promised[lease] - 0.001 and not belief.shortened:
+                self.fail(f"{thread} believes less than the answers of the server allow")
             if not lease._losses and process.troubled < world.time:
                 if process.clock() > lease.deadline + LOOK:
                     self.fail(f"{thread} was not told that its lock has ended")

@@ -80,24 +80,28 @@ class CeleryHistory(Worker):
                 yield Sleep(step.pause)
 
     def publish(self, thread: Thread, message: Message) -> Generator[Any, Any, None]:
+        self.publishing.append(message.key)
+        try:
+            yield from self._publish(thread, message)
+        finally:
+            self.publishing.remove(message.key)
+
+    def _publish(self, thread: Thread, message: Message) -> Generator[Any, Any, None]:
         world, step, known = self.world, message.publish, message.retry > 0
         message.epoch = world.epoch
         if self.scope != "run":
             lock = self.waiting_lock(thread, message)
             others: list[Any] = [other for other in self.messages if other.key == message.key and self._is_open(other)]
-            others += [key for key in self.publishing if key == message.key]
-            self.publishing.append(message.key)
+            others += [key for key in self.publishing if key == message.key][1:]
             try:
                 taken = yield from call(thread, lock.take, fresh=not known)
             except LockBackendError as error:
                 world.tell(thread, f"publishing {message} raised {error}")
                 yield from self._quietly(thread, lock)
                 return
-            finally:
-                self.publishing.remove(message.key)
             if not taken and not known:
                 world.tell(thread, f"{message} is a duplicate, and not published")
-                others += [key for key in self.publishing if key == message.key]
+                others += [key for key in self.publishing if key == message.key][1:]
                 others += [other for other in self.messages if other.key == message.key and self._is_open(other)]
                 if self.plan.calm and not others:
                     self.fail(f"{message} was not published, though no other message of its key waits or runs")
