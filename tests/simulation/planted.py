@@ -108,7 +108,6 @@ LOCK: dict[str, Planted] = {
         "local value = redis.call('PTTL', lock) > 150 and redis.call('GET', lock)",
     ),
     "the deadline is counted from the reply": lambda: attribute(lease.Lease, "renewed", _late_deadline),
-    "an answer that comes late shortens the belief": lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
     "a released lock is handed to nobody": lambda: script(
         R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock)\n  return 1"
     ),
@@ -116,7 +115,9 @@ LOCK: dict[str, Planted] = {
         R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock, queue)\n  return 1"
     ),
     "who comes last is served first": lambda: script(
-        R, "redis.call('ZPOPMIN', queue)[1]", "redis.call('ZREVPOP', queue)"
+        R,
+        "redis.call('ZPOPMIN', queue)[1]",
+        "redis.call('ZRANGE', queue, -1, -1)[1]\n    redis.call('ZREM', queue, first or '')",
     ),
     "a newcomer overtakes those who wait": lambda: script(
         A, "redis.call('EXISTS', queue) == 1 and hand_over", "false and hand_over"
@@ -133,9 +134,6 @@ LOCK: dict[str, Planted] = {
     "a reservation has no end": lambda: script(A, "return left, left <= 0 or", "return left, false and"),
     "a reservation is forgotten at its end": lambda: script(
         A, "ends .. '\\n' .. next_channel", "'0' .. '\\n' .. next_channel"
-    ),
-    "who is gone is handed the lock": lambda: script(
-        R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"
     ),
     "the lock's life is cut in half": lambda: script(
         A, "value, 'PX', expire_ms)", "value, 'PX', math.floor(expire_ms / 2))"
@@ -161,7 +159,6 @@ CACHE: dict[str, Planted] = {
     "an invalidation keeps the lease": lambda: script(INV, "hand_over(lock, queue, '')", ""),
     "a lease that ended stores all the same": lambda: script(S, "if not stands then", "if false then"),
     "a computed value is stored over a newer one": lambda: script(S, "'NX', unpack(expiry)", "unpack(expiry)"),
-    "a refreshed value is stored over a newer one": lambda: script(S, "== old_digest then", "~= '' then"),
     "a stored value wakes nobody": lambda: script(S, "redis.pcall('PUBLISH', channel, id .. message)", ""),
     "the error of a computation wakes nobody": lambda: script(
         S, "if #entries > 0 then", "if #entries > 0 and not failed then"
@@ -191,9 +188,6 @@ CELERY: dict[str, Planted] = {
     "the end of a late message is not confirmed": lambda: script(
         DONE, "redis.call('SET', marker, state, 'PX', expire_ms)", ""
     ),
-    "a copy is taken for the running execution": lambda: script(
-        START, "local is_copy = value and", "local is_copy = false and"
-    ),
     "an execution does not take over from its message": lambda: script(
         START, "if value and is_of(value, waiting_id) and", "if false and"
     ),
@@ -203,13 +197,11 @@ CELERY: dict[str, Planted] = {
     "a retry's lock is released": lambda: script(
         LEAVE, "if keep_id ~= '' then\n  redis.call('ZREM'", "if false then\n  redis.call('ZREM'"
     ),
-    "a refused message is not claimed": lambda: script(CLAIM, "redis.call('SET', marker", "redis.call('GET', marker"),
     "a refused message may run": lambda: script(
         CLAIM,
         "local reply = reply_for_copy(lock, redis.call('GET', lock), marker, copies, tonumber(version), claim)",
         "local reply",
     ),
-    "a copy that was published again runs, too": lambda: script(START, "if later and later > version or", "if"),
     "an execution does not release": lambda: script(LEAVE, "hand_over(lock, queue, id)", ""),
 }
 PLANTED: dict[str, tuple[str, Planted]] = {
@@ -219,5 +211,23 @@ PLANTED: dict[str, tuple[str, Planted]] = {
 }
 """The kind of histories that show each defect."""
 
-NOT_FOUND: dict[str, tuple[str, Planted]] = {}
+NOT_FOUND: dict[str, tuple[str, Planted]] = {
+    "an answer that comes late shortens the belief": (
+        "lock",
+        lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
+    ),
+    "who is gone is handed the lock": (
+        "lock",
+        lambda: script(R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"),
+    ),
+    "a refused message is not claimed": (
+        "celery",
+        lambda: script(CLAIM, "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)", ""),
+    ),
+    "a copy that was published again runs, too": (
+        "celery",
+        lambda: script(START, "if later and later > version or", "if"),
+    ),
+    "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
+}
 """What no oracle sees yet."""
