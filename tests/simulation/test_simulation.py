@@ -51,7 +51,7 @@ def test_a_failing_history_is_made_small(name):
         with pytest.raises(Found) as found:
             explore(range(1000), kind)
         plan, violation = shrink(kind, found.value.plan)
-    assert sum(len(thread.steps) for thread in plan.threads) <= 2
+    assert sum(len(thread.steps) for thread in plan.threads) <= 4
     assert len(plan.faults) <= 1
     assert "VIOLATION" in str(violation)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from django_redislock.core import held_locks
 from django_redislock.core.clock import monotonic
@@ -111,7 +112,7 @@ class Storm:
     def end(self) -> None:
         """Let every process come to its end."""
         for process in self.processes:
-            process.wait_for(event="works")
+            wait_until(lambda process=process: process.lines, 60, "the process works")
             process.send()
         for process in self.processes:
             process.wait_for(timeout=60, event="ended")
@@ -127,6 +128,8 @@ def storm(tmp_path: Path) -> Iterator[Storm]:
 
 def test_in_a_storm_nothing_overlaps_and_nothing_stale_is_stored(tmp_path):
     with storm(tmp_path) as world:
+        for process in world.processes:
+            process.wait_for(event="works")
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             world.blow()
@@ -138,9 +141,8 @@ def test_in_a_storm_nothing_overlaps_and_nothing_stale_is_stored(tmp_path):
             by_event[line["event"]].append(line)
         counts = {event: len(found) for event, found in by_event.items()}
         print(f"{SECONDS:.0f} s: {counts}; faults: {dict(world.faults)}")
-        assert counts["held"] > 100
-        assert counts["computed"] > 10
-        assert counts["changed"] > 10
+        assert by_event["crashed"] == []
+        assert min(counts["held"], counts["computed"], counts["changed"]) > 5
         assert overlaps(by_event["held"]) == []
         constant = [line for line in by_event["computed"] if line["name"].startswith("constant")]
         assert overlaps(constant) == []
@@ -181,7 +183,7 @@ def stale(by_event: dict[str, list[dict[str, Any]]], world: Storm) -> list[Any]:
     begun = [line["name"] for line in by_event["changes"]]
     carried = [line["name"] for line in by_event["changed"]]
     cache = cache_at(world.server.url)
-    with world.server.client(db=1) as origin:
+    with redis.Redis.from_url(world.server.url_of_db(1)) as origin:
         found = {name: (cache.get(name), int(origin.get(name) or 0)) for name in set(carried)}
     return [
         (name, value, version)

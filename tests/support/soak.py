@@ -38,8 +38,16 @@ def soak(url: str, direct_url: str, path: str, seed: int) -> None:
     """Work until a line comes."""
     ledger, over = Ledger(path), threading.Event()
     programs = [_locks, _locks, _values]
+
+    def run(program: Any, chance: random.Random) -> None:
+        try:
+            program(url, direct_url, ledger, chance, over)
+        except BaseException as error:
+            ledger.note(event="crashed", error=repr(error))
+            raise
+
     threads = [
-        threading.Thread(target=program, args=(url, direct_url, ledger, random.Random(seed * 8 + number), over))
+        threading.Thread(target=run, args=(program, random.Random(seed * 8 + number)))
         for number, program in enumerate(programs)
     ]
     for thread in threads:
@@ -83,7 +91,7 @@ def _locks(url: str, direct_url: str, ledger: Ledger, chance: random.Random, ove
 
 def _values(url: str, direct_url: str, ledger: Ledger, chance: random.Random, over: threading.Event) -> None:
     """Get values of which some change; note who computed, and which changes came to their end."""
-    cache = cache_at(url, OPTIONS={"LOCK": {"expire": 1.0}, "socket_timeout": 2})
+    cache = cache_at(url, OPTIONS={"LOCK": {"EXPIRE": 1.0}, "socket_timeout": 2})
     origin: Any = redis.Redis.from_url(direct_url, socket_timeout=2)
 
     def compute(key: str) -> int:
