@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import redis
 
 from django_redislock.celery.execution_lock import DONE
-from django_redislock.core import scripts
+from django_redislock.core import RLock, scripts
 from django_redislock.core.driver.script import Script
 from django_redislock.core.keys import lock_keys
+from django_redislock.exceptions import LockBackendError
+from tests.support import wait_until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -62,3 +65,19 @@ def test_the_end_of_a_message_counts_more_than_what_was_said_before(client):
     client.set("marker", "7")
     run(client, DONE, (b"marker",), b"done", b"60000", b"")
     assert client.get("marker") == b"done"
+
+
+def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_is_entered_again(client, proxy):
+    """The release was the last of its block, so the next block is the only one: its end releases."""
+    lock = RLock(redis.Redis.from_url(proxy.url, socket_timeout=0.3), "a", expire=3)
+    lock.acquire()
+    proxy.black_hole()
+    with pytest.raises(LockBackendError):
+        lock.release()
+    proxy.heal()
+    lock.acquire()
+    lease = lock._require_lease(threading.current_thread())
+    deadline = lease.deadline
+    wait_until(lambda: lease.deadline > deadline, 10, "the watchdog renews it")
+    lock.release()
+    assert client.exists(KEYS.lock) == 0
