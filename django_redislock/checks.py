@@ -9,6 +9,7 @@ from typing import Any
 
 from django.conf import settings
 from django.core.cache import caches
+from django.core.cache.backends.base import InvalidCacheBackendError
 from django.core.checks import CheckMessage, Error, Info, Warning
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
@@ -91,6 +92,23 @@ def check_backends(**kwargs: object) -> list[CheckMessage]:
     ]
 
 
+def check_cluster_caches(**kwargs: object) -> list[CheckMessage]:
+    """Report wrong URLs and options of a `ClusterCache`."""
+    found: list[CheckMessage] = []
+    for alias in settings.CACHES:
+        try:
+            getattr(caches[alias], "check_settings", lambda: None)()
+        except ImproperlyConfigured as error:
+            hint = (
+                "LOCATION names nodes, such as 'redis://node1:6379'. OPTIONS are those of django-redis and, in lower "
+                "case, those of redis.RedisCluster."
+            )
+            found.append(Error(f"CACHES[{alias!r}]: {error}", hint=hint, id="redislock.E015"))
+        except InvalidCacheBackendError:  # Django's own check reports it
+            pass
+    return found
+
+
 def _exists(path: str) -> bool:
     try:
         import_string(path)
@@ -167,6 +185,7 @@ CHECKS = (
     check_alias_exists,
     check_alias_is_redis,
     check_backends,
+    check_cluster_caches,
     check_url_or_alias,
     check_renewal_can_keep_up,
     check_ignored_exceptions,
@@ -194,6 +213,7 @@ _OF_SERVERS: dict[str, tuple[Callable[..., CheckMessage], str]] = {
     "version": (Error, "redislock.E006"),
     "eviction": (Warning, "redislock.W004"),
     "persistence": (Info, "redislock.I001"),
+    "cluster": (Error, "redislock.E009"),
     "round trip": (Info, "redislock.I002"),
     "clock": (Info, "redislock.I003"),
 }

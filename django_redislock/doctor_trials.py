@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 
 from django.core.cache import caches
-from redis import Redis
 from redis.exceptions import RedisError
 
 from . import conf
 from .core import Lock
 from .core.clock import monotonic
-from .core.driver.registry import server_of
+from .core.driver.registry import Client, server_of
 from .core.driver.server import Server
 from .core.operations import renew_call
+from .core.renewals import ask
 from .doctor import Finding, compare_timeouts, inspect, sentence_of
 from .exceptions import LockError
 
@@ -24,7 +24,7 @@ TRIAL_TIMEOUT = 10.0
 """Seconds; also the expiry of the locks."""
 
 
-def diagnose(client: Redis) -> Iterator[Finding]:
+def diagnose(client: Client) -> Iterator[Finding]:
     """Yield all findings about the server of this client, with those of trial locks."""
     server = server_of(client)
     for finding in inspect(server):
@@ -100,6 +100,8 @@ def _failed(step: str, error: Exception, prefix: str, keys: str = "") -> Finding
             f"~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
             "+@connection +time."
         )
+    elif "MovedError" in str(error):
+        advice = "Use a redis.RedisCluster, or a URL that begins with redis+cluster://."
     else:
         advice = "Read the log about this error. Until it is solved, nothing can be locked on this connection."
     return Finding(step, "problem", sentence_of(error), advice)
@@ -113,8 +115,9 @@ def _try_two_locks(server: Server) -> Iterator[Finding]:
     try:
         with locks[0], locks[1]:
             leases = [lease for lock in locks for lease in lock._leases.values()]
-            if server.renew(renew_call(leases), server.timeout) == [1, 1]:
-                yield Finding(check, "ok", "Two locks were held at once and renewed by one call.")
+            if ask(server, leases, renew_call) == [1, 1]:
+                how = "each by a call, because the server is in cluster mode" if server.splits else "by one call"
+                yield Finding(check, "ok", f"Two locks were held at once and renewed, {how}.")
             else:
                 advice = (
                     "Check whether another program writes keys with this prefix, and whether the server evicts keys."

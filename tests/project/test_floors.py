@@ -27,6 +27,7 @@ FLOORS = [
         "inventory",
         "models",
         "texts",
+        "server_url",
     },
     {"checks", "doctor", "doctor_trials", "admin", "cache", "celery", "management", "metrics", "tracing", "testing"},
     {"apps", "tasks", "pytest_plugin", ""},

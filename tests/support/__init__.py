@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .counts import command_counts, counting, monitoring
+from .clusters import Cluster, OneNode
+from .counts import command_counts, counting, monitoring, servers_of
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .interruptions import Interrupted, TimeLimit, interruptions
 from .locks import (
@@ -25,8 +26,10 @@ from .waiting import BUSY, lived, until, wait_until, within
 
 __all__ = [
     "BUSY",
+    "Cluster",
     "Config",
     "Interrupted",
+    "OneNode",
     "PostgresServer",
     "Proxy",
     "PythonProcess",
@@ -53,6 +56,7 @@ __all__ = [
     "queued",
     "running_sentinel",
     "say",
+    "servers_of",
     "sqlite_file",
     "until",
     "using_databases",

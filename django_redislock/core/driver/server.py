@@ -63,6 +63,8 @@ class Server:
 
     watched = False
     """Whether the housekeeper will close its idle connections."""
+    splits = False
+    """Whether it runs a script for one slot only, so that calls about many locks are split by slot."""
     watchdog: Any
     """The watchdog of the locks held there; the first such lock sets it, and the driver does not use it."""
     view_kind: ClassVar[type[Any] | None] = None
@@ -196,8 +198,8 @@ class Server:
         """
         return min(self.room.close_idle(before), self.pool.close_idle(before, keep))
 
-    def renew(self, call: ScriptCall, patience: float) -> Any:
-        """Run a renewal and wait for its reply for so many seconds, but never for a connection that others use.
+    def renew(self, call: Any, patience: float) -> Any:
+        """Run a renewal, or several ones, and wait for its reply for so many seconds, but never for a connection that others use.
 
         It is no effect, so a script that the server does not know is sent with its text here.
         """

@@ -15,7 +15,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ... import conf
 from ...connections import clients, connection_names, get_client
-from ...core.driver.place import place_of
+from ...core.driver.registry import server_of
 from ...doctor import Finding
 from ...doctor_trials import diagnose, diagnose_cache
 from ...inventory import HeldLockRow, Listing, read
@@ -187,7 +187,7 @@ class Command(BaseCommand):
             diagnosis = list(diagnose(client))
             findings += [(connection, finding) for finding in diagnosis]
             if diagnosis[0].status == "problem":
-                dead.add(place_of(client.connection_pool))
+                dead.add(server_of(client).place)
         findings += _diagnose_caches(
             [options["connection"]] if options["connection"] else connection_names(), failed, dead
         )
@@ -228,7 +228,7 @@ def _diagnose_caches(names: list[str], failed: dict[str, str], dead: set[Any]) -
     """Return the findings about the caches of this package, without the caches of dead servers."""
     found = []
     for name in names:
-        if name in failed or name not in settings.CACHES or place_of(get_client(name).connection_pool) in dead:
+        if name in failed or name not in settings.CACHES or server_of(get_client(name)).place in dead:
             continue
         finding = diagnose_cache(name)
         if finding is not None:
