@@ -227,7 +227,7 @@ class LockHistory(History):
         """See that a loss that was told is one: the answers of the server allowed no further belief."""
         lease, process = belief.lease, belief.process
         promised = process.watchdog.promised.get(lease, 0.0)
-        excused = belief.forced_at is not None or belief.shortened or belief.epoch != self.world.epoch
+        excused = lease.fence in self.released or belief.shortened or belief.epoch != self.world.epoch
         if lease._losses and process.clock() < promised and not excused:
             self.fail(f"{thread} was told of a loss that there was not, {promised - process.clock():.3f} s too early")
 
