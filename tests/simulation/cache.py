@@ -59,7 +59,7 @@ class OriginError(Exception):
 class Computation:
     """One call of the function that makes a value."""
 
-    def __init__(self, thread: Thread, key: str, lease: ValueLease | None, epoch: int) -> None:
+    def __init__(self, thread: Thread, key: str, lease: ValueLease | None, epoch: float) -> None:
         self.thread = thread
         self.key = key
         self.lease = lease
@@ -203,7 +203,7 @@ class CacheHistory(History):
     def _begins(self, thread: Thread, key: str) -> Computation:
         """Note that a computation begins, and look whether another caller computes for all."""
         lease = next((each for each in computing.get() if each.name == f"cache:{key}" and not each.ended), None)
-        computation = Computation(thread, key, lease, self.world.epoch)
+        computation = Computation(thread, key, lease, self.world.epoch_now())
         if lease and ((key, b"%d" % lease.fence) in self.settled or lease.fence <= self.invalid[key]):
             computation.superseded = True
         self.world.tell(thread, f"computes {key}" + (f", fence {lease.fence}" if lease else " for itself"))

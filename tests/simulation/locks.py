@@ -62,7 +62,7 @@ class SimulatedRLock(Reentrant, SimulatedLock):
 class Belief:
     """That a thread holds the lock."""
 
-    def __init__(self, lease: Lease, epoch: int) -> None:
+    def __init__(self, lease: Lease, epoch: float) -> None:
         self.lease = lease
         self.epoch = epoch
         self.forced_at: float | None = None
@@ -198,7 +198,7 @@ class LockHistory(History):
 
     def begins(self, thread: Thread, lease: Lease) -> None:
         """Note that the thread believes to hold the lock."""
-        belief = Belief(lease, self.world.epoch)
+        belief = Belief(lease, self.world.epoch_now())
         if lease.fence in self.released:
             belief.forced_at = self.world.time
         self.world.tell(thread, f"holds it, fence {lease.fence}, for {lease.expire} s")

@@ -180,7 +180,7 @@ class CeleryHistory(Worker):
     def begins(self, thread: Thread, message: Message, lock: Any) -> Body:
         """See that no copy of the message ran, and that nobody else runs under its lock."""
         world = self.world
-        body = Body(thread, message, lock, world.epoch)
+        body = Body(thread, message, lock, world.epoch_now())
         world.tell(thread, f"runs {message}, fence {body.lease.fence}")
         for other in self.bodies:
             if other.epoch == body.epoch and other.name == body.name and other.stands and body.stands:

@@ -61,7 +61,7 @@ class Message:
 class Body:
     """One execution of a message."""
 
-    def __init__(self, thread: Thread, message: Message, lock: Any, epoch: int) -> None:
+    def __init__(self, thread: Thread, message: Message, lock: Any, epoch: float) -> None:
         self.thread, self.message, self.name, self.epoch = thread, message, lock.name, epoch
         self.lease = lock._leases[thread]
 

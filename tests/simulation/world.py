@@ -123,6 +123,10 @@ class World:
         running = self.running
         return self.time if running is None else self.time + running.process.offset
 
+    def epoch_now(self) -> float:
+        """Return the epoch in which something begins; one of its own when the request before may be of the last one."""
+        return self.epoch if not self.epoch or self.time > self.troubled + 6 else -self.time
+
     def fate(self, process: Process, chance: float) -> str:
         """Return what becomes of the request that the process sends now."""
         plan, which = self.plan, (process.number, process.requests)
