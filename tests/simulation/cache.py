@@ -225,7 +225,7 @@ class CacheHistory(History):
         if not self.plan.calm:
             return
         waiting = [each for each in self.waiting.items() if each[1][0].keys == (key,) and each[1][0].wait is None]
-        alone = not any(other.key == key for other in self.running)
+        alone = not self.plan.options["unkept"] and not any(other.key == key for other in self.running)
         if alone and computation.stands and not any(isinstance(step, Change) or step.needs for step in self.steps):
             # Whoever has waited for a moment has joined those who are sent the value.
             joined = [(thread, since) for thread, (_, since) in waiting if since < world.time - QUIET]
