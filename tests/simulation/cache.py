@@ -231,6 +231,9 @@ class CacheHistory(History):
             joined = [(thread, since) for thread, (_, since) in waiting if since < world.time - QUIET]
             self.served.update(call for call in joined if call[0] is not computation.thread)
 
+        busy = [computation.thread, *(other.thread for other in self.running)]
+        waiting = [(thread, call) for thread, call in waiting if thread not in busy]
+
         def look() -> None:
             if any(other.key == key for other in self.running):
                 return
