@@ -44,7 +44,11 @@ class Reentrant(BaseLock):
         if lease.loss is None:
             yield from self._renew(lease)
         self._raise_loss(lease)
-        lease.hold_count += 1
+        if lease in holders.leases_of(self._server, self._keys, acquirer):
+            lease.hold_count += 1
+        else:  # Redis did not answer its last release: it is held still, but nobody watches it
+            holders.add(lease)
+            self._watch(lease)
         self._leases[acquirer] = lease
         return True
 

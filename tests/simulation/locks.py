@@ -1,164 +1,282 @@
-"""Histories of one lock: what processes do with it, what goes wrong, and what must never be seen."""
+"""Histories of one lock, plain or re-entrant: what processes do with it, what goes wrong, and what must never be seen."""
 
 from __future__ import annotations
 
-import itertools
-import logging
 import random
-import sys
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
-from django_redislock.core import clock, records
+from django_redislock.core import scripts
+from django_redislock.core.base import BaseLock
+from django_redislock.core.driver.effects import ScriptCall, Sleep
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.lease import Lease
+from django_redislock.core.reentrant import Reentrant
 from django_redislock.exceptions import LockError, LockLost
 
-from .world import SOCKET_TIMEOUT, Process, SimulatedLock, Thread, World
+from .driver import Thread
+from .history import History, draw_faults
+from .world import SOCKET_TIMEOUT, Plan, Process, ThreadPlan, World
 
-FAULTS_UNTIL = 12.0
+NAME = "a"
+KEYS = lock_keys("redislock", NAME)
 QUIET = 0.3
 """Seconds within which a free lock is held by somebody who waits for it, when nothing goes wrong."""
+PROMISED = 2.0
+"""The same while something is wrong with others: a reservation that nobody claims, a roll call, two polls, and what packets take."""
+LOOK = 0.25
 
 
-class Violation(AssertionError):
-    """What must never be seen, with the history that led to it."""
+class Round(NamedTuple):
+    """One acquisition: `extend` is a factor of the expiry, `resets` force-releases the lock in the middle."""
+
+    timeout: float | None
+    held: float
+    extend: float | None
+    resets: bool
+    depth: int
+    pause: float
 
 
-@contextmanager
-def simulated(world: World) -> Iterator[None]:
-    """Let the package read the world's clock and ids."""
-    numbers = itertools.count()
-    monotonic, new_id = clock.monotonic, records.new_id
-    patched = []
-    for name, module in list(sys.modules.items()):
-        if name.startswith("django_redislock"):
-            for attribute, real, fake in (
-                ("monotonic", monotonic, world.clock),
-                ("new_id", new_id, lambda: f"id{next(numbers)}"),
-            ):
-                if getattr(module, attribute, None) is real:
-                    setattr(module, attribute, fake)
-                    patched.append((module, attribute, real))
-    try:
-        yield
-    finally:
-        for module, attribute, real in patched:
-            setattr(module, attribute, real)
+class SimulatedLock(BaseLock):
+    """The shipped lock, driven by the world."""
+
+    world: World
+
+    def _acquirer(self) -> Any:
+        return self.world.running
+
+    @classmethod
+    def of(cls, thread: Thread, name: str, **options: Any) -> Any:
+        """Return a lock for this thread."""
+        lock = cls.__new__(cls)
+        lock.world = thread.process.world
+        lock.__init__(thread.process, name, **options)  # type: ignore[misc]
+        return lock
 
 
-class History:
+class SimulatedRLock(Reentrant, SimulatedLock):
+    """The shipped re-entrant lock, driven by the world."""
+
+
+class Belief:
+    """That a thread holds the lock."""
+
+    def __init__(self, lease: Lease, epoch: float) -> None:
+        self.lease = lease
+        self.epoch = epoch
+        self.forced_at: float | None = None
+        """When somebody else released the lock."""
+        self.shortened = False
+        self.process: Process = lease.server  # type: ignore[assignment]
+
+    @property
+    def stands(self) -> bool:
+        """Whether the holder would say so itself."""
+        lease = self.lease
+        return self.process.alive and not lease._losses and self.process.clock() < lease.deadline
+
+
+class LockHistory(History):
     """Some processes that want one lock."""
 
-    def __init__(self, seed: int) -> None:
-        self.world = world = World(seed)
-        self.chance = chance = world.random
-        random.seed(seed)
-        self.name = "a"
+    kind = "lock"
+    lock_kind: type[SimulatedLock] = SimulatedLock
+
+    def __init__(self, plan: Plan) -> None:
+        self.beliefs: dict[Thread, Belief] = {}
+        self.waiting: dict[Thread, tuple[float | None, float]] = {}
+        """The timeout, and since when."""
         self.last_fence = 0
+        self.begun: set[tuple[str, int]] = set()
+        """The owner id and the fence of each acquisition."""
+        self.released: set[int] = set()
+        """The fences of the acquisitions that were released."""
         self.lost = False
         """Whether a holder's lock ended before it released it."""
-        self.beliefs: dict[Thread, Any] = {}
-        self.waiting: dict[Thread, float | None] = {}
-        self.faulty = chance.random() < 0.8
-        self.kills = self.faulty and chance.random() < 0.5
-        if self.faulty:
-            world.faults = chance.choice([0.0, 0.02, 0.1, 0.3])
-        place = object()
-        self.processes = [Process(world, number, place) for number in range(chance.randint(2, 3))]
-        self.threads = []
-        for process in self.processes:
-            for number in range(chance.choice([1, 1, 2])):
-                thread = Thread(process, f"thread {number}", None)
-                thread.program = self.program(thread, chance.randint(1, 4))
-                self.threads.append(thread)
-                world.at(chance.uniform(0, 0.3), thread.start)
-        self._plan_faults()
+        self.free_since = 0.0
+        super().__init__(plan)
+        self.world.gave_up = self._gave_up
+        self.world.at(LOOK, self._look)
 
-    def _plan_faults(self) -> None:
-        world, chance = self.world, self.chance
-        if not self.faulty:
-            return
-        for _ in range(chance.randint(0, 4)):
-            when, process = chance.uniform(0, FAULTS_UNTIL), chance.choice(self.processes)
-            what = chance.choice(["freeze", "freeze", "cut", "pause", "kill" if self.kills else "freeze"])
-            if what == "freeze":
-                world.at(when, process.freeze)
-                world.at(when + chance.choice([0.1, 0.4, 0.8, 2, 5, 9]) * chance.uniform(0.8, 1.2), process.thaw)
-            elif what == "cut":
-                world.at(when, process.room.cut)
-                process.soon(when + chance.choice([0.001, 0.3, 1.5]), process.room.broken)
-            elif what == "pause":
-                world.at(when, lambda: self._pause_server(chance.choice([0.2, 1.0, 4.0])))
-            else:
-                world.at(when, process.kill)
-        world.at(FAULTS_UNTIL, lambda: setattr(world, "faults", 0.0))
+    @classmethod
+    def draw(cls, seed: int) -> Plan:
+        chance = random.Random(seed)
+        plan = Plan(seed, chance.randint(2, 3), [])
+        given = chance.random() < 0.15
+        resets = chance.random() < 0.2
+        for process in range(plan.processes):
+            for _ in range(chance.choice([1, 1, 2])):
+                options = {"expire": chance.choice([0.3, 1.0, 3.0]), "auto_renewal": chance.random() < 0.8}
+                if given and cls.kind == "lock" and chance.random() < 0.7:
+                    options["id"] = "given"
+                rounds = [cls.draw_round(chance, resets) for _ in range(chance.randint(1, 4))]
+                plan.threads.append(ThreadPlan(process, chance.uniform(0, 0.3), options, rounds))
+        draw_faults(
+            chance, plan, ["freeze", "freeze", "cut", "silence", "kill"], ["step", "restart", "loss", "failover"]
+        )
+        return plan
 
-    def _pause_server(self, seconds: float) -> None:
-        self.world.tell("server", f"silent for {seconds} s")
-        self.world.server_until = self.world.time + seconds
+    @classmethod
+    def draw_round(cls, chance: random.Random, resets: bool) -> Round:
+        return Round(
+            chance.choice([None, None, 0.0, 0.4, 2.0]),
+            chance.choice([0.0, 0.01, 0.2, 1.0, 4.0]) * chance.uniform(0.5, 1.0),
+            chance.choice([1.0, 2.0, 0.5]) if chance.random() < 0.1 else None,
+            resets and chance.random() < 0.2,
+            1,
+            chance.choice([0.0, 0.001, 0.1]) if chance.random() < 0.7 else 0.0,
+        )
 
-    def program(self, thread: Thread, rounds: int) -> Generator[Any, Any, None]:
+    def program(self, thread: Thread, plan: ThreadPlan) -> Generator[Any, Any, Any]:
         """Acquire and release, in one of the ways that the package offers."""
-        from django_redislock.core.driver.effects import Sleep
-
-        world, chance, process = self.world, self.chance, thread.process
-        lock = SimulatedLock.__new__(SimulatedLock)
-        lock.world = world
-        expire = chance.choice([0.3, 1.0, 3.0])
-        lock.__init__(process, self.name, expire=expire, auto_renewal=chance.random() < 0.8)  # type: ignore[misc]
-        for _ in range(rounds):
-            timeout = chance.choice([None, None, 0.0, 0.4, 2.0])
-            asked, freezes = world.time, process.freezes
-            self.waiting[thread] = timeout
-            try:
-                got = yield from lock._acquire(thread, timeout)
-            except LockError as error:
-                world.tell(thread, f"acquire raised {error}")
-                self._is_back(thread, timeout, asked, freezes)
-                yield Sleep(chance.uniform(0, 0.2))
+        lock = self.lock_kind.of(thread, NAME, **plan.options)
+        for step in plan.steps:
+            if not (yield from self._acquired(thread, lock, step.timeout)):
                 continue
-            self._is_back(thread, timeout, asked, freezes)
+            yield from self._hold(thread, lock, step)
+            if step.pause:
+                yield Sleep(step.pause)
+
+    def _acquired(self, thread: Thread, lock: Any, timeout: float | None) -> Generator[Any, Any, bool]:
+        world, freezes = self.world, thread.process.freezes
+        asked = world.time
+        self.waiting[thread] = timeout, asked
+        try:
+            got: bool = yield from lock._acquire(thread, timeout)
+        except LockError as error:
+            world.tell(thread, f"acquire raised {error}")
+            got = False
+            yield Sleep(0.05)
+        else:
             if not got:
                 world.tell(thread, f"did not get it within {timeout} s")
-                continue
-            self.begins(thread, lock)
-            held = chance.choice([0.0, 0.01, 0.2, 1.0, 4.0]) * chance.uniform(0.5, 1.0)
-            if held:
-                yield Sleep(held)
-            if chance.random() < 0.1:
-                try:
-                    yield from lock._extend(thread, chance.choice([None, expire * 2, expire / 2]))
-                except LockError as error:
-                    world.tell(thread, f"extend raised {error}")
-            lease = self.beliefs.pop(thread)
-            world.tell(thread, "releases")
-            ends = lease.deadline if lease.loss is None else 0.0
-            try:
-                yield from lock._release(lease)
-            except LockError as error:
-                world.tell(thread, f"release raised {error}")
-                self.lost = True
-                if process.clock() < ends and isinstance(error, LockLost):
-                    self.fail(f"{thread} was told of a loss that there was not")
-            self._is_free(lease.fence)
-            if chance.random() < 0.7:
-                yield Sleep(chance.choice([0.0, 0.001, 0.1]))
-
-    def _is_back(self, thread: Thread, timeout: float | None, asked: float, freezes: int) -> None:
-        """See that an acquisition with a deadline came back in time.
-
-        One socket timeout may pass before the last try is sent, and one in it.
-        """
-        del self.waiting[thread]
-        took = self.world.time - asked
-        if timeout is not None and freezes == thread.process.freezes and took > timeout + 2 * SOCKET_TIMEOUT + 0.2:
+        finally:
+            del self.waiting[thread]
+        took = world.time - asked
+        # One socket timeout may pass before the last try is sent, and one in it.
+        if timeout is not None and freezes == thread.process.freezes and took > timeout + 2 * SOCKET_TIMEOUT + 0.3:
             self.fail(f"{thread} came back after {took:.3f} s, though its timeout is {timeout} s")
+        if got:
+            self.begins(thread, lock._leases[thread])
+        return got
+
+    def _hold(self, thread: Thread, lock: Any, step: Round) -> Generator[Any, Any, None]:
+        world, belief = self.world, self.beliefs[thread]
+        lease = belief.lease
+        if step.resets:
+            yield Sleep(step.held / 2)
+            try:
+                yield from lock._reset(None, "olga", "why")
+            except LockError as error:
+                world.tell(thread, f"reset raised {error}")
+        if step.held:
+            yield Sleep(step.held)
+        if step.extend is not None:
+            belief.shortened = belief.shortened or step.extend < 1
+            for other in self.beliefs.values():  # its holder may shorten it for all who use its id
+                other.shortened = other.shortened or (step.extend < 1 and other.lease.fence == lease.fence)
+            try:
+                yield from lock._extend(thread, lease.expire * step.extend)
+                world.tell(thread, f"extended by {lease.expire} s")
+                promised = thread.process.watchdog.promised
+                promised[lease] = max(promised[lease], lease.deadline)
+            except LockError as error:
+                world.tell(thread, f"extend raised {error}")
+        self._see_loss(thread, belief)
+        del self.beliefs[thread]
+        world.tell(thread, "releases")
+        try:
+            yield from lock._release(lease)
+        except LockError as error:
+            world.tell(thread, f"release raised {error}")
+            self.lost = True
+            if isinstance(error, LockLost):
+                self._see_loss(thread, belief)
+        if lease.id != "given":
+            self._is_free(lease.fence)
+
+    def begins(self, thread: Thread, lease: Lease) -> None:
+        """Note that the thread believes to hold the lock."""
+        belief = Belief(lease, self.world.epoch_now())
+        if lease.fence in self.released:
+            belief.forced_at = self.world.time
+        self.world.tell(thread, f"holds it, fence {lease.fence}, for {lease.expire} s")
+        self._see_overlap(thread, belief)
+        again = (lease.id, lease.fence) in self.begun  # entered again, or by somebody who uses the same id
+        if lease.fence <= self.last_fence and belief.stands and not again:
+            self.fail(f"fence {lease.fence} came after {self.last_fence}")
+        self.last_fence = max(self.last_fence, lease.fence)
+        self.begun.add((lease.id, lease.fence))
+        self.beliefs[thread] = belief
+
+    def _see_overlap(self, thread: Thread, belief: Belief) -> None:
+        """See that nobody else believes to hold the lock, unless data was lost, or a user ended the acquisition."""
+        lease = belief.lease
+        if not belief.stands or belief.forced_at is not None:
+            return
+        for other, theirs in self.beliefs.items():
+            if other is thread or theirs.epoch != belief.epoch or theirs.forced_at is not None or not theirs.stands:
+                continue
+            if theirs.lease.id != lease.id or theirs.lease.fence != lease.fence:
+                self.fail(
+                    f"{thread} (fence {lease.fence}) and {other} (fence {theirs.lease.fence}) hold the lock at once"
+                )
+
+    def _see_loss(self, thread: Thread, belief: Belief) -> None:
+        """See that a loss that was told is one: the answers of the server allowed no further belief."""
+        lease, process = belief.lease, belief.process
+        promised = process.watchdog.promised.get(lease, 0.0)
+        excused = lease.fence in self.released or belief.shortened or belief.epoch != self.world.epoch
+        if lease._losses and process.clock() < promised and not excused:
+            self.fail(f"{thread} was told of a loss that there was not, {promised - process.clock():.3f} s too early")
+
+    def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
+        """See whose turn it was, and who was force-released."""
+        if not isinstance(what, ScriptCall):
+            return
+        if what.script is scripts.ACQUIRE and isinstance(reply, int) and reply > 0:
+            self._see_turn(what)
+        elif what.script in (scripts.RESET, scripts.RELEASE) and reply == 1 and before is not None:
+            id, fence = before.split(b"\n")[:2]
+            if (self.server.peek(KEYS.lock) or b"").startswith(id + b"\n" + fence):  # an earlier call did it
+                return
+            if what.script is scripts.RESET:
+                self.world.tell(process, f"force-released fence {fence.decode()}")
+                self.lost = True
+            elif what.args[0] != id or what.args[3] not in (b"", fence):
+                return
+            self.released.add(int(fence))
+            for belief in self.beliefs.values():  # whoever uses the same id may release it, too
+                if belief.lease.fence == int(fence) and belief.forced_at is None:
+                    belief.forced_at = self.world.time
+
+    def _see_turn(self, call: ScriptCall) -> None:
+        """See that nobody who is well waited for longer."""
+        world, (id, _, _, _, channel, _, ticket) = self.world, call.args[:7]
+        queue = self.server.data.get(call.keys[3])
+        if not queue or id == b"given" or world.clock_stepped or world.troubled + PROMISED > world.time:
+            return
+        mine = float(ticket) if ticket else self.server._us
+        for entry, score in queue.items():
+            process = world.processes[int(entry.split(b"\n")[0].rpartition(b":")[2])]
+            well = process.alive and not process.frozen and process.troubled + PROMISED < world.time
+            if score < mine and (well or self.plan.calm) and entry != channel + b"\n" + id:
+                self.fail(f"{id!r} got the lock before {entry!r}, who came earlier")
+
+    def _gave_up(self, call: ScriptCall) -> None:
+        """See that nothing is left of a call that was given up."""
+        if call.script is not scripts.ACQUIRE or call.args[0] == b"given":
+            return
+        value, queue = self.server.peek(KEYS.lock), self.server.peek(KEYS.queue)
+        if (value or b"").startswith(call.args[0] + b"\n") or call.args[4] + b"\n" + call.args[0] in (queue or ()):
+            self.fail(f"{call.args[0]!r} gave up, and is still there")
 
     def _is_free(self, fence: int) -> None:
         """See that somebody who waits for the lock gets it."""
         world = self.world
-        waiting = [thread for thread, timeout in self.waiting.items() if timeout is None]
-        if self.faulty or not waiting:
+        waiting = [thread for thread, (timeout, _) in self.waiting.items() if timeout is None]
+        if not self.plan.calm or not waiting:
             return
 
         def look() -> None:
@@ -167,70 +285,86 @@ class History:
 
         world.at(world.time + QUIET, look)
 
-    def begins(self, thread: Thread, lock: SimulatedLock) -> None:
-        """Note that the thread believes to hold the lock, and look whether anybody else does."""
+    def _look(self) -> None:
+        """Look now and then whether losses are told, and whether the lock is free for too long."""
         world = self.world
-        lease = lock._leases[thread]
-        world.tell(thread, f"holds it, fence {lease.fence}, for {lease.expire} s")
-        believes = not lease._losses and thread.process.clock() < lease.deadline
-        for other, theirs in list(self.beliefs.items()):
-            if not other.process.alive:
+        world.at(world.time + LOOK, self._look)
+        value = self.server.peek(KEYS.lock)
+        if value is not None and value.split(b"\n", 2)[1] != b"0":
+            self.free_since = world.time
+        for thread, (_, since) in self.waiting.items():
+            process = thread.process
+            if process.alive and not process.frozen:
+                free = world.time - max(self.free_since, since, process.troubled, world.troubled)
+                if free > PROMISED:
+                    self.fail(f"{thread} waits for a lock that is free for {free:.3f} s")
+        for thread, belief in list(self.beliefs.items()):
+            lease, process = belief.lease, belief.process
+            if not process.alive or process.frozen:
                 continue
-            if believes and not theirs._losses and other.process.clock() < theirs.deadline:
-                self.fail(f"{thread} (fence {lease.fence}) and {other} (fence {theirs.fence}) hold the lock at once")
-        if lease.fence <= self.last_fence and believes:
-            self.fail(f"fence {lease.fence} came after {self.last_fence}")
-        self.last_fence = max(self.last_fence, lease.fence)
-        self.beliefs[thread] = lease
+            self._see_overlap(thread, belief)
+            self._see_loss(thread, belief)
+            if lease.deadline < process.watchdog.promised[lease] - 0.001 and not belief.shortened:
+                self.fail(f"{thread} believes less than the answers of the server allow")
+            if not lease._losses and process.troubled < world.time:
+                if process.clock() > lease.deadline + LOOK:
+                    self.fail(f"{thread} was not told that its lock has ended")
+                if belief.forced_at is not None and lease.renewing:
+                    untold = world.time - max(belief.forced_at, process.troubled, world.troubled)
+                    if untold > lease.expire / 3 + LOOK:
+                        self.fail(
+                            f"{thread} was not told for {untold:.3f} s that its lock was released by somebody else"
+                        )
 
-    def fail(self, what: str) -> None:
-        raise Violation("\n".join([*self.world.story[-60:], f"VIOLATION: {what}"]))
-
-    def run(self) -> None:
-        """Raise Violation when something is seen that must not be."""
+    def look_at_the_end(self) -> None:
         world = self.world
-        with simulated(world):
-            try:
-                self._run()
-            finally:
-                for thread in self.threads:
-                    thread.close()
-
-    def _run(self) -> None:
-        world = self.world
-        limit = FAULTS_UNTIL + 60 if self.faulty else 60
-        if not world.run(limit, self._over):
-            living = [thread for thread in self.threads if thread.is_alive()]
-            self.fail(f"{living} did not come to an end")
-        if not self.faulty and world.time > 45:
+        if self.plan.calm and world.time > 45:
             self.fail(f"it took {world.time} s")
-        self._look_at_what_is_left()
-
-    def _over(self) -> bool:
-        return all(not thread.is_alive() for thread in self.threads) and not any(
-            process.frozen and process.alive for process in self.processes
-        )
-
-    def _look_at_what_is_left(self) -> None:
-        server = self.world.server
-        for key in server.live_keys():
-            if key not in server.ends:
-                self.fail(f"{key!r} has no expiry")
-            if not self.faulty and not self.lost and (b":lock:" in key or b":queue:" in key):
-                self.fail(f"{key!r} is left")
+        if self.plan.calm and not self.lost:
+            for key in self.server.live_keys():
+                if b":lock:" in key or b":queue:" in key:
+                    self.fail(f"{key!r} is left")
 
 
-def explore(seeds: Iterator[int] | range) -> int:
-    """Run a history for each seed; return how many."""
-    logging.getLogger("django_redislock").setLevel(logging.CRITICAL)
-    number = 0
-    for seed in seeds:
+class RLockHistory(LockHistory):
+    """Some processes that want one re-entrant lock, and enter it again."""
+
+    kind = "rlock"
+    lock_kind = SimulatedRLock
+
+    @classmethod
+    def draw_round(cls, chance: random.Random, resets: bool) -> Round:
+        return super().draw_round(chance, resets)._replace(depth=chance.randint(1, 3))
+
+    def _hold(self, thread: Thread, lock: Any, step: Round) -> Generator[Any, Any, None]:
+        """Enter the lock again through an object of its own, and leave it, before the outer one is left."""
+        if step.depth > 1:
+            belief, asked, freezes = self.beliefs[thread], self.world.time, thread.process.freezes
+            inner = self.lock_kind.of(thread, NAME, expire=lock.expire)
+            try:
+                if not (yield from inner._acquire(thread, None)):
+                    self.fail(f"{thread} was refused by itself")
+            except LockError as error:
+                self.world.tell(thread, f"did not enter again: {error}")
+                if isinstance(error, LockLost):
+                    self._see_loss(thread, belief)
+            else:
+                yield from self._leave(thread, inner, step, belief)
+            took = self.world.time - asked - step.held / 2
+            if self.plan.calm and took > QUIET and freezes == thread.process.freezes:
+                self.fail(f"{thread} waited {took:.3f} s for itself")
+        yield from super()._hold(thread, lock, step)
+
+    def _leave(self, thread: Thread, inner: Any, step: Round, belief: Belief) -> Generator[Any, Any, None]:
+        if belief.lease.hold_count != 2:
+            self.fail(f"{thread} is in it {belief.lease.hold_count} times")
+        yield Sleep(step.held / 2)
         try:
-            History(seed).run()
-        except Violation as violation:
-            raise Violation(f"seed {seed}\n{violation}") from None
-        number += 1
-    return number
-
-
-__all__ = ["SOCKET_TIMEOUT", "History", "Violation", "explore"]
+            yield from inner._release(inner._require_lease(thread))
+        except LockError as error:
+            self.world.tell(thread, f"the inner release raised {error}")
+            if isinstance(error, LockLost):
+                self._see_loss(thread, belief)
+        stands = belief.stands and belief.forced_at is None and belief.epoch == self.world.epoch
+        if stands and not (self.server.peek(KEYS.lock) or b"").startswith(belief.lease.value_prefix):
+            self.fail(f"{thread} lost the lock when it left the inner block")

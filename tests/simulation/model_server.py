@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from lupa.lua51 import LuaRuntime, lua_type
+from lupa.lua51 import LuaRuntime
 from redis.exceptions import ResponseError
 
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
@@ -13,6 +14,97 @@ WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
 class Status(bytes):
     """A reply such as OK."""
+
+
+class Interpreter:
+    """One Lua interpreter for all servers: a script is compiled once. The server whose script runs is the current one."""
+
+    def __init__(self) -> None:
+        self.server: ModelServer | None = None
+        lua = LuaRuntime(encoding=None, register_eval=False, register_builtins=False)
+        self.table = lua.table_from
+        self._load = lua.eval(b"function(text) return assert(loadstring(text)) end")
+        self._chunks: dict[bytes, Any] = {}
+        # An error of a command is one of Lua's own, which scripts may catch.
+        raising = lua.eval(
+            b"function(f) return function(...) local r = f(...)"
+            b" if type(r) == 'table' and r.err then error(r.err, 0) end return r end end"
+        )
+        self._globals = lua.globals()
+        self._globals[b"redis"] = self.table(
+            {
+                b"call": raising(self._called),
+                b"pcall": self._called,
+                b"error_reply": self._error,
+                b"status_reply": self._ok,
+                b"sha1hex": lambda text: hashlib.sha1(text, usedforsecurity=False).hexdigest().encode(),
+            }
+        )
+
+    def run(self, server: ModelServer, text: bytes, keys: tuple[bytes, ...], args: tuple[bytes, ...]) -> Any:
+        """Run a script, and return its reply as redis-py's parser does; raises ResponseError."""
+        self.server = server
+        chunk = self._chunks.get(text)
+        if chunk is None:
+            chunk = self._chunks[text] = self._load(text)
+        self._globals[b"KEYS"] = self.table(keys)
+        self._globals[b"ARGV"] = self.table(args)
+        return self._reply(chunk())
+
+    def _reply(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is int or kind is bytes or value is None:
+            return value
+        if kind is bool:
+            return 1 if value else None
+        if kind is float:
+            return int(value)
+        if value[b"err"] is not None:
+            raise ResponseError(value[b"err"].decode())
+        if value[b"ok"] is not None:
+            return value[b"ok"]
+        replies: list[Any] = []
+        while (item := value[len(replies) + 1]) is not None:
+            replies.append(self._reply(item))
+        return replies
+
+    def _called(self, *parts: Any) -> Any:
+        try:
+            command = COMMANDS[parts[0]]
+        except KeyError:
+            return self._error(b"ERR unknown command '%b'" % parts[0].lower())
+        try:
+            reply = command(self.server, *[part if type(part) is bytes else self._argument(part) for part in parts[1:]])
+        except ResponseError as error:
+            return self._error(str(error).encode())
+        kind = type(reply)
+        if kind is int or kind is bytes:
+            return reply
+        return False if reply is None else self._to_lua(reply)
+
+    @staticmethod
+    def _argument(part: Any) -> bytes:
+        if isinstance(part, (int, float)) and not isinstance(part, bool):
+            return b"%.17g" % part
+        raise ResponseError("Lua redis lib command arguments must be strings or integers")
+
+    def _to_lua(self, reply: Any) -> Any:
+        if reply is None:
+            return False
+        if isinstance(reply, Status):
+            return self._ok(bytes(reply))
+        if isinstance(reply, list):
+            return self.table([item if type(item) is bytes else self._to_lua(item) for item in reply])
+        return reply
+
+    def _error(self, text: bytes) -> Any:
+        return self.table({b"err": text})
+
+    def _ok(self, text: bytes) -> Any:
+        return self.table({b"ok": text})
+
+
+interpreter = Interpreter()
 
 
 class ModelServer:
@@ -29,99 +121,30 @@ class ModelServer:
         self.ends: dict[bytes, int] = {}
         """When a key expires, in milliseconds; not in here: never."""
         self.subscribers: dict[bytes, dict[object, Callable[[bytes], None]]] = {}
-        self._lua = LuaRuntime(encoding=None, register_eval=False, register_builtins=False)
-        self._load = self._lua.eval(b"function(text) return assert(loadstring(text)) end")
-        self._globals = self._lua.globals()
-        api = self._lua.table_from(
-            {b"call": self._called, b"pcall": self._pcalled, b"error_reply": self._error, b"status_reply": self._ok}
-        )
-        self._globals[b"redis"] = api
-        self._chunks: dict[bytes, Any] = {}
-        # An error of a command is one of Lua's own, which scripts may catch.
-        self._raising = self._lua.eval(
-            b"function(f) return function(...) local r = f(...)"
-            b" if type(r) == 'table' and r.err then error(r.err, 0) end return r end end"
-        )
-        api[b"call"] = self._raising(self._called)
 
     def run(self, text: bytes, keys: tuple[bytes, ...], args: tuple[bytes, ...]) -> Any:
         """Run a script, and return its reply as redis-py's parser does; raises ResponseError."""
         self._us = self._now()
-        chunk = self._chunks.get(text)
-        if chunk is None:
-            chunk = self._chunks[text] = self._load(text)
-        self._globals[b"KEYS"] = self._lua.table_from(keys)
-        self._globals[b"ARGV"] = self._lua.table_from(args)
-        return self._reply(chunk())
+        return interpreter.run(self, text, keys, args)
 
     def command(self, *parts: bytes) -> Any:
         """Run one command; raises ResponseError."""
         self._us = self._now()
-        return self._run(parts)
+        if parts[0] not in COMMANDS:
+            raise ResponseError(f"ERR unknown command '{parts[0].decode().lower()}'")
+        return COMMANDS[parts[0]](self, *parts[1:])
+
+    def peek(self, key: bytes) -> Any:
+        """Return the value of a key, None when it has expired."""
+        self._us = self._now()
+        return self._get(key)
 
     def live_keys(self) -> list[bytes]:
         """Return the keys that have not expired."""
         self._us = self._now()
         return [key for key in list(self.data) if self._get(key) is not None]
 
-    # Between Lua and Python
-
-    def _reply(self, value: Any) -> Any:
-        if lua_type(value) == "table":
-            if value[b"err"] is not None:
-                raise ResponseError(value[b"err"].decode())
-            if value[b"ok"] is not None:
-                return value[b"ok"]
-            replies = []
-            while (item := value[len(replies) + 1]) is not None:
-                replies.append(self._reply(item))
-            return replies
-        if value is True:
-            return 1
-        if value is False or value is None:
-            return None
-        return int(value) if isinstance(value, (int, float)) else value
-
-    def _called(self, *parts: Any) -> Any:
-        return self._pcalled(*parts)
-
-    def _pcalled(self, *parts: Any) -> Any:
-        try:
-            return self._to_lua(self._run([self._argument(part) for part in parts]))
-        except ResponseError as error:
-            return self._error(str(error).encode())
-
-    @staticmethod
-    def _argument(part: Any) -> bytes:
-        if isinstance(part, bytes):
-            return part
-        if isinstance(part, (int, float)) and not isinstance(part, bool):
-            return b"%.17g" % part
-        raise ResponseError("Lua redis lib command arguments must be strings or integers")
-
-    def _to_lua(self, reply: Any) -> Any:
-        if reply is None:
-            return False
-        if isinstance(reply, Status):
-            return self._ok(bytes(reply))
-        if isinstance(reply, list):
-            return self._lua.table_from([self._to_lua(item) for item in reply])
-        return reply
-
-    def _error(self, text: bytes) -> Any:
-        return self._lua.table_from({b"err": text})
-
-    def _ok(self, text: bytes) -> Any:
-        return self._lua.table_from({b"ok": text})
-
     # The commands
-
-    def _run(self, parts: Any) -> Any:
-        name = parts[0].decode().lower()
-        command = getattr(self, f"_do_{name}", None)
-        if command is None:
-            raise ResponseError(f"ERR unknown command '{name}'")
-        return command(*parts[1:])
 
     @property
     def _ms(self) -> int:
@@ -129,7 +152,7 @@ class ModelServer:
 
     def _get(self, key: bytes, kind: type | None = None) -> Any:
         ends = self.ends.get(key)
-        if ends is not None and self._ms > ends:
+        if ends is not None and self._us // 1000 > ends:
             self._drop(key)
         value = self.data.get(key)
         if value is not None and kind is not None and type(value) is not kind:
@@ -148,6 +171,14 @@ class ModelServer:
 
     def _do_mget(self, *keys: bytes) -> list[bytes | None]:
         return [value if isinstance(value := self._get(key), bytes) else None for key in keys]
+
+    def _do_getrange(self, key: bytes, start: bytes, stop: bytes) -> bytes:
+        return (self._get(key, bytes) or b"")[self._whole(start) : self._whole(stop) + 1]
+
+    def _do_setrange(self, key: bytes, at: bytes, piece: bytes) -> int:
+        before, start = self._get(key, bytes) or b"", self._whole(at)
+        self.data[key] = before[:start].ljust(start, b"\0") + piece + before[start + len(piece) :]
+        return len(self.data[key])
 
     def _do_strlen(self, key: bytes) -> int:
         return len(self._get(key, bytes) or b"")
@@ -357,3 +388,10 @@ class ModelServer:
 
 class Hash(dict[bytes, bytes]):
     """The value of a hash."""
+
+
+COMMANDS: dict[bytes, Callable[..., Any]] = {
+    name.removeprefix("_do_").upper().encode(): command
+    for name, command in vars(ModelServer).items()
+    if name.startswith("_do_")
+}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-from django_redislock.core import lease, operations, scripts
+from django_redislock.cache.lease import invalidate, obtain, single_flight, store
+from django_redislock.celery import execution_lock
+from django_redislock.core import lease, operations, reentrant, scripts
+from django_redislock.core.driver.script import Script
 
 
 @contextmanager
-def script(which: scripts.Script, old: str, new: str) -> Iterator[None]:
+def script(which: Script, old: str, new: str) -> Iterator[None]:
     """Change the text of a script."""
     text = which.text
     assert old.encode() in text, f"{which} does not contain {old!r}"
@@ -51,14 +55,53 @@ def _no_undo(claim: operations.AcquireRequest, channel: bytes, join: bool, ticke
 
 _call = operations.AcquireRequest.call
 
-A, R, N = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW
-PLANTED = {
+
+def _enters_anew(self: reentrant.Reentrant, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
+    return (yield from super(reentrant.Reentrant, self)._acquire(acquirer, timeout, token))
+
+
+def _leaves_at_once(self: reentrant.Reentrant, lease: Any) -> Any:
+    yield from super(reentrant.Reentrant, self)._release(lease)
+
+
+def _never_leaves(self: reentrant.Reentrant, lease: Any) -> Any:
+    lease.hold_count += 1
+    if lease.hold_count < 4:
+        yield from super(reentrant.Reentrant, self)._release(lease)
+
+
+def _everybody_leads(key: Any, until: float, request: Any, caller: Any, last: bool = False, old: Any = None) -> Any:
+    return (yield from single_flight._lead(request, caller, until, last, old))
+
+
+def _no_invalidation(server: Any, prefix: str, keys: list[str], level: int | None = None) -> Any:
+    yield from ()
+    return 0
+
+
+def _no_marker(
+    self: execution_lock.ExecutionLock, expire: float, version: int | None = None, *, alone: bool = True
+) -> None:
+    return None
+
+
+def _all_alike(delivery: execution_lock.Delivery) -> tuple[bytes, bytes]:
+    return delivery.id.encode(), b"0"
+
+
+A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
+L, S, INV = obtain.LEASE, store.SETTLE, invalidate.INVALIDATE
+START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
+Planted = Callable[[], AbstractContextManager[None]]
+
+LOCK: dict[str, Planted] = {
     "a release does not ask whose lock it is": lambda: script(
         R, "is_of(value, id .. '\\n' .. fence) and fence)", "fence_of(value))"
     ),
     "whoever tries takes the lock": lambda: script(
         A, "if not (value and is_of(value, id) and", "if value and not value and not (is_of(value, id) and"
     ),
+    "two may take the lock at once": lambda: script(A, "if found < 2 then", "if found < 9 then"),
     "the lock is taken over a moment before its end": lambda: script(
         A,
         "local value = redis.call('GET', lock)",
@@ -71,32 +114,120 @@ PLANTED = {
     "a release forgets the queue": lambda: script(
         R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock, queue)\n  return 1"
     ),
+    "who comes last is served first": lambda: script(
+        R,
+        "redis.call('ZPOPMIN', queue)[1]",
+        "redis.call('ZRANGE', queue, -1, -1)[1]\n    redis.call('ZREM', queue, first or '')",
+    ),
+    "a newcomer overtakes those who wait": lambda: script(
+        A, "redis.call('EXISTS', queue) == 1 and hand_over", "false and hand_over"
+    ),
     "a release keeps no receipt": lambda: script(R, "keep_receipt(receipts, held_fence, held_fence)", ""),
     "fences do not grow": lambda: script(A, "local fence = whole(now)", "local fence = whole(1e15 - now % 1000)"),
+    "fences come from the clock alone": lambda: script(A, "if last and tonumber(last) >= now then", "if false then"),
     "a lock has no expiry": lambda: script(A, "value, 'PX', expire_ms)", "value)"),
     "a queue has no expiry": lambda: script(A, "redis.call('PEXPIRE', queue, QUEUE_LIFE_MS)", ""),
     "a waiter that gives up stays in the queue": lambda: script(
         A, "redis.call('ZREM', queue, entry)\n    count_waits", "count_waits"
     ),
     "a message is sent to nobody": lambda: script(R, "redis.pcall('PUBLISH', channel, id) ~= 0", "true"),
+    "a reservation has no end": lambda: script(A, "return left, left <= 0 or", "return left, false and"),
+    "a reservation is forgotten at its end": lambda: script(
+        A, "ends .. '\\n' .. next_channel", "'0' .. '\\n' .. next_channel"
+    ),
     "the lock's life is cut in half": lambda: script(
         A, "value, 'PX', expire_ms)", "value, 'PX', math.floor(expire_ms / 2))"
     ),
     "a renewal gives no life": lambda: script(N, "redis.call('PEXPIRE', lock, expire_ms)", ""),
-}
-"""What each history may show, and some of a few hundred do."""
-
-NOT_FOUND = {
-    "an answer that comes late shortens the belief": lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
-    "a renewal does not ask whose lock it is": lambda: script(N, "and is_of(value, value_prefix)", ""),
     "a renewal asks for the id only": lambda: attribute(
         lease.Lease, "value_prefix", property(lambda self: self.id.encode())
     ),
-    "a reservation has no end": lambda: script(A, "return left, left <= 0 or", "return left, false and"),
-    "who is gone is handed the lock": lambda: script(
-        R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"
-    ),
-    "fences come from the clock alone": lambda: script(A, "if last and tonumber(last) >= now then", "if false then"),
+    "a renewal does not ask whose lock it is": lambda: script(N, "and is_of(value, value_prefix)", ""),
     "a try that was not answered is not undone": lambda: attribute(operations.AcquireRequest, "call", _no_undo),
 }
-"""What no oracle sees yet, or only one history in thousands shows: given ids, clocks that step, and waits while something is wrong."""
+RLOCK: dict[str, Planted] = {
+    "a re-entrant lock is not re-entrant": lambda: attribute(reentrant.Reentrant, "_acquire", _enters_anew),
+    "the inner exit releases": lambda: attribute(reentrant.Reentrant, "_release", _leaves_at_once),
+    "the outer exit does not release": lambda: attribute(reentrant.Reentrant, "_release", _never_leaves),
+}
+CACHE: dict[str, Planted] = {
+    "every caller computes": lambda: script(
+        L, "local held = holder and not mine and not overdue", "local held = false"
+    ),
+    "an invalidation ends no lease": lambda: attribute(invalidate, "_end", lambda *args: iter(())),
+    "an invalidation keeps the witness": lambda: script(INV, "redis.call('DEL', witness)", ""),
+    "an invalidation keeps the lease": lambda: script(INV, "hand_over(lock, queue, '')", ""),
+    "a lease that ended stores all the same": lambda: script(S, "if not stands then", "if false then"),
+    "a computed value is stored over a newer one": lambda: script(S, "'NX', unpack(expiry)", "unpack(expiry)"),
+    "a stored value wakes nobody": lambda: script(S, "redis.pcall('PUBLISH', channel, id .. message)", ""),
+    "the error of a computation wakes nobody": lambda: script(
+        S, "if #entries > 0 then", "if #entries > 0 and not failed then"
+    ),
+    "a settled value leaves its lease": lambda: script(S, "redis.call('DEL', lock, witness)", ""),
+    "a stored value has no expiry": lambda: script(S, "expire_ms == '' and {} or {'PX', expire_ms}", "{}"),
+    "circles of computations are not found": lambda: script(L, "if at and computing[at] then", "if false then"),
+    "a leader wakes no followers": lambda: attribute(single_flight, "close", lambda key, flight, wake=True: None),
+    "followers share what was not stored": lambda: script(
+        S, "return old_digest == '' and not failed and redis.call('EXISTS', value_key) == 1 and 0 or -1", "return 1"
+    ),
+    "several refresh a stale value at once": lambda: script(
+        L, "if held and has_old == '1' and join", "held = held and has_old ~= '1'\nif held and has_old == '1' and join"
+    ),
+}
+CELERY: dict[str, Planted] = {
+    "a copy does not ask for the marker": lambda: script(
+        START, "local state = redis.call('GET', marker)", "local state = false"
+    ),
+    "a quick start does not ask for the marker": lambda: script(
+        START, "queue, queue, marker, marker, held)", "queue, queue, held)"
+    ),
+    "an execution leaves no marker": lambda: script(LEAVE, "redis.call('SET', marker, state, 'PX', marker_ms)", ""),
+    "a lost execution leaves no marker": lambda: script(
+        LEAVE, "if marker_ms ~= '' then", "if marker_ms ~= '' and redis.call('GET', lock) then"
+    ),
+    "the end of a late message is not confirmed": lambda: script(
+        DONE, "redis.call('SET', marker, state, 'PX', expire_ms)", ""
+    ),
+    "an execution does not take over from its message": lambda: script(
+        START, "if value and is_of(value, waiting_id) and", "if false and"
+    ),
+    "anybody takes over from a message": lambda: script(
+        START, "if value and is_of(value, waiting_id) and", "if value and"
+    ),
+    "a retry's lock is released": lambda: script(
+        LEAVE, "if keep_id ~= '' then\n  redis.call('ZREM'", "if false then\n  redis.call('ZREM'"
+    ),
+    "a refused message may run": lambda: script(
+        CLAIM,
+        "local reply = reply_for_copy(lock, redis.call('GET', lock), marker, copies, tonumber(version), claim)",
+        "local reply",
+    ),
+    "an execution does not release": lambda: script(LEAVE, "hand_over(lock, queue, id)", ""),
+}
+PLANTED: dict[str, tuple[str, Planted]] = {
+    name: (kind, defect)
+    for kind, defects in (("lock", LOCK), ("rlock", RLOCK), ("cache", CACHE), ("celery", CELERY))
+    for name, defect in defects.items()
+}
+"""The kind of histories that show each defect."""
+
+NOT_FOUND: dict[str, tuple[str, Planted]] = {
+    "an answer that comes late shortens the belief": (
+        "lock",
+        lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
+    ),
+    "who is gone is handed the lock": (
+        "lock",
+        lambda: script(R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"),
+    ),
+    "a refused message is not claimed": (
+        "celery",
+        lambda: script(CLAIM, "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)", ""),
+    ),
+    "a copy that was published again runs, too": (
+        "celery",
+        lambda: script(START, "if later and later > version or", "if"),
+    ),
+    "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
+}
+"""What no oracle sees yet."""

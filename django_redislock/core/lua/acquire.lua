@@ -25,5 +25,8 @@ if ticket ~= '' then
 end
 if receipts then
   redis.call('ZREM', receipts, 'id ' .. id)
+  if channel ~= '' then  -- the id had its turn in the place of another caller, or holds the lock already
+    redis.call('ZREM', queue, channel .. '\n' .. id)
+  end
 end
 return before and -tonumber(fence) or tonumber(fence)

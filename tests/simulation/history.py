@@ -1,0 +1,182 @@
+"""One history of any kind: its plan, its threads, its end, and what must never be seen in it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from django_redislock.cache.lease import single_flight
+from django_redislock.celery import execution_lock
+from django_redislock.core import clock, records, renewals
+
+from .driver import Thread
+from .model_server import ModelServer
+from .world import Fault, Plan, Process, ThreadPlan, Violation, World
+
+FAULTS_UNTIL = 12.0
+LIMIT = 60.0
+"""Seconds after the last fault within which every thread has come to its end."""
+LONGEST_LIFE = 31 * 86400
+"""Seconds: no key may live longer, unless a lock's own expiry is longer."""
+
+
+class _Now:
+    """What the package's clock and ids come from: the world of the history that runs."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.numbers = itertools.count()
+        self.thread = threading.get_ident()
+
+    def monotonic(self) -> float:
+        world = self.world
+        if world is None or threading.get_ident() != self.thread:  # another thread of the process that tests
+            return real_monotonic()
+        return world.clock()
+
+    def new_id(self) -> str:
+        return f"id{next(self.numbers)}"
+
+    def urandom(self, size: int) -> bytes:
+        return b"%032x" % next(self.numbers)
+
+    def thread_number(self) -> int:
+        world = self.world
+        return threading.get_ident() if world is None or world.running is None else id(world.running)
+
+
+real_monotonic = clock.monotonic
+now = _Now()
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Let the package read the clock and the ids of the history that runs; the log stays silent."""
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    new_id = records.new_id
+    for name, module in list(sys.modules.items()):
+        if name.startswith("django_redislock"):
+            if vars(module).get("monotonic") is real_monotonic:
+                replace(module, "monotonic", now.monotonic)
+            if vars(module).get("new_id") is new_id:
+                replace(module, "new_id", now.new_id)
+    replace(renewals, "_report_lost", lambda lease, cause: lease.lose(cause))  # it would start a thread
+    stand_in = SimpleNamespace(get_ident=now.thread_number, current_thread=threading.current_thread)
+    replace(single_flight, "threading", stand_in)
+    replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
+    log = logging.getLogger("django_redislock")
+    level, now.thread = log.level, threading.get_ident()
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)
+
+
+class History:
+    """What the threads of some processes do, by a plan, and what is seen of it."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.world = World(plan, self.executed)
+        self.server: ModelServer = self.world.server
+        self.threads: list[Thread] = []
+        for number, each in enumerate(plan.threads):
+            thread = Thread(self.world.processes[each.process], f"thread {number}", None)
+            thread.programs.append(self.program(thread, each))
+            self.threads.append(thread)
+
+    @classmethod
+    def draw(cls, seed: int) -> Plan:
+        """Draw a plan."""
+        raise NotImplementedError
+
+    def program(self, thread: Thread, plan: ThreadPlan) -> Generator[Any, Any, Any]:
+        """Do the steps of a thread."""
+        raise NotImplementedError
+
+    def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
+        """See what the server did."""
+
+    def look_at_the_end(self) -> None:
+        """See what is left."""
+
+    def fail(self, what: str) -> None:
+        """Say what should not have been seen."""
+        story = self.world.story
+        raise Violation("\n".join([*story[-80:], f"{self.world.time:9.4f}  VIOLATION: {what}"]))
+
+    def run(self) -> None:
+        """Raise Violation when something is seen that must not be. Within `simulated()`."""
+        world = self.world
+        now.world, now.numbers = world, itertools.count()
+        random.seed(self.plan.seed)
+        try:
+            for thread, each in zip(self.threads, self.plan.threads, strict=True):
+                world.at(each.starts, thread.start)
+            if not world.run(FAULTS_UNTIL + LIMIT, self._over):
+                self.fail(f"{[thread for thread in self.threads if thread.is_alive()]} did not come to an end")
+            self._look_at_the_keys()
+            self.look_at_the_end()
+        finally:
+            for thread in self.threads:
+                thread.close()
+            single_flight._flights.clear()
+            single_flight._paused.clear()
+            now.world = None
+
+    def _over(self) -> bool:
+        return not any(thread.is_alive() for thread in self.threads)
+
+    def _look_at_the_keys(self) -> None:
+        server, world = self.server, self.world
+        for key in server.live_keys():
+            ends = server.ends.get(key)
+            if ends is None:
+                self.fail(f"{key!r} has no expiry")
+            elif ends / 1000 > world.time + world.server_clock + LONGEST_LIFE and not world.clock_stepped:
+                self.fail(f"{key!r} lives for {ends / 1000 - world.time - world.server_clock:.0f} s")
+
+
+def draw_faults(chance: random.Random, plan: Plan, kinds: list[str], once: list[str] | None = None) -> None:
+    """Draw what goes wrong: in one history of five, nothing. `once`: at most one of these."""
+    if chance.random() < 0.2:
+        return
+    plan.faulty_until = FAULTS_UNTIL
+    plan.rate = chance.choice([0.0, 0.02, 0.1, 0.3])
+    kills = chance.random() < 0.5
+    for _ in range(chance.randint(0, 4)):
+        what, process, at = chance.choice(kinds), chance.randrange(plan.processes), chance.uniform(0, FAULTS_UNTIL)
+        if what == "kill" and not kills:
+            what = "freeze"
+        seconds = 0.0
+        if what == "freeze":
+            seconds = chance.choice([0.1, 0.4, 0.8, 2, 5, 9]) * chance.uniform(0.8, 1.2)
+        elif what == "cut":
+            seconds = chance.choice([0.001, 0.3, 1.5])
+        elif what == "silence":
+            seconds = chance.choice([0.2, 1.0, 4.0])
+        plan.faults.append(Fault(at, what, process, seconds))
+    if once and chance.random() < 0.3:
+        what, at = chance.choice(once), chance.uniform(0, FAULTS_UNTIL / 2)
+        if what == "step":
+            seconds = chance.choice([-10.0, -2.0, -0.4, 0.4, 2.0, 10.0])
+        else:
+            seconds = chance.choice([0.01, 0.3, 2.0])
+        plan.faults.append(Fault(at, what, 0, seconds))

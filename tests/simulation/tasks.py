@@ -1,0 +1,230 @@
+"""Histories of task messages: copies arrive in any order, one of them runs, and no other one after it has ended.
+
+Real are the operations of `ExecutionLock` and their scripts. What `SingleInstanceMixin` and the broker do with them is told
+again here, without Celery.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from typing import Any
+
+from django_redislock.celery.execution_lock import DONE, LEAVE, START
+from django_redislock.core.driver.effects import Sleep
+from django_redislock.core.scripts import RELEASE
+from django_redislock.exceptions import LockBackendError, LockError
+
+from .driver import Thread
+from .history import draw_faults
+from .worker import MARKER, QUEUE_LIFE, Body, Message, Publish, Worker, call
+from .world import Plan, Process, ThreadPlan
+
+SCOPES = ("run", "queued", "queued+run", "job")
+POLICIES = ("skip", "reschedule", "wait")
+VISIBILITY = 3.0
+"""Seconds after which the broker gives a message to another worker when the first one is gone."""
+
+
+class CeleryHistory(Worker):
+    """Some workers, which are publishers, too, and their messages."""
+
+    kind = "celery"
+
+    @classmethod
+    def draw(cls, seed: int) -> Plan:
+        chance = random.Random(seed)
+        plan = Plan(seed, chance.randint(2, 3), [])
+        plan.options = {
+            "scope": chance.choice(SCOPES),
+            "policy": chance.choice(POLICIES),
+            "late": chance.random() < 0.5,
+            "expire": chance.choice([0.6, 1.0, 3.0]),
+        }
+        copies, retries = chance.random() < 0.6, chance.random() < 0.3
+        for process in range(plan.processes):
+            steps = []
+            for _ in range(chance.randint(1, 3)):
+                arrivals = [
+                    (chance.choice([0.0, 0.01, 0.5, 2.0]) * chance.uniform(0.5, 1), chance.randrange(plan.processes))
+                ]
+                while copies and len(arrivals) < 3 and chance.random() < 0.6:
+                    arrivals.append(
+                        (chance.choice([0.0, 0.5, 2.0, 5.0]) * chance.random(), chance.randrange(plan.processes))
+                    )
+                steps.append(
+                    Publish(
+                        chance.choice("kk2"),
+                        tuple(arrivals),
+                        chance.choice([0.0, 0.2, 1.0, 4.0]) * chance.uniform(0.5, 1),
+                        chance.choice([0, 1, 2]) if retries else 0,
+                        chance.uniform(0, 1) if chance.random() < 0.05 else None,
+                        chance.random() < 0.05,
+                        chance.choice([0.0, 0.01, 0.5, 2.0]),
+                    )
+                )
+            plan.threads.append(ThreadPlan(process, chance.uniform(0, 0.3), {}, steps))
+        draw_faults(
+            chance, plan, ["freeze", "freeze", "cut", "silence", "kill"], ["step", "restart", "loss", "failover"]
+        )
+        return plan
+
+    # Publishing
+
+    def program(self, thread: Thread, plan: ThreadPlan) -> Generator[Any, Any, Any]:
+        """Publish messages."""
+        for number, step in enumerate(plan.steps):
+            message = Message(f"{thread.name[-1]}.{number}", step, 0, 0)
+            yield from self.publish(thread, message)
+            if step.pause:
+                yield Sleep(step.pause)
+
+    def publish(self, thread: Thread, message: Message) -> Generator[Any, Any, None]:
+        self.publishing.append(message.key)
+        try:
+            yield from self._publish(thread, message)
+        finally:
+            self.publishing.remove(message.key)
+
+    def _publish(self, thread: Thread, message: Message) -> Generator[Any, Any, None]:
+        world, step, known = self.world, message.publish, message.retry > 0
+        message.epoch = world.epoch
+        if self.scope != "run":
+            lock = self.waiting_lock(thread, message)
+            others: list[Any] = [other for other in self.messages if other.key == message.key and self._is_open(other)]
+            others += [key for key in self.publishing if key == message.key][1:]
+            try:
+                taken = yield from call(thread, lock.take, fresh=not known)
+            except LockBackendError as error:
+                world.tell(thread, f"publishing {message} raised {error}")
+                yield from self._quietly(thread, lock)
+                return
+            if not taken and not known:
+                world.tell(thread, f"{message} is a duplicate, and not published")
+                others += [key for key in self.publishing if key == message.key][1:]
+                others += [other for other in self.messages if other.key == message.key and self._is_open(other)]
+                if self.plan.calm and not others:
+                    self.fail(f"{message} was not published, though no other message of its key waits or runs")
+                return
+            if step.broken and not known:
+                world.tell(thread, f"the broker refuses {message}")
+                yield from self._quietly(thread, lock)
+                return
+        world.tell(thread, f"publishes {message}")
+        self.messages.append(message)
+        for delay, process in step.copies if not known else step.copies[:1]:
+            self.deliver(message, delay, process, 0, None)
+        if step.revoked is not None and not known:
+            world.at(world.time + step.revoked, lambda: setattr(message, "revoked", message.ran == 0))
+
+    def _is_open(self, message: Message) -> bool:
+        """Whether the message may still hold something."""
+        runs = any(body.message is message for body in self.bodies)
+        return runs or not (message.over or message.refused or message.excused)
+
+    def _quietly(self, thread: Thread, lock: Any) -> Generator[Any, Any, None]:
+        try:
+            yield from lock._release(lock._require_lease(thread))
+        except LockError as error:
+            self.world.tell(thread, f"release raised {error}")
+
+    def deliver(self, message: Message, delay: float, number: int, version: int, seen: int | None) -> None:
+        """Have a copy arrive at a worker, or at another one when that one is gone."""
+        world = self.world
+
+        def arrive() -> None:
+            self.pending -= 1
+            living = [process for process in world.processes if process.alive]
+            if not living:
+                message.excused = True
+                return
+            process = world.processes[number]
+            if not process.alive:
+                self.deliver(message, VISIBILITY, self.chance.choice(living).number, version, seen)
+                return
+            thread = Thread(process, f"run {len(self.threads)}", None)
+            thread.programs.append(self.execute(thread, message, version, seen))
+            self.threads.append(thread)
+            self._guard(thread, message, number, version, seen)
+            thread.start()
+
+        self.pending += 1
+        world.at(world.time + delay, arrive)
+
+    pending = 0
+    """Copies that are on their way."""
+
+    def _guard(self, thread: Thread, message: Message, number: int, version: int, seen: int | None) -> None:
+        """Let the broker deliver it again when its worker died; one that is acknowledged early is gone once it has begun."""
+
+        def look() -> None:
+            self.pending -= 1
+            if thread.ended:
+                return
+            if thread.process.alive:
+                watch()
+            elif self.late or thread not in self.begun:
+                self.deliver(message, 0.0, number, version, seen)
+            else:
+                message.excused = True
+
+        def watch() -> None:
+            self.pending += 1
+            self.world.at(self.world.time + VISIBILITY, look)
+
+        watch()
+
+    def _over(self) -> bool:
+        return self.pending <= 0 and super()._over()
+
+    def begins(self, thread: Thread, message: Message, lock: Any) -> Body:
+        """See that no copy of the message ran, and that nobody else runs under its lock."""
+        world = self.world
+        body = Body(thread, message, lock, world.epoch_now())
+        world.tell(thread, f"runs {message}, fence {body.lease.fence}")
+        for other in self.bodies:
+            if other.epoch == body.epoch and other.name == body.name and other.stands and body.stands:
+                self.fail(f"{message} and {other.message} run at once")
+        message.ran += 1
+        self.bodies.append(body)
+        return body
+
+    def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
+        """See that no copy of a message starts after one has ended."""
+        script = getattr(what, "script", None)
+        if script is START and isinstance(reply, int) and reply > 0:
+            if before is not None and before.startswith(b"%b\n%d\n" % (what.args[0], reply)):  # an earlier call did it
+                return
+            copies = what.args[9].decode()
+            kept, until, epoch = self.kept.pop(what.keys[0], (b"", 0.0, 0))
+            if kept not in (b"", what.args[7]) and self.world.time < until and epoch == self.world.epoch:
+                self.fail(f"{copies} starts between a run and the retry of {kept.decode()}")
+            until, epoch = self.ended.get(copies, (0.0, 0))
+            if self.world.time < until and epoch == self.world.epoch:
+                self.fail(f"{copies} starts again, after one of its copies has ended")
+        elif script is RELEASE:
+            if self.kept.get(what.keys[0], (b"",))[0] == what.args[0]:
+                del self.kept[what.keys[0]]
+        elif script is LEAVE and what.args[3]:
+            if reply == 1 and what.args[4]:
+                self.kept[what.keys[0]] = what.args[4], self.world.time + QUEUE_LIFE, self.world.epoch
+            self._note_end(what.keys[4], float(what.args[3]) / 1000)
+        elif script is DONE and what.args[0] == b"done":
+            self._note_end(what.keys[0], MARKER)
+
+    def _note_end(self, marker: bytes, seconds: float) -> None:
+        copies = marker.partition(b":done:")[2].decode()
+        message = next(message for message in self.messages if message.delivery == copies)
+        message.over = True
+        self.ended[copies] = self.world.time + seconds, self.world.epoch
+
+    def look_at_the_end(self) -> None:
+        for message in self.messages:
+            if not (message.ran or message.refused or message.revoked or message.excused):
+                self.fail(f"{message} was dropped in silence")
+            if self.plan.calm and message.ran > 1:
+                self.fail(f"{message} ran {message.ran} times")
+        if self.plan.calm:
+            for key in self.server.live_keys():
+                if b":lock:" in key or b":queue:" in key:
+                    self.fail(f"{key!r} is left")

@@ -1,0 +1,201 @@
+"""The model of a server answers as a real one does: the same calls get the same replies, and leave the same behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import redis
+
+from django_redislock.cache.lease.invalidate import INVALIDATE
+from django_redislock.cache.lease.obtain import LEASE
+from django_redislock.cache.lease.store import SETTLE, digest
+from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START
+from django_redislock.core import scripts
+from django_redislock.core.keys import lock_keys, witness_key
+from django_redislock.core.loss import notes_key
+from tests.simulation.model_server import ModelServer
+
+CHANNELS = [b"", b"one", b"two"]
+KINDS = ["acquire", "acquire", "acquire", "release", "renew", "reset", "read", "queue"]
+
+
+def _lock_steps(chance):
+    """Draw script calls on two locks by three ids."""
+    ids = [b"x", b"y", b"z"]
+    tickets = {}
+    while True:
+        name = chance.choice([b"a", b"b"])
+        keys, id, channel = lock_keys("redislock", name.decode()), chance.choice(ids), chance.choice(CHANNELS)
+        life = b"%d" % chance.choice([60_000, 90_000])
+        match chance.choice(KINDS):
+            case "acquire":
+                joins = b"1" if channel else b"0"
+                ticket = tickets.get((name, id, channel), b"")
+                more = (keys.receipts,) if chance.random() < 0.3 else ()
+                reply = yield (
+                    scripts.ACQUIRE,
+                    (*keys[:4], *more),
+                    (id, life, name, b"{}", channel, joins, ticket),
+                )
+                tickets[name, id, channel] = reply[1] if isinstance(reply, list) else b""
+            case "release":
+                args = (id, name, channel, chance.choice([b"", b"1"]))
+                yield scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipts), args
+            case "renew":
+                yield scripts.RENEW, (keys.lock, keys.held), (chance.choice([b"0", b"1"]), id, life, name)
+            case "reset":
+                call_id = b"%d" % chance.randrange(3)
+                notes = notes_key(keys, name.decode())
+                reset = (*keys[:2], keys.queue, keys.receipts, notes, witness_key(keys, name.decode()))
+                yield scripts.RESET, reset, (name, b"", call_id, b"olga\nwhy")
+            case "read":
+                yield scripts.READ, (keys.lock, keys.queue), ()
+            case "queue":
+                yield scripts.QUEUE, (keys.queue,), (b"10",)
+
+
+def _cache_steps(chance: random.Random) -> Generator[Any, Any, None]:
+    """Draw script calls on two values by three ids."""
+    ids, fences, values = [b"x", b"y", b"z"], {}, [b"one", b"two", b""]
+    while True:
+        key, id, channel = chance.choice([b"a", b"b"]), chance.choice(ids), chance.choice(CHANNELS)
+        name = b"cache:" + key
+        keys = lock_keys("redislock", name.decode())
+        tag = keys.held.removesuffix(b"held")
+        of_value = (key, witness_key(keys, name.decode()), tag + b"era")
+        more = (b"{redislock}:waits", tag + b"failed:" + name)
+        old = digest(chance.choice(values)) if chance.random() < 0.3 else b""
+        match chance.choice(["lease", "lease", "settle", "invalidate", "release"]):
+            case "lease":
+                others = (b"cache:c",) if chance.random() < 0.2 else ()
+                flags = (channel, b"1" if channel else b"0", old, b"1" if old else b"0")
+                reply = yield LEASE, (*keys[:4], *of_value, *more), (id, b"60000", name, b"{}", *flags, *others)
+                if isinstance(reply, list) and reply[0] == b"compute":
+                    fences[name] = reply[1]
+            case "settle":
+                expire = chance.choice([b"", b"90000", b"90000", b"0", b"!"])
+                args = (
+                    fences.get(name, b"1"),
+                    name,
+                    expire,
+                    old,
+                    b"",
+                    chance.choice(values),
+                    chance.choice([b"0", b"1"]),
+                )
+                yield SETTLE, (*keys[:2], keys.queue, *of_value, *more), args
+            case "invalidate":
+                yield INVALIDATE, (keys.lock, keys.held, keys.queue, of_value[1]), (name,)
+            case "release":
+                args = (id, name, channel, fences.get(name, b""))
+                yield scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipts), args
+
+
+def _task_steps(chance: random.Random) -> Generator[Any, Any, None]:
+    """Draw script calls of two messages and their copies on one lock."""
+    name, fences = b"celery:a", {}
+    keys = lock_keys("redislock", name.decode())
+    while True:
+        message = chance.choice([b"m1", b"m2"])
+        id, version = message + b":0:" + chance.choice([b"x", b"y"]), chance.choice([b"0", b"0", b"1"])
+        copies, marker = message + b":0", keys.held.removesuffix(b"held") + b"done:" + message
+        match chance.choice(["start", "start", "leave", "claim", "done", "take"]):
+            case "start":
+                channel = chance.choice(CHANNELS)
+                args = (id, b"60000", name, b"{}", channel, b"1" if channel else b"0", b"")
+                reply = yield START, (*keys[:4], marker), (*args, message, b"1", copies, version)
+                if isinstance(reply, int) and reply > 0:
+                    fences[id] = b"%d" % reply
+            case "leave":
+                kept = (message, b"90000", b"{}") if chance.random() < 0.3 else (b"", b"0", b"")
+                args = (id, name, fences.get(id, b"1"), chance.choice([b"", b"90000"]), *kept, b"done")
+                yield LEAVE, (keys.lock, keys.held, keys.queue, keys.receipts, marker), args
+            case "claim":
+                yield (
+                    CLAIM,
+                    (keys.lock, marker),
+                    (copies, version, b"c1", chance.choice([b"ending", b"done"]), b"90000"),
+                )
+            case "done":
+                yield DONE, (marker,), (chance.choice([b"done", b"1", b"2"]), b"90000", chance.choice([b"", b"1"]))
+            case "take":
+                args = (message, b"60000", name, b"{}", b"", b"0", b"")
+                yield scripts.ACQUIRE, keys[:4], args
+
+
+STEPS = {"lock": _lock_steps, "cache": _cache_steps, "tasks": _task_steps}
+
+
+def _alike(mine, real):
+    """Whether two replies are the same, but for the milliseconds that are left of a life, and the times in them."""
+    if isinstance(mine, bytes) and isinstance(real, bytes) and len(mine) == len(real) == 13 and mine.isdigit():
+        return _alike(int(mine), int(real))
+    if isinstance(mine, list) and isinstance(real, list):
+        return len(mine) == len(real) and all(map(_alike, mine, real))
+    if isinstance(mine, dict) and isinstance(real, dict):
+        return mine.keys() == real.keys() and all(_alike(mine[key], real[key]) for key in mine)
+    if isinstance(mine, bytes) and isinstance(real, bytes) and b" " in mine:
+        return _alike([*map(int, mine.split())], [*map(int, real.split())])
+    if isinstance(mine, (int, float)) and isinstance(real, (int, float)) and abs(mine) > 100:
+        return abs(mine - real) < 20_000
+    return mine == real
+
+
+def _content(client):
+    found = {}
+    for key in client.scan_iter():
+        kind = client.type(key)
+        if kind == b"string":
+            found[key] = client.get(key)
+        elif kind == b"zset":
+            found[key] = dict(client.zrange(key, 0, -1, withscores=True))
+        else:
+            found[key] = client.hgetall(key)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_model_answers_as_a_server_does(client, listen, seed, kind):
+    """The same calls, with the time written into them, get the same replies and leave the same behind."""
+    listen("one")
+    chance = random.Random(seed)
+    time = [1_700_000_000_000_000]
+    model = ModelServer(lambda: time[0])
+    model.subscribers[b"one"] = {"somebody": lambda message: None}
+    steps = STEPS[kind](chance)
+    call = next(steps)
+    for _ in range(150):
+        time[0] += chance.choice([1, 7, 1000])
+        script, keys, args = call
+        given = b"{'%d', '%d'}" % divmod(time[0], 1_000_000)
+        text = script.text.replace(b"redis.call('TIME')", given)
+        assert given in text or b"now_us()" not in script.text
+        mine = model.run(script.text, keys, args)
+        real = client.eval(text, len(keys), *keys, *args)
+        assert _alike(mine, real), (script, keys, args)
+        there = _content(client)
+        model.live_keys()
+        assert model.data.keys() == there.keys()
+        assert all(_alike(model.data[key], there[key]) for key in there)
+        for key in there:
+            assert (client.pttl(key) == -1) == (key not in model.ends)
+            if key in model.ends:
+                assert abs(model.ends[key] - time[0] // 1000 - client.pttl(key)) < 20_000
+        call = steps.send(real)
+
+
+def test_the_model_refuses_what_a_server_refuses(client):
+    model = ModelServer(lambda: 0)
+    client.set("a", "text")
+    model.command(b"SET", b"a", b"text")
+    for command in (("ZCARD", "a"), ("HGET", "a", "b"), ("PEXPIRE", "a", "soon"), ("RENAME", "b", "c")):
+        with pytest.raises(redis.ResponseError) as theirs:
+            client.execute_command(*command)
+        with pytest.raises(redis.ResponseError) as ours:
+            model.command(*(word.encode() for word in command))
+        assert str(ours.value).split()[-3:] == str(theirs.value).split()[-3:]

@@ -1,0 +1,83 @@
+"""What the simulation found in the package, told again on a real server."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import redis
+
+from django_redislock.celery.execution_lock import DONE
+from django_redislock.core import RLock, scripts
+from django_redislock.core.driver.script import Script
+from django_redislock.core.keys import lock_keys
+from django_redislock.exceptions import LockBackendError
+from tests.support import wait_until
+
+KEYS = lock_keys("redislock", "a")
+
+
+def run(client: redis.Redis, script: Script, keys: tuple[bytes, ...], *args: bytes) -> Any:
+    return client.eval(script.text, len(keys), *keys, *args)
+
+
+def test_a_given_id_that_takes_its_turn_in_the_place_of_another_caller_leaves_no_place_in_the_queue(client, listen):
+    """Two processes wait by one id. The lock is reserved for the first, the second takes it: its own place is to go, too, or the
+    next release would reserve the lock for nobody."""
+    listen("one", "two")
+
+    def acquire(id: bytes, channel: bytes) -> Any:
+        return run(client, scripts.ACQUIRE, KEYS, id, b"60000", b"a", b"{}", channel, b"1" if channel else b"0", b"")
+
+    assert acquire(b"holder", b"") > 0
+    assert isinstance(acquire(b"given", b"one"), list)
+    assert isinstance(acquire(b"given", b"two"), list)
+    run(client, scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), b"holder", b"a", b"", b"")
+    assert acquire(b"given", b"two") > 0
+    assert client.zrange(KEYS.queue, 0, -1) == []
+
+
+@pytest.mark.parametrize("careful", [b"", b"1"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, b"2"),
+        (b"1", b"2"),
+        (b"3", b"3"),
+        (b"done", b"done"),
+        (b"done:claim", b"done:claim"),
+        (b"ending", b"ending"),
+        (b"ending:claim", b"2"),
+    ],
+)
+def test_a_late_mark_that_a_message_was_published_again_does_not_undo_that_a_copy_has_ended(
+    client, before, after, careful
+):
+    """The call was on its way for longer than the expiry of the claim before it. A copy ran meanwhile, and has ended."""
+    if before is not None:
+        client.set("marker", before)
+    run(client, DONE, (b"marker",), b"2", b"60000", careful)
+    assert client.get("marker") == (before if careful and before == b"ending:claim" else after)
+
+
+def test_the_end_of_a_message_counts_more_than_what_was_said_before(client):
+    client.set("marker", "7")
+    run(client, DONE, (b"marker",), b"done", b"60000", b"")
+    assert client.get("marker") == b"done"
+
+
+def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_is_entered_again(client, proxy):
+    """The release was the last of its block, so the next block is the only one: its end releases."""
+    lock = RLock(redis.Redis.from_url(proxy.url, socket_timeout=0.3), "a", expire=3)
+    lock.acquire()
+    proxy.black_hole()
+    with pytest.raises(LockBackendError):
+        lock.release()
+    proxy.heal()
+    lock.acquire()
+    lease = lock._require_lease(threading.current_thread())
+    deadline = lease.deadline
+    wait_until(lambda: lease.deadline > deadline, 10, "the watchdog renews it")
+    lock.release()
+    assert client.exists(KEYS.lock) == 0
