@@ -63,6 +63,8 @@ class Server:
 
     watched = False
     """Whether the housekeeper will close its idle connections."""
+    left_out_until = 0.0
+    """Until then, quorum locks do not wait for this server, because it did not answer."""
     watchdog: Any
     """The watchdog of the locks held there; the first such lock sets it, and the driver does not use it."""
     view_kind: ClassVar[type[Any] | None] = None
