@@ -18,7 +18,7 @@ from .clock import monotonic
 from .driver import os_threads, process
 from .driver.effects import Operation
 from .driver.server import Server
-from .driver.side_by_side import in_background, on_servers
+from .driver.side_by_side import LEFT_OUT, in_background, on_servers
 from .driver.slot import Slot
 from .lease import Lease
 from .loss import find_cause
@@ -66,7 +66,7 @@ class QuorumLease(QuorumAttempt):
         if self._upkeep is not None:
             self._upkeep.cancel()
         if self.loop is not None and len(self._held()) < len(self.parts):
-            self._upkeep = self.loop.call_later(self.expire / 3, _mend, weakref.ref(self))
+            self._upkeep = self.loop.call_later(min(self.expire / 3, LEFT_OUT), _mend, weakref.ref(self))
 
     def mend(self) -> None:
         """Ask for the parts that are not held, if the lock is held and renewed."""

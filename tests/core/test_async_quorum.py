@@ -139,6 +139,7 @@ def test_a_loss_is_told_in_the_loop_of_the_holder(aclients, clients):
 def test_a_part_that_was_lost_is_taken_anew(aclients, clients):
     async def main():
         async with AsyncQuorumLock(aclients, "a", expire=0.6) as lock:
+            await until(lambda: lock._visible_lease().held_count == 3)
             clients[0].flushall()
             await until(lambda: clients[0].exists(KEYS.lock))
             lock.raise_if_lost()

@@ -79,6 +79,7 @@ def run_in_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     loop = _loop.value
     if loop is None:
         loop = asyncio.new_event_loop()
+        loop.set_debug(False)  # also where Python runs in its development mode: it is no loop of the program
         if _loop.put_if_empty(loop) is loop:
             os_threads.start(loop.run_forever, "redislock-quorum")
         else:  # another thread was faster
