@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from ...exceptions import LockBackendError
@@ -19,6 +22,11 @@ GRACE = 0.01
 """Seconds for which the last servers are waited for, after the others have answered."""
 LEFT_OUT = 2.0
 """Seconds for which a server that did not answer is left out where the others suffice."""
+
+GREENLET_PAUSE = 0.002
+"""Seconds between two looks of a greenlet at whether the loop's thread has carried out its work."""
+START_WITHIN = 10.0
+"""Seconds for which the start of the thread is waited for."""
 
 T = TypeVar("T")
 background: set[asyncio.Task[Any]] = set()
@@ -71,6 +79,17 @@ async def on_servers(
 _loop: Slot[asyncio.AbstractEventLoop] = Slot()
 
 
+def _run_loop(started: os_threads.OsEvent) -> None:
+    loop = asyncio.new_event_loop()  # in its own thread, because gevent's selectors belong to the thread that made them
+    loop.set_debug(False)  # also where Python runs in its development mode: it is no loop of the program
+    mine = _loop.put_if_empty(loop) is loop
+    started.set()
+    if mine:
+        loop.run_forever()
+    else:  # another thread was faster
+        loop.close()
+
+
 def run_in_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine in the event loop of a thread of its own, one for all threads of this process.
 
@@ -78,20 +97,37 @@ def run_in_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """
     loop = _loop.value
     if loop is None:
-        loop = asyncio.new_event_loop()
-        loop.set_debug(False)  # also where Python runs in its development mode: it is no loop of the program
-        if _loop.put_if_empty(loop) is loop:
-            os_threads.start(loop.run_forever, "redislock-quorum")
-        else:  # another thread was faster
-            loop.close()
-            loop = _loop.value or loop
+        started = os_threads.OsEvent()
+        os_threads.start(partial(_run_loop, started), "redislock-quorum")
+        started.wait(START_WITHIN)
+        loop = _loop.value
+        if loop is None:
+            raise RuntimeError(f"the thread of the quorum locks did not start within {START_WITHIN:g} s")
     if asyncio._get_running_loop() is loop:
         raise RuntimeError("a listener that a quorum lock calls cannot wait for a quorum lock: use another thread")
-    future = asyncio.run_coroutine_threadsafe(work(), loop)
+    outcome: list[tuple[T | None, BaseException | None]] = []
+    done = os_threads.OsEvent()
+
+    async def carry_out() -> None:
+        try:
+            outcome.append((await work(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+        done.set()
+
+    loop.call_soon_threadsafe(lambda: in_background(loop.create_task(carry_out())))
+    if os_threads.greenlets():  # an event of another thread would stop all greenlets of this one
+        while not outcome:
+            time.sleep(GREENLET_PAUSE)
+    else:
+        done.wait(math.inf)
+    result, error = outcome.pop()
     try:
-        return future.result()
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
     finally:
-        del future  # an error refers to this frame
+        del error  # it refers to this frame
 
 
 def _after_fork() -> None:
