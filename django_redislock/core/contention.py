@@ -57,7 +57,7 @@ class Contention(NamedTuple):
 def contention(client: Redis | Server, prefix: str = "redislock", *, retry_for: float = math.inf) -> Contention:
     """Return the counts of about the last hour under the key prefix.
 
-    Needs one command, or a few with many names. Raises LockBackendError when Redis cannot answer.
+    Needs four commands, and more with many names. Raises LockBackendError when Redis cannot answer.
     """
     return server_of(client).run(_read(check_prefix(prefix), monotonic() + retry_for))
 

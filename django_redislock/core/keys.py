@@ -11,7 +11,7 @@ import zlib
 from functools import lru_cache
 from typing import NamedTuple
 
-BUCKETS = 64
+BUCKETS = 256
 
 
 class LockKeys(NamedTuple):

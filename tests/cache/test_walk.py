@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from itertools import groupby
@@ -26,11 +27,13 @@ def files_of(call: Callable[[], Any]) -> list[str]:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             entered.append(frame.f_code.co_filename.removeprefix(PACKAGE))
 
+    gc.disable()  # the destructors that it runs belong to earlier tests
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return [file for file, _ in groupby(entered)]
 
 

@@ -10,7 +10,7 @@ from django_redislock.celery.execution_lock import count_duplicate
 from django_redislock.core import Lock, scripts
 from django_redislock.core.contention import contention
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.keys import lock_keys
+from django_redislock.core.keys import BUCKETS, lock_keys
 from tests.support import counting, wait_in_a_thread
 
 COUNTS = ("*}:waits:*", "*}:waited:*", "*}:saves:*", "*}:saved:*")
@@ -130,9 +130,11 @@ def test_ten_thousand_names_take_bounded_room(client: redis.Redis) -> None:
         sizes.append(sum(client.zcard(key) for key in client.scan_iter(COUNTS[0], count=1000)))
     windows = {key.rpartition(b":")[2] for key in kept(client)}
     assert len(windows) <= 2
-    assert max(sizes) <= 64 * 16 * len(windows)
+    assert max(sizes) <= BUCKETS * 16 * len(windows)
     assert all(0 < client.pttl(key) <= 80 * 60_000 for key in kept(client))
-    assert sum(client.hlen(key) for key in client.scan_iter(COUNTS[1], count=1000)) <= 64 * len(windows) * (2 * 16 + 20)
+    assert sum(client.hlen(key) for key in client.scan_iter(COUNTS[1], count=1000)) <= BUCKETS * len(windows) * (
+        2 * 16 + 20
+    )
     assert sum(minute.waits for minute in contention(client).minutes) == 10_000
 
 

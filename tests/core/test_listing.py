@@ -51,7 +51,7 @@ def test_a_count_costs_a_count(client: redis.Redis, many: list[str]) -> None:
         [reply], number = replies(client, operations.count("redislock"))
     assert number == MANY
     assert isinstance(reply, int)
-    assert (counts["zcount"], counts["zscan"], counts["zrangebyscore"]) == (64, 0, 0)
+    assert (counts["zcount"], counts["zscan"], counts["zrangebyscore"]) == (BUCKETS, 0, 0)
 
 
 def test_the_names_of_many_locks_come_in_pieces(client: redis.Redis, many: list[str]) -> None:
@@ -62,7 +62,7 @@ def test_the_names_of_many_locks_come_in_pieces(client: redis.Redis, many: list[
 
 
 def test_the_names_of_few_locks_come_at_once(client: redis.Redis) -> None:
-    client.zadd(held_keys("redislock")[63], {"last": 9e15, "ended": 1})
+    client.zadd(held_keys("redislock")[BUCKETS - 1], {"last": 9e15, "ended": 1})
     found, names = replies(client, operations.names("redislock"))
     assert (len(found), names) == (1, ["last"])
 
@@ -100,9 +100,9 @@ def test_the_counts_of_many_names_come_in_pieces(client: redis.Redis) -> None:
     with counting(client) as counts:
         found = contention(client)
     assert counts["evalsha"] >= 20
-    assert len(found.names) == 64 * 16
+    assert len(found.names) == BUCKETS * 16
     assert {(waits.seconds, waits.waits, waits.duplicates) for waits in found.names.values()} == {(6.0, 6, 6)}
-    assert sum(minute.waits for minute in found.minutes) >= 5 * 16 * 64
+    assert sum(minute.waits for minute in found.minutes) >= 5 * 16 * BUCKETS
 
 
 @pytest.mark.processes

@@ -235,7 +235,7 @@ def contract(url: str) -> str:
         client.flushdb()
     buckets = [
         f"  {name}: {plain(lock_keys('redislock', name).lock)}"
-        for name in ("shop:1", "celery:shop.report:monday", "ключ")
+        for name in ("shop:1", "celery:shop.report:friday", "замок")
     ]
     return "\n".join(["Buckets", "-------", *buckets, *lines]) + "\n"
 

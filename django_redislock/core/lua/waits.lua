@@ -3,13 +3,14 @@
 -- ARGV  1 number of the index to go on with
 -- Returns the current minute, {name, ms waited, waits, gave up, ...}, {minute, ms waited, waits, ...} and {name,
 -- prevented duplicates, avoided computations, ...}, all with repetitions; and the number for the next call (0: there
--- is none): so many names at a time that the server is not kept busy for long.
-local AT_ONCE = 250
+-- is none): so many buckets and names at a time that the server is not kept busy for long.
+local AT_ONCE, BUCKETS_AT_ONCE = 250, 64
 local now = now_us()
 local window = math.floor(now / WAITS_WINDOW_US)
 local names, minutes, saved = {}, {}, {}
 local bucket = tonumber(ARGV[1])
-while bucket <= #KEYS and #names / 4 + #saved / 3 < AT_ONCE do
+local last = math.min(#KEYS, bucket + BUCKETS_AT_ONCE - 1)
+while bucket <= last and #names / 4 + #saved / 3 < AT_ONCE do
   local tag = string.sub(KEYS[bucket], 1, -5)
   bucket = bucket + 1
   for at = window - 6, window do
