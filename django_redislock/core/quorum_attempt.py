@@ -145,9 +145,17 @@ class QuorumAttempt(ABC):
                         check_at = now + max(SPLIT, now - self._granted_at)
                     wake_at = min(wake_at, check_at)
             else:
-                if len(held) + len(running) < self._needed or now >= conclude_at:
+                answered = sum(part.answered for part in self.parts)
+                if now >= conclude_at or (answered >= self._needed and len(held) + len(running) < self._needed):
                     return False
-                if conclude_at == math.inf and sum(part.answered for part in self.parts) >= self._needed:
+                if answered + len(running) < self._needed:
+                    left_out = [part for part in self.parts if not (part.task or part.answered or part.error)]
+                    for part in left_out:
+                        self._start(part, 0.0)
+                    if not (left_out or running):
+                        cause = failed[0].cause if failed else "no answer"
+                        raise LockBackendError(self.name, f"{answered} of {len(self.parts)} servers answered: {cause}")
+                if conclude_at == math.inf and answered >= self._needed:
                     conclude_at = now + GRACE
                 wake_at = conclude_at
             tasks = [part.task for part in self.parts if part.task is not None]
