@@ -146,15 +146,18 @@ class QuorumAttempt(ABC):
                     wake_at = min(wake_at, check_at)
             else:
                 answered = sum(part.answered for part in self.parts)
-                if now >= conclude_at or (answered >= self._needed and len(held) + len(running) < self._needed):
-                    return False
-                if answered + len(running) < self._needed:
-                    left_out = [part for part in self.parts if not (part.task or part.answered or part.error)]
-                    for part in left_out:
+                left_out = [part for part in self.parts if not (part.task or part.answered or part.error)]
+                possible = len(held) + len(running)
+                if possible < self._needed <= possible + len(left_out) or answered + len(running) < self._needed:
+                    for part in left_out:  # the others do not suffice
                         self._start(part, 0.0)
-                    if not (left_out or running):
+                    if left_out:
+                        continue
+                    if not running:
                         cause = failed[0].cause if failed else "no answer"
                         raise LockBackendError(self.name, f"{answered} of {len(self.parts)} servers answered: {cause}")
+                if now >= conclude_at or (answered >= self._needed and possible < self._needed):
+                    return False
                 if conclude_at == math.inf and answered >= self._needed:
                     conclude_at = now + GRACE
                 wake_at = conclude_at

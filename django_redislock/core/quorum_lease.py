@@ -92,7 +92,8 @@ class QuorumLease(QuorumAttempt):
                 watchdog.reschedule(lease)
         renewals = {lease.server: self._renew(lease) for lease in leases}
         renewed, cause = await on_servers(renewals, lambda renewed, _: sum(renewed.values()) >= self._needed)
-        if self.loss is None and sum(renewed.values()) < self._needed:
+        # Without a cause all have answered, and parts that were found lost have been taken anew.
+        if cause and self.loss is None and sum(renewed.values()) < self._needed:
             raise LockBackendError(self.name, cause)
 
     def _renew(self, lease: Lease) -> Operation[bool]:

@@ -219,7 +219,7 @@ def test_who_acquires_after_a_loss_does_not_wait_for_what_is_left_of_the_lost_on
     lock = QuorumLock(clients, "a")
     lock.acquire()
     for client in clients[:2]:
-        client.delete(KEYS.lock)
+        client.set(KEYS.lock, "another\n1\n1\n{}", px=500)
     with pytest.raises(LockLost):
         lock.extend()
     assert lock.acquire(timeout=20)

@@ -109,6 +109,13 @@ def test_servers_that_were_left_out_are_asked_where_the_others_do_not_suffice(se
         QuorumLock(clients, "a").acquire()
 
 
+def test_a_server_that_was_left_out_is_asked_where_another_one_is_stuck(clients):
+    for client in clients[:2]:
+        server_of(client).left_out_until = monotonic() + 60
+    with Lock(clients[4], "a"):
+        assert QuorumLock(clients, "a").acquire(blocking=False)
+
+
 def test_a_part_that_a_restarted_server_lost_is_taken_anew(servers, clients):
     lock = QuorumLock(clients, "a", expire=1.5)
     with lock:
