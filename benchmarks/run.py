@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NOT_ONE = {"common", "run"}
+NOT_ONE = {"common", "failovers", "run"}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from .locks import alock, held_locks, lock, locked_atomic, reset_all, rlock
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "AcquireTimeout",

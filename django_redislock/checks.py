@@ -91,6 +91,26 @@ def check_backends(**kwargs: object) -> list[CheckMessage]:
     ]
 
 
+def check_cluster_caches(**kwargs: object) -> list[CheckMessage]:
+    """Report wrong URLs and options of a `ClusterCache`."""
+    found: list[CheckMessage] = []
+    for alias in settings.CACHES:
+        try:
+            check = getattr(caches[alias], "check_settings", None)
+        except Exception:  # noqa: S112  # Django's own check, or one of the others, reports it
+            continue
+        try:
+            if check is not None:
+                check()
+        except ImproperlyConfigured as error:
+            hint = (
+                "LOCATION names nodes, such as 'redis://node1:6379'. OPTIONS are those of django-redis and, in lower "
+                "case, those of redis.RedisCluster."
+            )
+            found.append(Error(f"CACHES[{alias!r}]: {error}", hint=hint, id="redislock.E015"))
+    return found
+
+
 def _exists(path: str) -> bool:
     try:
         import_string(path)
@@ -167,6 +187,7 @@ CHECKS = (
     check_alias_exists,
     check_alias_is_redis,
     check_backends,
+    check_cluster_caches,
     check_url_or_alias,
     check_renewal_can_keep_up,
     check_ignored_exceptions,
@@ -175,7 +196,8 @@ CHECKS = (
 
 
 def check_servers(**kwargs: object) -> list[CheckMessage]:
-    """Check the server of each connection: reachable, its version, eviction, persistence, round trip and clock."""
+    """Check the server of each connection: reachable, its version, eviction, persistence, replicas, round
+    trip and clock."""
     try:
         found, _ = clients()
     except ImproperlyConfigured:  # the checks of the settings report it
@@ -194,6 +216,9 @@ _OF_SERVERS: dict[str, tuple[Callable[..., CheckMessage], str]] = {
     "version": (Error, "redislock.E006"),
     "eviction": (Warning, "redislock.W004"),
     "persistence": (Info, "redislock.I001"),
+    "min_replicas": (Error, "redislock.E008"),
+    "replicas": (Warning, "redislock.W006"),
+    "cluster": (Error, "redislock.E009"),
     "round trip": (Info, "redislock.I002"),
     "clock": (Info, "redislock.I003"),
 }

@@ -17,11 +17,11 @@ from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.dispatch import receiver
-from redis.connection import parse_url
 
 from .core import validation
 from .core.driver import retry
 from .name_template import check_key, check_tenant
+from .server_url import client_from_url
 
 if django.VERSION < (5, 2):
     raise ImportError(
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
 def _check_url(value: object, argument: str) -> str:
     url = validation.check_name(value, argument)
-    parse_url(url)  # type: ignore[no-untyped-call]
+    client_from_url(url)
     return url
 
 
@@ -74,11 +74,17 @@ def _one_of(*choices: str, callables: bool = False) -> Kind:
 
 Flag = Annotated[bool, Kind("True or False", validation.check_flag)]
 Text = Annotated[str, Kind("a non-empty string", validation.check_name)]
-Url = Annotated[str, Kind("a URL that begins with redis://, rediss:// or unix://", _check_url)]
+URL_WORDS = (
+    "a URL that begins with redis://, rediss:// or unix://, or names Sentinels and their service: "
+    "redis+sentinel://host:26379,host:26379/service/0, or nodes of a Cluster: redis+cluster://host:6379,host:6379 "
+    "(rediss+sentinel:// and rediss+cluster:// for TLS)"
+)
+Url = Annotated[str, Kind(URL_WORDS, _check_url)]
 Prefix = Annotated[str, Kind("a non-empty string without braces", validation.check_prefix)]
 Expiry = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a timedelta", validation.check_expire)]
 Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _check_wait)]
 Retry = Annotated[float, Kind("a number of seconds from 0 to 60 or a timedelta", _check_retry)]
+Replicas = Annotated[int, Kind("a number of replicas from 0 to 100", validation.check_replicas)]
 OnWaitTimeout = Annotated[str, _one_of("compute", "raise", "stale")]
 OnError = Annotated[str, _one_of("raise", "stale")]
 Share = Annotated[float, Kind("a number from 0 to 1", validation.check_share)]
@@ -138,6 +144,7 @@ class Settings:
     max_hold: Expiry | None = None
     timeout: Wait | None = None
     retry_for: Retry | None = None
+    min_replicas: Replicas = 0
     enabled: Flag = True
     cache: CacheSettings = field(default_factory=CacheSettings)
     celery: CelerySettings = field(default_factory=CelerySettings)

@@ -13,23 +13,25 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.dispatch import receiver
 from django.utils.module_loading import import_string
-from redis import Redis
+from redis import Redis, RedisCluster
+from redis.asyncio import RedisCluster as AsyncRedisCluster
 
 from . import conf
-from .core.driver.place import place_of
-from .core.driver.registry import close_unused, server_of
+from .core.driver.registry import Client, close_unused, server_of
 from .core.driver.server import Server
 from .core.null_server import NULL_SERVER
+from .server_url import client_from_url
 
 _servers: tuple[conf.Settings | None, dict[str | None, Server]] = (None, {})
 """The settings in force, and the servers that were looked up under them; by None the server that the settings name."""
 
 
-def get_client(using: str | None = None) -> Redis:
+def get_client(using: str | None = None) -> Client:
     """Return the redis-py client of the Redis that the settings name, or of the cache alias `using`.
 
     Use it with the functions and classes of ``django_redislock.core``, and give them the ``KEY_PREFIX`` of the settings
-    as `prefix`. Opens no connection. Raises ImproperlyConfigured when the alias is missing or is not a Redis cache.
+    as `prefix`. That of a Cluster is a `redis.asyncio.RedisCluster`. Opens no connection. Raises ImproperlyConfigured
+    when the alias is missing or is not a Redis cache.
     """
     return _client(conf.get(), using)
 
@@ -50,7 +52,7 @@ def server(settings: conf.Settings, using: str | None = None) -> Server:
         return found[using]
 
 
-def _client(settings: conf.Settings, using: str | None) -> Redis:
+def _client(settings: conf.Settings, using: str | None) -> Client:
     if settings.url is not None and using in (None, URL):
         return _client_of_url(settings.url)
     alias = using or settings.cache_alias
@@ -73,15 +75,17 @@ def _client(settings: conf.Settings, using: str | None) -> Redis:
     return client
 
 
-def client_of_cache(cache: Any) -> Redis | None:
-    """Return the client to the primary of a Redis cache (django-redis or Django's own), or None for another cache."""
+def client_of_cache(cache: Any) -> Client | None:
+    """Return the client to the primary, or the Cluster, of a Redis cache (django-redis or Django's own), else None."""
     client: Any = None
-    if hasattr(getattr(cache, "client", None), "get_client"):  # django-redis
+    if hasattr(getattr(cache, "client", None), "get_unconnected_client"):  # ours for a Cluster
+        client = cache.client.get_unconnected_client()
+    elif hasattr(getattr(cache, "client", None), "get_client"):  # django-redis
         with suppress(NotImplementedError):  # sharded: no single server holds all keys
             client = cache.client.get_client(write=True)
     elif hasattr(getattr(cache, "_cache", None), "get_client"):  # Django's own
         client = cache._cache.get_client(write=True)
-    return client if isinstance(client, Redis) else None
+    return client if isinstance(client, (Redis, RedisCluster, AsyncRedisCluster)) else None
 
 
 def connection_names() -> list[str]:
@@ -92,14 +96,14 @@ def connection_names() -> list[str]:
     return first + [alias for alias in ours if alias not in first]
 
 
-def clients(connection: str | None = None) -> tuple[dict[str, Redis], dict[str, str]]:
+def clients(connection: str | None = None) -> tuple[dict[str, Client], dict[str, str]]:
     """Return the client of each connection (or of this connection only), and by connection why others have none.
 
     A database to which several connections lead comes once. With ``ENABLED: False`` there is no connection.
     Raises ImproperlyConfigured for wrong settings.
     """
     names = connection_names() if conf.get().enabled else []
-    found: dict[str, Redis] = {}
+    found: dict[str, Client] = {}
     failed = {}
     places = set()
     for name in names:
@@ -110,7 +114,7 @@ def clients(connection: str | None = None) -> tuple[dict[str, Redis], dict[str, 
         except ImproperlyConfigured as error:
             failed[name] = str(error)
             continue
-        place = place_of(client.connection_pool)
+        place = server_of(client).place
         if place not in places:
             places.add(place)
             found[name] = client
@@ -141,9 +145,9 @@ URL = "url"
 
 
 @lru_cache(maxsize=8)
-def _client_of_url(url: str) -> Redis:
+def _client_of_url(url: str) -> Client:
     try:
-        return Redis.from_url(url)
+        return client_from_url(url)
     except ValueError as error:
         raise ImproperlyConfigured(f"{conf.NAME}['URL'] is not a Redis URL: {error}") from error
 

@@ -11,7 +11,10 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from . import conf
 from .core.clock import monotonic
+from .core.driver.cluster import Cluster
+from .core.driver.retry import TRUST, UNTRUSTED
 from .core.driver.server import Server
+from .core.driver.slot_table import Node
 
 OLDEST = (6, 2)
 """The oldest version of Redis that has the commands of the scripts. Valkey reports 7.2 as its version of Redis."""
@@ -52,11 +55,47 @@ class Probe:
 
     def info(self, section: str) -> dict[str, str]:
         """Return a section of INFO; raises RedisError."""
-        lines = self.execute("INFO", section).decode(errors="replace").splitlines()
+        return self.read("INFO", section)
+
+    def read(self, *command: str) -> dict[str, str]:
+        """Return a reply of lines ``name:value``; raises RedisError."""
+        lines = self.execute(*command).decode(errors="replace").splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
 def inspect(server: Server) -> Iterator[Finding]:
+    """Yield the findings about the server, or about all nodes of a Cluster."""
+    if not isinstance(server, Cluster):
+        yield from _inspect_server(server)
+        return
+    try:
+        nodes = server.all_nodes()
+    except RedisError as error:
+        advice = "Start a node that is named, or correct the addresses, the password or the firewall."
+        if "cluster support disabled" in str(error):
+            advice = (
+                "It is no Cluster: use the backend 'django_redislock.cache.RedisCache', or a URL redis://host:port."
+            )
+        yield Finding("connection", "problem", f"No node tells the slots: {sentence_of(error)}", advice)
+        return
+    by_check: dict[str, list[tuple[str, Finding]]] = {}
+    for node in nodes:
+        for finding in _inspect_server(node):
+            by_check.setdefault(finding.check, []).append((":".join(map(str, node.address)), finding))
+    for findings in by_check.values():
+        wrong = [(name, finding) for name, finding in findings if finding.status != "ok"]
+        for name, finding in wrong or findings[:1]:
+            advice = finding.advice
+            if finding.check == "connection" and finding.status == "problem":
+                advice += (
+                    " If only the nodes can reach this address, give the client an address_remap, or set "
+                    "cluster-announce-ip or cluster-announce-hostname of the node."
+                )
+            which = f"Node {name}" if wrong else f"All {len(findings)} nodes; of {name}"
+            yield finding._replace(message=f"{which}: {finding.message}", advice=advice)
+
+
+def _inspect_server(server: Server) -> Iterator[Finding]:
     """Yield the findings from the server's replies to INFO, PING and TIME; one finding when it does not answer."""
     with Probe(server) as probe:
         try:
@@ -69,6 +108,7 @@ def inspect(server: Server) -> Iterator[Finding]:
             yield Finding("connection", "advice", f"It answers, but: {sentence_of(error)}", "Let the user run PING.")
         except (RedisError, OSError) as error:
             advice = "Start it, or correct the address, the password or the firewall between it and this machine."
+            advice = TRUST if UNTRUSTED in str(error) else advice
             yield Finding("connection", "problem", f"It cannot be reached: {sentence_of(error)}", advice)
             return
         for check, section, judge in INFO_CHECKS:
@@ -79,6 +119,8 @@ def inspect(server: Server) -> Iterator[Finding]:
                 yield Finding(check, "advice", f"The user may not run INFO: {sentence_of(error)}", advice)
             except (RedisError, OSError) as error:
                 yield Finding(check, "problem", f"INFO could not be read: {sentence_of(error)}", "Try again.")
+        if not isinstance(server, Node):
+            yield from _cluster(probe)
         yield from _times(probe)
 
 
@@ -120,11 +162,44 @@ def _persistence(info: dict[str, str]) -> Finding:
     return Finding("persistence", "advice", "The append-only file is off.", advice)
 
 
+def _replicas(info: dict[str, str]) -> Finding:
+    check, wanted = "replicas", conf.get().min_replicas
+    connected = int(info.get("connected_slaves", 0))
+    message = f"It has {connected or 'no'} connected replica{'' if connected == 1 else 's'}."
+    if connected < wanted:
+        advice = f"Connect more replicas, or lower {conf.NAME}['MIN_REPLICAS'] ({wanted}): no lock can be acquired now."
+        return Finding("min_replicas", "problem", message, advice)
+    if not connected or "min_slaves_good_slaves" in info:  # which it tells only with min-replicas-to-write
+        return Finding(check, "ok", message)
+    advice = (
+        "Set min-replicas-to-write to 1 and min-replicas-max-lag to 2: a primary that is cut off, or that a failover "
+        "has replaced, goes on confirming locks without it, and each gets a second holder."
+    )
+    return Finding(check, "advice", f"{message[:-1]}, and min-replicas-to-write is 0.", advice)
+
+
 INFO_CHECKS = (
     ("version", "server", _version),
     ("eviction", "memory", _eviction),
     ("persistence", "persistence", _persistence),
+    ("replicas", "replication", _replicas),
 )
+
+
+def _cluster(probe: Probe) -> Iterator[Finding]:
+    """Yield a finding when a client of one server is used for a Cluster of several primaries."""
+    try:
+        enabled = probe.info("cluster").get("cluster_enabled") == "1"
+        primaries = int(probe.read("CLUSTER", "INFO").get("cluster_size", 1)) if enabled else 1
+    except (RedisError, OSError):  # a proxy or a service that is no node itself, or a user who may not ask
+        return
+    if primaries > 1:
+        message = f"It is one of {primaries} primaries of a Cluster, and the client knows this one only."
+        advice = (
+            "Use the backend 'django_redislock.cache.ClusterCache' for a cache, and a URL redis+cluster://host:port in "
+            f"{conf.NAME}['URL']."
+        )
+        yield Finding("cluster", "problem", message, advice)
 
 
 def _times(probe: Probe) -> Iterator[Finding]:

@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 
 from django.core.cache import caches
-from redis import Redis
 from redis.exceptions import RedisError
 
 from . import conf
 from .core import Lock
 from .core.clock import monotonic
-from .core.driver.registry import server_of
+from .core.driver.registry import Client, server_of
 from .core.driver.server import Server
 from .core.operations import renew_call
+from .core.renewals import ask
 from .doctor import Finding, compare_timeouts, inspect, sentence_of
 from .exceptions import LockError
 
@@ -24,7 +24,7 @@ TRIAL_TIMEOUT = 10.0
 """Seconds; also the expiry of the locks."""
 
 
-def diagnose(client: Redis) -> Iterator[Finding]:
+def diagnose(client: Client) -> Iterator[Finding]:
     """Yield all findings about the server of this client, with those of trial locks."""
     server = server_of(client)
     for finding in inspect(server):
@@ -56,7 +56,7 @@ def _try_lock(server: Server) -> Iterator[Finding]:
                     )
                 )
         except Exception as error:
-            waited.append(_failed("wait", error, prefix))
+            waited.append(_failed("wait", error))
 
     step = "acquire"
     waiter = threading.Thread(target=wait, name="redislock-doctor", daemon=True)
@@ -76,10 +76,10 @@ def _try_lock(server: Server) -> Iterator[Finding]:
         first.release()
         yield Finding(step, "ok", "It was released.")
     except LockError as error:
-        yield _failed(step, error, prefix)
+        yield _failed(step, error)
     if waiter.ident is not None:
         waiter.join(2 * TRIAL_TIMEOUT)
-        yield from waited or [_failed("wait", TimeoutError("the waiting thread did not end"), prefix)]
+        yield from waited or [_failed("wait", TimeoutError("the waiting thread did not end"))]
 
 
 def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
@@ -92,14 +92,12 @@ def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
         time.sleep(0.005)
 
 
-def _failed(step: str, error: Exception, prefix: str, keys: str = "") -> Finding:
+def _failed(step: str, error: Exception) -> Finding:
     if "NOPERM" in str(error) or "ermission" in str(error):
         step = f"permissions ({step})"
-        advice = (
-            f"Give the user of Redis {keys}the keys and the commands: "
-            f"~{{{prefix}:* &redislock:* +@read +@write +@scripting +@pubsub "
-            "+@connection +time."
-        )
+        advice = "Give the user of Redis the rights that 'manage.py redislock doctor --acl' prints."
+    elif "MovedError" in str(error):
+        advice = "Use a redis.RedisCluster, or a URL that begins with redis+cluster://."
     else:
         advice = "Read the log about this error. Until it is solved, nothing can be locked on this connection."
     return Finding(step, "problem", sentence_of(error), advice)
@@ -113,15 +111,16 @@ def _try_two_locks(server: Server) -> Iterator[Finding]:
     try:
         with locks[0], locks[1]:
             leases = [lease for lock in locks for lease in lock._leases.values()]
-            if server.renew(renew_call(leases), server.timeout) == [1, 1]:
-                yield Finding(check, "ok", "Two locks were held at once and renewed by one call.")
+            if ask(server, leases, renew_call) == [1, 1]:
+                how = "each by a call, because the server is in cluster mode" if server.splits else "by one call"
+                yield Finding(check, "ok", f"Two locks were held at once and renewed, {how}.")
             else:
                 advice = (
                     "Check whether another program writes keys with this prefix, and whether the server evicts keys."
                 )
                 yield Finding(check, "problem", "Two locks were held at once, and one of them was lost.", advice)
     except (LockError, RedisError) as error:
-        yield _failed(check, error, prefix)
+        yield _failed(check, error)
 
 
 def diagnose_cache(alias: str) -> Finding | None:
@@ -137,7 +136,7 @@ def diagnose_cache(alias: str) -> Finding | None:
         values = [cache.get_or_set(key, lambda: "computed", 60), cache.get(key)]
         gone = cache.delete(key)
     except Exception as error:  # any error that the cache raises is the finding
-        return _failed(check, error, conf.get().key_prefix, keys="the keys of the cache, ")
+        return _failed(check, error)
     if values == ["computed", "computed"] and gone:
         return Finding(check, "ok", "A value was computed, read and deleted.")
     advice = "Check whether the alias ignores exceptions (IGNORE_EXCEPTIONS), and whether the server evicts keys."

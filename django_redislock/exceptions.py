@@ -123,7 +123,9 @@ class LockBackendError(LockError):
 
     def __str__(self) -> str:
         what = f"lock {self.name!r}" if self.name else "the held locks"
-        return f"Redis {'refused a command' if self.refused else 'did not answer'} for {what}: {self.cause}"
+        short = self.cause.startswith("TooFewReplicas")
+        did = "refused a command" if self.refused else "did not confirm a command" if short else "did not answer"
+        return f"Redis {did} for {what}: {self.cause}"
 
 
 class ComputationFailed(LockError):

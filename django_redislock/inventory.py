@@ -38,7 +38,7 @@ class Listing(NamedTuple):
 
     rows: list[HeldLockRow]
     failed: dict[str, str]
-    """By connection: why it could not be read."""
+    """By connection, or node of a connection to a Cluster: why it could not be read."""
     cut: list[str]
     """Connections that hold more than `LIMIT` locks."""
 
@@ -55,12 +55,14 @@ def read(connection: str | None = None, matching: Callable[[str, str], object] |
     listing = Listing([], failed, [])
     for at, client in found.items():
         picked = (lambda name, at=at: matching(at, name)) if matching else None
-        locks = list_locks(client, conf.get().key_prefix, matching=picked, retry_for=RETRY_FOR)
+        missing: dict[str, str] = {}
+        locks = list_locks(client, conf.get().key_prefix, matching=picked, retry_for=RETRY_FOR, missing=missing)
         try:
             rows = [HeldLockRow(at, held) for held in islice(locks, LIMIT + 1)]
         except LockBackendError as error:
             failed[at] = cause_of(error)
             continue
+        failed |= of_nodes(at, missing)
         if len(rows) > LIMIT:
             rows.pop()
             listing.cut.append(at)
@@ -90,6 +92,11 @@ def force_release(connection: str, name: str, fence: int, by: object, reason: st
     Raises ImproperlyConfigured and LockBackendError.
     """
     return Lock(get_client(connection), name, prefix=conf.get().key_prefix).reset(fence=fence, by=by, reason=reason)
+
+
+def of_nodes(connection: str, missing: dict[str, str]) -> dict[str, str]:
+    """Return by the name of each node of a connection why it could not be read."""
+    return {f"{connection} (node {node})": why for node, why in missing.items()}
 
 
 def cause_of(error: ImproperlyConfigured | LockBackendError) -> str:

@@ -34,6 +34,7 @@ class LockOptions(TypedDict, total=False):
     on_lost: Callable[[Any], object] | None
     using: str | None
     kind: str
+    min_replicas: int | None
 
 
 class AtomicOptions(LockOptions, total=False):
@@ -56,6 +57,7 @@ def lock(
     on_lost: Callable[[Lock], object] | None = None,
     using: str | None = None,
     kind: str = "lock",
+    min_replicas: int | None = None,
     until_commit: bool | None = None,
     reentrant: bool = False,
     **wrong: Unpack[Nothing],
@@ -94,7 +96,20 @@ def lock(
     if not settings.enabled:
         kind_of_lock = GrantedRLock if issubclass(kind_of_lock, RLock) else GrantedLock
     return _build(
-        kind_of_lock, settings, name, using, expire, auto_renewal, max_hold, id, blocking, timeout, label, on_lost, kind
+        kind_of_lock,
+        settings,
+        name,
+        using,
+        expire,
+        auto_renewal,
+        max_hold,
+        id,
+        blocking,
+        timeout,
+        label,
+        on_lost,
+        kind,
+        min_replicas,
     )
 
 
@@ -118,6 +133,7 @@ def alock(
     on_lost: Callable[[AsyncLock], object] | None = None,
     using: str | None = None,
     kind: str = "lock",
+    min_replicas: int | None = None,
     reentrant: bool = False,
     **wrong: Unpack[Nothing],
 ) -> AsyncLock:
@@ -136,7 +152,20 @@ def alock(
     else:
         kind_of_lock = GrantedAsyncRLock if reentrant else GrantedAsyncLock
     return _build(
-        kind_of_lock, settings, name, using, expire, auto_renewal, max_hold, id, blocking, timeout, label, on_lost, kind
+        kind_of_lock,
+        settings,
+        name,
+        using,
+        expire,
+        auto_renewal,
+        max_hold,
+        id,
+        blocking,
+        timeout,
+        label,
+        on_lost,
+        kind,
+        min_replicas,
     )
 
 
@@ -161,12 +190,13 @@ def _build(
     label: str | None,
     on_lost: Callable[[Any], object] | None,
     kind: str,
+    min_replicas: int | None,
 ) -> L:
     """Return the lock on its server, with the defaults of the settings in place of None."""
     default_wait = timeout is None and blocking is True
     if timeout is None and blocking:
         timeout = settings.timeout
-    if expire is auto_renewal is max_hold is id is label is on_lost is None and kind == "lock":  # type: ignore[comparison-overlap]
+    if expire is auto_renewal is max_hold is id is label is on_lost is min_replicas is None and kind == "lock":  # type: ignore[comparison-overlap]
         return _default_lock(kind_of_lock, settings, using)._like(
             name, None if default_wait else wait_of(blocking, timeout)
         )
@@ -183,6 +213,7 @@ def _build(
         on_lost=on_lost,
         kind=kind,
         prefix=settings.key_prefix,
+        min_replicas=settings.min_replicas if min_replicas is None else min_replicas,
     )
 
 
@@ -206,6 +237,7 @@ def _default_lock(kind_of_lock: type[L], settings: conf.Settings, using: str | N
             max_hold=settings.max_hold,
             timeout=settings.timeout,
             prefix=settings.key_prefix,
+            min_replicas=settings.min_replicas,
         )
         return default
 

@@ -28,24 +28,34 @@ class _Held(Collector):
     """Counts the held locks at each scrape, with one command for each connection that answers."""
 
     def describe(self) -> list[Metric]:
-        return [self._family()]
+        return list(self._families())
 
     def collect(self) -> Iterator[Metric]:
-        family = self._family()
+        locks, nodes = self._families()
         try:
             found, _ = clients()
         except ImproperlyConfigured:  # the checks of the settings report it
             found = {}
         for connection, client in found.items():
+            server, missing = server_of(client), dict[str, str]()
             try:
-                held = server_of(client).run(operations.count(conf.get().key_prefix, until=0))
+                held = server.run(operations.count(server, conf.get().key_prefix, 0, missing))
             except LockBackendError:
                 continue
-            family.add_metric([connection], held)
-        yield family
+            locks.add_metric([connection], held)
+            nodes.add_metric([connection], len(missing))
+        yield locks
+        yield nodes
 
-    def _family(self) -> GaugeMetricFamily:
-        return GaugeMetricFamily("redislock_held_locks", "Locks held now, by any process.", labels=["connection"])
+    def _families(self) -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
+        words = {
+            "held_locks": "Locks held now, by any process.",
+            "silent_nodes": "Nodes of a Cluster whose locks are not counted, because they do not answer.",
+        }
+        locks, nodes = (
+            GaugeMetricFamily(f"redislock_{name}", text, labels=["connection"]) for name, text in words.items()
+        )
+        return locks, nodes
 
 
 class _Values(Collector):

@@ -14,7 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError
 
 PACKAGE = "django_redislock.cache"
-NAMES = ("RedisCache", "DjangoRedisCache", "LocMemCache", "DummyCache")
+NAMES = ("RedisCache", "DjangoRedisCache", "ClusterCache", "LocMemCache", "DummyCache")
 
 
 class UnknownBackend(ImproperlyConfigured, CommandError):

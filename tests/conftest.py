@@ -17,6 +17,7 @@ from django_redislock.cache.lease import single_flight
 from django_redislock.core import held_locks
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
+    Cluster,
     Config,
     PostgresServer,
     Proxy,
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the quick part of the suite leaves out: tests with servers or processes of their own, and many combinations."""
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"manage", "own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
+        if not {"manage", "own_cluster", "own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
         if item.get_closest_marker("processes"):
             item.add_marker("slow")
@@ -58,8 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """The server that all tests share: the one at REDISLOCK_TEST_URL, or one started for this run."""
+def server() -> Iterator[Server | Cluster]:
+    """The server that all tests share: the one at REDISLOCK_TEST_URL, or one started for this run.
+
+    With REDISLOCK_TEST_CLUSTER=1 it is a Cluster, and the clients are those of a Cluster.
+    """
+    if os.environ.get("REDISLOCK_TEST_CLUSTER"):
+        with Cluster() as cluster:
+            yield cluster
+        return
     given = os.environ.get("REDISLOCK_TEST_URL")
     if given:
         yield Server(given)
@@ -124,7 +132,9 @@ def client(server: Server, _empty_database: None) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def aclient(redis_url: str) -> redis.asyncio.Redis:
+def aclient(redis_url: str) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:
+    if os.environ.get("REDISLOCK_TEST_CLUSTER"):
+        return redis.asyncio.RedisCluster.from_url(redis_url)
     return redis.asyncio.from_url(redis_url)  # the locks connect by themselves, so there is nothing to close
 
 
@@ -146,6 +156,28 @@ def own_server() -> Iterator[RedisServer]:
     """A server for this test alone, to pause, kill and restart."""
     with RedisServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    """A Cluster of three primaries, which is empty. Its slots may be anywhere."""
+    shared_cluster.wait_until_ok()  # a test may have moved slots
+    with shared_cluster.client() as client:
+        client.flushall(target_nodes=client.PRIMARIES)
+    return shared_cluster
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[Cluster]:
+    """A Cluster of three primaries with a replica each, for this test alone."""
+    with Cluster(replicas=1, cluster_node_timeout="1000") as cluster:
+        yield cluster
 
 
 @pytest.fixture

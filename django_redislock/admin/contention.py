@@ -17,7 +17,7 @@ from .. import conf
 from ..connections import clients, several_connections
 from ..core.contention import MINUTES, Waits, contention
 from ..exceptions import LockBackendError
-from ..inventory import RETRY_FOR, cause_of
+from ..inventory import RETRY_FOR, cause_of, of_nodes
 from ..models import encode_key
 from ..texts import visible
 from .display import fill_in, wait_html
@@ -139,7 +139,9 @@ def _read() -> tuple[dict[str, Any], dict[str, str]]:
     read = {}
     for connection, client in found.items():
         try:
-            read[connection] = contention(client, conf.get().key_prefix, retry_for=RETRY_FOR)
+            missing: dict[str, str] = {}
+            read[connection] = contention(client, conf.get().key_prefix, retry_for=RETRY_FOR, missing=missing)
+            failed |= of_nodes(connection, missing)
         except LockBackendError as error:
             failed[connection] = cause_of(error)
     return read, failed

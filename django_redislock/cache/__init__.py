@@ -1,12 +1,13 @@
 """Cache backends whose `get_or_set` computes a missing value once for all threads and processes.
 
-One mixin serves django-redis's backend (`RedisCache`) and Django's own (`DjangoRedisCache`). Everything else works as
-in the base class, and stored bytes are the same. `LocMemCache` and `DummyCache` have the same methods without Redis,
-for tests.
+One mixin serves django-redis's backend (`RedisCache`, and `ClusterCache` for a Redis Cluster) and Django's own
+(`DjangoRedisCache`). Everything else works as in the base class, and stored bytes are the same. `LocMemCache` and
+`DummyCache` have the same methods without Redis, for tests.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from django.core.cache import caches
@@ -21,9 +22,11 @@ from .decorators import cached
 from .pages import cache_page
 
 if TYPE_CHECKING:
+    from .backends.cluster_backend import ClusterCache
     from .backends.django_redis_backend import RedisCache
 
 __all__ = [
+    "ClusterCache",
     "ComputeOnceMixin",
     "DjangoRedisCache",
     "DummyCache",
@@ -52,14 +55,14 @@ def get_cache(using: str = "default") -> ComputeOnceMixin:
 
 
 def __getattr__(name: str) -> Any:
-    # django-redis is an extra: it is imported only when its backend is used.
-    if name != "RedisCache":
+    # django-redis is an extra: it is imported only when a backend on it is used.
+    module = {"RedisCache": "django_redis_backend", "ClusterCache": "cluster_backend"}.get(name)
+    if module is None:
         raise_unknown(__name__, name)
     try:
-        from .backends.django_redis_backend import RedisCache
+        return getattr(import_module(f"{__name__}.backends.{module}"), name)
     except ModuleNotFoundError as error:
         raise ImproperlyConfigured(
-            f"django_redislock.cache.RedisCache needs django-redis ({error}): pip install django-redislock[cache]. "
+            f"django_redislock.cache.{name} needs django-redis ({error}): pip install django-redislock[cache]. "
             "For Django's own Redis backend use django_redislock.cache.DjangoRedisCache."
         ) from error
-    return RedisCache

@@ -124,7 +124,7 @@ class InvalidatingMixin(RedisBackend):
         locks = b"{" + conf.get().key_prefix.encode()
         deleted = 0
         try:
-            for client in self._all_clients():
+            for client in self._clients_to_scan():
                 pipeline = client.pipeline(transaction=False)
                 for key in client.scan_iter(match=pattern, count=batch or BATCH):
                     raw = key if isinstance(key, bytes) else key.encode()

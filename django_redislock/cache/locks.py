@@ -13,12 +13,15 @@ from redis import Redis
 from .. import conf
 from ..core import Lock, held_locks
 from ..core.driver.effects import Operation
+from ..core.driver.registry import server_of
 from ..core.granted import Granted
 from ..core.lease import Lease
 from ..core.null_server import NULL_SERVER
 from ..core.validation import AS_MADE, AsMade, Seconds, check_expire, wait_as_redis
 from ..exceptions import AlreadyAcquired
 from .backends.base import RedisBackend, warn_once
+from .lease.cluster_slots import is_clustered
+from .lease.invalidate import invalidate_matching
 
 OF_TIMEOUT = (
     "The timeout of cache.lock(timeout=...) is the expiry of the lock, as in django-redis: the lock is not renewed, "
@@ -155,6 +158,7 @@ class LocksMixin(RedisBackend):
             label=label,
             on_lost=on_lost,
             prefix=settings.key_prefix,
+            min_replicas=settings.min_replicas,
         )
         lock._wait = wait_as_redis(blocking, blocking_timeout)
         lock._any_thread = not thread_local
@@ -174,6 +178,7 @@ class LocksMixin(RedisBackend):
                 auto_renewal=settings.auto_renewal,
                 max_hold=settings.max_hold,
                 prefix=settings.key_prefix,
+                min_replicas=settings.min_replicas,
             )
         self._plain = settings, plain
         return plain
@@ -227,10 +232,14 @@ class LocksMixin(RedisBackend):
             raise ImproperlyConfigured("reset_all() needs a KEY_FUNCTION that keeps the key in what it makes")
         versions = rf"(?:-?\d+|{re.escape(str(self.version))})"
         own = re.compile(re.escape(probe).replace(str(version), versions).replace(key, ".*"), re.DOTALL)
-        prefix = conf.get().key_prefix
-        return sum(
-            Lock(client, info.name, prefix=prefix).reset(info.fence)
-            for client in self._all_clients()
-            for info in list(held_locks(client, prefix))
-            if own.fullmatch(info.name.removeprefix("cache:") if info.kind == "cache" else info.name)
-        )
+        prefix, freed = conf.get().key_prefix, 0
+        for client in self._all_clients():
+            server = server_of(client)
+            freed += sum(
+                Lock(server, info.name, prefix=prefix).reset(info.fence)
+                for info in list(held_locks(server, prefix))
+                if own.fullmatch(info.name.removeprefix("cache:") if info.kind == "cache" else info.name)
+            )
+            if is_clustered(server):  # the list does not contain the leases
+                freed += server.run(invalidate_matching(server, prefix, own.fullmatch))
+        return freed

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Unpack
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
-from redis.exceptions import ClusterCrossSlotError, RedisError
 
 from ..core.driver.async_server import async_server_of
 from ..core.driver.registry import server_of
@@ -48,17 +47,11 @@ class ManyMixin(RedisBackend):
             return self._get_or_set_many_unlocked(many)
         for reader, some in many.by_reader():
             try:
-                try:
-                    data = reader.mget(some)
-                except ClusterCrossSlotError:
-                    data = server_of(reader).run(read_values(some))
-                many.add_stored(some, data)
+                server = server_of(reader)
+                many.add_stored(some, server.run(read_values(server, some)))
             except LockBackendError as error:
                 if not self._ignores_errors():
                     raise (error.__cause__ or error) from None
-            except RedisError:
-                if not self._ignores_errors():
-                    raise
         many.report()
         for server, requests in many.missing(lambda key: default([key]).get(key, ABSENT)):
             caller = Caller.thread(server)
@@ -79,7 +72,8 @@ class ManyMixin(RedisBackend):
             return await self._aget_or_set_many_unlocked(many)
         for reader, some in many.by_reader():
             try:
-                many.add_stored(some, await run_read(server_of(reader), read_values(some)))
+                server = server_of(reader)
+                many.add_stored(some, await run_read(server, read_values(server, some)))
             except LockBackendError as error:
                 if not self._ignores_errors():
                     raise (error.__cause__ or error) from None

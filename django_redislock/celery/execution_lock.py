@@ -23,6 +23,7 @@ from ..core import events, operations, records, scripts
 from ..core.base import MESSAGES
 from ..core.clock import monotonic
 from ..core.driver.effects import Operation, ScriptCall
+from ..core.driver.replicated import unconfirmed_grant
 from ..core.driver.retry import with_retries
 from ..core.driver.script import Script
 from ..core.driver.server import Server
@@ -34,7 +35,11 @@ from ..core.records import LockInfo, Token
 from ..core.watchdog import watchdog
 from ..exceptions import LockBackendError
 
-START = Script("start", "index", "take", "quick_start", "handover", "counts", "turns", "message", home=__package__)
+START = Script(
+    *("start", "index", "take", "quick_start", "handover", "counts", "turns", "message"),
+    home=__package__,
+    granted=lambda reply: isinstance(reply, int) and reply > 0,
+)
 LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
 CLAIM = Script("claim", "message", home=__package__)
 DONE = Script("done", home=__package__)
@@ -111,7 +116,13 @@ class ExecutionLock(Lock):
         This process does not watch or renew the lock. `fresh`: the given id is new. Raises LockBackendError when Redis
         cannot answer.
         """
-        _, reply = self._server.run(with_retries(self.name, self._take_call(fresh), 0.0, self._server))
+        try:
+            _, reply = self._server.run(with_retries(self.name, self._take_call(fresh), 0.0, self._server))
+        except LockBackendError as error:
+            if unconfirmed_grant(error) > 0:
+                with suppress(LockBackendError):
+                    self.release_given_id()
+            raise
         return self._has_taken(reply)
 
     def take_ahead(self) -> Callable[[], bool | None] | None:

@@ -106,6 +106,7 @@ class TaskOptions(conf.CelerySettings):
             expire=self.expire,
             auto_renewal=self.auto_renewal,
             max_hold=self.max_hold,
+            min_replicas=settings.min_replicas,
         )
 
 

@@ -9,19 +9,19 @@ from contextlib import suppress
 from typing import Any, Literal, Self, Unpack
 
 from ..exceptions import AlreadyAcquired, LockError, NotAcquired
-from . import events, operations, records
+from . import events, operations, records, validation
 from .acquirers import Acquirers, holders
 from .caller_view import CallerView, chain
 from .clock import monotonic
 from .driver import process
 from .driver.effects import Operation
-from .driver.registry import server_of
+from .driver.registry import replicated, server_of
 from .keys import lock_keys
 from .lease import Lease
 from .loss import check_reason, find_cause, report_reset
 from .operations import AcquireRequest
 from .records import LockInfo, Token
-from .validation import Nothing, Seconds, Wait, check_expire, check_id, check_name, check_prefix, unexpected, wait_of
+from .validation import Nothing, Seconds, Wait, check_expire, check_name, check_prefix, unexpected, wait_of
 from .watchdog import acquirer_ended, watchdog
 
 DEFAULT_EXPIRE = 30.0
@@ -36,10 +36,12 @@ class BaseLock(CallerView[Lease]):
     without limit) say. `id` is the owner id to use: give the id of a held lock to release or extend it from elsewhere.
     `label` is shown as part of the holder. `on_lost(lock)` is called after a loss, perhaps in another thread.
 
+    `min_replicas` replicas must confirm within half a second that they have the lock, also at each renewal. With fewer,
+    `acquire` gives the lock back and raises LockBackendError, and a renewal is tried again until the deadline.
+
     Threads or tasks may share one object: each has its own acquisition and sees no other one. A caller that never
     acquired through the object, such as a thread that works for the holder, sees the only acquisition there is. Inside
     `on_lost` a caller sees the lost one. A copy of a lock is a new object that has acquired nothing.
-
     Raises TypeError and ValueError for bad arguments.
     """
 
@@ -60,22 +62,23 @@ class BaseLock(CallerView[Lease]):
         on_lost: Callable[[Any], object] | None = None,
         kind: str = "lock",
         prefix: str = "redislock",
+        min_replicas: int = 0,
         **wrong: Unpack[Nothing],
     ) -> None:
         if wrong:
             raise unexpected(type(self).__name__, wrong, BaseLock.__init__.__kwdefaults__ or ())
         self._server = server_of(client)
+        if min_replicas != 0:
+            self._server = replicated(self._server, validation.check_replicas(min_replicas))
         self.name = check_name(name)
         self._prefix = check_prefix(prefix)
         self._keys = lock_keys(prefix, name)
         self.expire = DEFAULT_EXPIRE if expire is None else check_expire(expire)
-        if not isinstance(auto_renewal, bool):
-            raise TypeError(f"auto_renewal must be True or False, not {auto_renewal!r}")
-        self.auto_renewal = auto_renewal
+        self.auto_renewal = validation.check_flag(auto_renewal, "auto_renewal")
         self.max_hold = None if max_hold is None else check_expire(max_hold, "max_hold")
-        self._given_id = None if id is None else check_id(id)
+        self._given_id = None if id is None else validation.check_id(id)
         self._wait = wait_of(blocking, timeout)
-        if label is not None and not isinstance(label, str):
+        if not isinstance(label, str | None):
             raise TypeError(f"label must be a str, not {type(label).__name__}")
         self.label = label or ""
         if on_lost is not None and (not callable(on_lost) or inspect.iscoroutinefunction(on_lost)):
@@ -202,9 +205,7 @@ class BaseLock(CallerView[Lease]):
                 released = yield from operations.release(lease)
             except (LockError, GeneratorExit):
                 raise
-            except (
-                BaseException
-            ):  # interrupted: the call may be repeated, and the lock should not stay until its expiry
+            except BaseException:  # interrupted: the call may be repeated; else the lock stays until its expiry
                 with suppress(LockError):
                     yield from operations.release(lease)
                 raise
@@ -296,5 +297,4 @@ class BaseLock(CallerView[Lease]):
         super()._raise_loss(lease)
 
     def _report(self, event: str, lease: Lease) -> None:
-        name, fence = self.name, lease.fence
-        events.emit(event, MESSAGES[event], name, fence, name=name, fence=fence)
+        events.emit(event, MESSAGES[event], self.name, lease.fence, name=self.name, fence=lease.fence)

@@ -11,13 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from redis import Redis
-
 from . import scripts
 from .clock import monotonic
+from .driver.by_slot import Missing, by_slot
 from .driver.effects import Operation, ScriptCall
-from .driver.registry import server_of
-from .driver.retry import with_retries
+from .driver.registry import Client, server_of
 from .driver.server import Server
 from .keys import held_keys
 from .validation import check_prefix
@@ -54,26 +52,37 @@ class Contention(NamedTuple):
     """One for each minute, the current minute last; only `seconds` and `waits` are counted."""
 
 
-def contention(client: Redis | Server, prefix: str = "redislock", *, retry_for: float = math.inf) -> Contention:
+def contention(
+    client: Client | Server,
+    prefix: str = "redislock",
+    *,
+    retry_for: float = math.inf,
+    missing: Missing | None = None,
+) -> Contention:
     """Return the counts of about the last hour under the key prefix.
 
-    Needs four commands, and more with many names. Raises LockBackendError when Redis cannot answer.
+    Needs four commands, and more with many names. `missing` gets the nodes of a Cluster whose counts are missing, and
+    why; without it, one such node raises LockBackendError. Raises it also when Redis cannot answer.
     """
-    return server_of(client).run(_read(check_prefix(prefix), monotonic() + retry_for))
+    server = server_of(client)
+    return server.run(_read(server, check_prefix(prefix), monotonic() + retry_for, missing))
 
 
-def _read(prefix: str, until: float) -> Operation[Contention]:
-    keys = tuple(held_keys(prefix))
+def _read(server: Server, prefix: str, until: float, missing: Missing | None) -> Operation[Contention]:
     by_name: list[bytes] = []
     by_minute: list[Any] = []
     saved: list[bytes] = []
-    now, bucket = 0, 1
-    while bucket:
-        call = ScriptCall(scripts.WAITS, keys, (b"%d" % bucket,))
-        _, (now, some, minutes_of_some, saved_of_some, bucket) = yield from with_retries("", call, until)
-        by_name += some
-        by_minute += minutes_of_some
-        saved += saved_of_some
+    now, indexes = 0, held_keys(prefix)
+    while indexes:
+        replies = yield from by_slot(server, "", indexes, lambda held: held, _call, until, missing)
+        indexes = []
+        for some, reply in replies:
+            now, names_of_some, minutes_of_some, saved_of_some, bucket = reply
+            by_name += names_of_some
+            by_minute += minutes_of_some
+            saved += saved_of_some
+            if bucket:
+                indexes += some[bucket - 1 :]
     names: dict[str, Waits] = {}
     for name, ms, count, gave_up in zip(*(by_name[i::4] for i in range(4)), strict=True):
         waits = names.setdefault(name.decode(), Waits())
@@ -92,3 +101,7 @@ def _read(prefix: str, until: float) -> Operation[Contention]:
             minutes[-1 - ago].waits += int(count)
     highest = sorted(names.items(), key=lambda item: (item[1].seconds, item[1].saved), reverse=True)
     return Contention(dict(highest), minutes)
+
+
+def _call(indexes: list[bytes]) -> ScriptCall:
+    return ScriptCall(scripts.WAITS, tuple(indexes), (b"1",))

@@ -205,7 +205,7 @@ class Lease:
     def ending(self) -> Cause:
         """The cause of the loss if no answer comes before its expiry."""
         if self.renewal_pending or self.failures:
-            return Cause("no_answer", f"Redis did not answer until its expiry of {self.expire:g} s ended")
+            return Cause("no_answer", f"Redis confirmed no renewal until its expiry of {self.expire:g} s ended")
         return Cause("expired", f"its expiry of {self.expire:g} s ended without a renewal")
 
     def lose(self, cause: Cause) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from redis import Redis
-
 from . import operations, scripts
 from .clock import monotonic
+from .driver.by_slot import Missing
 from .driver.effects import Operation, ScriptCall
 from .driver.interleave import interleave
-from .driver.registry import server_of
+from .driver.registry import Client, server_of
 from .driver.retry import with_retries
 from .driver.server import Server
 from .keys import lock_keys
@@ -27,7 +27,7 @@ MAX_WAITERS = 20
 """Waiters of a queue that are listed at most."""
 
 
-def held_locks(client: Redis | Server, prefix: str = "redislock") -> Iterator[LockInfo]:
+def held_locks(client: Client | Server, prefix: str = "redislock") -> Iterator[LockInfo]:
     """Yield a description of each lock held now under the key prefix, in the order of their names.
 
     The cost grows with the number of held locks, not with that of other keys. Raises LockBackendError when Redis
@@ -37,24 +37,31 @@ def held_locks(client: Redis | Server, prefix: str = "redislock") -> Iterator[Lo
 
 
 def list_locks(
-    client: Redis | Server,
+    client: Client | Server,
     prefix: str,
     *,
     matching: Callable[[str], object] | None = None,
     retry_for: float = math.inf,
+    missing: Missing | None = None,
 ) -> Iterator[StoredLock]:
     """Yield the locks as `held_locks` does; the record of each is read only when it is needed.
 
     `matching` selects locks by name. An unreachable server is tried again for `retry_for` seconds, at least once, and
-    no longer than by any other call.
+    no longer than by any other call. `missing` gets the nodes of a Cluster whose locks are missing, and why; without
+    it, one such node raises LockBackendError.
     """
     server = server_of(client)
-    names = server.run(operations.names(check_prefix(prefix), monotonic() + retry_for))
-    yield from read_locks(server, filter(matching, names), prefix, retry_for=retry_for)
+    names = server.run(operations.names(server, check_prefix(prefix), monotonic() + retry_for, missing))
+    yield from read_locks(server, filter(matching, names), prefix, retry_for=retry_for, missing=missing)
 
 
 def read_locks(
-    client: Redis | Server, names: Iterable[str], prefix: str, *, retry_for: float = math.inf
+    client: Client | Server,
+    names: Iterable[str],
+    prefix: str,
+    *,
+    retry_for: float = math.inf,
+    missing: Missing | None = None,
 ) -> Iterator[StoredLock]:
     """Yield the locks of these names that are held now, as `list_locks` does."""
     server = server_of(client)
@@ -62,8 +69,10 @@ def read_locks(
     names = sorted(names)
     for start in range(0, len(names), BATCH):
         batch = names[start : start + BATCH]
-        stored = server.run(operations.read(batch, [lock_keys(prefix, name) for name in batch], until))
-        yield from filter(None, stored)
+        stored = server.run(
+            operations.read_many(server, batch, [lock_keys(prefix, name) for name in batch], until, missing)
+        )
+        yield from sorted(filter(None, stored), key=attrgetter("name"))
 
 
 class QueuedWaiter(NamedTuple):
@@ -75,7 +84,7 @@ class QueuedWaiter(NamedTuple):
     """How long it has waited so far."""
 
 
-def read_queue(client: Redis | Server, name: str, prefix: str, *, retry_for: float = math.inf) -> list[QueuedWaiter]:
+def read_queue(client: Client | Server, name: str, prefix: str, *, retry_for: float = math.inf) -> list[QueuedWaiter]:
     """Return the first `MAX_WAITERS` waiters for the lock. Raises LockBackendError when Redis cannot answer."""
     return server_of(client).run(_read_queue(name, prefix, monotonic() + retry_for))
 
@@ -95,7 +104,7 @@ def _read_queue(name: str, prefix: str, until: float) -> Operation[list[QueuedWa
     return waiting
 
 
-def reset_all(client: Redis | Server, prefix: str = "redislock") -> int:
+def reset_all(client: Client | Server, prefix: str = "redislock") -> int:
     """Force-release every lock held now under the key prefix, and return how many there were.
 
     Touches only this package's own keys. The holders are not stopped: their watchdogs report the loss. Raises

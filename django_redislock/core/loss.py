@@ -68,7 +68,7 @@ def cause_call(leases: Sequence[Lease]) -> ScriptCall:
     return ScriptCall(scripts.CAUSE, tuple(keys), tuple(b"%d" % lease.fence for lease in leases))
 
 
-def causes_of(leases: Sequence[Lease], in_time: Sequence[bool], replies: list[bytes] | None) -> list[Cause]:
+def causes_of(leases: Sequence[Lease], in_time: Sequence[bool], replies: Sequence[bytes | None] | None) -> list[Cause]:
     """Return the causes by the server's replies (None: it did not answer).
 
     `in_time`: whether the loss was found before the lock's deadline by this process's clock. On the server the lock

@@ -20,7 +20,7 @@ class NullServer(Server):
         self.limit = 0
         self.forget_connections()
 
-    def renew(self, call: ScriptCall, patience: float) -> Any:
+    def renew(self, call: ScriptCall | ScriptBatch, patience: float) -> Any:
         """Return the reply of a server that holds the lock."""
         return self.call(call)
 

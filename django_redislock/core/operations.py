@@ -14,9 +14,12 @@ from redis.exceptions import RedisError
 from ..exceptions import AlreadyAcquired, LockBackendError
 from . import events, scripts
 from .clock import monotonic
+from .driver.by_slot import Missing, by_slot
 from .driver.effects import Operation, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
+from .driver.replicated import unconfirmed_grant
 from .driver.retry import with_retries
 from .driver.script import Script
+from .driver.server import Server
 from .keys import LockKeys, held_keys, milliseconds, witness_key
 from .lease import Lease
 from .loss import note, notes_key
@@ -107,7 +110,12 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
             # Prepared now, so that nothing is built between the wake-up and the next try.
             call = request.call(waiter.channel, True, ticket)
             yield wait_effect(waiter, until, left_ms, *place)
-    except (LockBackendError, GeneratorExit):
+    except LockBackendError as error:
+        unconfirmed = unconfirmed_grant(error)
+        if unconfirmed > 0 or not request.given_id:
+            lease.fence = abs(unconfirmed)  # so that the caller gives the lock back
+        raise
+    except GeneratorExit:
         raise
     except BaseException:
         # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up.
@@ -208,31 +216,58 @@ def reset(
 
 
 def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> Operation[list[StoredLock | None]]:
-    """Read the locks as they are stored: None for each that nobody holds."""
-    call = ScriptCall(scripts.READ, tuple(key for keys in locks for key in (keys.lock, keys.queue)), ())
-    _, reply = yield from with_retries(names[0] if len(names) == 1 else "", call, until)
+    """Read locks of one slot as they are stored: None for each that nobody holds."""
+    each = list(zip(names, locks, strict=True))
+    _, reply = yield from with_retries(names[0] if len(names) == 1 else "", _read_call(each), until)
+    return _stored(each, reply)
+
+
+def read_many(
+    server: Server, names: list[str], locks: list[LockKeys], until: float = math.inf, missing: Missing | None = None
+) -> Operation[list[StoredLock | None]]:
+    """Read any locks as they are stored, in no order. For `missing` see `by_slot`."""
+    each = list(zip(names, locks, strict=True))
+    replies = yield from by_slot(server, "", each, lambda item: item[1].lock, _read_call, until, missing)
+    return [stored for some, reply in replies for stored in _stored(some, reply)]
+
+
+def _read_call(each: list[tuple[str, LockKeys]]) -> ScriptCall:
+    return ScriptCall(scripts.READ, tuple(key for _, keys in each for key in (keys.lock, keys.queue)), ())
+
+
+def _stored(each: list[tuple[str, LockKeys]], reply: Any) -> list[StoredLock | None]:
     now, packed, blob = reply
     numbers = list(map(int, packed.split()))
-    each = zip(names, unpack(numbers[::3], blob), numbers[1::3], numbers[2::3], strict=True)
-    return [parse(name, value, ttl_ms, waiting, now) for name, value, ttl_ms, waiting in each]
+    values = zip(each, unpack(numbers[::3], blob), numbers[1::3], numbers[2::3], strict=True)
+    return [parse(name, value, ttl_ms, waiting, now) for (name, _), value, ttl_ms, waiting in values]
 
 
-def names(prefix: str, until: float = math.inf) -> Operation[list[str]]:
-    """Read the names of the locks held now, in no order."""
-    keys = tuple(held_keys(prefix))
+def names(server: Server, prefix: str, until: float = math.inf, missing: Missing | None = None) -> Operation[list[str]]:
+    """Read the names of the locks held now, in no order. For `missing` see `by_slot`."""
     found: set[bytes | None] = set()
-    bucket, cursor = 1, b"0"
-    while bucket:
-        call = ScriptCall(scripts.NAMES, keys, (b"%d" % bucket, cursor))
-        _, (bucket, cursor, lengths, blob) = yield from with_retries("", call, until)
-        found.update(unpack(map(int, lengths.split()), blob))
+    pages = [(held, b"0") for held in held_keys(prefix)]
+    while pages:
+        replies = yield from by_slot(server, "", pages, lambda page: page[0], _names_call, until, missing)
+        pages = []
+        for some, (bucket, cursor, lengths, blob) in replies:
+            found.update(unpack(map(int, lengths.split()), blob))
+            if bucket:
+                pages += [(some[bucket - 1][0], cursor), *some[bucket:]]
     return [name.decode() for name in found if name is not None]
 
 
-def count(prefix: str, until: float = math.inf) -> Operation[int]:
-    """Count the locks held now."""
-    _, reply = yield from with_retries("", ScriptCall(scripts.COUNT, tuple(held_keys(prefix)), ()), until)
-    return int(reply)
+def _names_call(pages: list[tuple[bytes, bytes]]) -> ScriptCall:
+    return ScriptCall(scripts.NAMES, tuple(held for held, _ in pages), (b"1", pages[0][1]))
+
+
+def count(server: Server, prefix: str, until: float = math.inf, missing: Missing | None = None) -> Operation[int]:
+    """Count the locks held now. For `missing` see `by_slot`."""
+
+    def call_for(indexes: list[bytes]) -> ScriptCall:
+        return ScriptCall(scripts.COUNT, tuple(indexes), ())
+
+    replies = yield from by_slot(server, "", held_keys(prefix), lambda held: held, call_for, until, missing)
+    return sum(reply for _, reply in replies)
 
 
 def unpack(lengths: Iterable[int], blob: bytes) -> list[bytes | None]:

@@ -15,6 +15,7 @@ import asyncio
 import math
 import weakref
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -198,6 +199,9 @@ class QuorumAttempt(ABC):
             part.error, part.retry_at = error, monotonic() + LEFT_OUT
             if not error.refused:
                 part.server.left_out_until = part.retry_at
+            if lease.fence:  # granted, but too few replicas confirmed it
+                with suppress(LockBackendError):
+                    await async_server_of(part.server).run(operations.release(lease))
             return
         except Exception as error:  # of a function that provides the address or the password
             part.error = LockBackendError(self.name, f"{type(error).__name__}: {error}")

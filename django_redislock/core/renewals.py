@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import ClusterCrossSlotError
+from redis.exceptions import ClusterCrossSlotError, NoScriptError, RedisError
 
 from . import events
 from .clock import monotonic
 from .driver import os_threads
+from .driver.by_slot import split
+from .driver.effects import ScriptBatch, ScriptCall
+from .driver.slots import is_crossing
 from .lease import Cause, Lease
 from .loss import cause_call, causes_of
 from .operations import renew_call
@@ -74,16 +77,15 @@ class Renewals:
         sent = monotonic()
         try:
             try:
-                try:
-                    replies = server.renew(renew_call(leases), patience_of(leases[-1]))
-                except ClusterCrossSlotError:  # a server in cluster mode takes a script for one slot only
-                    replies = [server.renew(renew_call([lease]), patience_of(lease))[0] for lease in leases]
+                replies = ask(server, leases, renew_call)
             except Exception as error:  # of Redis, or of a function that provides the address or the password
                 self._unanswered(leases, error)
                 return
             lost = []
             for lease, expire, renewed in zip(leases, expiries, replies, strict=True):
-                if renewed:
+                if isinstance(renewed, RedisError):
+                    self._unanswered([lease], renewed)
+                elif renewed:
                     lease.renewed(sent, expire)
                 elif self.remove(lease):  # else it was released meanwhile, and nothing is wrong
                     lost.append(lease)
@@ -97,7 +99,7 @@ class Renewals:
         """Report the loss of these leases, with the cause that the server knows."""
         in_time = [monotonic() < lease.deadline for lease in leases]
         try:
-            replies = server.renew(cause_call(leases), patience_of(leases[-1]))
+            replies = [None if isinstance(reply, RedisError) else reply for reply in ask(server, leases, cause_call)]
         except Exception:
             replies = None
         for lease, cause in zip(leases, causes_of(leases, in_time, replies), strict=True):
@@ -113,6 +115,25 @@ class Renewals:
             lease.failures += 1
             pause = min(SHORTEST_RETRY * 2**lease.failures, lease.expire / 10)
             lease.next_renewal = min(now + pause, lease.deadline)
+
+
+def ask(server: Server, leases: list[Lease], call_for: Callable[[list[Lease]], ScriptCall]) -> list[Any]:
+    """Return the reply about each lease by one call, or by one for each slot; an error in place of a refused reply."""
+    patience = patience_of(leases[-1])
+    if not server.splits:
+        try:
+            return server.renew(call_for(leases), patience)  # type: ignore[no-any-return]
+        except ClusterCrossSlotError as error:
+            is_crossing(error, server)
+    groups = list(split(leases, lambda lease: lease.keys.lock).values())
+    replies = server.renew(ScriptBatch(tuple(map(call_for, groups))), patience)
+    if any(isinstance(reply, NoScriptError) for reply in replies):
+        replies = server.renew(ScriptBatch(tuple(call_for(group).with_text() for group in groups)), patience)
+    found: dict[int, Any] = {}
+    for group, reply in zip(groups, replies, strict=True):
+        each = [reply] * len(group) if isinstance(reply, RedisError) else reply
+        found.update(zip(map(id, group), each, strict=True))
+    return [found[id(lease)] for lease in leases]
 
 
 def patience_of(lease: Lease) -> float:

@@ -181,6 +181,15 @@ def check_flag(value: object, argument: str) -> bool:
     return value
 
 
+def check_replicas(value: object, argument: str = "min_replicas") -> int:
+    """Return a number of replicas from 0 to 100."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} must be a number of replicas, not {value!r}")
+    if not 0 <= value <= 100:
+        raise ValueError(f"{argument} must be from 0 to 100, not {value!r}")
+    return value
+
+
 def check_share(value: object, argument: str = "value") -> float:
     """Return a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

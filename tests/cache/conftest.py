@@ -1,11 +1,76 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import redis
 from django.test import override_settings
 
+from tests.support import Cluster, OneNode, RedisServer, Server
 from tests.support.cache_programs import cache_at
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `ClusterCache` is not asked for: the tests with the mark `one_server`, which says why."""
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("one_server")
+        and hasattr(item, "callspec")
+        and item.callspec.params.get("backend") == "ClusterCache"
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(params=["RedisCache", "DjangoRedisCache", "ClusterCache"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of each of our cache backends; where it is a `ClusterCache`, `redis_url` and `client` are a Cluster's."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def clustered(request: pytest.FixtureRequest) -> Cluster | None:
+    """The Cluster of this test, if it is about a `ClusterCache`."""
+    if "backend" not in request.fixturenames or request.getfixturevalue("backend") != "ClusterCache":
+        return None
+    return request.getfixturevalue("cluster")  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def server_kind(request: pytest.FixtureRequest) -> type[RedisServer]:
+    """The class of a server for this test alone; for a `ClusterCache` it is a Cluster of one node."""
+    is_cluster = "backend" in request.fixturenames and request.getfixturevalue("backend") == "ClusterCache"
+    return OneNode if is_cluster else RedisServer
+
+
+@pytest.fixture
+def own_server(server_kind: type[RedisServer]) -> Iterator[RedisServer]:
+    with server_kind() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(clustered: Cluster | None, server: Server) -> str:
+    return (clustered or server).url
+
+
+@pytest.fixture
+def client(
+    clustered: Cluster | None, server: Server, _empty_database: None
+) -> Iterator[redis.Redis | redis.RedisCluster]:
+    with server.client() if clustered is None else AllNodes.from_url(clustered.url) as client:
+        client.ping()
+        yield client
+
+
+class AllNodes(redis.RedisCluster):
+    """A client whose ``keys()`` are those of all primaries."""
+
+    def keys(self, pattern: str = "*", **options: Any) -> Any:
+        return super().keys(pattern, target_nodes=self.PRIMARIES)
 
 
 @pytest.fixture
@@ -36,9 +101,9 @@ def many(request, cache):
     return lambda *args, **kwargs: asyncio.run(cache.aget_or_set_many(*args, **kwargs))
 
 
-@pytest.fixture(params=["RedisCache", "DjangoRedisCache"])
-def caches_in_settings(request, redis_url):
+@pytest.fixture
+def caches_in_settings(backend, redis_url):
     """The settings have two caches of each of our backends in turn: "default" and "other"."""
-    default = {"BACKEND": f"django_redislock.cache.{request.param}", "LOCATION": redis_url}
+    default = {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}
     with override_settings(CACHES={"default": default, "other": default | {"KEY_PREFIX": "other"}}):
         yield

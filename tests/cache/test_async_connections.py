@@ -12,9 +12,8 @@ import pytest
 import redis
 from asgiref.sync import async_to_sync
 
-from django_redislock.core import held_locks
-from tests.support import Proxy, monitoring, queued, until, wait_until
-from tests.support.cache_programs import Work, cache_at, commands, followers
+from tests.support import Proxy, monitoring, until, wait_until
+from tests.support.cache_programs import Work, cache_at, commands, followers, held, waiters
 
 
 def test_a_hit_is_one_get_over_a_connection_of_its_own(cache, client):
@@ -153,10 +152,10 @@ def test_a_pool_of_two_connections_serves_sixteen_tasks_and_threads(redis_url, c
         waiting = [asyncio.ensure_future(elsewhere.aget_or_set(key, lambda: "own", 60)) for key in keys]
         with ThreadPoolExecutor(16) as pool:
             threads = [pool.submit(elsewhere.get_or_set, key, lambda: "own", 60) for key in keys]
-            await until(lambda: sum(queued(client, f"cache::1:{key}") for key in keys) == 16)
+            await until(lambda: sum(waiters(client, key) for key in keys) == 16)
             work.end.set()
             values = await asyncio.gather(*computing, *waiting, *map(asyncio.wrap_future, threads))
         assert values == [["v"]] * 48
 
     asyncio.run(main())
-    assert not list(held_locks(client))
+    assert not held(client)

@@ -12,7 +12,7 @@ from django.test import override_settings
 
 from django_redislock.core import held_locks
 from tests.support import RedisServer, monitoring, wait_until
-from tests.support.cache_programs import base_at, cache_at, commands
+from tests.support.cache_programs import base_at, cache_at, commands, held
 
 HERD = {"CLIENT_CLASS": "django_redis.client.HerdClient"}
 SHARD = {"CLIENT_CLASS": "django_redis.client.ShardClient"}
@@ -95,7 +95,7 @@ def test_a_value_that_is_too_old_is_computed_once_and_replaced(herd, client):
     for _ in range(5):
         assert herd.get_or_set("k", lambda: calls.append(1) or "new", 60) == "new"
     assert calls == [1]
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 def test_a_crowd_computes_a_value_that_is_too_old_once(herd):
@@ -186,6 +186,7 @@ def replicated():
         yield primary, replica
 
 
+@pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
 @pytest.mark.processes
 def test_tasks_read_from_the_replica_and_compute_on_the_primary(replicated, backend):
     primary, replica = replicated
@@ -202,6 +203,7 @@ def test_tasks_read_from_the_replica_and_compute_on_the_primary(replicated, back
     asyncio.run(main())
 
 
+@pytest.mark.one_server("nodes of a Cluster find each other over TCP only")
 @pytest.mark.processes
 def test_through_a_unix_socket(own_server, backend):
     cache = cache_at(own_server.unix_url, backend)
@@ -211,6 +213,7 @@ def test_through_a_unix_socket(own_server, backend):
     assert cache.get_or_set_many(["k", "m"], lambda keys: dict.fromkeys(keys, 1)) == {"k": "v", "m": 1}
 
 
+@pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
 @pytest.mark.processes
 def test_with_a_replica_that_lags_a_value_is_computed_once(replicated, backend):
     primary, replica = replicated

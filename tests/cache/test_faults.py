@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
-from django_redislock.core import held_locks
 from django_redislock.signals import lock_backend_error
-from tests.support import Proxy, RedisServer, cache_programs, queued, wait_until
-from tests.support.cache_programs import Work, base_at, cache_at, followers
+from tests.support import Proxy, RedisServer, cache_programs, wait_until
+from tests.support.cache_programs import Work, base_at, cache_at, followers, held, waiters
 
 
 def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
@@ -97,7 +96,7 @@ def test_redis_dies_while_others_wait(own_server, run_python, options):
     cache = cache_at(own_server.url, OPTIONS=options)
     with own_server.client() as client, ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(cache.get_or_set, "k", lambda: "own", 60) for _ in range(3)]
-        wait_until(lambda: queued(client, "cache::1:k") == 1 and followers() == 2)
+        wait_until(lambda: waiters(client, "k") == 1 and followers() == 2)
         own_server.kill()
         for future in futures:
             if options:
@@ -106,8 +105,8 @@ def test_redis_dies_while_others_wait(own_server, run_python, options):
                 assert isinstance(future.exception(60), redis.ConnectionError)
 
 
-def test_a_full_redis_fails_as_in_the_base_class_and_leaves_no_lease(backend):
-    with RedisServer(maxmemory="8mb", maxmemory_policy="noeviction") as server, server.client() as client:
+def test_a_full_redis_fails_as_in_the_base_class_and_leaves_no_lease(backend, server_kind):
+    with server_kind(maxmemory="8mb", maxmemory_policy="noeviction") as server, server.client() as client:
         cache = cache_at(server.url, backend)
         cache.get_or_set("warm", lambda: 1)
 
@@ -118,7 +117,7 @@ def test_a_full_redis_fails_as_in_the_base_class_and_leaves_no_lease(backend):
         with pytest.raises(redis.ResponseError, match="maxmemory"):
             cache.get_or_set("k", compute, 60)
         client.config_set("maxmemory", "0")
-        assert not list(held_locks(client))
+        assert not held(client)
         assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
 
 
@@ -134,12 +133,12 @@ def test_what_a_full_redis_does_not_store_goes_to_those_who_wait_where_errors_ar
             first = pool.submit(cache.get_or_set, "k", work, 60)
             assert work.running.wait(10)
             second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)
-            wait_until(lambda: queued(client, "cache::1:k") == 1)
+            wait_until(lambda: waiters(client, "k") == 1)
             client.config_set("maxmemory", "1")
             work.end.set()
             assert first.result(20) == work.value
             assert second.result(20) == (work.value if size < 100 else "own")
-        assert not list(held_locks(client)), "nobody waits for who has ended"
+        assert not held(client), "nobody waits for who has ended"
         client.config_set("maxmemory", "0")
         assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
 
@@ -291,7 +290,7 @@ def test_who_may_not_subscribe_waits_by_looking(as_user, own_server, backend, ta
         wait_until(lambda: there.stats().waited + here.stats().waited)
         work.end.set()
         assert [first.result(20), second.result(20)] == ["v", "v"]
-        assert not list(held_locks(client))
+        assert not held(client)
 
 
 RULES = {

@@ -14,7 +14,7 @@ from django_redislock.core import held_locks
 from django_redislock.core.driver.async_server import AsyncServer
 from django_redislock.core.driver.server import Server
 from tests.support import monitoring, wait_until
-from tests.support.cache_programs import cache_at, commands, never, upper
+from tests.support.cache_programs import cache_at, commands, held, never, upper
 
 
 def test_what_is_missing_is_computed_in_one_call_and_stored(cache, client, many):
@@ -27,7 +27,7 @@ def test_what_is_missing_is_computed_in_one_call_and_stored(cache, client, many)
     assert cache.get_many(["a", "b", "c"]) == values
     assert 50_000 < client.pttl(":1:a") <= 60_000
     assert many(iter("abc"), never) == values
-    assert not list(held_locks(client))
+    assert not held(client)
     assert not single_flight._flights
 
 
@@ -36,7 +36,7 @@ def test_hits_are_one_mget(cache, client, many):
     many(["warm"], upper)
     with monitoring(client) as sent:
         assert many(["a", "b"], never) == {"a": None, "b": 2}
-    assert commands(sent) == ["MGET"]
+    assert commands(sent) in (["MGET"], ["GET"] * 2)  # the latter on a Cluster, whose nodes have other slots
 
 
 def test_keys_that_are_there_are_read_and_decoded_and_nothing_else_is_done_for_each(cache, many, monkeypatch):
@@ -55,6 +55,7 @@ def test_keys_that_are_there_are_read_and_decoded_and_nothing_else_is_done_for_e
     assert made.count("_prepare") == 1
 
 
+@pytest.mark.one_server("on a Cluster each node takes round trips of its own")
 @pytest.mark.parametrize("count", [1, 100])
 def test_however_many_are_missing_they_take_three_round_trips(many, cache, client, monkeypatch, count):
     """One to read them, one to ask for the right to compute them, one to store them."""
@@ -90,7 +91,7 @@ def test_no_keys(many):
 def test_keys_without_a_value_are_left_out_and_free(cache, client, many):
     assert many(["a", "b"], lambda keys: {"a": 1}) == {"a": 1}
     assert cache.get("b") is None
-    assert not list(held_locks(client))
+    assert not held(client)
     assert cache.get_or_set("b", lambda: 2) == 2
 
 
@@ -107,7 +108,7 @@ def test_the_defaults_error_comes_out_and_every_key_is_free(cache, client, many)
         many(["a", "b"], fail)
     with pytest.raises(TypeError, match="must return a dict"):
         many(["a", "b"], list)
-    assert not list(held_locks(client))
+    assert not held(client)
     assert not single_flight._flights
     assert many(["a", "b"], upper) == {"a": "A", "b": "B"}
 
@@ -178,7 +179,7 @@ def test_a_server_that_forgot_the_scripts_is_told_them(cache, client, many):
     client.script_flush()
     assert many(["a", "b", "c"], lambda keys: client.script_flush() and upper(keys)) == {"a": "A", "b": "B", "c": "C"}
     assert many(["a", "b", "c"], never) == {"a": "A", "b": "B", "c": "C"}
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -212,7 +213,7 @@ def test_lost_replies_are_asked_for_again(proxy, client, asynchronous, lost):
     assert values == {"a": "A", "b": "B"}
     assert calls == [["a", "b"]]
     assert cache.get_many(["a", "b"]) == values
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 def test_cancelled_while_it_asks_for_the_right_to_compute_it_leaves_nothing(proxy, client):
@@ -232,7 +233,7 @@ def test_cancelled_while_it_asks_for_the_right_to_compute_it_leaves_nothing(prox
             await task
 
     asyncio.run(main())
-    wait_until(lambda: not list(held_locks(client)))
+    wait_until(lambda: not held(client))
     assert not single_flight._flights
 
 

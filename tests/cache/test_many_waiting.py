@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from django_redislock.cache.lease import single_flight
-from django_redislock.core import Lock
 from django_redislock.core.driver.async_server import AsyncServer
 from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
 from django_redislock.core.driver.server import Server
 from django_redislock.exceptions import AcquireTimeout
-from tests.support import cache_programs, queued, wait_until
-from tests.support.cache_programs import cache_at, never, upper
+from tests.support import cache_programs, wait_until
+from tests.support.cache_programs import cache_at, lease_elsewhere, never, upper, waiters
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -71,7 +70,7 @@ def test_what_another_process_computes_is_waited_for_after_the_rest_is_computed(
         calls.append(keys)
         return upper(keys)
 
-    with Lock(client, "cache::1:b"):
+    with lease_elsewhere(client, "b"):
         with pytest.raises(AcquireTimeout, match="cache::1:b"):
             many(["a", "b", "c"], compute, wait=0.1, on_wait_timeout="raise")
         assert calls == [["a", "c"]]
@@ -103,6 +102,7 @@ class Held:
         return compute
 
 
+@pytest.mark.one_server("on a Cluster each node takes round trips of its own")
 @pytest.mark.parametrize("count", [10, 100])
 def test_however_many_another_process_computes_they_are_asked_for_twice_and_waited_for_at_once(
     cache, elsewhere, many, client, monkeypatch, count
@@ -132,23 +132,23 @@ def test_however_many_another_process_computes_they_are_asked_for_twice_and_wait
         leader = pool.submit(elsewhere.get_or_set_many, keys, work.then(upper), 60)
         assert work.running.wait(10)
         waiter = pool.submit(wait)
-        wait_until(lambda: all(queued(client, f"cache::1:{key}") == 1 for key in keys))
+        wait_until(lambda: all(waiters(client, key) == 1 for key in keys))
         work.end.set()
         assert waiter.result(20) == leader.result(20) == upper(keys)
     asks = [len(effect.calls) for effect in asked if isinstance(effect, ScriptBatch)]
     assert not any(isinstance(effect, ScriptCall) for effect in asked)
     assert len([number for number in asks if number > 1]) == 2, "whether it is to compute, and to be told"
     assert sum(number for number in asks if number > 1) <= 2 * count, "but for one look twice a second"
-    assert not any(queued(client, f"cache::1:{key}") for key in keys)
+    assert not any(waiters(client, key) for key in keys)
     assert not single_flight._flights
 
 
 def test_a_key_that_becomes_free_is_computed_while_another_one_is_waited_for(cache, client, many):
     calls = []
-    with ThreadPoolExecutor(1) as pool, Lock(client, "cache::1:a"):
-        with Lock(client, "cache::1:b"):
+    with ThreadPoolExecutor(1) as pool, lease_elsewhere(client, "a"):
+        with lease_elsewhere(client, "b"):
             waiter = pool.submit(many, ["a", "b"], lambda keys: calls.append(keys) or upper(keys))
-            wait_until(lambda: queued(client, "cache::1:a") == queued(client, "cache::1:b") == 1)
+            wait_until(lambda: waiters(client, "a") == waiters(client, "b") == 1)
         wait_until(lambda: cache.get("b") == "B")
         assert calls == [["b"]]
     assert waiter.result(20) == {"a": "A", "b": "B"}
@@ -161,23 +161,23 @@ def test_who_waits_for_one_key_is_told_of_its_failure_and_waits_for_no_other_one
     def fail(keys):
         raise ValueError("mine")
 
-    with ThreadPoolExecutor(2) as pool, Lock(client, "cache::1:a"):
+    with ThreadPoolExecutor(2) as pool, lease_elsewhere(client, "a"):
         leader = pool.submit(elsewhere.get_or_set_many, ["b"], work.then(fail))
         assert work.running.wait(10)
         waiter = pool.submit(many, ["a", "b"], never)
-        wait_until(lambda: queued(client, "cache::1:a") == queued(client, "cache::1:b") == 1)
+        wait_until(lambda: waiters(client, "a") == waiters(client, "b") == 1)
         work.end.set()
         with pytest.raises(ValueError, match="mine"):
             waiter.result(20)
         with pytest.raises(ValueError, match="mine"):
             leader.result(20)
-        assert queued(client, "cache::1:a") == 0
+        assert waiters(client, "a") == 0
     assert not single_flight._flights
 
 
 def test_who_follows_in_the_same_process_has_a_value_while_another_one_is_waited_for(cache, client, many):
     work = Held()
-    with ThreadPoolExecutor(2) as pool, Lock(client, "cache::1:b"):
+    with ThreadPoolExecutor(2) as pool, lease_elsewhere(client, "b"):
         both = pool.submit(cache.get_or_set_many, ["a", "b"], work.then(upper))
         assert work.running.wait(10)
         one = pool.submit(many, ["a"], never)
@@ -193,22 +193,22 @@ def test_cancelled_while_it_waits_for_many_it_leaves_no_place_in_a_queue(cache, 
 
     async def main():
         task = asyncio.ensure_future(cache.aget_or_set_many(keys, never))
-        while not all(queued(client, f"cache::1:{key}") for key in keys):
+        while not all(waiters(client, key) for key in keys):
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    with Lock(client, "cache::1:a"), Lock(client, "cache::1:b"), Lock(client, "cache::1:c"):
+    with lease_elsewhere(client, "a"), lease_elsewhere(client, "b"), lease_elsewhere(client, "c"):
         asyncio.run(main())
-        wait_until(lambda: not any(queued(client, f"cache::1:{key}") for key in keys))
+        wait_until(lambda: not any(waiters(client, key) for key in keys))
     assert not single_flight._flights
 
 
 def test_many_that_were_waited_for_in_vain_are_computed_in_one_call(cache, client, many):
     calls = []
     for key in "abc":  # whose leases end when the values are stored
-        Lock(client, f"cache::1:{key}", auto_renewal=False).acquire()
+        lease_elsewhere(client, key, auto_renewal=False).acquire()
     assert many(["a", "b", "c"], lambda keys: calls.append(keys) or upper(keys), wait=0.1) == upper("abc")
     assert calls == [["a", "b", "c"]]
     assert not single_flight._flights

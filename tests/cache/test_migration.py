@@ -14,8 +14,8 @@ from django.test import RequestFactory, override_settings
 from django.views.decorators.cache import cache_page
 
 from django_redislock import LockLost
-from django_redislock.core import Lock, held_locks
-from tests.support.cache_programs import base_at, cache_at
+from django_redislock.core import Lock
+from tests.support.cache_programs import base_at, cache_at, held
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration-cache.rst").read_text()
 SECTIONS = re.findall(r"\nFrom (.+)\n-+\n((?:.*\n)*?)(?=\nFrom |\Z)", PAGE)
@@ -39,7 +39,7 @@ def test_its_settings_and_its_code_run(redis_url, client, title, text):
     with override_settings(CACHES=settings["CACHES"]):
         for block in code:
             exec(block, {"cache": caches["default"]})
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 def test_old_and_new_processes_serve_from_one_cache(redis_url, backend):

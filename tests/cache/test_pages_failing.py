@@ -11,10 +11,9 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpResponse, StreamingHttpResponse
 
 from django_redislock.cache import cache_page
-from django_redislock.core import held_locks
 from django_redislock.exceptions import ComputationFailed
 from tests.support import wait_until
-from tests.support.cache_programs import followers
+from tests.support.cache_programs import followers, held
 from tests.support.pages import counted_page, get
 
 pytestmark = pytest.mark.usefixtures("caches_in_settings")
@@ -117,7 +116,7 @@ def test_a_failing_view_is_tried_by_one_request_for_all_who_wait(what, kind, cli
     assert answers == {expected}
     assert own == (expected if "cookie" not in what else (503, "7", True))
     assert gate.calls == 1
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 def test_a_view_that_failed_is_tried_again_after_a_pause_by_one_at_a_time(client):

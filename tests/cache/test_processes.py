@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from django_redislock.core import Lock, held_locks
-from tests.support import cache_programs, counting, lived, monitoring, queued, wait_until
-from tests.support.cache_programs import cache_at, commands
+from django_redislock.core import Lock
+from tests.support import cache_programs, counting, lived, monitoring, wait_until
+from tests.support.cache_programs import cache_at, commands, held, waiters
 
 pytestmark = pytest.mark.processes
 
@@ -16,7 +16,7 @@ LOCK = "cache::1:k"
 
 
 def waiting(client):
-    return queued(client, LOCK)
+    return waiters(client, "k")
 
 
 def only(lines, event):
@@ -67,7 +67,7 @@ def test_200_clients_in_8_processes_compute_once(client, redis_url, run_python, 
     for crowd in crowds:
         assert crowd.wait_for(event="done")["outcomes"] == [{"by": "one"}] * 25
     assert client.get("computed") == b"1"
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 @pytest.mark.parametrize("tasks", [False, True], ids=["thread", "task"])
@@ -81,7 +81,7 @@ def test_a_waiting_process_takes_four_round_trips_at_first_and_two_later(client,
 
         def compute(key=key):
             waiter.send(key)
-            wait_until(lambda: queued(client, f"cache::1:{key}") == 1)
+            wait_until(lambda: waiters(client, key) == 1)
             return f"value of {key}"
 
         with monitoring(client) as sent, counting(client) as counts:
@@ -151,7 +151,7 @@ def test_those_who_waited_for_a_failure_get_it(client, redis_url, run_python, ba
         note = ["It was raised in another process, which computed the value for all waiting callers."]
         assert outcomes == [["ValueError", "no value", [] if crowd is computing else note]] * 5, "unwrapped"
     assert client.get("computed") == b"1"
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 def test_a_failure_that_cannot_be_sent_is_told_in_words(client, redis_url, one_computes):
@@ -272,7 +272,7 @@ def test_nested_keys_in_opposite_orders_in_two_processes(client, redis_url, run_
     values = [nest.wait_for(event="got")["value"] for nest in nests]
     assert time.monotonic() - started < 5, "far below the 30 s that a caller waits at most"
     assert values in (["a(b)", "b(a(b))"], ["a(b(a))", "b(a)"])
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 def test_a_child_forked_while_computing_leaves_the_computation_to_its_parent(client, redis_url, run_python):

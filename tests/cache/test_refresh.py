@@ -14,9 +14,8 @@ from django.urls import clear_script_prefix, reverse, set_script_prefix
 from django.utils import timezone, translation
 
 from django_redislock.cache.lease import request, single_flight
-from django_redislock.core import Lock, held_locks
 from tests.support import counting, monitoring, wait_until
-from tests.support.cache_programs import Work, cache_at, commands, never, refreshable_never
+from tests.support.cache_programs import Work, cache_at, commands, held, lease_elsewhere, never, refreshable_never
 
 
 def test_a_value_lives_longer_by_stale(get, client):
@@ -55,13 +54,13 @@ def test_one_refreshes_and_everybody_else_has_the_old_value_at_once(cache, clien
     assert work.calls == 1
     assert cache.get("k") == "new"
     assert client.pttl(":1:k") > 50_000
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 def test_what_another_process_refreshes_is_not_waited_for(cache, client, get):
     """Another process's lease is a lock of that name."""
     cache.set("k", "old", 25)
-    with Lock(client, "cache::1:k"):
+    with lease_elsewhere(client, "k"):
         assert get("k", never, 60, stale=30) == "old"
         assert get("k", never, 60, stale=30, refresh="thread") == "old"
         wait_until(lambda: "redislock-refresh" not in {thread.name for thread in threading.enumerate()})
@@ -72,8 +71,8 @@ REFRESHES = ["inline", "thread", "celery"]
 
 
 @pytest.mark.parametrize("refresh", REFRESHES)
-def test_a_process_that_knows_of_a_refresh_elsewhere_does_not_ask_again(client, settings, server, backend, refresh):
-    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url}}
+def test_a_process_that_knows_of_a_refresh_elsewhere_does_not_ask_again(client, settings, redis_url, backend, refresh):
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}}
     cache = caches["default"]
     cache.set("k", "old", 25)
     started = []
@@ -83,7 +82,7 @@ def test_a_process_that_knows_of_a_refresh_elsewhere_does_not_ask_again(client, 
             assert await cache.aget_or_set("k", refreshable_never, 60, stale=30, refresh=refresh) == "old"
             await asyncio.gather(*[task for task in asyncio.all_tasks() if task.get_name() == "redislock-refresh"])
 
-    with Lock(client, "cache::1:k"), pytest.MonkeyPatch.context() as patch:
+    with lease_elsewhere(client, "k"), pytest.MonkeyPatch.context() as patch:
         start = threading.Thread.start
         patch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name) or start(thread))
         with monitoring(client) as sent:
@@ -101,7 +100,7 @@ def test_a_stale_hit_of_what_another_process_computes_makes_the_server_copy_and_
     value = "x" * 1000
     get("k", lambda: value, 1, stale=600)
     client.pexpire(":1:k", 500_000)
-    with Lock(client, "cache::1:k"), counting(client) as ran:
+    with lease_elsewhere(client, "k"), counting(client) as ran:
         assert get("k", lambda: 1 / 0, 1, stale=600) == value
     reads = {name: ran[name] for name in ("evalsha", "get", "strlen")}
     assert reads == {"evalsha": 1, "get": 2, "strlen": 0}, "the caller reads the value, and the script the lease"
@@ -119,7 +118,7 @@ def test_in_the_background_everybody_has_the_old_value_at_once(get, cache, clien
     assert client.pttl(":1:k") > 70_000
     assert get("k", never, 60, **options) == "new"
     assert len(calls) == 1
-    wait_until(lambda: not list(held_locks(client)) and not single_flight._flights)
+    wait_until(lambda: not held(client) and not single_flight._flights)
 
 
 def test_a_background_thread_is_one_for_all(cache):
@@ -202,7 +201,7 @@ def test_no_thread_for_a_refresh_is_no_reason_to_refuse_the_old_value(cache, cli
         patch.setattr(threading.Thread, "start", refuse)
         assert cache.get_or_set("k", never, 60, stale=30, refresh="thread") == "old"
     assert "can't start new thread" in caplog.text
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, client, caplog):
@@ -213,7 +212,7 @@ def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, clie
 
     assert get("k", fail, 60, stale=30, refresh="thread") == "old"
     wait_until(lambda: "The refresh of the value of" in caplog.text)
-    wait_until(lambda: not list(held_locks(client)))
+    wait_until(lambda: not held(client))
     assert cache.get("k") == "old"
 
 
@@ -236,7 +235,7 @@ def test_a_sick_origin_is_tried_with_a_pause_that_grows_over_all_processes(redis
     for failures in (1, 2, 3):
         for each in processes * 3:
             assert ask(each) == "old"
-            wait_until(lambda: not single_flight._flights and not list(held_locks(client)))
+            wait_until(lambda: not single_flight._flights and not held(client))
         assert len(calls) == failures
         (paused,) = client.keys("*failed:*")
         count, again = map(int, client.get(paused).split())
@@ -281,7 +280,7 @@ def test_on_error_stale_returns_the_old_value_while_there_is_one(redis_url, back
     after = cache.stats()
     assert after.stale_served - before.stale_served == 2
     assert after.errors - before.errors == 4
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 def test_on_error_stale_hides_no_interruption(cache, client):
@@ -306,4 +305,4 @@ def test_an_inline_failure_is_the_callers_own(get, cache, client):
     with pytest.raises(ValueError, match="mine"):
         get("k", fail, 60, stale=30)
     assert cache.get("k") == "old"
-    assert not list(held_locks(client))
+    assert not held(client)

@@ -14,11 +14,10 @@ from django_redislock.cache.lease import single_flight
 from django_redislock.cache.lease.obtain import PIECE, _fetch_large
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.store import digest
-from django_redislock.core import held_locks
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import BUCKETS
-from tests.support import RedisServer, cache_programs, monitoring, queued, wait_until
-from tests.support.cache_programs import cache_at, commands
+from tests.support import RedisServer, cache_programs, monitoring, wait_until
+from tests.support.cache_programs import cache_at, commands, held, waiters
 
 MEGABYTE = 1_000_000
 
@@ -59,7 +58,7 @@ def test_waiting_processes_get_a_value_of_20_megabytes_and_the_server_needs_no_r
         def compute():
             for process in waiting:
                 process.send("k")
-            wait_until(lambda: queued(client, "cache::1:k") == 3, timeout=30)
+            wait_until(lambda: waiters(client, "k") == 3, timeout=30)
             return value
 
         cache.get_or_set("k", compute, 60, expire=120)
@@ -141,7 +140,7 @@ def test_a_thousand_cold_keys_in_four_processes_are_computed_once_each(client, r
     done = [process.wait_for(event="done", timeout=90) for process in processes]
     assert sum(line["computed"] for line in done) == count
     assert all(line["threads"] <= 4 for line in done), "no thread for each of those who wait"
-    assert not list(held_locks(client))
+    assert not held(client)
     kept = re.compile(rb":1:k|\{redislock:\d+\}:(fence$|era$|waits:|waited:|saves:|saved:)|:1:warm")
     assert [key for key in client.keys("*") if not kept.match(key)] == [], (
         "values, fences and what waits are counted in"
@@ -166,7 +165,7 @@ def test_ten_thousand_runs_leave_nothing(redis_url, client):
 def test_a_computer_killed_at_any_point_of_its_work_is_followed_by_another(client, redis_url, run_python, after):
     first, second = (run_python(cache_programs.work_in_steps, redis_url, 10) for _ in range(2))
     wait_until(lambda: first.lines or second.lines)
-    wait_until(lambda: queued(client, "cache::1:k") == 1)
+    wait_until(lambda: waiters(client, "k") == 1)
     computing, waiting = (first, second) if first.lines else (second, first)
     for step in range(after):
         computing.wait_for(event="step", step=step)
@@ -196,7 +195,7 @@ def test_all_data_is_lost_while_others_wait(own_server, run_python):
     for process in others:
         process.send("ask")
     with own_server.client() as client:
-        wait_until(lambda: queued(client, "cache::1:k") == 2)
+        wait_until(lambda: waiters(client, "k") == 2)
         client.flushall()
         wait_until(lambda: any({"event": "computing"}.items() <= line.items() for p in others for line in p.lines))
         first.send("stale")

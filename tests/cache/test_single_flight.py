@@ -12,10 +12,10 @@ import pytest
 
 from django_redislock.cache.lease import single_flight
 from django_redislock.cache.lease.request import enclosing_leases
-from django_redislock.core import Lock, held_locks
+from django_redislock.core import held_locks
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import BUSY, lived, monitoring, wait_until
-from tests.support.cache_programs import Work, cache_at, commands, followers
+from tests.support.cache_programs import Work, cache_at, commands, followers, held, lease_elsewhere
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def outcome(future):
 def test_25_threads_compute_once_and_send_nothing_while_they_wait(redis_url, backend, client, pool):
     caches = [cache_at(redis_url, backend) for _ in range(25)]
     for cache in caches:
-        cache.get_or_set("warm", lambda: 1)
+        cache.get_or_set("{:1:k}warm", lambda: 1)  # at the node of the key
     work = Computation([1, 2])
     with monitoring(client) as sent:
         futures = [pool.submit(cache.get_or_set, "k", work, 60) for cache in caches]
@@ -72,7 +72,7 @@ def test_a_failure_is_shared_with_those_who_waited_and_with_nobody_else(cache, c
     work.end.set()
     assert [outcome(future) for future in futures] == [error] * 10
     assert work.calls == 1
-    assert not list(held_locks(client))
+    assert not held(client)
     assert cache.get_or_set("k", work, 60) == "second"
 
 
@@ -178,6 +178,7 @@ def test_a_circle_of_three(cache, pool):
     assert [value[0] for value in values] == ["a", "b", "c"]
 
 
+@pytest.mark.one_server("a Cluster has one database")
 @pytest.mark.parametrize("kind", ["threads", "tasks"])
 def test_a_circle_over_two_databases(server, backend, pool, kind):
     here, there = cache_at(server.url, backend), cache_at(server.url_of_db(9), backend)
@@ -238,22 +239,22 @@ OTHERS = [
     {"version": 2},
     {"params": {"KEY_PREFIX": "other"}},
     {"params": {"VERSION": 7}},
-    {"db": 9},
+    pytest.param({"db": 9}, marks=pytest.mark.one_server("a Cluster has one database")),
     {"key": "k2"},
 ]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_other_versions_prefixes_and_databases_do_not_wait(server, backend, pool, other):
-    cache = cache_at(server.url, backend)
+def test_other_versions_prefixes_and_databases_do_not_wait(redis_url, server, backend, client, pool, other):
+    cache = cache_at(redis_url, backend)
     work = Computation("v")
     first = pool.submit(cache.get_or_set, "k", work, 60)
     assert work.running.wait(10)
     try:
-        url = server.url_of_db(other["db"]) if "db" in other else server.url
+        url = server.url_of_db(other["db"]) if "db" in other else redis_url
         elsewhere = cache_at(url, backend, **other.get("params", {}))
         elsewhere.delete(other.get("key", "k"), version=other.get("version"))
-        with server.client() as client, monitoring(client) as sent:
+        with monitoring(client) as sent:
             value = elsewhere.get_or_set(other.get("key", "k"), lambda: "other", 60, version=other.get("version"))
         assert value == "other"
         assert not [line for line in sent if "SUBSCRIBE" in line]
@@ -316,7 +317,7 @@ def test_who_has_waited_long_enough_computes_for_itself_once_a_process(cache, po
 
 def test_one_computes_for_all_whose_wait_is_over_however_long_it_takes(cache, client, pool):
     work = Computation("own")
-    assert Lock(client, "cache::1:k").acquire()  # somebody computes, and is overtaken
+    assert lease_elsewhere(client, "k").acquire()  # somebody computes, and is overtaken
     futures = [pool.submit(cache.get_or_set, "k", work, 60, wait=0.1) for _ in range(5)]
     assert work.running.wait(10)
     lived(0.6)

@@ -10,9 +10,8 @@ from django.core.cache import caches
 from django.test import override_settings
 
 from django_redislock.cache.stats import Counters, counters_for
-from django_redislock.core import Lock, held_locks
 from tests.support import in_a_fork, wait_until
-from tests.support.cache_programs import Work, followers, never
+from tests.support.cache_programs import Work, followers, held, lease_elsewhere, never, waiters
 
 
 def test_counters(redis_url):
@@ -42,10 +41,10 @@ def test_counters_of_those_who_wait_and_take_over(cache, client):
     before = cache.stats()
     work = Work("new")
     with ThreadPoolExecutor(3) as pool:
-        lock = Lock(client, "cache::1:k")
+        lock = lease_elsewhere(client, "k")
         lock.acquire()
         first = pool.submit(cache.get_or_set, "k", work, 60)
-        wait_until(lambda: sum(info.waiting for info in held_locks(client)) == 1)
+        wait_until(lambda: waiters(client) == 1)
         second = pool.submit(cache.get_or_set, "k", never, 60)
         wait_until(lambda: followers() == 1)
         lock.release()
@@ -57,7 +56,7 @@ def test_counters_of_those_who_wait_and_take_over(cache, client):
     assert after.taken_over - before.taken_over == 1
     assert after.seconds_waited > before.seconds_waited
     with override_settings(DJANGO_REDISLOCK={"CACHE": {"AUTO_RENEWAL": False}}):
-        cache.get_or_set("l", lambda: wait_until(lambda: not list(held_locks(client))), expire=0.1)
+        cache.get_or_set("l", lambda: wait_until(lambda: not held(client)), expire=0.1)
     assert cache.stats().lease_lost - after.lease_lost == 1
 
 

@@ -9,10 +9,9 @@ import pytest
 from django.core.cache import caches
 
 from django_redislock.cache import cached
-from django_redislock.core import Lock, held_locks
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import cache_programs, wait_until
-from tests.support.cache_programs import Work, cache_at, followers, never
+from tests.support.cache_programs import Work, cache_at, followers, held, lease_elsewhere, never, waiters
 
 # When the wait is over
 
@@ -26,14 +25,14 @@ def test_who_prefers_a_new_value_waits_for_it_and_then_takes_the_old_one(cache, 
         assert work.running.wait(10)
         assert cache.get_or_set("k", never, 60, wait=0.1, **options) == "old"
         patient = pool.submit(cache.get_or_set, "k", never, 60, wait=20, **options)
-        wait_until(lambda: sum(info.waiting for info in held_locks(client)) == 1)
+        wait_until(lambda: waiters(client) == 1)
         work.end.set()
         assert first.result(20) == "new"
         assert patient.result(20) == "new"
 
 
 def test_without_an_old_value_stale_is_to_compute(cache, client, get):
-    assert Lock(client, "cache::1:k").acquire()
+    assert lease_elsewhere(client, "k").acquire()
     assert get("k", lambda: "own", 60, wait=0.1, on_wait_timeout="stale") == "own"
     assert cache.get("k") == "own"
 
@@ -43,12 +42,12 @@ def test_without_an_old_value_stale_is_to_compute(cache, client, get):
     [({"a": 1}, {"a": 1}), (0, 0), (False, False), (lambda: "text", "text"), (lambda: None, None)],
 )
 def test_any_value_may_be_the_answer_when_the_wait_is_over(client, get, answer, expected):
-    with Lock(client, "cache::1:k"):
+    with lease_elsewhere(client, "k"):
         assert get("k", never, 60, wait=0.1, on_wait_timeout=answer) == expected
 
 
 def test_raise(client, get):
-    with Lock(client, "cache::1:k"), pytest.raises(AcquireTimeout):
+    with lease_elsewhere(client, "k"), pytest.raises(AcquireTimeout):
         get("k", never, 60, wait=0, on_wait_timeout="raise")
 
 
@@ -59,21 +58,21 @@ def test_raise(client, get):
 def test_a_refused_value_is_returned_and_not_stored(get, cache, client, value):
     assert get("k", lambda: value, 60, should_cache=lambda found: found == "yes") == value
     assert not cache.has_key("k")
-    assert not list(held_locks(client))
+    assert not held(client)
     assert get("k", lambda: "yes", 60, should_cache=lambda found: found == "yes") == "yes"
     assert cache.get("k") == "yes"
 
 
 def test_a_refused_value_goes_to_all_who_wait_for_it(redis_url, cache, client, run_python):
     """In this process and in others: they do not compute one after another what nobody stores."""
-    other = run_python(cache_programs.ask, redis_url, "RedisCache", "k", "own", {}, {})
+    other = run_python(cache_programs.ask, redis_url, type(cache).__name__, "k", "own", {}, {})
     other.wait_for(event="ready")
     work = Work("refused")
     with ThreadPoolExecutor(6) as pool:
         futures = [pool.submit(cache.get_or_set, "k", work, 60, should_cache=lambda value: False) for _ in range(6)]
         assert work.running.wait(10)
         other.send("ask")
-        wait_until(lambda: followers() == 5 and sum(info.waiting for info in held_locks(client)) == 1)
+        wait_until(lambda: followers() == 5 and waiters(client) == 1)
         work.end.set()
         assert [future.result(20) for future in futures] == ["refused"] * 6
     assert other.wait_for(event="got")["value"] == "refused"
@@ -89,7 +88,7 @@ def test_a_large_refused_value_goes_to_all_who_wait_for_it(redis_url, backend, c
     work = Work("x" * 100_000)
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(each.get_or_set, "k", work, 60, should_cache=lambda value: False) for each in caches]
-        wait_until(lambda: sum(info.waiting for info in held_locks(client)) == 3)
+        wait_until(lambda: waiters(client) == 3)
         work.end.set()
         assert [future.result(20) for future in futures] == [work.value] * 4
     assert work.calls == 1
@@ -103,7 +102,7 @@ def test_a_large_refused_value_goes_to_all_who_wait_for_it(redis_url, backend, c
 def test_a_failing_should_cache_is_the_callers_error(get, client):
     with pytest.raises(ZeroDivisionError):
         get("k", lambda: "v", 60, should_cache=lambda value: 1 / 0)
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 # Timeouts
@@ -152,7 +151,7 @@ def test_a_timeout_may_be_a_function_of_the_value(get, cache, client, options):
     assert client.pttl(":1:f") == -1
     assert get("n", lambda: "never", timeout, **options) == "never"
     assert not cache.has_key("n")
-    assert not list(held_locks(client))
+    assert not held(client)
 
 
 def test_many_values_have_each_the_timeout_of_its_own(cache, client):
@@ -166,9 +165,9 @@ def test_many_values_have_each_the_timeout_of_its_own(cache, client):
 
 
 @pytest.mark.parametrize("alias", ["redis", "local"])
-def test_a_cached_function_may_tell_the_timeout_of_each_value(settings, server, backend, alias):
+def test_a_cached_function_may_tell_the_timeout_of_each_value(settings, redis_url, backend, alias):
     settings.CACHES = {
-        "redis": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": server.url},
+        "redis": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url},
         "local": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache", "LOCATION": "timeouts"},
     } | {"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}
     calls = []
@@ -192,4 +191,4 @@ def test_a_cached_function_may_tell_the_timeout_of_each_value(settings, server, 
 def test_a_failing_timeout_is_the_callers_error(get, client):
     with pytest.raises(ZeroDivisionError):
         get("k", lambda: "v", lambda value: 1 / 0)
-    assert not list(held_locks(client))
+    assert not held(client)

@@ -11,11 +11,12 @@ import redis
 import redis.asyncio
 
 from django_redislock import LockBackendError
-from django_redislock.core import AsyncLock
+from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.driver.resp import encode_command
 from django_redislock.core.keys import lock_keys
+from django_redislock.doctor import inspect
 from tests.support import BUSY, RedisServer, acquire_and_release, counting, find_program, free_port, key_of, until
 
 
@@ -44,15 +45,31 @@ def test_unix_sockets_will_do(own_server):
         asyncio.run(main(client))
 
 
-@pytest.mark.parametrize("kind", [redis.Redis, redis.asyncio.Redis])
-def test_tls_will_do(tmp_path, kind):
+def tls_server(tmp_path):
+    """Return a server with a certificate of its own making, its port and the certificate."""
     program = find_program("redis-server", package="redis-server")
     key, certificate, port = tmp_path / "key.pem", tmp_path / "certificate.pem", free_port()
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     make = [find_program("openssl", package="openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     subprocess.run([*make, "-keyout", key, "-out", certificate, *names], check=True, capture_output=True)
     options = {"tls_cert_file": certificate, "tls_key_file": key, "tls_ca_cert_file": certificate}
-    with RedisServer(program, tls_port=str(port), tls_auth_clients="no", **options) as server:
+    return RedisServer(program, tls_port=str(port), tls_auth_clients="no", **options), port, certificate
+
+
+def test_a_certificate_of_an_unknown_ca_is_an_error_at_once_that_says_what_to_do(tmp_path):
+    server, port, _ = tls_server(tmp_path)
+    with server, redis.Redis(host="127.0.0.1", port=port, ssl=True) as client:
+        for acquire in (Lock(client, "a").acquire, lambda: asyncio.run(AsyncLock(client, "a").acquire())):
+            with pytest.raises(LockBackendError, match=r"Give the CA .* as ssl_ca_certs"):
+                acquire()
+        (finding,) = inspect(server_of(client))
+        assert "ssl_ca_certs" in finding.advice
+
+
+@pytest.mark.parametrize("kind", [redis.Redis, redis.asyncio.Redis])
+def test_tls_will_do(tmp_path, kind):
+    server, port, certificate = tls_server(tmp_path)
+    with server:
         client = kind(host="127.0.0.1", port=port, ssl=True, ssl_ca_certs=str(certificate))
 
         async def main():

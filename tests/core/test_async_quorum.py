@@ -51,7 +51,7 @@ def test_it_is_held_extended_and_released(aclients, clients):
     async def main():
         lock = AsyncQuorumLock(aclients, "a", label="me")
         async with lock:
-            wait_until(lambda: holders(clients) == [1, 1, 1])
+            await until(lambda: holders(clients) == [1, 1, 1])
             assert await lock.extend(20)
             assert await lock.locked()
             assert await lock.owned()

@@ -25,7 +25,10 @@ from django_redislock.core.driver.connection_kinds import (
 from tests.support import wait_until
 
 PACKAGE = Path(django_redislock.__file__).parent
-PRIVATE = {"_sock", "_writer", "_reader", "_close", "_parsers", "parse_error", "connection_kwargs"}
+PRIVATE = {
+    *("_sock", "_writer", "_reader", "_close", "_parsers", "parse_error", "connection_kwargs"),
+    *("nodes_manager", "startup_nodes", "nodes_cache", "user_on_connect_func", "address_remap"),
+}
 """All private parts of redis-py that the package uses; `_parsers` is the module of `parse_error`."""
 
 

@@ -48,14 +48,14 @@ def replies(client: redis.Redis, steps: Any) -> tuple[list[Any], Any]:
 def test_a_count_costs_a_count(client: redis.Redis, many: list[str]) -> None:
     client.zadd(held_keys("redislock")[0], {"ended": 1})
     with counting(client) as counts:
-        [reply], number = replies(client, operations.count("redislock"))
+        [reply], number = replies(client, operations.count(server_of(client), "redislock"))
     assert number == MANY
     assert isinstance(reply, int)
     assert (counts["zcount"], counts["zscan"], counts["zrangebyscore"]) == (BUCKETS, 0, 0)
 
 
 def test_the_names_of_many_locks_come_in_pieces(client: redis.Redis, many: list[str]) -> None:
-    found, names = replies(client, operations.names("redislock"))
+    found, names = replies(client, operations.names(server_of(client), "redislock"))
     assert sorted(names) == sorted(many)
     assert max(len(lengths.split()) for _, _, lengths, _ in found) < 2500
     assert len(found) < 150
@@ -63,7 +63,7 @@ def test_the_names_of_many_locks_come_in_pieces(client: redis.Redis, many: list[
 
 def test_the_names_of_few_locks_come_at_once(client: redis.Redis) -> None:
     client.zadd(held_keys("redislock")[BUCKETS - 1], {"last": 9e15, "ended": 1})
-    found, names = replies(client, operations.names("redislock"))
+    found, names = replies(client, operations.names(server_of(client), "redislock"))
     assert (len(found), names) == (1, ["last"])
 
 

@@ -8,7 +8,6 @@ import pytest
 import redis
 import redis.asyncio
 
-from django_redislock.core import AsyncLock, AsyncRLock, Lock, RLock
 from tests.support import counting, in_thread, monitoring, wait_until
 
 
@@ -47,14 +46,6 @@ def test_a_subclass_and_a_second_server_work(make_lock, client, own_server):
         assert there.owned()
         assert here.owned()
         assert there.fence != here.fence
-
-
-@pytest.mark.parametrize("kind", [Lock, RLock, AsyncLock, AsyncRLock])
-@pytest.mark.parametrize("cluster", [redis.RedisCluster, redis.asyncio.RedisCluster])
-def test_a_cluster_client_is_refused_with_a_way_out(kind, cluster):
-    made = cluster.__new__(cluster)  # to be made in earnest, it needs a cluster to connect to, or a loop that runs
-    with pytest.raises(TypeError, match=r"give one of a single server.*Cluster is not supported"):
-        kind(made, "a")
 
 
 def test_an_uncontended_cycle_is_two_commands(make_lock, client):

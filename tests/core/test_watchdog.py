@@ -154,7 +154,7 @@ def test_a_name_that_is_resolved_slowly_costs_no_lock_of_another_server_its_rene
             assert not kept
             here.release()
             slow_names.set()
-            with pytest.raises(LockLost, match="Redis did not answer"):
+            with pytest.raises(LockLost, match="Redis confirmed no renewal"):
                 away.release()
         first.ping()
 

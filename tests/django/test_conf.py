@@ -111,6 +111,7 @@ BAD = [
     *[("MAX_HOLD", value) for value in BAD_LIVES],
     *[("TIMEOUT", value) for value in BAD_WAITS],
     *[("RETRY_FOR", value) for value in BAD_WAITS],
+    *[("MIN_REPLICAS", value) for value in (-1, 101, 1.5, "1", None, True)],
     *[("AUTO_RENEWAL", value) for value in (1, 0, "yes", None)],
     *[("ENABLED", value) for value in (1, "False", None)],
     *[("CACHE_ALIAS", value) for value in ("", 1, None)],

@@ -72,7 +72,7 @@ def test_redis_goes_away_while_the_command_runs(manage: Callable[..., Managed], 
     own_server.kill()
     assert process.wait() == 74
     assert process.out == "on\nterminated\n"
-    assert "Redis did not answer until its expiry of 1 s ended" in process.err
+    assert "Redis confirmed no renewal until its expiry of 1 s ended" in process.err
 
 
 def test_redis_is_away_when_the_command_ends(manage: Callable[..., Managed], own_server: RedisServer) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from .counts import command_counts, counting, monitoring
+from .clusters import Cluster, OneNode
+from .counts import command_counts, counting, monitoring, servers_of
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
+from .failovers import Deployment
 from .interruptions import Interrupted, TimeLimit, interruptions
 from .locks import (
     acquire_and_release,
@@ -20,13 +22,16 @@ from .processes import PythonProcess, in_a_fork, say
 from .programs import find_program
 from .proxy import Proxy
 from .rabbitmq import RabbitServer
-from .servers import RedisServer, Server, free_port, running_sentinel
+from .servers import RedisServer, Server, free_port, running_sentinel, running_sentinels
 from .waiting import BUSY, lived, until, wait_until, within
 
 __all__ = [
     "BUSY",
+    "Cluster",
     "Config",
+    "Deployment",
     "Interrupted",
+    "OneNode",
     "PostgresServer",
     "Proxy",
     "PythonProcess",
@@ -52,7 +57,9 @@ __all__ = [
     "queue_of",
     "queued",
     "running_sentinel",
+    "running_sentinels",
     "say",
+    "servers_of",
     "sqlite_file",
     "until",
     "using_databases",

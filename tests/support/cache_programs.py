@@ -17,8 +17,11 @@ from django.utils.module_loading import import_string
 
 from django_redislock.cache import refreshable
 from django_redislock.cache.lease import single_flight
+from django_redislock.cache.lease.cluster_slots import lease_keys
 from django_redislock.cache.lease.store import digest
+from django_redislock.core import Lock
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
+from django_redislock.core.driver.registry import server_of
 from tests.support import say
 
 
@@ -29,6 +32,8 @@ def cache_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:
 
 def cache_elsewhere(url: str, backend: str = "RedisCache") -> Any:
     """Return a cache that shares no flight and no knowledge with the one at this URL, as that of another process."""
+    if backend == "ClusterCache":
+        return cache_at(url, backend, OPTIONS={"client_name": "elsewhere"})
     return cache_at(url.replace("127.0.0.1", "localhost"), backend)
 
 
@@ -45,6 +50,10 @@ def getter(cache: Any, by_task: bool) -> Callable[..., Any]:
 
 def base_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:
     """Return the backend that ours is made from."""
+    if backend == "ClusterCache":
+        base = import_string("django_redis.cache.RedisCache")(location, params)
+        base._client_cls = import_string("django_redislock.cache.backends.cluster_backend.NodesClient")
+        return base
     bases = {"RedisCache": "django_redis.cache", "DjangoRedisCache": "django.core.cache.backends.redis"}
     return import_string(f"{bases[backend]}.RedisCache")(location, params)
 
@@ -52,7 +61,7 @@ def base_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:
 def commands(sent: Iterable[str]) -> list[str]:
     """Return the names of the commands that were sent, without those that a new connection begins with."""
     names = [line.split()[0] for line in sent]
-    return [name for name in names if name not in ("HELLO", "CLIENT", "SELECT")]
+    return [name for name in names if name not in ("HELLO", "CLIENT", "SELECT", "CLUSTER", "COMMAND")]
 
 
 def followers() -> int:
@@ -121,11 +130,18 @@ def make_stale(client: redis.Redis, key: str = ":1:k", left: int = 10) -> None:
 
 
 def ask(
-    url: str, backend: str, key: str, answer: Any, options: dict[str, Any], lock: dict[str, Any] | None = None
+    url: str,
+    backend: str,
+    key: str,
+    answer: Any,
+    options: dict[str, Any],
+    lock: dict[str, Any] | None = None,
+    by_task: bool = False,
 ) -> None:
     """At each line that comes, ask for the value; say so when it is to be computed here, and wait for another line."""
     cache = cache_at(url, backend, OPTIONS={"LOCK": lock or {}})
-    cache.get_or_set(f"warm {os.getpid()}", lambda: 1)  # connections and scripts are there
+    get = getter(cache, by_task)
+    get(f"warm {os.getpid()}", lambda: 1)  # connections and scripts are there
 
     def compute() -> Any:
         say(event="computing", at=time.time())
@@ -142,7 +158,7 @@ def ask(
     say(event="ready")
     while input() == "ask":
         try:
-            say(event="got", value=cache.get_or_set(key, compute, 60, **options), at=time.time())
+            say(event="got", value=get(key, compute, 60, **options), at=time.time())
         except Exception as error:
             say(event="failed", error=f"{type(error).__name__}: {error}")
 
@@ -150,7 +166,7 @@ def ask(
 def crowd(url: str, backend: str, key: str, size: int, tasks: bool = False) -> None:
     """At a line, ask in many threads or tasks at once; who computes says so and waits for another line ("raise" fails)."""
     cache = cache_at(url, backend)
-    counter = redis.Redis.from_url(url)
+    counter: Any = (redis.RedisCluster if backend == "ClusterCache" else redis.Redis).from_url(url)
     outcomes: list[Any] = []
     start = threading.Barrier(size + 1)
 
@@ -233,10 +249,25 @@ def fork_inside(url: str, backend: str) -> None:
 
 def cache_is_computing(cache: Any, key: str) -> bool:
     """Return whether anybody computes the value of the key now."""
-    from django_redislock.core import Lock
+    (client,) = cache._clients_to_scan()
+    return f"cache:{cache._redis_key(key, None)}" in held(client)
 
-    made = cache._redis_key(key, None)
-    return Lock(cache._client_for(made), f"cache:{made}").locked()
+
+def held(client: Any) -> list[str]:
+    """Return the names of all locks and leases held now, also of the leases on a Cluster, which no index contains."""
+    return [key.decode().partition("}:lock:")[2] for key in client.scan_iter("{redislock:*}:lock:*", count=1000)]
+
+
+def waiters(client: Any, key: str = "*") -> int:
+    """Return how many processes wait for the value of this key of the default cache, or for any value."""
+    return sum(client.zcard(queue) for queue in client.scan_iter(f"{{redislock:*}}:queue:cache::1:{key}", count=1000))
+
+
+def lease_elsewhere(client: Any, key: str, **options: Any) -> Lock:
+    """Return the lease of this key of the default cache as a lock, for a test that computes as another process does."""
+    lock = Lock(client, f"cache::1:{key}", **options)
+    lock._keys = lease_keys(server_of(client), "redislock", lock.name, f":1:{key}")
+    return lock
 
 
 @refreshable

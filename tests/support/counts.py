@@ -4,19 +4,30 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 
 import redis
 
 
-def command_counts(client: redis.Redis) -> Counter[str]:
-    """Return how often the server ran each command (``"evalsha"``, ``"client|list"``), those inside scripts included."""
-    stats = client.info("commandstats")
-    return Counter({name.removeprefix("cmdstat_"): values["calls"] for name, values in stats.items()})
+def command_counts(client: redis.Redis | redis.RedisCluster) -> Counter[str]:
+    """Return how often the servers ran each command (``"evalsha"``, ``"client|list"``), those inside scripts included."""
+    counts: Counter[str] = Counter()
+    for server in servers_of(client):
+        stats = server.info("commandstats")
+        counts.update({name.removeprefix("cmdstat_"): values["calls"] for name, values in stats.items()})
+    return counts
+
+
+def servers_of(client: redis.Redis | redis.RedisCluster) -> list[redis.Redis]:
+    """Return the client, or a client of each primary of a Cluster."""
+    if isinstance(client, redis.RedisCluster):
+        return [node.redis_connection for node in client.get_primaries()]
+    return [client]
 
 
 @contextmanager
-def counting(client: redis.Redis) -> Iterator[Counter[str]]:
+def counting(client: redis.Redis | redis.RedisCluster) -> Iterator[Counter[str]]:
     """Give a counter that holds, after the block, how often each command ran within it.
 
     Commands inside scripts are counted too; ask for ``counts["evalsha"]``, or use `monitoring`.
@@ -29,9 +40,20 @@ def counting(client: redis.Redis) -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def monitoring(client: redis.Redis) -> Iterator[list[str]]:
+def monitoring(client: redis.Redis | redis.RedisCluster) -> Iterator[list[str]]:
     """Give a list that holds, after the block, each command line that clients sent within it, without those of scripts."""
     sent: list[str] = []
+    timed: list[tuple[float, str]] = []
+    with ExitStack() as stack:
+        for server in servers_of(client):
+            stack.enter_context(_monitoring(server, timed))
+        yield sent
+    sent += [command for _, command in sorted(timed, key=itemgetter(0))]
+
+
+@contextmanager
+def _monitoring(client: redis.Redis, timed: list[tuple[float, str]]) -> Iterator[None]:
+    sent: list[tuple[float, str]] = []
     start, end = str(uuid.uuid4()), str(uuid.uuid4())
     with client.monitor() as monitor:
 
@@ -42,14 +64,15 @@ def monitoring(client: redis.Redis) -> Iterator[list[str]]:
                 elif command["command"] == f"ECHO {end}":
                     return
                 elif command["client_type"] != "lua":
-                    sent.append(command["command"])
+                    sent.append((command["time"], command["command"]))
 
         thread = threading.Thread(target=listen, daemon=True)
         thread.start()
         client.echo(start)  # may connect anew, for the monitor took a connection
         try:
-            yield sent
+            yield
         finally:
             client.echo(end)
             thread.join(timeout=10)
+            timed += sent
         assert not thread.is_alive(), "the monitor has not seen the end of its own block"

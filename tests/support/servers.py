@@ -6,8 +6,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -163,17 +163,34 @@ class RedisServer(Started, Server):
 @contextmanager
 def running_sentinel(directory: Path) -> Iterator[int]:
     """Yield the port of a Sentinel that watches a primary of its own, which it calls "main"."""
-    with RedisServer() as primary:
-        port, config = free_port(), directory / "sentinel.conf"
-        config.write_text(f"port {port}\ndir {directory}\nsentinel monitor main 127.0.0.1 {primary.port} 1\n")
-        arguments = [str(primary.program), str(config), "--sentinel"]
-        with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            try:
-                with redis.Redis(port=port, retry=None) as client:
-                    wait_until(lambda: _answers(client), message="the Sentinel answers")
-                yield port
-            finally:
-                process.kill()
+    with RedisServer() as primary, running_sentinels(directory, primary, 1) as (port,):
+        yield port
+
+
+@contextmanager
+def running_sentinels(
+    directory: Path, primary: RedisServer, number: int, settings: Iterable[str] = ()
+) -> Iterator[list[int]]:
+    """Yield the ports of Sentinels that watch the primary, which they call "main"."""
+    with ExitStack() as stack:
+        ports = []
+        for _ in range(number):
+            port = free_port()
+            home = directory / str(port)
+            home.mkdir()
+            monitor = f"sentinel monitor main 127.0.0.1 {primary.port} {number // 2 + 1}"
+            config = home / "sentinel.conf"
+            config.write_text("\n".join([f"port {port}", f"dir {home}", monitor, *settings, ""]))
+            arguments = [str(primary.program), str(config), "--sentinel"]
+            process = stack.enter_context(
+                subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
+            stack.callback(process.kill)
+            ports.append(port)
+        for port in ports:
+            with redis.Redis(port=port, retry=None) as client:
+                wait_until(lambda client=client: _answers(client), message="the Sentinel answers")
+        yield ports
 
 
 def _answers(client: redis.Redis) -> bool:

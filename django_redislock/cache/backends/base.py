@@ -84,8 +84,12 @@ class RedisBackend(Base):
         raise NotImplementedError
 
     def _all_clients(self) -> list[Redis]:
-        """Return a client for each primary."""
+        """Return a client for each primary, or the one for all of them."""
         raise NotImplementedError
+
+    def _clients_to_scan(self) -> list[Redis]:
+        """Return clients that together find all keys."""
+        return self._all_clients()
 
     def _redis_key(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
         """Return the key in Redis."""

@@ -1,4 +1,4 @@
-"""Servers in cluster mode behind a plain client: all keys of one script must be in one slot, that of the value.
+"""The keys of leases of values: in cluster mode all keys of one script must be in one slot, that of the value.
 
 Such a server is recognised by its answer CROSSSLOT to the first script that names a value and its lease. From then on
 the lease of a value has its keys in the value's slot. Such a server never grants a lease under other keys, so all
@@ -7,42 +7,29 @@ processes agree.
 
 from __future__ import annotations
 
-import weakref
 from binascii import crc_hqx
 from functools import lru_cache
 
-from redis.exceptions import ClusterCrossSlotError
-
-from ...core import events
+from ...core.driver import slots
 from ...core.driver.server import Server
+from ...core.driver.slots import SLOTS, slot_of
 from ...core.keys import BUCKETS, LockKeys, lock_keys
 from ...exceptions import LockBackendError
-
-SLOTS = 16384
-clustered_servers: weakref.WeakSet[Server] = weakref.WeakSet()
-"""The servers that are known to be in cluster mode."""
 
 
 def is_clustered(server: Server) -> bool:
     """Whether the server is known to be in cluster mode."""
-    return server in clustered_servers
+    return server.splits
 
 
 def is_crossing(error: LockBackendError, server: Server) -> bool:
     """Whether the server refused keys of several slots. If so, leases have other keys from now on."""
-    if not isinstance(error.__cause__, ClusterCrossSlotError):
-        return False
-    if server not in clustered_servers:
-        clustered_servers.add(server)
-        events.log.info(
-            "The server is in cluster mode: from now on the lease of each value has its keys in the slot of the value."
-        )
-    return True
+    return slots.is_crossing(error.__cause__, server)
 
 
 def lease_keys(server: Server, prefix: str, name: str, key: str) -> LockKeys:
     """Return the keys of the lease of this name, whose value has this key."""
-    if server not in clustered_servers:
+    if not server.splits:
         return lock_keys(prefix, name)
     number = _numbers(prefix)[slot_of(key.encode())]
     return keys_in(b"{%b:%d}" % (prefix.encode(), number), name)
@@ -54,16 +41,6 @@ def keys_in(tag: bytes, name: str) -> LockKeys:
     return LockKeys(
         tag + b":lock:" + raw, tag + b":held", tag + b":fence", tag + b":queue:" + raw, tag + b":released:" + raw
     )
-
-
-def slot_of(key: bytes) -> int:
-    """Return the slot of a key, as the servers compute it."""
-    start = key.find(b"{")
-    if start >= 0:
-        end = key.find(b"}", start + 1)
-        if end > start + 1:
-            key = key[start + 1 : end]
-    return crc_hqx(key, 0) % SLOTS
 
 
 @lru_cache(maxsize=4)

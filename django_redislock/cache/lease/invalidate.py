@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 
 from redis.exceptions import RedisError
 
 from ...core.clock import monotonic
-from ...core.driver.effects import Operation, Pipeline, ScriptBatch, ScriptCall
+from ...core.driver.cluster import Cluster
+from ...core.driver.effects import At, Operation, Pipeline, ScriptCall
+from ...core.driver.interleave import interleave
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.driver.server import Server
-from ...core.keys import LockKeys, held_keys, lock_keys, witness_key
+from ...core.keys import BUCKETS, LockKeys, held_keys, lock_keys, witness_key
 from ...core.operations import names
 from ...core.validation import MAX_NAME
 from ...exceptions import LockBackendError
@@ -44,22 +47,20 @@ def invalidate(server: Server, prefix: str, keys: list[str], level: int | None =
 
 def _end(server: Server, leases: list[NamedLease], level: int | None = None, *more: bytes) -> Operation[int]:
     ended = 0
-    if not is_clustered(server):
-        for start in range(0, len(leases), BATCH):
-            call = _call(leases[start : start + BATCH], *more)
-            _, reply = yield from with_retries(leases[start][0], call, monotonic(), level=level)
-            ended += reply
-        return ended
     for start in range(0, len(leases), BATCH):
-        first, *others = [_call([lease]) for lease in leases[start : start + BATCH]]
-        # The text of the first call makes the script known to the server for the others.
-        batch = ScriptBatch((first.with_text(), *others))
-        _, replies = yield from with_retries(leases[start][0], batch, monotonic(), level=level)
-        for reply in replies:
-            if isinstance(reply, RedisError):
-                raise LockBackendError(leases[start][0], str(reply)) from reply
-            ended += reply
+        batch = leases[start : start + BATCH]
+        if is_clustered(server):
+            replies: dict[int, int] = {}
+            yield from interleave([_end_some([lease], level) for lease in batch], replies)
+            ended += sum(replies.values())
+        else:
+            ended += yield from _end_some(batch, level, *more)
     return ended
+
+
+def _end_some(leases: list[NamedLease], level: int | None, *more: bytes) -> Operation[int]:
+    _, reply = yield from with_retries(leases[0][0], _call(leases, *more), monotonic(), level=level)
+    return int(reply)
 
 
 def _call(leases: list[NamedLease], *more: bytes) -> ScriptCall:
@@ -69,20 +70,24 @@ def _call(leases: list[NamedLease], *more: bytes) -> ScriptCall:
 
 def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[int]:
     """End the leases of the values whose keys match a pattern of Redis; return the number of leases."""
+    return invalidate_matching(server, prefix, re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch)
+
+
+def invalidate_matching(server: Server, prefix: str, matches: Callable[[str], object]) -> Operation[int]:
+    """End the leases of the values whose keys the function selects; return the number of leases."""
     known = is_clustered(server)
     try:
         if known:
-            leases = yield from _leases_in_slots(prefix)
+            leases = yield from _leases_in_slots(server, prefix)
         else:
             # The names of ended leases are not known, so all witnesses become void.
             eras = [held.removesuffix(b"held") + b"era" for held in held_keys(prefix)]
             yield from with_retries(prefix, Pipeline(((b"DEL", *eras),)), monotonic())
-            leases = [(name, lock_keys(prefix, name)) for name in (yield from names(prefix, monotonic()))]
+            leases = [(name, lock_keys(prefix, name)) for name in (yield from names(server, prefix, monotonic()))]
     except LockBackendError as error:
         if known or not is_crossing(error, server):
             raise
-        return (yield from invalidate_pattern(server, prefix, pattern))
-    matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
+        return (yield from invalidate_matching(server, prefix, matches))
     # A long key is cut in the name of its lease, at most three bytes before the limit, so it may match.
     wanted = [
         (name, keys)
@@ -92,24 +97,44 @@ def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[i
     return (yield from _end(server, wanted))
 
 
-def _leases_in_slots(prefix: str) -> Operation[list[NamedLease]]:
+def _leases_in_slots(server: Server, prefix: str) -> Operation[list[NamedLease]]:
     """Find the leases of a server in cluster mode by a scan, because no index covers all slots; void all witnesses."""
     found: list[NamedLease] = []
     ours = b"{" + re.sub(rb"([*?[\\])", rb"\\\1", prefix.encode()) + b":*}:*"
-    cursor, tags = b"", set()
-    while cursor != b"0":
-        scan = (b"SCAN", cursor or b"0", b"MATCH", ours, b"COUNT", b"1000")
-        _, ((cursor, keys),) = yield from with_retries(prefix, Pipeline((scan,)), monotonic())
-        for key in keys:
-            tag, _, rest = key.partition(b"}:")
-            tags.add(tag + b"}")
-            if rest.startswith(b"lock:" + KIND.encode()):
-                name = rest.removeprefix(b"lock:").decode()
-                found.append((name, keys_in(tag + b"}", name)))
-    if tags:
-        voided = tuple((b"DEL", era_key(keys_in(tag, ""))) for tag in tags)
-        yield from with_retries(prefix, Pipeline(voided), monotonic())
+    # Another prefix may begin with this one, and the numbers of the buckets are those of other locks.
+    of_lease = re.compile(
+        rb"(\{%b:(\d+)\}):(?:lock:(%b.*))?" % (re.escape(prefix.encode()), KIND.encode()), re.DOTALL
+    ).match
+    tags = set()
+    for node in (yield from _primaries(server, prefix)):
+        cursor = b""
+        while cursor != b"0":
+            scan = Pipeline(((b"SCAN", cursor or b"0", b"MATCH", ours, b"COUNT", b"1000"),))
+            call = scan if node is None else At(node, scan)
+            _, ((cursor, keys),) = yield from with_retries(prefix, call, monotonic())
+            for key in keys:
+                parts = of_lease(key)
+                if parts is None or int(parts[2]) < BUCKETS:
+                    continue
+                tags.add(parts[1])
+                if parts[3] is not None:
+                    name = parts[3].decode()
+                    found.append((name, keys_in(parts[1], name)))
+    voided = tuple((b"DEL", era_key(keys_in(tag, ""))) for tag in tags)
+    for start in range(0, len(voided), BATCH):
+        yield from with_retries(prefix, Pipeline(voided[start : start + BATCH]), monotonic())
     return found
+
+
+def _primaries(server: Server, prefix: str) -> Operation[Sequence[Server | None]]:
+    """Return the primaries of a Cluster; None stands for the server itself."""
+    if not isinstance(server, Cluster):
+        return [None]
+    try:
+        yield from server.table.read_anew()
+    except RedisError as error:
+        raise LockBackendError(prefix, str(error)) from error
+    return server.table.primaries
 
 
 def glob_to_regex(pattern: str) -> str:

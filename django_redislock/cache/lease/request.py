@@ -24,7 +24,7 @@ from ...core.records import new_id
 from ...core.validation import MAX_NAME, fitting_name
 from ...exceptions import LockBackendError
 from ..stats import Counters
-from .cluster_slots import clustered_servers, lease_keys
+from .cluster_slots import lease_keys
 
 MISSING: Any = object()
 KIND = "cache:"
@@ -89,7 +89,7 @@ class ValueRequest:
         """Return a lease that is not acquired yet."""
         name = self.name
         keys = lock_keys(self.prefix, name)
-        if self.server in clustered_servers:
+        if self.server.splits:
             keys = lease_keys(self.server, self.prefix, name, self.key)
         return ValueLease(
             self.server, name, keys, self.id or new_id(), self.expire, acquirer, self.max_hold, lambda: None
@@ -143,7 +143,7 @@ def must_not_wait(server: Server, name: str = "") -> bool:
         return False
     if any(_rank(lease.server) > _rank(server) for lease in leases):
         return True
-    return server in clustered_servers and any(lease.server is server and lease.name >= name for lease in leases)
+    return server.splits and any(lease.server is server and lease.name >= name for lease in leases)
 
 
 def _rank(server: Server) -> list[str]:

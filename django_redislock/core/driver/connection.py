@@ -11,9 +11,11 @@ import socket
 from builtins import TimeoutError as SocketTimeout
 from typing import Any
 
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
+from redis.retry import Retry
 
-from .connection_kinds import socket_of
+from .connection_kinds import nameless, socket_of
 from .effects import Pipeline, ScriptBatch, ScriptCall, undo_after
 from .resp import INTEGER, Incomplete, Replies, encode_command
 
@@ -180,6 +182,11 @@ class Connection:
         """Limit each read to so many seconds, until the connection is closed."""
         if self._socket is not None:
             self._socket.settimeout(seconds)
+
+
+def new_connection(kind: Any, settings: dict[str, Any]) -> Connection:
+    """Return a connection of this class of redis-py's with these settings, not connected yet."""
+    return Connection(kind(**settings, **nameless(kind), retry=Retry(NoBackoff(), 0)))
 
 
 def as_redis_error(error: OSError) -> RedisError:

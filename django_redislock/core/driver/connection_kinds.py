@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from redis import connection as for_threads, sentinel
@@ -111,6 +111,43 @@ def is_at_end(connection: Any) -> bool:
 def close_at_once(connection: Any) -> None:
     """Close an asyncio connection, connected or not, without waiting."""
     connection._close()
+
+
+def forced_host(manager: Any) -> str | None:
+    """Return the host that takes the place of the one that Sentinels name, if their client was given one."""
+    return getattr(manager, "_force_master_ip", None)
+
+
+def nodes_of(client: Any) -> tuple[type, dict[str, Any], list[tuple[str, int]], Any]:
+    """Return how the client of a Cluster connects to nodes: the class and the settings of connections for threads, the
+    addresses of the nodes that it knows, and its function `address_remap` or None.
+    """
+    manager = client.nodes_manager
+    nodes = [*manager.startup_nodes.values(), *manager.nodes_cache.values()]
+    addresses = list(dict.fromkeys((node.host, int(node.port)) for node in nodes))
+    pools = [node.redis_connection.connection_pool for node in nodes if getattr(node, "redis_connection", None)]
+    if pools:
+        kind, settings = pools[0].connection_class, dict(settings_of(pools[0]))
+        connect = client.user_on_connect_func
+        settings["max_connections"] = pools[0].max_connections
+    else:  # for asyncio
+        kind, settings = sync_connection_kind(nodes[0].connection_class, nodes[0].connection_kwargs)
+        connect = None
+        settings["max_connections"] = nodes[0].max_connections
+    for name in (
+        "host",
+        "port",
+        "redis_connect_func",
+    ):  # the client's own function asks for replicas, and keeps it alive
+        settings.pop(name, None)
+    if connect is not None:
+        settings["redis_connect_func"] = partial(_connect, connect)
+    return kind, settings, addresses, manager.address_remap
+
+
+def _connect(then: Any, connection: Any) -> None:
+    connection.on_connect()
+    then(connection)
 
 
 def parse_error(line: str) -> RedisError:

@@ -87,6 +87,8 @@ class Subscribe(NamedTuple):
 
     lock: bytes
     id: bytes
+    of: bytes | None = None
+    """The lock whose wake-ups it gets, if it is registered as if for another one."""
 
 
 class WaitForWakeup(NamedTuple):
@@ -125,6 +127,24 @@ class WaitForFuture(NamedTuple):
     until: float
 
 
-Effect = ScriptCall | ScriptBatch | Pipeline | Subscribe | WaitForWakeup | Unsubscribe | Sleep | Invoke | WaitForFuture
+class At(NamedTuple):
+    """Carry out the effect at this node of a Cluster.
+
+    With `patience` it is a call for a renewal: the reply is waited for so many seconds, on a connection of its own.
+    """
+
+    node: Any
+    effect: ScriptCall | ScriptBatch | Pipeline | Subscribe | Unsubscribe
+    patience: float | None = None
+
+
+class AtEach(NamedTuple):
+    """Carry out each effect at its node; the result is the list of their results, an error in place of each failure."""
+
+    effects: tuple[At, ...]
+
+
+Call = ScriptCall | ScriptBatch | Pipeline
+Effect = Call | Subscribe | WaitForWakeup | Unsubscribe | Sleep | Invoke | WaitForFuture | At | AtEach
 T = TypeVar("T")
 Operation = Generator[Effect, Any, T]

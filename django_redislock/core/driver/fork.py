@@ -13,6 +13,7 @@ ORDER = (
     "connections",  # before the resets below, which must not use a connection of the parent
     "acquirers",
     "watchdogs",
+    "cluster clients",
     "flights",
     "local server",
     "statistics",

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from redis.sentinel import SentinelConnectionPoolProxy
-
-from .connection_kinds import settings_of
-
 OURS = frozenset(
     {
         *("retry", "retry_on_error", "retry_on_timeout", "health_check_interval"),
@@ -33,13 +29,6 @@ def identity(value: Any) -> Any:
         return "dict", frozenset((key, identity(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return "list", tuple(map(identity, value))
-    if isinstance(value, SentinelConnectionPoolProxy):  # each `master_for()` makes another one
-        # Their order changes: the one that answered comes first.
-        sentinels = frozenset(
-            identity(inherited_settings(settings_of(client.connection_pool)))
-            for client in value.sentinel_manager.sentinels
-        )
-        return "sentinel", sentinels, value.service_name, value.is_master, value.check_connection
     try:
         hash(value)
     except TypeError:

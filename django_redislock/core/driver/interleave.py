@@ -131,7 +131,7 @@ class _Group(Generic[T]):
             number, subscribe = next(iter(self._subscribes.items()))
             # They register as if for one lock: one polls twice a second, each of the others when its lock expires.
             self._lock = self._lock or subscribe.lock
-            yield from self._do([number], subscribe._replace(lock=self._lock))
+            yield from self._do([number], subscribe._replace(lock=self._lock, of=subscribe.lock))
         elif self._pauses:
             longest = max(pause.seconds for pause in self._pauses.values())
             yield from self._do(list(self._pauses), Sleep(longest))

@@ -7,21 +7,28 @@ import weakref
 from typing import Any
 from weakref import ref
 
-from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
+from redis import Redis, RedisCluster
+from redis.asyncio import Redis as AsyncRedis, RedisCluster as AsyncRedisCluster
 
+from . import async_cluster
+from .cluster import Cluster
 from .fork import after_in_child
 from .identity import identity
+from .replicated import ReplicatedServer
 from .server import Server
 
+Cluster.view_kind = async_cluster.AsyncCluster
+Client = Redis | AsyncRedis | RedisCluster | AsyncRedisCluster
+
 _by_pool: weakref.WeakKeyDictionary[Any, Server] = weakref.WeakKeyDictionary()
+"""By connection pool, or by the client of a Cluster."""
 _by_settings: dict[Any, ref[Server]] = {}
 
 
-def server_of(client: Redis | AsyncRedis | Server) -> Server:
-    """Return the server that the client talks to.
+def server_of(client: Client | Server) -> Server:
+    """Return the server, or the Cluster, that the client talks to.
 
-    Raises TypeError for anything but a redis-py client with a connection pool, and for a client of fakeredis.
+    Raises TypeError for anything but a redis-py client with a connection pool or nodes, and for a client of fakeredis.
     """
     if isinstance(client, Server):
         return client
@@ -30,10 +37,12 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
         return _by_pool[pool]
     except (KeyError, TypeError):
         pass
+    if isinstance(client, (RedisCluster, AsyncRedisCluster)):
+        return _cluster_of(client)
     if not isinstance(client, (Redis, AsyncRedis)) or pool is None:
         raise TypeError(
             f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a single "
-            "server, or of a Sentinel's primary (a Redis Cluster is not supported)"
+            "server, or of a Sentinel's primary, or a redis.RedisCluster"
         )
     kind = pool.connection_class
     if any(base.__module__.partition(".")[0] == "fakeredis" for base in kind.__mro__):
@@ -45,9 +54,27 @@ def server_of(client: Redis | AsyncRedis | Server) -> Server:
     return server
 
 
-def _shared(server: Server) -> Server:
+def replicated(server: Server, min_replicas: int) -> Server:
+    """Return the server as locks see it that so many of its replicas must confirm; with 0 the server itself."""
+    if not min_replicas or server.connection_class is None:  # the null server
+        return server
+    if isinstance(server, Cluster):
+        raise TypeError("min_replicas is for one server with replicas: set it to 0 (MIN_REPLICAS) for a Cluster")
+    return _shared(ReplicatedServer(server, min_replicas))
+
+
+def _cluster_of(client: RedisCluster | AsyncRedisCluster) -> Server:
+    try:
+        return _by_pool[client]
+    except KeyError:
+        cluster = Cluster(client)
+    shared = _by_pool[client] = _shared(cluster, cluster.addresses, identity(cluster.remap))
+    return shared
+
+
+def _shared(server: Server, *more: Any) -> Server:
     """Return the known server with the same settings, or this one. Takes no lock: a destructor may come in."""
-    key = server.connection_class, server.limit, identity(server.settings)
+    key = server.connection_class, server.limit, identity(server.settings), server.min_replicas, *more
 
     def forget(gone: ref[Server]) -> None:
         if _by_settings.get(key) is gone:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, Protocol
 
 from redis.backoff import FullJitterBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     ClusterCrossSlotError,
     ConnectionError,
@@ -17,11 +19,14 @@ from redis.exceptions import (
 from ...exceptions import LockBackendError
 from .. import events
 from ..clock import monotonic
-from .effects import Operation, Pipeline, ScriptBatch, ScriptCall, Sleep, Subscribe
+from .effects import At, Operation, Pipeline, ScriptBatch, ScriptCall, Sleep, Subscribe
 
 RETRY_FOR = 5.0
 retry_for: float | None = None
 """Seconds for which calls to any unreachable server are repeated, from the settings; None: by the server's kind."""
+UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
+"""A part of the error that redis-py raises for a certificate; another try would fail in the same way."""
+TRUST = "Give the CA that signed the server's certificate as ssl_ca_certs, and connect by a name in the certificate."
 _backoff = FullJitterBackoff(cap=0.5, base=0.01)
 
 
@@ -34,7 +39,7 @@ class Patient(Protocol):
 
 def with_retries(
     name: str,
-    effect: ScriptCall | ScriptBatch | Pipeline | Subscribe,
+    effect: ScriptCall | ScriptBatch | Pipeline | Subscribe | At,
     until: float,
     patient: Patient | None = None,
     level: int | None = None,
@@ -62,20 +67,62 @@ def with_retries(
                 give_up = min(until, sent + patience)
             pause = _backoff.compute(tries) if tries else 0.0
             broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
+            broken = broken and UNTRUSTED not in str(error)
             if not broken or (tries and monotonic() + pause >= give_up):
                 raise _backend_error(name, error, effect, level) from error
         tries += 1
         yield Sleep(pause)
 
 
+def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient: Patient) -> Operation[list[Any]]:
+    """Yield many calls at once, repeat those that cannot be answered as `with_retries` does, and return the replies.
+
+    The result has a LockBackendError in place of each reply that did not come.
+    """
+    replies: list[Any] = [None] * len(calls)
+    waiting, tries, give_up = list(range(len(calls))), 0, min(until, monotonic() + patient.retry_for)
+    unknown: set[int] = set()
+    while True:
+        try:
+            answers = yield ScriptBatch(tuple(calls[number] for number in waiting))
+        except RedisError as error:
+            answers = [copy(error)] * len(waiting)  # the error itself refers to this frame
+        again, known = [], len(unknown)
+        for number, answer in zip(waiting, answers, strict=True):
+            if isinstance(answer, NoScriptError) and number not in unknown:
+                unknown.add(number)
+                calls[number] = calls[number].with_text()
+                again.append(number)
+            elif isinstance(answer, ConnectionError) and not isinstance(answer, AuthenticationError):
+                again.append(number)
+            replies[number] = answer
+        pause = _backoff.compute(tries) if tries else 0.0
+        if not again or (tries and len(unknown) == known and monotonic() + pause >= give_up):
+            break
+        waiting, tries = again, tries + 1
+        yield Sleep(pause)
+    failures: dict[str, LockBackendError] = {}  # each is reported once, not for each call
+    for number, reply in enumerate(replies):
+        if isinstance(reply, RedisError):
+            text = str(reply)
+            if text not in failures:
+                failures[text] = _backend_error(name, reply, calls[number], None)
+            replies[number] = failures[text]
+    return replies
+
+
 def _backend_error(
-    name: str, error: RedisError, effect: ScriptCall | ScriptBatch | Pipeline | Subscribe, level: int | None
+    name: str, error: RedisError, effect: ScriptCall | ScriptBatch | Pipeline | Subscribe | At, level: int | None
 ) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
+    if UNTRUSTED in cause:
+        cause += f" {TRUST}"
     if isinstance(effect, ScriptCall) and "WRONGTYPE" in cause:  # another program wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
+    if isinstance(error, AskError):  # or MovedError, by a client of one server
+        cause += "; the server is one node of a Cluster: use a redis.RedisCluster, or a URL redis+cluster://host:port"
     failure = LockBackendError(name, cause, refused=isinstance(error, ResponseError))
     # Commands are about values, not about locks; and after CROSSSLOT the caller tries other keys.
-    if not isinstance(effect, Pipeline) and not isinstance(error, ClusterCrossSlotError):
+    if not isinstance(effect, (Pipeline, At)) and not isinstance(error, ClusterCrossSlotError):
         events.emit("backend_error", "%s", failure, name=name, cause=cause, level=level)
     return failure

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from typing import Any
 
 LOCK_SCRIPTS = files(__package__.rpartition(".")[0]) / "lua"
 
@@ -12,12 +14,14 @@ LOCK_SCRIPTS = files(__package__.rpartition(".")[0]) / "lua"
 class Script:
     """One Lua script: the texts of the parts that it uses, followed by the text of its own file.
 
-    The files are in the folder ``lua`` of the package `home`, or of the lock.
+    The files are in the folder ``lua`` of the package `home`, or of the lock. `granted` says whether a reply grants or
+    renews a lock, for a script that may do so.
     """
 
-    def __init__(self, name: str, *parts: str, home: str = "") -> None:
+    def __init__(self, name: str, *parts: str, home: str = "", granted: Callable[[Any], bool] | None = None) -> None:
         folders = [files(home) / "lua", LOCK_SCRIPTS] if home else [LOCK_SCRIPTS]
         self.name = name
+        self.granted = granted
         self.text = b"".join(_read(part, folders) for part in ("lib", *parts, name))
         self.sha = hashlib.sha1(self.text, usedforsecurity=False).hexdigest().encode()
 

@@ -19,14 +19,12 @@ from typing import Any, ClassVar, TypeVar
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError, TimeoutError
-from redis.retry import Retry
 
 from ..clock import monotonic
 from . import idle, os_threads, retry
-from .connection import Connection
-from .connection_kinds import nameless, settings_of, sync_connection_kind
+from .connection import Connection, new_connection
+from .connection_kinds import settings_of, sync_connection_kind
 from .effects import (
     Effect,
     Invoke,
@@ -44,6 +42,7 @@ from .identity import inherited_settings
 from .place import place_of
 from .pool import ConnectionPool
 from .primary import NotPrimary
+from .sentinels import SentinelService
 from .wakeups_threads import WaitingRoom
 
 DEFAULT_TIMEOUT = 5.0
@@ -65,6 +64,10 @@ class Server:
     """Whether the housekeeper will close its idle connections."""
     left_out_until = 0.0
     """Until then, quorum locks do not wait for this server, because it did not answer."""
+    min_replicas = 0
+    """How many replicas must confirm a lock; a `ReplicatedServer` has another number."""
+    splits = False
+    """Whether it runs a script for one slot only, so that calls about many locks are split by slot."""
     watchdog: Any
     """The watchdog of the locks held there; the first such lock sets it, and the driver does not use it."""
     view_kind: ClassVar[type[Any] | None] = None
@@ -80,6 +83,8 @@ class Server:
         self.connection_class: Any = pool.connection_class
         if isinstance(client, AsyncRedis):
             self.connection_class, settings = sync_connection_kind(self.connection_class, settings)
+        if "connection_pool" in settings:
+            settings["connection_pool"] = SentinelService(settings["connection_pool"])
         self.timeout = given.get("socket_timeout", DEFAULT_TIMEOUT) or DEFAULT_TIMEOUT
         connect = given.get("socket_connect_timeout") or self.timeout
         self.settings = settings | {"socket_timeout": self.timeout, "socket_connect_timeout": connect, "protocol": 2}
@@ -94,8 +99,8 @@ class Server:
         self.views = {}
         self.watched = False
         kind, settings = self.connection_class, self.settings  # not `self`, which the functions below would keep alive
-        self.pool = ConnectionPool(self.limit, self.timeout, lambda: _new_connection(kind, settings))
-        self.room = WaitingRoom(lambda: _new_connection(kind, settings), self.patience)
+        self.pool = ConnectionPool(self.limit, self.timeout, lambda: new_connection(kind, settings))
+        self.room = WaitingRoom(lambda: new_connection(kind, settings), self.patience)
         self._of_thread = threading.local()
 
     def __del__(self) -> None:
@@ -110,7 +115,7 @@ class Server:
 
     def connection(self) -> Connection:
         """Return a new connection, not connected yet."""
-        return _new_connection(self.connection_class, self.settings)
+        return new_connection(self.connection_class, self.settings)
 
     def call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
         """Run a script, several scripts or commands on a borrowed connection."""
@@ -198,8 +203,8 @@ class Server:
         """
         return min(self.room.close_idle(before), self.pool.close_idle(before, keep))
 
-    def renew(self, call: ScriptCall, patience: float) -> Any:
-        """Run a renewal and wait for its reply for so many seconds, but never for a connection that others use.
+    def renew(self, call: Any, patience: float) -> Any:
+        """Run a renewal, or several ones, and wait for its reply for so many seconds, but never for a connection that others use.
 
         It is no effect, so a script that the server does not know is sent with its text here.
         """
@@ -294,7 +299,3 @@ class Server:
                     return future.result(None if until == math.inf else max(0.0, until - monotonic()))
                 except FutureTimeout:
                     return None
-
-
-def _new_connection(kind: Any, settings: dict[str, Any]) -> Connection:
-    return Connection(kind(**settings, **nameless(kind), retry=Retry(NoBackoff(), 0)))

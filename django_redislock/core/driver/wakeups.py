@@ -39,9 +39,12 @@ class Waiter:
     """One thread or task that waits for one lock."""
 
     __slots__ = (
-        *("__weakref__", "channel", "group", "id", "lock", "message", "number"),
+        *("__weakref__", "channel", "group", "home", "id", "lock", "message", "number"),
         *("queue_length", "tried_at", "woken", "woken_members"),
     )
+
+    home: Any
+    """In a Cluster: the node in whose waiting room it waits."""
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         self.lock = lock
@@ -193,12 +196,16 @@ class Waiters(Generic[W]):
         return poller
 
 
+def new_channel() -> bytes:
+    """Return the name of a channel of this process alone, which says where the process runs."""
+    return f"redislock:wake:{secrets.token_hex(8)}:{os.getpid()}:{quote(process.HOST)}".encode()
+
+
 class BaseWaitingRoom(Generic[W]):
     """The waiters of this process for the locks of one server, and the channel on which they are woken."""
 
     def __init__(self, patience: float) -> None:
-        self.channel = f"redislock:wake:{secrets.token_hex(8)}:{os.getpid()}:{quote(process.HOST)}".encode()
-        """Of this process alone. Its name says where the process runs."""
+        self.channel = new_channel()
         self._patience = patience
         self._waiters: Waiters[W] = Waiters()
         self._distrusted = False

@@ -58,9 +58,17 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
         except BaseException:
             self._waiters.remove(waiter)
             raise
+        self._poll_soon()
+        return waiter
+
+    def admit(self, waiter: WaitingTask) -> None:
+        """Take in a waiter, without subscribing."""
+        self._waiters.add(waiter)
+        self._poll_soon()
+
+    def _poll_soon(self) -> None:
         if self._next_poll is None:
             self._next_poll = asyncio.get_running_loop().call_later(POLL_INTERVAL, self._poll)
-        return waiter
 
     def unregister(self, waiter: WaitingTask) -> None:
         """Remove the waiter."""

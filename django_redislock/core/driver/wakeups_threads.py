@@ -103,9 +103,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
     def register(self, lock: bytes, id: bytes) -> WaitingThread:
         """Return a new waiter of the calling thread. Raises redis-py's errors when it cannot subscribe."""
         waiter = WaitingThread(lock, id, self.channel)
-        if not self._waiters:  # nobody polled while the room was empty, and there is no need to poll at once
-            self._next_poll = monotonic() + POLL_INTERVAL
-        self._waiters.add(waiter)
+        self.admit(waiter)
         if not self.open:
             try:
                 self._subscribe(waiter)
@@ -113,6 +111,12 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
                 self._waiters.remove(waiter)
                 raise
         return waiter
+
+    def admit(self, waiter: WaitingThread) -> None:
+        """Take in a waiter, without subscribing."""
+        if not self._waiters:  # nobody polled while the room was empty, and there is no need to poll at once
+            self._next_poll = monotonic() + POLL_INTERVAL
+        self._waiters.add(waiter)
 
     def unregister(self, waiter: WaitingThread) -> None:
         """Remove the waiter, and have another one read on."""

@@ -28,8 +28,10 @@ local function drop_gone(queue, number)
     end
   end
   for i, entry in ipairs(entries) do
-    if not listens[channels[i]] then
+    local channel = channels[i]
+    if not listens[channel] then
       gone[#gone + 1] = entry
+      redis.pcall('PUBLISH', channel, string.sub(entry, #channel + 2))  -- it may listen at another node of a Cluster
     end
   end
   if #gone > 0 then

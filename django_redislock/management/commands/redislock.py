@@ -15,8 +15,9 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ... import conf
 from ...connections import clients, connection_names, get_client
-from ...core.driver.place import place_of
+from ...core.driver.registry import server_of
 from ...doctor import Finding
+from ...doctor_acl import least_rights
 from ...doctor_trials import diagnose, diagnose_cache
 from ...inventory import HeldLockRow, Listing, read
 from ...models import HeldLock
@@ -84,7 +85,12 @@ class Command(BaseCommand):
         )
         watch.add_argument("--once", action="store_true", help="read once")
 
-        actions.add_parser("doctor", parents=[common, form], help="diagnose the connections, with a trial lock on each")
+        doctor = actions.add_parser(
+            "doctor", parents=[common, form], help="diagnose the connections, with a trial lock on each"
+        )
+        doctor.add_argument(
+            "--acl", action="store_true", help="only print the least rights of the users of Redis, as ACL SETUSER lines"
+        )
         add_parser(actions, [common])
 
     @no_translations
@@ -181,13 +187,17 @@ class Command(BaseCommand):
     def _doctor(self, options: dict[str, Any]) -> None:
         found, failed = clients(options["connection"])
         advice = f"Correct CACHES or {conf.NAME}; 'manage.py check' gives details."
+        if options["acl"]:
+            for alias, client in found.items():
+                self.stdout.write("\n".join(least_rights(alias, client)))
+            return
         findings = [(name, Finding("settings", "problem", why, advice)) for name, why in failed.items()]
         dead = set()
         for connection, client in found.items():
             diagnosis = list(diagnose(client))
             findings += [(connection, finding) for finding in diagnosis]
             if diagnosis[0].status == "problem":
-                dead.add(place_of(client.connection_pool))
+                dead.add(server_of(client).place)
         findings += _diagnose_caches(
             [options["connection"]] if options["connection"] else connection_names(), failed, dead
         )
@@ -228,7 +238,7 @@ def _diagnose_caches(names: list[str], failed: dict[str, str], dead: set[Any]) -
     """Return the findings about the caches of this package, without the caches of dead servers."""
     found = []
     for name in names:
-        if name in failed or name not in settings.CACHES or place_of(get_client(name).connection_pool) in dead:
+        if name in failed or name not in settings.CACHES or server_of(get_client(name)).place in dead:
             continue
         finding = diagnose_cache(name)
         if finding is not None:

@@ -1,0 +1,64 @@
+"""One call about many locks, or one for each slot where the server runs a script for one slot only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from ...exceptions import LockBackendError
+from .cluster import Cluster
+from .effects import Operation, ScriptCall
+from .retry import with_retries, with_retries_each
+from .server import Server
+from .slots import is_crossing, slot_of
+
+T = TypeVar("T")
+
+Missing = dict[str, str]
+"""By node of a Cluster: why it did not answer."""
+
+
+def split(items: Iterable[T], key_of: Callable[[T], bytes]) -> dict[int, list[T]]:
+    """Return the items by the slot of their key."""
+    groups: dict[int, list[T]] = {}
+    for item in items:
+        groups.setdefault(slot_of(key_of(item)), []).append(item)
+    return groups
+
+
+def by_slot(
+    server: Server,
+    name: str,
+    items: list[T],
+    key_of: Callable[[T], bytes],
+    call_for: Callable[[list[T]], ScriptCall],
+    until: float,
+    missing: Missing | None = None,
+) -> Operation[list[tuple[list[T], Any]]]:
+    """Run a script about all items, or one for the items of each slot; return the items and the reply of each call.
+
+    `missing` gets the nodes that do not answer, as long as another one does; without it, LockBackendError is raised.
+    """
+    if not server.splits:
+        try:
+            _, reply = yield from with_retries(name, call_for(items), until, server)
+            return [(items, reply)]
+        except LockBackendError as error:
+            if not is_crossing(error.__cause__, server):
+                raise
+    groups = split(items, key_of)
+    replies = yield from with_retries_each(name, [call_for(group) for group in groups.values()], until, server)
+    answered, failure = [], None
+    try:
+        for (slot, group), reply in zip(groups.items(), replies, strict=True):
+            if not isinstance(reply, LockBackendError):
+                answered.append((group, reply))
+                continue
+            failure = failure or reply
+            if missing is not None and isinstance(server, Cluster):
+                missing[server.name_of_owner(slot)] = reply.cause
+        if failure is not None and (missing is None or not answered):
+            raise failure
+        return answered
+    finally:
+        del failure, replies  # they refer to this frame

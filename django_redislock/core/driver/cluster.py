@@ -1,0 +1,141 @@
+"""The driver of a Cluster for threads: it sends each call to the node of its slot, by the driver of that node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from redis import ConnectionPool, Redis
+from redis.exceptions import AskError, ClusterDownError, RedisError, TryAgainError
+
+from . import idle, retry
+from .connection_kinds import nodes_of
+from .effects import At, AtEach, Call, Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
+from .identity import inherited_settings
+from .routes import ClusterRoom, home_of, route, route_commands, route_each, subscribe
+from .server import Server
+from .slot_table import Address, Node, SlotTable
+from .slots import slot_of
+
+RETRY_FOR_BY_CLUSTER = 40.0
+"""Longer than a failover takes: by default the nodes wait 15 s before they consider a primary down."""
+
+_inherited: list[Any] = []
+"""The parent's views, kept because their destructors would disturb the parent's connections."""
+
+
+class Cluster(Server):
+    """A Cluster as this process sees it, shared by all clients with the same settings."""
+
+    splits = True
+
+    def __init__(self, client: Any) -> None:
+        """Take over the settings of a `redis.RedisCluster` or a `redis.asyncio.RedisCluster`; open no connection."""
+        self.views = {}
+        kind, given, addresses, remap = nodes_of(client)
+        timeouts = {name: given[name] for name in ("socket_timeout", "socket_connect_timeout") if given.get(name)}
+        settings = inherited_settings(given) | timeouts
+        self.table = SlotTable(addresses, remap, partial(_new_node, kind, settings))
+        self.addresses, self.remap = frozenset(addresses), remap
+        self.place = "cluster", self.addresses
+        node = self.table.node_at(min(addresses))
+        self.connection_class, self.settings, self.limit = node.connection_class, node.settings, node.limit
+        self.timeout, self.patience = node.timeout, node.patience
+        self.room: Any = ClusterRoom(self.table, lambda node: node.room)
+
+    def forget_connections(self) -> None:
+        """Forget every connection without touching it: in a forked child they are the parent's."""
+        self.views = {}
+        _inherited.extend(self.table.forget_connections())
+
+    @property
+    def retry_for(self) -> float:
+        """Seconds for which calls are repeated while a node cannot be reached, unless the caller's deadline is nearer."""
+        return RETRY_FOR_BY_CLUSTER if retry.retry_for is None else retry.retry_for
+
+    def call(self, call: Call) -> Any:
+        """Run a script, several scripts or commands, each at the node of its keys."""
+        return self.run(operation_of(self.table, call))
+
+    def send_ahead(self, call: ScriptCall) -> Callable[[], Any] | None:
+        """Send a script on a connection that is open and free, as `Server.send_ahead` does; None when there is none."""
+        node = self.table.known_owner(slot_of(call.keys[0]))
+        receive = None if node is None else node.send_ahead(call)
+        return None if receive is None else partial(self._receive_from_owner, receive, call)
+
+    def _receive_from_owner(self, receive: Callable[[], Any], call: ScriptCall) -> Any:
+        try:
+            return receive()
+        except (AskError, TryAgainError, ClusterDownError):
+            return self.call(call)
+
+    def renew(self, call: Any, patience: float) -> Any:
+        """Run a renewal, or several ones, and wait for each node's reply for so many seconds."""
+        return self.run(operation_of(self.table, call, patience))
+
+    def name_of_owner(self, slot: int) -> str:
+        """Return the host and the port of the node that has the slot, for messages."""
+        return self.table.name_of_owner(slot)
+
+    def all_nodes(self) -> list[Node]:
+        """Ask for the nodes, and return all: the primaries first. Raises RedisError when none answers."""
+        self.run(self.table.read_anew())
+        return list(self.table.members)
+
+    def leave(self) -> None:
+        """Close the connections that only the calling thread, which ends, could use."""
+        for node in list(self.table.nodes.values()):
+            node.leave()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a renewal finds open connections."""
+        return all(node.ready for node in self.table.primaries if node.reached)
+
+    def close_idle(self, before: float, keep: int = 1) -> float:
+        """Close the connections of all nodes that were last used before this time, as `Server.close_idle` does."""
+        return min([node.close_idle(before, keep) for node in list(self.table.nodes.values())], default=math.inf)
+
+    def _do(self, effect: Effect) -> Any:
+        match effect:
+            case At(node, call, None):
+                return node._do(call)
+            case At(node, call, patience):
+                return node.renew(call, patience)
+            case AtEach(effects):
+                return [self._result_of(each) for each in effects]
+            case Subscribe():
+                return self.run(subscribe(self.table, effect))
+            case WaitForWakeup(waiter):
+                home = home_of(self.table, waiter, lambda node: node.room)
+                if not home.watched:
+                    idle.housekeeper.watch(home)
+                return home._do(effect)
+            case Unsubscribe(waiter):
+                return waiter.home._do(effect)
+        return super()._do(effect)
+
+    def _result_of(self, effect: At) -> Any:
+        try:
+            return self._do(effect)
+        except RedisError as error:
+            return error
+
+
+def operation_of(table: SlotTable, call: Call, patience: float | None = None) -> Any:
+    """Return the operation that carries out a call at the nodes of its keys."""
+    match call:
+        case ScriptCall():
+            return route(table, call, patience)
+        case ScriptBatch(calls):
+            return route_each(table, calls, patience)
+        case Pipeline():
+            return route_commands(table, call)
+
+
+def _new_node(kind: Any, settings: dict[str, Any], address: Address, channel: bytes) -> Node:
+    host, port = address
+    client = Redis(connection_pool=ConnectionPool(kind, host=host, port=port, **settings))
+    return Node(client, address, channel)

@@ -1,0 +1,186 @@
+"""The slot table of a Cluster: its nodes, and which of them has which slot."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from redis.exceptions import AskError, ConnectionError, MovedError, RedisError, TimeoutError
+
+from ..clock import monotonic
+from .effects import At, AtEach, Operation, Pipeline
+from .server import Server
+from .slots import SLOTS
+from .wakeups import new_channel
+
+REFRESH_PAUSE = 0.5
+"""Seconds between two readings of the slot table."""
+TRIED = 2
+"""Further nodes that are tried when the first one cannot be reached, to find out whether any can be."""
+READ_SLOTS = Pipeline(((b"CLUSTER", b"SLOTS"),))
+PING = Pipeline(((b"PING",),))
+
+Address = tuple[str, int]
+
+
+class NotNow(ConnectionError):
+    """The Cluster cannot serve the slot at the moment, because the slot moves or a failover is under way."""
+
+
+class NodesUnreachable(RedisError):
+    """The nodes have addresses that this process cannot reach."""
+
+
+class Node(Server):
+    """One node of a Cluster, with its own connections and its own waiting room."""
+
+    reached = False
+    """Whether it has ever answered."""
+    failed = -math.inf
+    """When it last did not answer."""
+
+    def __init__(self, client: Any, address: Address, channel: bytes) -> None:
+        self.address = address
+        self.channel = channel
+        """The channel on which this process is woken, the same at all nodes. So a waiter keeps its place in the queue
+        when its slot moves, and a message that another node passes on finds it, too."""
+        super().__init__(client)
+
+    def forget_connections(self) -> None:
+        """Forget every connection without touching it: in a forked child they are the parent's."""
+        super().forget_connections()
+        self.room.channel = self.channel
+
+
+class SlotTable:
+    """Which node has which slot, as far as this process knows. Each change is one operation, so there is no lock."""
+
+    def __init__(
+        self,
+        seeds: Iterable[Address],
+        remap: Callable[[Address], Address] | None,
+        new_node: Callable[[Address, bytes], Node],
+    ) -> None:
+        self._seeds = tuple(seeds)
+        self._remap = remap
+        self._new_node = new_node
+        self.channel = new_channel()
+        self._owners: list[Node | None] = [None] * SLOTS
+        self._next_reading = -math.inf
+        self.nodes: dict[Address, Node] = {}
+        self.primaries: tuple[Node, ...] = ()
+        self.members: tuple[Node, ...] = ()
+        """The primaries and their replicas, when the table was read last."""
+        self.outdated = False
+        """Whether to read the table anew, as soon as that is due."""
+
+    def node_at(self, address: Address) -> Node:
+        """Return the node with this address."""
+        node = self.nodes.get(address)
+        return self.nodes.setdefault(address, self._new_node(address, self.channel)) if node is None else node
+
+    def forget_connections(self) -> list[Any]:
+        """Forget every connection, in a forked child; return the parent's views."""
+        self.channel = new_channel()
+        views = []
+        for node in list(self.nodes.values()):
+            views.append(node.views)
+            node.channel = self.channel
+            node.forget_connections()
+        return views
+
+    def known_owner(self, slot: int) -> Node | None:
+        """Return the owner of the slot; None when it is unknown, or the table is to be read anew."""
+        if self.outdated and monotonic() >= self._next_reading:
+            return None
+        return self._owners[slot]
+
+    def name_of_owner(self, slot: int) -> str:
+        """Return the host and the port of the owner of the slot, for messages."""
+        node = self._owners[slot]
+        return "of an unknown address" if node is None else ":".join(map(str, node.address))
+
+    def find_owner(self, slot: int, patience: float | None = None) -> Operation[Node]:
+        """Return the owner of the slot, after reading the table if that is necessary or due. Raises RedisError."""
+        node = self.known_owner(slot)
+        if node is None:
+            yield from self._read(self._owners[slot] is None, patience)
+            node = self._owners[slot]
+        if node is None:
+            raise NotNow(f"CLUSTERDOWN No node of the Cluster has the slot {slot}.")
+        return node
+
+    def read_anew(self) -> Operation[None]:
+        """Read the table. Raises RedisError."""
+        return self._read(True, None)
+
+    def _read(self, needed: bool, patience: float | None) -> Operation[None]:
+        """Read the table from the first node that answers; if it is `needed`, raise the error when none does."""
+        self._next_reading = monotonic() + REFRESH_PAUSE
+        nodes = [*self.nodes.values(), *map(self.node_at, self._seeds)]
+        random.shuffle(nodes)
+        failure: RedisError | None = None
+        try:
+            for node in sorted(dict.fromkeys(nodes), key=lambda node: node.failed):
+                try:
+                    (reply,) = yield At(node, READ_SLOTS, patience)
+                except RedisError as error:
+                    node.failed, failure = monotonic(), error
+                    continue
+                node.reached = True
+                self._fill(reply, node)
+                self.outdated = False
+                return
+            if needed and failure is not None:
+                raise failure
+        finally:
+            del failure  # it refers to this frame
+
+    def _fill(self, reply: list[Any], asked: Node) -> None:
+        owners: list[Node | None] = [None] * SLOTS
+        nodes: dict[Address, Node] = {}
+        primaries: dict[Node, None] = {}
+        for first, last, *places in reply:
+            for number, (host, port, *_) in enumerate(places):
+                node = self.node_at(self._address(host, port, asked))
+                nodes[node.address] = node
+                if number == 0:
+                    primaries[node] = None
+                    owners[first : last + 1] = [node] * (last + 1 - first)
+        self._owners, self.primaries = owners, tuple(primaries)
+        self.members = tuple(dict.fromkeys((*primaries, *nodes.values())))
+        self.nodes = {seed: self.node_at(seed) for seed in self._seeds} | nodes
+
+    def _address(self, host: bytes | str | None, port: int, asked: Node) -> Address:
+        """Return the address of a node that another one names; a node that does not know its own host sends none."""
+        name = host.decode() if isinstance(host, bytes) else host
+        address = (asked.address[0] if name in (None, "", "?") else name), port
+        return address if self._remap is None else self._remap(address)
+
+    def redirect(self, error: AskError, asked: Node) -> Node:
+        """Return the node that MOVED or ASK names; note it after MOVED."""
+        node = self.node_at(self._address(error.host, error.port, asked))
+        if isinstance(error, MovedError):
+            self._owners[error.slot_id] = node
+            if node not in self.primaries:
+                self.primaries += (node,)
+            self.outdated = True
+        return node
+
+    def note_failure(self, node: Node, patience: float | None) -> Operation[None]:
+        """Note that the node did not answer. Raises NodesUnreachable when it looks as if no node could be reached."""
+        node.failed = monotonic()
+        self.outdated = True
+        if node.reached or sum(other.reached for other in list(self.nodes.values())) > 1:
+            return
+        others = [other for other in self.primaries if not other.reached and other is not node][:TRIED]
+        answers = yield AtEach(tuple(At(other, PING, patience) for other in others))
+        if answers and all(isinstance(answer, (ConnectionError, TimeoutError)) for answer in answers):
+            named = ", ".join(f"{host}:{port}" for host, port in (each.address for each in (node, *others)))
+            raise NodesUnreachable(
+                f"the Cluster names its nodes {named}, and none of them can be reached from here. Give the client an "
+                "address_remap, or set cluster-announce-ip or cluster-announce-hostname of the nodes to what clients "
+                "can reach"
+            )

@@ -1,0 +1,113 @@
+"""One value wanted by many processes on a Cluster: computed by one of them, also while its slot moves or its primary dies."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from redis.crc import key_slot
+
+from tests.support import Cluster, cache_programs, wait_until
+from tests.support.cache_programs import cache_at
+
+SLOT = key_slot(b":1:k")
+
+
+def another_node(cluster: Cluster, slot: int = SLOT):
+    owner = cluster.owner_of(slot)
+    return next(node for node in cluster.nodes if node is not owner)
+
+
+def queued(client):
+    queues = client.keys("*:queue:cache::1:k", target_nodes="primaries")
+    return sum(client.zcard(queue) for queue in queues)
+
+
+@pytest.fixture(params=[False, True], ids=["threads", "tasks"])
+def asking(request, run_python):
+    """``asking(cluster, 3)`` lets one process compute "k" and three others wait for it, and returns the four."""
+
+    def start(cluster, others):
+        processes = [
+            run_python(cache_programs.ask, cluster.url, "ClusterCache", "k", f"by {number}", {}, None, request.param)
+            for number in range(1 + others)
+        ]
+        for process in processes:
+            process.wait_for(event="ready")
+        processes[0].send("ask")
+        processes[0].wait_for(event="computing")
+        for process in processes[1:]:
+            process.send("ask")
+        with cluster.client() as client:
+            wait_until(lambda: queued(client) == others)
+        return processes
+
+    return start
+
+
+def all_have_the_value_of_the_first(processes):
+    for process in processes:
+        assert process.wait_for(event="got")["value"] == "by 0"
+    computed = [line for process in processes for line in process.lines if line["event"] == "computing"]
+    assert len(computed) == 1
+
+
+def test_a_slot_that_has_moved_during_the_computation_changes_nothing(cluster, asking):
+    processes = asking(cluster, 3)
+    cluster.move(SLOT, another_node(cluster))
+    processes[0].send()
+    all_have_the_value_of_the_first(processes)
+
+
+def test_a_value_that_is_computed_while_its_slot_moves_is_stored_once_and_sent_to_all(cluster, asking):
+    processes = asking(cluster, 3)
+    to = another_node(cluster)
+    owner = cluster.begin_move(SLOT, to)
+    processes[0].send()
+    cluster.end_move(SLOT, owner, to)
+    all_have_the_value_of_the_first(processes)
+    assert cache_at(cluster.url, "ClusterCache").get("k") == "by 0"
+
+
+def test_when_the_primary_of_the_value_dies_the_computation_goes_on_at_its_replica(own_cluster, asking):
+    processes = asking(own_cluster, 3)
+    owner = own_cluster.owner_of(SLOT)
+    assert own_cluster.ask(owner, "WAIT", 1, 5000) == 1
+    owner.kill()
+    wait_until(lambda: own_cluster.owner_of(SLOT) is not owner)
+    processes[0].send()
+    all_have_the_value_of_the_first(processes)
+
+
+def test_a_value_that_is_stored_while_no_primary_has_its_slot_is_stored_after_the_failover(own_cluster, asking):
+    processes = asking(own_cluster, 3)
+    owner = own_cluster.owner_of(SLOT)
+    assert own_cluster.ask(owner, "WAIT", 1, 5000) == 1
+    owner.kill()
+    processes[0].send()
+    all_have_the_value_of_the_first(processes)
+
+
+def test_while_slots_move_every_key_is_computed_once(cluster):
+    """Keys of all slots, by many threads of two caches that share no knowledge."""
+    caches = [cache_programs.cache_elsewhere(cluster.url, "ClusterCache"), cache_at(cluster.url, "ClusterCache")]
+    keys = [f"k{number}" for number in range(60)]
+    computed = []
+
+    def compute(missing):
+        computed.extend(missing)
+        return {key: f"v of {key}" for key in missing}
+
+    def get(number):
+        found = caches[number % 2].get_or_set_many(keys[number : number + 20], compute, 60, wait=60)
+        assert found == {key: f"v of {key}" for key in keys[number : number + 20]}
+
+    with ThreadPoolExecutor(6) as pool:
+        got = [pool.submit(get, number) for number in range(40)]
+        for key in keys[::6]:
+            slot = key_slot(f":1:{key}".encode())
+            cluster.move(slot, another_node(cluster, slot))
+        for each in got:
+            each.result(60)
+    assert sorted(computed) == sorted(keys[: len(set(computed))])
+    assert len(computed) == len(set(computed))

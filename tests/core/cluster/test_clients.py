@@ -1,0 +1,44 @@
+"""What the driver takes over from redis-py's clients of a Cluster."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+import redis.asyncio
+from redis.cluster import LoadBalancingStrategy
+
+from django_redislock.core import Lock
+from django_redislock.core.driver.connection_kinds import nodes_of
+from django_redislock.core.driver.registry import server_of
+
+
+def remap(address):
+    return address
+
+
+@pytest.mark.parametrize("kind", [redis.RedisCluster, redis.asyncio.RedisCluster])
+def test_the_nodes_and_the_settings_of_a_client_are_taken_over(cluster, kind):
+    client = kind.from_url(cluster.url, socket_timeout=3, client_name="mine", address_remap=remap)
+    connection_class, settings, addresses, found = nodes_of(client)
+    assert connection_class is redis.Connection
+    assert (settings["socket_timeout"], settings["client_name"]) == (3, "mine")
+    assert ("127.0.0.1", cluster.nodes[0].port) in addresses
+    assert found is remap
+    server = server_of(client)
+    assert (server.timeout, server.settings["client_name"]) == (3, "mine")
+
+
+def test_a_client_that_reads_from_replicas_still_writes_to_primaries(cluster):
+    with (
+        redis.RedisCluster.from_url(cluster.url, load_balancing_strategy=LoadBalancingStrategy.ROUND_ROBIN) as client,
+        Lock(client, "a"),
+    ):
+        assert Lock(client, "a").locked()
+
+
+def test_a_function_that_prepares_each_connection_is_called(cluster):
+    seen = []
+    with redis.RedisCluster.from_url(cluster.url, redis_connect_func=seen.append) as client:
+        seen.clear()
+        with Lock(client, "a"):
+            assert seen

@@ -1,0 +1,78 @@
+"""A server in cluster mode behind a plain client: one shard, a proxy, a serverless service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from django_redislock.core import Lock, held_locks, reset_all
+from django_redislock.core.contention import contention
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.operations import count
+from django_redislock.doctor_trials import diagnose
+from tests.support import RedisServer, lived, wait_until
+from tests.support.locks import wait_in_a_thread
+
+NAMES = [f"lock-{number}" for number in range(10)]
+
+
+@pytest.fixture(scope="module")
+def shard() -> Iterator[RedisServer]:
+    with RedisServer(cluster_enabled="yes") as server, server.client() as client:
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        wait_until(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+        yield server
+
+
+@pytest.fixture
+def client(shard):
+    with shard.client() as client:
+        client.flushall()
+        vars(server_of(client)).pop("splits", None)  # nobody knows it to be in cluster mode
+        yield client
+
+
+def test_two_locks_of_one_process_are_both_renewed(make_lock, client):
+    locks = [make_lock(client, name, expire=0.9) for name in NAMES]
+    for lock in locks:
+        lock.acquire()
+    lived(2)
+    assert [lock.locked() for lock in locks] == [True] * len(NAMES)
+    for lock in locks:
+        lock.release()
+
+
+def test_the_causes_of_losses_are_found(client):
+    locks = [Lock(client, name, expire=0.9) for name in NAMES]
+    for lock in locks:
+        lock.acquire()
+    assert reset_all(client) == len(NAMES)
+    wait_until(lambda: all(lock.lost for lock in locks))
+    assert all("all locks were reset" in lock.lost.reason for lock in locks)
+
+
+def test_held_locks_are_listed_and_counted(client):
+    for name in NAMES:
+        Lock(client, name, expire=20).acquire()
+    assert [info.name for info in held_locks(client)] == sorted(NAMES)
+    server = server_of(client)
+    assert server.run(count(server, "redislock")) == len(NAMES)
+
+
+def test_waits_are_counted(client):
+    wait_in_a_thread(client, "a")
+    assert contention(client).names["a"].waits == 1
+
+
+def test_the_doctor_finds_nothing_wrong(client):
+    findings = {finding.check: finding for finding in diagnose(client)}
+    assert {check for check, finding in findings.items() if finding.status == "problem"} == set()
+    assert "cluster mode" in findings["two locks"].message
+
+
+def test_it_is_recognised_by_the_first_refusal_and_asked_slot_by_slot_from_then_on(client):
+    server = server_of(client)
+    assert not server.splits
+    list(held_locks(client))
+    assert server.splits

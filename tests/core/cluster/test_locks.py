@@ -1,0 +1,180 @@
+"""One lock, and many, on a Cluster of three primaries, for threads and for tasks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import redis
+import redis.asyncio
+
+from django_redislock.core import Lock, RLock, held_locks, reset_all
+from django_redislock.core.contention import contention
+from django_redislock.core.driver import wakeups_tasks, wakeups_threads
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.listing import read_queue
+from django_redislock.core.operations import count
+from django_redislock.exceptions import AlreadyAcquired, LockLost
+from tests.support import BUSY, Cluster, lived, wait_until
+from tests.support.locks import wait_in_a_thread
+
+NAMES = [f"lock-{number}" for number in range(40)]
+
+
+def owners_of(cluster: Cluster, names: list[str]) -> set[int | None]:
+    return {cluster.owner_of(lock_keys("redislock", name).lock).port for name in names[:12]}
+
+
+def test_locks_of_all_nodes_are_acquired_extended_and_released(make_lock, cluster, client):
+    assert len(owners_of(cluster, NAMES)) == 3
+    fences = set()
+    for name in NAMES:
+        lock = make_lock(client, name, expire=20)
+        with lock:
+            assert lock.owner().id == lock.id
+            assert not make_lock(client, name).acquire(blocking=False)
+            lock.extend(60)
+            assert lock.ttl() > 50
+            fences.add(lock.fence)
+        assert not lock.locked()
+    assert len(fences) == len(NAMES)
+
+
+def test_a_lock_may_be_acquired_through_the_client_for_asyncio(cluster, client):
+    nodes = redis.asyncio.RedisCluster.from_url(cluster.url)
+    with Lock(nodes, "a", expire=20):
+        assert Lock(client, "a").locked()
+
+
+def test_a_reentrant_lock_is_entered_twice(client):
+    with RLock(client, "r"), RLock(client, "r"):
+        assert Lock(client, "r").locked()
+    assert not Lock(client, "r").locked()
+
+
+def test_a_thread_that_holds_a_lock_cannot_acquire_it_again(client):
+    lock = Lock(client, "a")
+    with lock, pytest.raises(AlreadyAcquired):
+        lock.acquire()
+
+
+@pytest.mark.parametrize("name", NAMES[:6])
+def test_a_waiter_is_woken_by_the_release(make_lock, client, name, monkeypatch):
+    for room in (wakeups_threads, wakeups_tasks):
+        monkeypatch.setattr(room, "POLL_INTERVAL", 60)  # so that nothing else wakes it
+    held, waiting, got = make_lock(client, name, expire=120), make_lock(client, name), threading.Event()
+    held.acquire()
+
+    def wait() -> None:
+        with waiting:
+            got.set()
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    wait_until(lambda: read_queue(client, name, "redislock"))
+    held.release()
+    assert got.wait(20)
+    waiter.join(20)
+
+
+def test_many_locks_of_all_nodes_are_renewed_by_a_few_writes(make_lock, client):
+    locks = [make_lock(client, name, expire=1.2) for name in NAMES]
+    for lock in locks:
+        lock.acquire()
+    lived(3)
+    assert all(lock.locked() and lock.lost is None for lock in locks)
+    for lock in locks:
+        lock.release()
+
+
+def test_a_reset_lock_is_reported_as_lost_with_its_reason(make_lock, client):
+    lock = make_lock(client, "a", expire=1.5)
+    lock.acquire()
+    assert Lock(client, "a").reset(reason="it was stuck")
+    wait_until(lambda: lock.lost)
+    assert "it was stuck" in lock.lost.reason
+    with pytest.raises(LockLost):
+        lock.release()
+
+
+def test_the_locks_of_all_nodes_are_listed_in_order_counted_and_reset(client):
+    locks = [Lock(client, name, expire=20) for name in NAMES]
+    for lock in locks:
+        lock.acquire()
+    assert [info.name for info in held_locks(client)] == sorted(NAMES)
+    server = server_of(client)
+    assert server.run(count(server, "redislock")) == len(NAMES)
+    assert reset_all(client) == len(NAMES)
+    assert list(held_locks(client)) == []
+
+
+def test_more_locks_of_one_bucket_than_one_page_holds_are_listed(client):
+    held = lock_keys("redislock", "x").held
+    names = {f"n{number}": 4_000_000_000_000 for number in range(3000)}
+    client.zadd(held, names)
+    server = server_of(client)
+    assert server.run(count(server, "redislock")) == 3000
+    from django_redislock.core.operations import names as names_of
+
+    assert set(server.run(names_of(server, "redislock"))) == set(names)
+
+
+def test_the_waits_of_all_nodes_are_counted(client):
+    for name in NAMES[:6]:
+        wait_in_a_thread(client, name)
+    found = contention(client)
+    assert set(found.names) == set(NAMES[:6])
+    assert sum(minute.waits for minute in found.minutes) == 6
+
+
+def test_waiters_whose_process_is_gone_are_skipped(client, run_python, cluster):
+    held = Lock(client, "a", expire=20)
+    held.acquire()
+    process = run_python(
+        "import redis\nfrom django_redislock.core import Lock\n"
+        "Lock(redis.RedisCluster.from_url(args[0]), 'a').acquire()",
+        cluster.url,
+    )
+    queue = lock_keys("redislock", "a").queue
+    wait_until(lambda: client.zcard(queue) == 1)
+    process.kill()
+    got = threading.Event()
+    waiter = threading.Thread(target=lambda: Lock(client, "a").acquire(timeout=20) and got.set())
+    waiter.start()
+    wait_until(lambda: client.zcard(queue) == 2)
+    held.release()
+    assert got.wait(BUSY)
+    waiter.join(20)
+
+
+def test_clients_of_the_same_nodes_and_settings_share_a_cluster(cluster):
+    with cluster.client() as one, cluster.client() as two, cluster.client(socket_timeout=3) as other:
+        assert server_of(one) is server_of(two) is server_of(one)
+        assert server_of(other) is not server_of(one)
+
+
+def test_the_connections_to_all_nodes_are_closed_with_the_last_lock(cluster):
+    nodes = redis.asyncio.RedisCluster.from_url(cluster.url)
+    lock = Lock(nodes, "a", expire=20)
+    with lock:
+        gone = [weakref.ref(node) for node in server_of(nodes).table.nodes.values()]
+    del nodes, lock
+    gc.collect()  # redis-py's client has cycles
+    assert [found() for found in gone] == [None] * 3
+
+
+def test_a_forked_child_opens_its_own_connections(client):
+    from tests.support import in_a_fork
+
+    lock = Lock(client, "a", expire=20)
+    lock.acquire()
+
+    def child() -> None:
+        with Lock(client, "b", expire=20):
+            assert Lock(client, "a").locked()
+
+    in_a_fork(child)
+    lock.release()

@@ -1,0 +1,144 @@
+"""Nodes that die, cannot be reached, or are no Cluster."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import redis
+import redis.asyncio
+
+from django_redislock.core import Lock, held_locks
+from django_redislock.core.contention import contention
+from django_redislock.core.driver import retry
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.listing import list_locks
+from django_redislock.core.operations import count
+from django_redislock.exceptions import LockBackendError
+from tests.support import BUSY, Cluster, RedisServer, free_port, wait_until
+
+NAMES = [f"lock-{number}" for number in range(40)]
+
+
+def at_node(cluster: Cluster, node: RedisServer, names: list[str] = NAMES) -> list[str]:
+    return [name for name in names if cluster.owner_of(lock_keys("redislock", name).lock) is node]
+
+
+def test_a_killed_primary_delays_its_own_locks_only_and_loses_none_that_were_replicated(make_lock, own_cluster):
+    with own_cluster.client() as client:
+        primary = own_cluster.nodes[0]
+        its_names = at_node(own_cluster, primary)
+        locks = {name: make_lock(client, name, expire=30) for name in NAMES}
+        for lock in locks.values():
+            lock.acquire()
+        replica = own_cluster.nodes[3]
+        wait_until(lambda: held_at(replica) == held_at(primary) > 0)
+        waiting = threading.Event()
+        got = threading.Event()
+
+        def wait() -> None:
+            waiting.set()
+            if make_lock(client, its_names[0]).acquire(timeout=60):
+                got.set()
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        waiting.wait(20)
+        wait_until(lambda: client.zcard(lock_keys("redislock", its_names[0]).queue) == 1)
+        primary.kill()
+        began = time.monotonic()
+        for name, lock in locks.items():
+            if name not in its_names:
+                lock.extend(40)
+        assert time.monotonic() - began < BUSY
+        for name in its_names:
+            locks[name].extend(40)  # after the failover
+        assert all(lock.lost is None for lock in locks.values())
+        locks[its_names[0]].release()
+        assert got.wait(1 + BUSY)
+        waiter.join(20)
+        for name in NAMES:
+            if name != its_names[0]:
+                locks[name].release()
+
+
+def held_at(node: RedisServer) -> int:
+    with node.client() as client:
+        return sum(client.execute_command("CLUSTER COUNTKEYSINSLOT", slot) for slot in range(16384 // 3))
+
+
+def test_a_node_that_does_not_answer_is_named_and_the_locks_of_the_others_are_shown(own_cluster):
+    with (
+        Cluster(cluster_require_full_coverage="no", cluster_node_timeout="60000") as cluster,
+        cluster.client() as client,
+    ):
+        for name in NAMES:
+            Lock(client, name, expire=60).acquire()
+        dead = cluster.nodes[1]
+        lost = at_node(cluster, dead)
+        dead.kill()
+        missing: dict[str, str] = {}
+        listed = [stored.name for stored in list_locks(client, "redislock", retry_for=0, missing=missing)]
+        assert set(listed) == set(NAMES) - set(lost)
+        assert list(missing) == [f"127.0.0.1:{dead.port}"]
+        assert "refused" in missing[f"127.0.0.1:{dead.port}"]
+        missing.clear()
+        server = server_of(client)
+        assert server.run(count(server, "redislock", 0, missing)) == len(listed)
+        assert list(missing) == [f"127.0.0.1:{dead.port}"]
+        missing.clear()
+        contention(client, retry_for=0, missing=missing)
+        assert list(missing) == [f"127.0.0.1:{dead.port}"]
+        with pytest.raises(LockBackendError, match="refused"):
+            list(list_locks(client, "redislock", retry_for=0))
+
+
+def test_nodes_with_addresses_that_nobody_can_reach_are_an_error_at_the_first_call_that_says_what_to_do():
+    with Cluster() as cluster:
+        ports = {node.port: free_port() for node in cluster.nodes}
+        for node in cluster.nodes:
+            cluster.ask(node, "CONFIG SET", "cluster-announce-port", ports[node.port])
+        wait_until(lambda: all(set(known_ports(cluster, node)) == set(ports.values()) for node in cluster.nodes))
+        nodes = redis.asyncio.RedisCluster(host="127.0.0.1", port=cluster.nodes[0].port)
+        began = time.monotonic()
+        with pytest.raises(LockBackendError, match=r"none of them can be reached from here.*address_remap"):
+            Lock(nodes, "a").acquire(blocking=False)
+        assert time.monotonic() - began < BUSY
+        back = {("127.0.0.1", announced): ("127.0.0.1", port) for port, announced in ports.items()}
+        mapped = redis.asyncio.RedisCluster(
+            host="127.0.0.1", port=cluster.nodes[0].port, address_remap=lambda address: back.get(address, address)
+        )
+        for name in NAMES:
+            with Lock(mapped, name):
+                pass
+
+
+def known_ports(cluster: Cluster, node: RedisServer) -> list[int]:
+    return [int(address.rpartition(":")[2]) for address in cluster.known_to(node)]
+
+
+def test_a_server_that_is_no_cluster_is_an_error_that_says_so(own_server):
+    nodes = redis.asyncio.RedisCluster(host="127.0.0.1", port=own_server.port)
+    with pytest.raises(LockBackendError, match="cluster support disabled"):
+        Lock(nodes, "a").acquire(blocking=False)
+
+
+def test_no_node_at_all_is_an_error_within_the_time_for_retries(monkeypatch):
+    monkeypatch.setattr(retry, "retry_for", 0.2)
+    nodes = redis.asyncio.RedisCluster(host="127.0.0.1", port=free_port())
+    with pytest.raises(LockBackendError, match="refused"):
+        Lock(nodes, "a").acquire(blocking=False)
+    with pytest.raises(LockBackendError, match="refused"):
+        list(held_locks(nodes))
+
+
+def test_an_unreachable_cluster_is_tried_for_longer_than_a_failover_takes(cluster):
+    assert server_of(redis.asyncio.RedisCluster.from_url(cluster.url)).retry_for == 40
+
+
+def test_a_client_of_one_node_is_told_to_use_one_of_the_cluster(cluster):
+    with cluster.nodes[0].client() as client, pytest.raises(LockBackendError, match=r"use a redis\.RedisCluster"):
+        for name in NAMES:
+            Lock(client, name).acquire(blocking=False)

@@ -1,0 +1,185 @@
+"""`min_replicas`: replicas confirm that they have the lock, at the acquisition and at each renewal."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from django_redislock.core import AsyncLock, Lock, RLock
+from django_redislock.core.driver.registry import close_unused, replicated, server_of
+from django_redislock.exceptions import LockBackendError, LockLost
+from tests.support import RedisServer, acquire_and_release, counting, key_of, queued, wait_until
+
+pytestmark = pytest.mark.processes
+TOO_FEW = r"Redis did not confirm a command .*: 0 of 1 replicas \(min_replicas\) confirmed it within 0.5 s"
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with (
+        RedisServer(repl_diskless_sync_delay="0") as primary,
+        RedisServer(repl_diskless_sync_delay="0", replicaof=f"127.0.0.1 {primary.port}") as replica,
+    ):
+        yield primary, replica
+
+
+@pytest.fixture
+def replica(servers):
+    primary, replica = servers
+    with primary.client() as client:
+        wait_until(lambda: client.set("mark", "x") and client.wait(1, 100) == 1, message="the replica follows")
+    yield replica
+    replica.resume()
+
+
+@pytest.fixture
+def client(servers, replica):
+    with servers[0].client() as client:
+        client.flushall()
+        yield client
+        close_unused()  # an error that a test keeps leads to its server, and the collector closes it in any order
+
+
+def test_a_lock_that_a_replica_has_is_acquired_by_one_script_and_one_wait(client, replica):
+    with Lock(client, "a", min_replicas=1):
+        pass
+    with counting(client) as ran, Lock(client, "a", min_replicas=1) as held, replica.client() as other:
+        assert other.get(key_of("a")).startswith(held.id.encode())
+    assert (ran["evalsha"], ran["wait"]) == (2, 1)
+    with counting(client) as ran, Lock(client, "a"):
+        pass
+    assert ran["wait"] == 0, "without the option it costs nothing"
+
+
+def test_tasks_have_it_confirmed_too(client):
+    async def main():
+        async with AsyncLock(client, "a", min_replicas=1) as held:
+            waiter = asyncio.create_task(acquire_and_release(AsyncLock(client, "a", timeout=20, min_replicas=1)))
+            await asyncio.to_thread(wait_until, lambda: queued(client, "a"))
+            assert await held.extend()
+        assert await waiter
+        locks = [AsyncLock(client, f"n{number}", min_replicas=1) for number in range(40)]
+        assert await asyncio.gather(*[lock.acquire() for lock in locks]) == [True] * 40
+        await asyncio.gather(*[lock.release() for lock in locks])
+
+    asyncio.run(main())
+    assert not client.exists(key_of("a"))
+
+
+def test_a_waiter_gets_a_confirmed_lock(client):
+    got = []
+    thread = threading.Thread(target=lambda: got.append(Lock(client, "a", min_replicas=1).acquire(timeout=20)))
+    with Lock(client, "a", min_replicas=1):
+        thread.start()
+        wait_until(lambda: queued(client, "a"))
+    thread.join(30)
+    assert got == [True]
+
+
+@pytest.mark.parametrize("id", [None, "mine"])
+def test_with_too_few_replicas_the_lock_is_given_back_and_the_error_says_how_many(client, replica, id):
+    replica.pause()
+    with pytest.raises(LockBackendError, match=TOO_FEW) as failure:
+        Lock(client, "a", min_replicas=1, id=id).acquire()
+    assert not failure.value.refused
+    assert not client.exists(key_of("a"))
+    with pytest.raises(LockBackendError, match="1 of 2 replicas"):
+        replica.resume()
+        Lock(client, "a", min_replicas=2, id=id).acquire()
+    assert Lock(client, "a").acquire(blocking=False)
+
+
+def test_tasks_give_it_back_too_and_do_not_stand_in_the_way_of_others(client, replica):
+    async def main():
+        replica.pause()
+        acquiring = asyncio.create_task(AsyncLock(client, "a", min_replicas=1).acquire())
+        await asyncio.to_thread(wait_until, lambda: client.exists(key_of("a")))
+        assert (await AsyncLock(client, "a", min_replicas=1).owner()).id
+        assert not acquiring.done()
+        with pytest.raises(LockBackendError, match=TOO_FEW):
+            await acquiring
+        assert not await AsyncLock(client, "a", min_replicas=1).locked()
+
+    asyncio.run(main())
+
+
+def test_that_a_lock_is_held_needs_no_confirmation(client, replica):
+    with Lock(client, "a"):
+        replica.pause()
+        assert not Lock(client, "a", min_replicas=1).acquire(blocking=False)
+
+
+def test_an_id_that_holds_the_lock_already_keeps_it(client, replica):
+    held = Lock(client, "a", id="mine", min_replicas=1)
+    held.acquire()
+    replica.pause()
+    with pytest.raises(LockBackendError, match=TOO_FEW):
+        Lock(client, "a", id="mine", min_replicas=1).acquire()
+    assert held.owned()
+    with pytest.raises(LockBackendError, match=TOO_FEW):
+        held.extend()
+    replica.resume()
+    held.release()
+
+
+def test_a_renewal_that_no_replica_confirms_ends_at_the_deadline_although_the_primary_answers(client, replica):
+    lost = []
+    held = Lock(client, "a", expire=1.5, min_replicas=1, on_lost=lost.append)
+    plain = Lock(client, "b", expire=1.5)
+    held.acquire()
+    plain.acquire()
+    replica.pause()
+    wait_until(lambda: lost, message="the loss is reported")
+    assert held.lost.code == "no_answer"
+    assert "confirmed no renewal" in held.lost.reason
+    with pytest.raises(LockLost):
+        held.release()
+    assert plain.owned(), "without the option, the primary's word counts"
+    plain.release()
+
+
+def test_a_renewal_that_is_confirmed_late_keeps_the_lock(client, replica, caplog):
+    held = Lock(client, "a", expire=6, min_replicas=1)
+    held.acquire()
+    replica.pause()
+    wait_until(lambda: "0 of 1 replicas" in caplog.text, message="the renewal failed")
+    replica.resume()
+    (lease,) = held._leases.values()
+    deadline = lease.deadline
+    wait_until(lambda: lease.deadline > deadline, message="it was renewed")
+    assert held.lost is None
+    held.release()
+
+
+def test_a_script_that_the_server_does_not_know_is_sent_with_its_text(client):
+    held = RLock(client, "a", expire=1.5, min_replicas=1)
+    client.script_flush()
+    with held, held:
+        client.script_flush()
+        (lease,) = held._leases.values()
+        deadline = lease.deadline
+        wait_until(lambda: lease.deadline > deadline, message="it was renewed")
+
+    async def main():
+        client.script_flush()
+        async with AsyncLock(client, "a", min_replicas=1):
+            pass
+
+    asyncio.run(main())
+
+
+def test_locks_of_equal_clients_and_numbers_share_a_server_of_their_own(client, servers):
+    with servers[0].client() as other:
+        one, two = Lock(client, "a", min_replicas=1), Lock(other, "b", min_replicas=1)
+        assert one._server is two._server
+        assert one._server is not server_of(client)
+        assert replicated(server_of(client), 2) is not one._server
+        assert Lock(client, "a", min_replicas=0)._server is server_of(client)
+
+
+@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (101, ValueError), ("1", TypeError), (True, TypeError)])
+def test_a_wrong_number_is_an_error_that_names_the_argument(client, value, error):
+    with pytest.raises(error, match="min_replicas"):
+        Lock(client, "a", min_replicas=value)

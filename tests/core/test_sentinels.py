@@ -1,0 +1,157 @@
+"""Sentinels are asked side by side, and locks, values and tasks of asyncio outlive real failovers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from django_redislock.core import AsyncLock, Lock
+from django_redislock.core.driver.registry import close_unused, server_of
+from django_redislock.core.driver.sentinels import ASK_FOR
+from django_redislock.exceptions import LockBackendError
+from django_redislock.server_url import client_from_url
+from tests.support import BUSY, Deployment, free_port, queued, running_sentinel, wait_until
+from tests.support.cache_programs import cache_at
+
+pytestmark = pytest.mark.processes
+
+
+def url_of(*ports, service="main"):
+    return f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in ports)}/{service}/0"
+
+
+@pytest.fixture
+def silent():
+    """The ports of two programs that accept connections and never answer."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)]
+
+
+def test_threads_and_tasks_find_the_primary_by_the_url(sentinel):
+    with client_from_url(url_of(sentinel)) as client:
+        with Lock(client, "a") as held:
+            assert held.owned()
+            assert not Lock(client, "a").acquire(timeout=0.1)
+
+        async def main():
+            async with AsyncLock(client, "a") as held:
+                assert await held.owned()
+
+        asyncio.run(main())
+
+
+def test_sentinels_that_are_silent_or_gone_are_not_waited_for_one_after_another(sentinel, silent):
+    with client_from_url(url_of(*silent, free_port(), free_port(), sentinel)) as client:
+        began = time.monotonic()
+        address = server_of(client).settings["connection_pool"].get_master_address()
+        assert address[0] == "127.0.0.1"
+        assert time.monotonic() - began < ASK_FOR + BUSY
+        with Lock(client, "a", timeout=5) as held:
+            assert held.owned()
+
+
+def test_no_sentinel_that_answers_is_an_error_within_the_callers_timeout(silent):
+    with client_from_url(url_of(*silent, free_port())) as client:
+        lock, began = Lock(client, "a"), time.monotonic()
+        with pytest.raises(LockBackendError, match=r"None of 3 Sentinels of 'main' answers .*correct their addresses"):
+            lock.acquire(timeout=1)
+        assert time.monotonic() - began < 1 + ASK_FOR + BUSY
+
+
+def test_a_service_that_no_sentinel_knows_is_an_error_at_once_that_says_what_to_do(sentinel):
+    with client_from_url(url_of(sentinel, service="mian")) as client:
+        with pytest.raises(LockBackendError, match="know no service 'mian': give the name of their line") as failure:
+            Lock(client, "a").acquire()
+        assert failure.value.refused, "another try would be of no use"
+
+        async def main():
+            await AsyncLock(client, "a").acquire()
+
+        with pytest.raises(LockBackendError, match="know no service 'mian'"):
+            asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def deployment():
+    with Deployment() as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def client(deployment):
+    deployment.wait_until_whole()
+    with client_from_url(deployment.url) as client:
+        client.flushdb()
+        yield client
+        close_unused()
+
+
+def replicated(deployment):
+    """Wait until the replica has all that was written."""
+    with deployment.primary.client() as client:
+        client.set("mark", "x")
+        wait_until(lambda: client.wait(1, 100) == 1, message="the replica has everything")
+
+
+def test_a_killed_primary_loses_neither_the_lock_nor_a_waiter(deployment, client):
+    held = Lock(client, "a", expire=30)
+    held.acquire()
+    got = []
+    thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=60)))
+    thread.start()
+    wait_until(lambda: queued(client, "a"))
+    replicated(deployment)
+    former = deployment.kill()
+    deployment.wait_for_another(former)
+    held.release()
+    thread.join(60)
+    deployment.heal(former)
+    assert got == [True]
+
+
+def test_tasks_and_a_cache_go_on_after_the_primary_was_killed(deployment, client):
+    options = {
+        "CLIENT_CLASS": "django_redis.client.SentinelClient",
+        "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
+        "SENTINELS": [("127.0.0.1", port) for port in deployment.sentinels],
+    }
+    cache = cache_at("redis://main/0", OPTIONS=options)
+
+    async def main():
+        assert await cache.aget_or_set("k", lambda: "v", 600) == "v"
+        held = AsyncLock(client, "a", expire=30)
+        await held.acquire()
+        waiter = asyncio.create_task(AsyncLock(client, "a").acquire(timeout=60))
+        await asyncio.to_thread(wait_until, lambda: queued(client, "a"))
+        await asyncio.to_thread(replicated, deployment)
+        former = await asyncio.to_thread(deployment.kill)
+        assert await held.extend(), "it is tried again until a replica is promoted"
+        assert deployment.primary is not former
+        computed = []
+        assert await cache.aget_or_set("k2", lambda: computed.append(1) or "v2", 600) == "v2"
+        assert computed == [1]
+        assert await cache.aget_or_set("k", lambda: "w", 600) == "v"
+        await held.release()
+        assert await waiter
+        await asyncio.to_thread(deployment.heal, former)
+
+    asyncio.run(main())
+    calls = []
+    assert cache.get_or_set("k3", lambda: calls.append(1) or "v3") == "v3"
+    assert cache.get_or_set("k3", lambda: calls.append(2) or "w3") == "v3"
+    assert calls == [1]
+
+
+def test_a_sentinel_with_an_older_configuration_is_outvoted(deployment, client, tmp_path):
+    """It stands for one on the wrong side of a partition: it calls another server the primary, and answers first."""
+    deployment.wait_for_another(deployment.switch())
+    with running_sentinel(tmp_path) as behind:
+        for ports in ([behind, *deployment.sentinels[:2]], [*deployment.sentinels[1:], behind]):
+            with client_from_url(url_of(*ports)) as found:
+                service = server_of(found).settings["connection_pool"]
+                assert {service.get_master_address()[1] for _ in range(5)} == {deployment.primary.port}
