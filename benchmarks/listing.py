@@ -51,7 +51,7 @@ def setup(url: str) -> tuple:
     return client, "/admin/bank/plain/?all=", "/admin/django_redislock/heldlock/?all="
 
 
-def hold(client: redis.Redis, number: int) -> None:
+def hold(client: redis.Redis, number: int, first: int = 0) -> None:
     """Have this many locks held, by writing what a holder writes."""
     from django_redislock.core import Lock
 
@@ -60,7 +60,7 @@ def hold(client: redis.Redis, number: int) -> None:
     Lock(client, "pattern").reset()
     id = value.partition("\n")[0]
     with client.pipeline(transaction=False) as pipe:
-        for name in (f"invoice:{n}" for n in range(number)):
+        for name in (f"invoice:{n}" for n in range(first, first + number)):
             keys = Lock(client, name)._keys
             other = value.replace(id, uuid4().hex).replace('"label":""', f'"label":"send[{uuid4()}]"')
             pipe.set(keys.lock, other, px=3_600_000).zadd(keys.held, {name: 9e15})

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from .async_lock import AsyncLock, AsyncRLock
+from .async_quorum import AsyncQuorumLock
 from .listing import held_locks, reset_all
 from .lock import Lock, RLock
 from .quorum import QuorumLock
 from .records import LockInfo
 
-__all__ = ["AsyncLock", "AsyncRLock", "Lock", "LockInfo", "QuorumLock", "RLock", "held_locks", "reset_all"]
+__all__ = [
+    "AsyncLock",
+    "AsyncQuorumLock",
+    "AsyncRLock",
+    "Lock",
+    "LockInfo",
+    "QuorumLock",
+    "RLock",
+    "held_locks",
+    "reset_all",
+]

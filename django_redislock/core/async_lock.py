@@ -25,11 +25,11 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
-_works_for: ContextVar[Callable[[], asyncio.Task[Any] | None]] = ContextVar("works_for", default=lambda: None)
+works_for: ContextVar[Callable[[], asyncio.Task[Any] | None]] = ContextVar("works_for", default=lambda: None)
 """The task that acquired last; threads of ``sync_to_async`` and ``asyncio.to_thread`` get its context."""
 
 
-def _coroutine_function(method: F) -> F:
+def coroutine_function(method: F) -> F:
     """Mark a method that returns a coroutine. It is not ``async``, because it must run in the task that calls it."""
     if sys.version_info >= (3, 12):
         return inspect.markcoroutinefunction(method)
@@ -37,7 +37,7 @@ def _coroutine_function(method: F) -> F:
     return method
 
 
-def _current_task() -> asyncio.Task[Any] | None:
+def current_task() -> asyncio.Task[Any] | None:
     try:
         return asyncio.current_task()
     except RuntimeError:  # no loop runs here
@@ -59,11 +59,11 @@ class AsyncLock(TokenLock):
     """
 
     def _acquirer(self) -> Any:
-        return _current_task() or _works_for.get()()
+        return current_task() or works_for.get()()
 
     def _run(self, operation: Callable[[Any], Operation[T]]) -> Coroutine[Any, Any, T]:
         """Run the operation for the task that calls now, whichever task awaits the result."""
-        return self._run_for(_current_task(), operation)
+        return self._run_for(current_task(), operation)
 
     async def _run_for(self, acquirer: Any, operation: Callable[[Any], Operation[T]]) -> T:
         try:
@@ -75,7 +75,7 @@ class AsyncLock(TokenLock):
             ) from None
         return await server.run(operation(acquirer or self._acquirer()))
 
-    @_coroutine_function
+    @coroutine_function
     def acquire(
         self,
         blocking: bool | AsMade | None = AS_MADE,
@@ -90,7 +90,7 @@ class AsyncLock(TokenLock):
             return self._run(lambda acquirer: self._acquire_by(acquirer, token, seconds))
         return self._run(lambda acquirer: self._acquire(acquirer, seconds))
 
-    @_coroutine_function
+    @coroutine_function
     def release(self) -> Coroutine[Any, Any, None]:
         """Release the lock and wake the next waiter; the errors are those of `Lock.release`."""
         return self._run(lambda acquirer: self._release(self._require_lease(acquirer)))
@@ -120,12 +120,12 @@ class AsyncLock(TokenLock):
             self._entrants.remove(entered)
         await self._run_for(entered, lambda acquirer: self._exit(acquirer, error))
 
-    @_coroutine_function
+    @coroutine_function
     def extend(self, expire: Seconds | None = None) -> Coroutine[Any, Any, Literal[True]]:
         """Set the expiry of the held lock to `expire` seconds from now (None: to its own), as `Lock.extend` does."""
         return self._run(lambda acquirer: self._extend(acquirer, expire))
 
-    @_coroutine_function
+    @coroutine_function
     def reacquire(self) -> Coroutine[Any, Any, Literal[True]]:
         """Set the expiry of the held lock back to the object's own, and return True. Raises as `extend` does."""
         return self._run(lambda acquirer: self._extend(acquirer, self.expire))
@@ -138,7 +138,7 @@ class AsyncLock(TokenLock):
         """Return whether anybody holds the lock now. Raises LockBackendError when Redis cannot answer."""
         return await self.owner() is not None
 
-    @_coroutine_function
+    @coroutine_function
     def owned(self) -> Coroutine[Any, Any, bool]:
         """Ask Redis and return whether this task's acquisition (or the given id) holds the lock now.
 
@@ -172,7 +172,7 @@ class AsyncLock(TokenLock):
     def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
         if acquirer is None:
             raise RuntimeError("an AsyncLock is acquired by a task")
-        _works_for.set(weakref.ref(acquirer))
+        works_for.set(weakref.ref(acquirer))
         return (yield from super()._acquire(acquirer, timeout, token))
 
     def _is_subscribed(self) -> bool:
@@ -180,7 +180,7 @@ class AsyncLock(TokenLock):
 
     def _is_kept_waiting(self, acquirer: Any) -> bool:
         return (
-            _current_task() is acquirer
+            current_task() is acquirer
         )  # not where another task runs the call, because the acquirer may let that one wait
 
     def _release(self, lease: Lease) -> Operation[None]:

@@ -53,6 +53,14 @@ def _end_of_thread() -> weakref.ref[Any]:
     return weakref.ref(marker)
 
 
+def end_of(acquirer: object) -> weakref.ref[Any] | None:
+    """Return a reference that shows the end of the calling thread, which acquired; None where Python knows of it."""
+    # Python knows whether a thread has ended that it started; a task knows it of itself.
+    if isinstance(acquirer, _DummyThread) or not isinstance(acquirer, (threading.Thread, asyncio.Task)):
+        return _end_of_thread()
+    return None
+
+
 class Lease:
     """One acquisition, from the first attempt to the release.
 
@@ -78,6 +86,8 @@ class Lease:
         *("acquired", "deadline", "next_renewal", "failures"),
         *("renewing", "renewal_pending", "shared", "_end_of_acquirer", "_losses"),
     )  # a thousand locks may be held at once
+    reports_waits = True
+    """Whether a wait for it is an event; a quorum lock reports one wait for all servers."""
 
     def __init__(
         self,
@@ -124,9 +134,7 @@ class Lease:
 
     def watch_acquirer(self) -> None:
         """Notice the end of the calling thread, which acquired the lock."""
-        # Python knows whether a thread has ended that it started; a task knows it of itself.
-        if isinstance(self.acquirer, _DummyThread) or not isinstance(self.acquirer, (threading.Thread, asyncio.Task)):
-            self._end_of_acquirer = _end_of_thread()
+        self._end_of_acquirer = end_of(self.acquirer)
 
     def renewed(self, sent: float, expire: float) -> None:
         """Note that the lock got a new expiry by a command sent at `sent`."""

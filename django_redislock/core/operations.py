@@ -99,17 +99,17 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
             if last:
                 _report_wait(lease, began, acquired=False)
                 return False
+            left_ms, ticket, *place = reply
             if waiter is None:
                 _, waiter = yield from with_retries(
                     lease.name, Subscribe(lease.keys.lock, lease.id.encode()), until, lease
                 )
                 call = request.call(waiter.channel, True, ticket)
                 continue
-            left_ms, ticket, *first = reply
             began = began or monotonic()
             # Prepared now, so that nothing is built between the wake-up and the next try.
             call = request.call(waiter.channel, True, ticket)
-            yield wait_effect(waiter, until, left_ms, bool(first))
+            yield wait_effect(waiter, until, left_ms, *place)
     except LockBackendError as error:
         unconfirmed = unconfirmed_grant(error)
         if unconfirmed > 0 or not request.given_id:
@@ -147,18 +147,19 @@ def acquire_again(request: AcquireRequest, held: list[Lease]) -> Operation[bool]
 
 def _report_wait(lease: Lease, began: float, acquired: bool) -> None:
     """Report the length of the wait, if there was one."""
-    if began:
+    if began and lease.reports_waits:
         name, seconds = lease.name, monotonic() - began
         message = "Lock %r was waited for %.3f s (acquired: %s)."
         events.emit("waited", message, name, seconds, acquired, name=name, seconds=seconds, acquired=acquired)
 
 
-def wait_effect(waiter: Any, until: float, left_ms: int, first: bool = False) -> WaitForWakeup:
+def wait_effect(waiter: Any, until: float, left_ms: int, first: int = 0, queue_length: int = 0) -> WaitForWakeup:
     """Return the wait of a waiter for a lock that has so many milliseconds left (negative: unknown).
 
     `first`: the waiter tries again then, even if others of its process wait for the same lock.
     """
     now = monotonic()
+    waiter.tried_at, waiter.queue_length = now, queue_length
     look = now + (left_ms + 1) / 1000 if left_ms >= 0 else math.inf
     return WaitForWakeup(waiter, min(until, now + MAX_SLEEP, look if first else math.inf), look)
 

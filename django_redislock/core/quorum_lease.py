@@ -2,72 +2,44 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from ..exceptions import LockBackendError, LockError, LockLost, LossCode, LossRecord
-from . import events
+from ..exceptions import LockBackendError, LossCode, LossRecord
+from . import events, operations
+from .acquirers import holders
+from .base import BaseLock
 from .clock import monotonic
-from .driver import process
+from .driver import os_threads, process
+from .driver.effects import Operation
 from .driver.server import Server
+from .driver.side_by_side import LEFT_OUT, in_background, on_servers
 from .driver.slot import Slot
 from .lease import Lease
-from .lock import Lock
-from .records import new_id
-from .validation import Seconds
+from .loss import find_cause
+from .quorum_attempt import QuorumAttempt
+from .quorum_parts import Part
+from .watchdog import watchdog
+
+MENDED = {"server_lost_data", "no_answer", "expired"}
+"""The losses after which a part is taken anew; after a forced release it is not."""
 
 
-class _PartLease(Lease):
-    """The lease on one server. Its loss is not yet the loss of the quorum lock, and its server is not tried again."""
+class QuorumLease(QuorumAttempt):
+    """One acquisition, from the first attempt to the release. `lock` is the quorum lock, which learns of the loss."""
 
-    retry_for = 0.0
-
-    def report_loss(self) -> None:
-        part = self.lock_ref()
-        whole = None if part is None else part.whole()
-        if whole is not None:
-            whole.report_loss()
-
-
-class _Part(Lock):
-    """The lock on one of the servers, for one acquisition of the quorum lock."""
-
-    _lease_kind = _PartLease
-    whole: Callable[[], QuorumLease | None]
-    shared_id: str
-
-    def _new_lease(self, acquirer: Any, id: str) -> Lease:
-        return super()._new_lease(acquirer, self.shared_id)
-
-    def _report(self, event: str, lease: Lease) -> None:
-        """Report nothing: the events of the quorum lock are reported."""
-
-
-class QuorumLease:
-    """One acquisition, from the first attempt to the release.
-
-    `options` are those of the lock on each server; `lock` is a weak reference to the quorum lock, which learns of the
-    loss.
-    """
-
-    def __init__(self, name: str, servers: list[Server], options: dict[str, Any], lock: weakref.ref[Any]) -> None:
-        self.name = name
-        self.id = new_id()
-        self._servers = servers
-        self._options = options
-        self._lock = lock
-        self._needed = majority(servers)
+    def __init__(self, servers: list[Server], template: BaseLock, acquirer: Any, lock: Any) -> None:
+        super().__init__(servers, template, acquirer)
+        self._lock = weakref.ref(lock)
         self._pid = process.pid
-        self._parts: list[_Part] = []
-        """The parts that are acquired, and not released yet."""
+        self._acquired = 0.0
         self._released = 0
-        self._losses: list[LossRecord] = []
-        """The losses of the parts that were found lost at the release."""
-        self._complete = False
+        self._upkeep: asyncio.TimerHandle | None = None
         self._loss: Slot[LossRecord] = Slot()
 
     @property
@@ -75,93 +47,137 @@ class QuorumLease:
         """Whether the acquisition belongs to the process that this one was forked from."""
         return self._pid != process.pid
 
-    def acquire_majority(self, until: float) -> bool:
-        """Acquire the part of each server in turn; False when one was not free in time, or too many were lost while
-        waiting.
+    async def acquire(self, until: float) -> bool:
+        """Acquire most of the parts; see `QuorumAttempt.acquire`."""
+        acquired = await super().acquire(until)
+        if acquired:
+            self._plan_upkeep()
+        return acquired
 
-        Raises LockBackendError when too many servers cannot answer.
-        """
-        missing = 0
-        for server in self._servers:
-            part = _Part(server, self.name, **self._options)
-            part.whole, part.shared_id = weakref.ref(self), self.id
-            try:
-                left = max(0.0, until - monotonic())
-                acquired = part.acquire(timeout=None if left == math.inf else left)
-            except LockBackendError as error:
-                missing += 1
-                if len(self._servers) - missing < self._needed:
-                    cause = f"{missing} of {len(self._servers)} servers: {error.cause}"
-                    raise LockBackendError(self.name, cause) from error
-                continue
-            if not acquired:
-                return False
-            self._parts.append(part)
-        self._complete = self.held_count >= self._needed
-        return self._complete
+    def _hold(self, part: Part) -> None:
+        lease = part.lease
+        if lease is not None:
+            self._acquired = lease.acquired = self._acquired or lease.acquired
+            watchdog.add(lease, self._template.auto_renewal)
+            holders.add(lease)
 
-    def release_parts(self) -> None:
-        """Release the parts of a lock that was not acquired."""
-        for part in self._parts:
-            with suppress(LockError):
-                part.release()
+    def _plan_upkeep(self) -> None:
+        """Ask again later for parts that are not held."""
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+        if self.loop is not None and len(self._held()) < len(self.parts):
+            self._upkeep = self.loop.call_later(min(self.expire / 3, LEFT_OUT), _mend, weakref.ref(self))
 
-    def release(self) -> None:
-        """Release every part; a part whose server does not answer stays, so that the release may be repeated.
+    def mend(self) -> None:
+        """Ask for the parts that are not held, if the lock is held and renewed."""
+        if self._ended or not any(part.lease is not None and part.lease.renewing for part in self._held()):
+            return
+        for part in self.parts:
+            loss = None if part.lease is None else part.lease.loss
+            left_out = part.server.left_out_until > monotonic()
+            if part.task is None and not part.held and not left_out and (loss is None or loss.code in MENDED):
+                self._start(part, 0.0)
+        self._plan_upkeep()
 
-        Raises LockBackendError when too many servers cannot answer, and the lock was not lost.
-        """
-        cause = ""
-        for part in list(self._parts):
-            try:
-                part.release()
-                self._released += 1
-            except LockLost as error:
-                self._losses.append(error.record)
-            except LockBackendError as error:
-                cause = error.cause
-                continue
-            self._parts.remove(part)
-        if self.loss is None and cause and self._released < self._needed:
-            raise LockBackendError(self.name, cause)
-
-    def extend(self, expire: Seconds | None) -> None:
+    async def extend(self, seconds: float | None) -> None:
         """Set the expiry of every part.
 
         Raises LockBackendError when too many servers cannot answer, and the lock was not lost.
         """
-        extended, cause = 0, ""
-        for part in self._parts:
-            try:
-                part.extend(expire)
-                extended += 1
-            except LockLost:
-                continue
-            except LockBackendError as error:
-                cause = error.cause
-        if self.loss is None and extended < self._needed:
+        leases = [part.lease for part in self._held() if part.lease is not None]
+        if seconds is not None:
+            self.expire = seconds
+            for lease in leases:
+                lease.change(seconds)
+                watchdog.reschedule(lease)
+        renewals = {lease.server: self._renew(lease) for lease in leases}
+        renewed, cause = await on_servers(renewals, lambda renewed, _: sum(renewed.values()) >= self._needed)
+        # Without a cause all have answered, and parts that were found lost have been taken anew.
+        if cause and self.loss is None and sum(renewed.values()) < self._needed:
             raise LockBackendError(self.name, cause)
+
+    def _renew(self, lease: Lease) -> Operation[bool]:
+        if (yield from operations.renew(lease)):
+            return True
+        watchdog.remove(lease)
+        lease.lose((yield from find_cause(lease)))
+        return False
+
+    async def release(self) -> None:
+        """Release every part; a part whose server does not answer stays, so that the release may be repeated.
+
+        Raises LockBackendError when too many servers cannot answer, and the lock was not lost.
+        """
+        if self.loss is not None:
+            await self._give_back()
+            return
+        self._stop()
+        leases = {part: part.lease for part in self._held() if part.lease is not None}
+        releases = {lease.server: self._release(lease) for lease in leases.values()}
+        replies, cause = await on_servers(
+            releases, lambda replies, _: self._released + sum(replies.values()) >= self._needed
+        )
+        for part in leases:
+            # First this: of a part that is released meanwhile, a look at the loss counts one or the other in any case.
+            self._released += replies.get(part.server, False)
+            if replies.get(part.server):
+                part.lease = None
+        if self._released < self._needed and self.loss is None:
+            raise LockBackendError(self.name, cause)
+
+    def _release(self, lease: Lease) -> Operation[bool]:
+        released = yield from operations.release(lease)
+        if not released:
+            lease.lose((yield from find_cause(lease)))
+        return released
+
+    def _stop(self) -> None:
+        super()._stop()
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+
+    def _abandon(self) -> None:
+        in_background(asyncio.ensure_future(self._give_back()))
+
+    def abandon(self) -> None:
+        """Give everything back, without waiting for it. Any thread may call this."""
+        self._ended = True
+        self._stop_renewing()
+        self._call_in_loop(self._abandon)
+
+    def _call_in_loop(self, function: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the parts end by their expiry
+            if self.loop is not None:
+                self.loop.call_soon_threadsafe(function)
+
+    # Losing: any thread may call what follows.
 
     @property
     def loss(self) -> LossRecord | None:
         """Why and when the quorum lock was lost, or None while it is held; asks nobody."""
-        if self._loss.value is None:
-            self.report_loss()
+        if self._loss.value is None and not self.inherited_by_fork:
+            self._report_loss()
         return self._loss.value
 
     @property
     def held_count(self) -> int:
         """The number of servers on which it is held, as far as this process knows."""
-        return sum(part.lost is None for part in list(self._parts))
+        return len(self._held())
 
-    def report_loss(self) -> None:
+    def note_lost_part(self) -> None:
+        """Report the loss of the quorum lock, or take the part anew."""
+        if self._complete and not self._ended and self.loss is None:
+            self._call_in_loop(self.mend)
+
+    def _report_loss(self) -> None:
         """Report the loss of the quorum lock, once, if too few servers hold it."""
         # `held_count` may report, so it is read before the slot is used. It is read before `_released`: of a part that is
         # released meanwhile, one of the two counts it in any case.
         lost = self._complete and self.held_count + self._released < self._needed
         if not lost:
             return
-        losses = [*self._losses, *filter(None, [part.lost for part in list(self._parts)])]
+        leases = [part.lease for part in self.parts if part.lease is not None]
+        losses = [loss for loss in [lease.loss for lease in leases] if loss is not None]
         reason = f"fewer than {self._needed} of its servers still hold it"
         code: LossCode = "too_few_servers"
         if len({loss.code for loss in losses}) == 1:  # all for the same cause
@@ -169,12 +185,21 @@ class QuorumLease:
         record = LossRecord(self.name, self.id, 0, reason, time.time(), code)
         if self._loss.put_if_empty(record) is not record:
             return
-        events.emit("lost", "Quorum lock %r was lost: %s.", self.name, reason, name=self.name, fence=0, record=record)
+        self.abandon()
+        if asyncio._get_running_loop() is None:
+            self._notify_of_loss(record)
+        else:  # listeners may take long, and may use a quorum lock, which must not wait for this loop
+            os_threads.start(partial(self._notify_of_loss, record), "redislock-loss")
+
+    def _notify_of_loss(self, record: LossRecord) -> None:
+        message = "Quorum lock %r was lost: %s."
+        events.emit("lost", message, self.name, record.reason, name=self.name, fence=0, record=record)
         lock = self._lock()
         if lock is not None:
             lock._call_on_lost(self)
 
 
-def majority(servers: list[Server]) -> int:
-    """Return the smallest number of the servers that is more than half of them."""
-    return len(servers) // 2 + 1
+def _mend(whole: weakref.ref[QuorumLease]) -> None:
+    found = whole()
+    if found is not None:
+        found.mend()

@@ -92,6 +92,34 @@ while not kept:
 print(lost == [lock], kept, list(held_locks(client)))
 """
 
+QUORUM = """
+{patch}
+import sys, threading, time
+import redis
+from django_redislock.core import QuorumLock
+
+clients = [redis.Redis.from_url(url) for url in sys.argv[1:]]
+got = []
+
+def wait(number):
+    with QuorumLock(clients, "a", timeout=20):
+        got.append(number)
+
+with QuorumLock(clients, "a", expire=1.5) as lock:
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+        while lock.owner().waiting <= threads.index(thread):
+            time.sleep(0.01)
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        pass
+    print(lock.owned(), lock.lost, got)
+for thread in threads:
+    thread.join()
+print(got)
+"""
+
 IDLE = """
 {patch}
 import os, sys, time
@@ -152,3 +180,9 @@ def test_the_end_of_a_greenlet_is_noticed(redis_url, kind):
 def test_the_watchdogs_thread_leaves_nothing_of_gevent_behind():
     with RedisServer() as own:
         assert run("gevent", IDLE, own.url) == ("True 2\n", "")
+
+
+@everywhere
+def test_a_greenlet_that_computes_keeps_its_quorum_lock_and_greenlets_wait_for_it(server, kind):
+    urls = [server.url_of_db(number) for number in range(3)]
+    assert run(kind, QUORUM, *urls) == ("True None []\n[0, 1, 2]\n", "")

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from django_redislock.core.driver.wakeups import Waiter, Waiters
+from django_redislock.core.clock import monotonic
+from django_redislock.core.driver.wakeups import MAX_POLL_INTERVAL, Waiter, Waiters
 
 
 class Sleeper(Waiter):
@@ -50,3 +51,26 @@ def test_a_waiter_that_left_is_not_taken_for_the_first_any_more(waiters):
     waiters.wake_pollers()
     assert other.woken
     assert waiters.polls(other)
+
+
+def test_a_process_polls_in_proportion_to_its_share_of_a_long_queue(waiters):
+    """So that the polls of all processes do not grow with the queue."""
+    alone = comes(waiters, b"1")
+    alone.tried_at, alone.queue_length = monotonic(), 16 * 8
+    waiters.wake_pollers()
+    assert not alone.woken
+    alone.tried_at -= 0.5 * 8
+    waiters.wake_pollers()
+    assert alone.woken
+    alone.take_message()
+    alone.tried_at = monotonic()
+    others = [comes(waiters, b"%d" % number) for number in range(2, 9)]
+    waiters.wake_pollers()
+    assert [waiter.woken for waiter in (alone, *others)] == [True] + [False] * 7
+
+
+def test_a_process_polls_every_few_seconds_in_any_queue(waiters):
+    waiter = comes(waiters, b"1")
+    waiter.tried_at, waiter.queue_length = monotonic() - MAX_POLL_INTERVAL, 1_000_000
+    waiters.wake_pollers()
+    assert waiter.woken

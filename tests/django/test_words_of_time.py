@@ -8,7 +8,7 @@ import pytest
 
 from django_redislock import alock, lock, locked, locked_atomic, rlock
 from django_redislock.cache.backends import base
-from django_redislock.core import AsyncLock, AsyncRLock, Lock, QuorumLock, RLock
+from django_redislock.core import AsyncLock, AsyncQuorumLock, AsyncRLock, Lock, QuorumLock, RLock
 from tests.support.cache_programs import cache_at
 
 
@@ -32,6 +32,7 @@ MAKERS = {
     "AsyncLock": by_client(AsyncLock),
     "AsyncRLock": by_client(AsyncRLock),
     "QuorumLock": by_client(QuorumLock),
+    "AsyncQuorumLock": by_client(AsyncQuorumLock),
 }
 
 

@@ -62,6 +62,8 @@ class Server:
 
     watched = False
     """Whether the housekeeper will close its idle connections."""
+    left_out_until = 0.0
+    """Until then, quorum locks do not wait for this server, because it did not answer."""
     min_replicas = 0
     """How many replicas must confirm a lock; a `ReplicatedServer` has another number."""
     splits = False

@@ -2,7 +2,7 @@
 
 A waiter sleeps until a message with its id arrives on the channel of its process. A message can be lost: the
 connection breaks, or the process that was served first is frozen. So for each lock one waiter of the process polls: it
-also tries twice a second, and when the lock expires.
+also tries when the lock expires, and twice a second. Where many processes wait, each of them tries more rarely.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from .resp import encode_command
 
 POLL_INTERVAL = 0.5
 """Seconds between two tries without a wake-up."""
+POLLERS = 16
+"""The processes that wait for one lock poll as often as so many would that poll in each interval."""
+MAX_POLL_INTERVAL = 4.0
+"""Seconds between two polls of one process at most, because a long queue may become short meanwhile."""
 QUIET = 10.0
 """Seconds without data after which a subscription is checked by a PING."""
 PONG_WITHIN = 1.0
@@ -34,7 +38,10 @@ PONG_WITHIN = 1.0
 class Waiter:
     """One thread or task that waits for one lock."""
 
-    __slots__ = ("__weakref__", "channel", "group", "home", "id", "lock", "message", "number", "woken", "woken_members")
+    __slots__ = (
+        *("__weakref__", "channel", "group", "home", "id", "lock", "message", "number"),
+        *("queue_length", "tried_at", "woken", "woken_members"),
+    )
 
     home: Any
     """In a Cluster: the node in whose waiting room it waits."""
@@ -45,6 +52,10 @@ class Waiter:
         self.channel = channel
         self.number = 0
         """Distinguishes waiters with the same id."""
+        self.tried_at = 0.0
+        """When it tried for the lock last."""
+        self.queue_length = 0
+        """The number of all waiters for the lock then, of all processes; 0 when it is unknown."""
         self.woken = False
         """Whether there is a reason to try for the lock again."""
         self.message: bytes | None = None
@@ -146,7 +157,11 @@ class Waiters(Generic[W]):
         return self._poller(waiter) is waiter
 
     def wake_pollers(self) -> None:
-        """Wake one waiter for each lock, as a rule the same each time, and forget waiters that are gone."""
+        """Wake one waiter for each lock, as a rule the same each time, and forget waiters that are gone.
+
+        A process polls in proportion to its share of all waiters. So the polls do not grow with the queue, and they go
+        on when the first processes of the queue are frozen.
+        """
         for key, found in list(self._by_id.items()):
             if found() is None:
                 self._by_id.pop(key, None)
@@ -158,6 +173,9 @@ class Waiters(Generic[W]):
             by_lock.setdefault(waiter.lock, []).append(waiter)
         for lock, waiters in by_lock.items():
             poller = self._poller(waiters[0])
+            pause = min(POLL_INTERVAL * poller.queue_length / (POLLERS * len(waiters)), MAX_POLL_INTERVAL)
+            if pause > POLL_INTERVAL and monotonic() < poller.tried_at + pause:
+                continue
             if poller.woken:  # and has not tried since it was woken last: it was interrupted, or is busy
                 poller = next((waiter for waiter in waiters if not waiter.woken), poller)
                 self._pollers[lock] = ref(poller)

@@ -2,8 +2,8 @@
 -- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 receipts, if the id may have released it before
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': none)
 -- Returns the fence when acquired, negative when the id held the lock before; otherwise {ms until another try makes
--- sense (negative: unknown), ticket}, and 1 as third when the caller is to try then even if others of its process wait
--- for the same lock. The KEYS and ARGV are named in quick.lua.
+-- sense (negative: unknown), ticket, 1 when the caller is to try then even if others of its process wait for the same
+-- lock, length of the queue}. The KEYS and ARGV are named in quick.lua.
 
 local value = redis.call('GET', lock)
 local wrong = not_ours(lock, value)

@@ -136,5 +136,5 @@ local function wait_for_turn(lock, held, queue, value, id, name, channel, joins,
     redis.call('ZREM', queue, entry)
     count_waits(held, now, name, waited_ms(ticket, now), 1, 1)
   end
-  return {left, drawn, first and 1 or nil}
+  return {left, drawn, first and 1 or 0, redis.call('ZCARD', queue)}
 end

@@ -1,0 +1,155 @@
+"""The quorum lock for asyncio: the same algorithm, for tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+import redis.asyncio
+
+from django_redislock.core import AsyncQuorumLock, Lock, QuorumLock
+from django_redislock.core.keys import lock_keys
+from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockLost, NotAcquired
+from tests.support import RedisServer, queued, until, wait_until, within
+
+KEYS = lock_keys("redislock", "a")
+
+
+@pytest.fixture(scope="module")
+def started():
+    with ExitStack() as stack:
+        yield [stack.enter_context(RedisServer()) for _ in range(3)]
+
+
+@pytest.fixture
+def servers(started):
+    yield started
+    for server in started:
+        server.resume()
+
+
+@pytest.fixture
+def clients(servers):
+    with ExitStack() as stack:
+        found = [stack.enter_context(server.client(socket_timeout=1)) for server in servers]
+        for client in found:
+            client.flushall()
+        yield found
+
+
+@pytest.fixture
+def aclients(servers, clients):
+    return [redis.asyncio.from_url(server.url) for server in servers]
+
+
+def holders(clients):
+    return [client.exists(KEYS.lock) for client in clients]
+
+
+def test_it_is_held_extended_and_released(aclients, clients):
+    async def main():
+        lock = AsyncQuorumLock(aclients, "a", label="me")
+        async with lock:
+            await until(lambda: holders(clients) == [1, 1, 1])
+            assert await lock.extend(20)
+            assert await lock.locked()
+            assert await lock.owned()
+            assert 15 < await lock.ttl() <= 20
+            assert (await lock.owner()).label == "me"
+            assert lock.lost is None
+            with pytest.raises(AlreadyAcquired):
+                await lock.acquire()
+            with pytest.raises(AcquireTimeout):
+                async with AsyncQuorumLock(aclients, "a", blocking=False):
+                    pass
+        with pytest.raises(NotAcquired):
+            await lock.release()
+        assert await lock.owner() is None
+
+    asyncio.run(main())
+    wait_until(lambda: holders(clients) == [0, 0, 0])
+
+
+def test_tasks_and_threads_keep_each_other_out_and_wait_for_each_other(aclients, clients):
+    async def main():
+        inside = []
+
+        async def work(number):
+            async with AsyncQuorumLock(aclients, "a"):
+                inside.append(number)
+                assert len(inside) == 1
+                await asyncio.sleep(0)
+                inside.remove(number)
+
+        with QuorumLock(clients, "a"):
+            tasks = [asyncio.create_task(work(number)) for number in range(5)]
+            await until(lambda: all(queued(client, "a") == 5 for client in clients))
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_acquire_holds_nothing_and_leaves_the_queues(aclients, clients):
+    async def main():
+        with QuorumLock(clients, "a"):
+            task = asyncio.create_task(AsyncQuorumLock(aclients, "a").acquire())
+            await until(lambda: all(queued(client, "a") for client in clients))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: not any(queued(client, "a") for client in clients))
+        await until(lambda: holders(clients) == [0, 0, 0])
+        async with AsyncQuorumLock(aclients, "a", timeout=5):
+            pass
+
+    asyncio.run(main())
+
+
+def test_a_paused_server_costs_milliseconds(aclients, clients, servers):
+    async def main():
+        lock = AsyncQuorumLock(aclients, "a")
+        async with lock:
+            pass
+        servers[1].pause()
+        with within(1):
+            for _ in range(5):
+                assert await lock.acquire(blocking=False)
+                await lock.release()
+
+    asyncio.run(main())
+
+
+def test_a_loss_is_told_in_the_loop_of_the_holder(aclients, clients):
+    async def main():
+        told = []
+        lock = AsyncQuorumLock(
+            aclients, "a", expire=0.6, on_lost=lambda lock: told.append((lock.lost.code, asyncio.get_running_loop()))
+        )
+        await lock.acquire()
+        QuorumLock(clients, "a").reset(by="me")
+        await until(lambda: told)
+        assert told == [("force_released", asyncio.get_running_loop())]
+        with pytest.raises(LockLost):
+            await lock.release()
+
+    asyncio.run(main())
+
+
+def test_a_part_that_was_lost_is_taken_anew(aclients, clients):
+    async def main():
+        async with AsyncQuorumLock(aclients, "a", expire=0.6) as lock:
+            await until(lambda: lock._visible_lease().held_count == 3)
+            clients[0].flushall()
+            await until(lambda: clients[0].exists(KEYS.lock))
+            lock.raise_if_lost()
+
+    asyncio.run(main())
+
+
+def test_a_stuck_server_keeps_nobody_out(aclients, clients):
+    async def main():
+        with Lock(clients[0], "a", expire=20):
+            assert await AsyncQuorumLock(aclients, "a").acquire(blocking=False)
+
+    asyncio.run(main())
