@@ -96,6 +96,7 @@ def test_a_value_of_several_megabytes_arrives(cache):
     asyncio.run(main())
 
 
+@pytest.mark.one_server("a client of a Cluster goes past the proxy, to the addresses that nodes name")
 @pytest.mark.parametrize("many", [False, True])
 def test_an_answer_that_takes_longer_than_the_socket_timeout_but_keeps_coming_arrives(redis_url, backend, many):
     cache_at(redis_url, backend).set("k", "x" * 1_000_000)

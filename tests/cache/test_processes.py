@@ -88,7 +88,7 @@ def test_a_waiting_process_takes_four_round_trips_at_first_and_two_later(client,
             cache.get_or_set(key, compute, 60, expire=120)
             waiter.wait_for(event="got", value=f"value of {key}")
         own = ["GET", "EVALSHA"], ["EVALSHA"]
-        sent = commands(line for line in sent if not line.startswith(("ZCARD", "INFO")))
+        sent = commands(line for line in sent if not line.startswith(("ZCARD", "INFO", "SCAN")))
         assert sent == [*own[0], *expected, *own[1]]
         assert (counts["evalsha"], counts["subscribe"]) == (sent.count("EVALSHA"), sent.count("SUBSCRIBE"))
 

@@ -23,6 +23,7 @@ MEGABYTE = 1_000_000
 
 
 @pytest.mark.processes
+@pytest.mark.one_server("its server is not in cluster mode")
 def test_a_value_of_20_megabytes_takes_up_little_more_than_its_size(backend):
     """Above what the server uses anyway; a plain SET of the base class takes up twice the size."""
     value = os.urandom(20 * MEGABYTE)

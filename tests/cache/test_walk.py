@@ -16,6 +16,7 @@ import django_redislock
 from django_redislock.core.driver.registry import close_unused
 from tests.support.cache_programs import cache_at
 
+pytestmark = pytest.mark.one_server("on a Cluster the way to the node is added")
 PACKAGE = f"{Path(django_redislock.__file__).parent}/"
 
 

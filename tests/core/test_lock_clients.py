@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
 import redis
 import redis.asyncio
+from redis.exceptions import RedisError
 
 from tests.support import counting, in_thread, monitoring, wait_until
 
@@ -96,3 +98,17 @@ def test_scripts_that_the_server_forgot_are_sent_again(make_lock, client):
         lock.extend()
         client.script_flush()
     assert not lock.locked()
+
+
+def test_error_replies_keep_no_connection_open_until_the_garbage_collector_runs(make_lock, client):
+    """An error that refers to a frame that refers to it is such a cycle, and in it a socket may end before its owner."""
+    lock = make_lock(client, "a")
+    gc.collect()
+    gc.disable()
+    try:
+        client.script_flush()
+        with lock:
+            pass
+        assert [each for each in gc.get_objects() if isinstance(each, RedisError)] == []
+    finally:
+        gc.enable()

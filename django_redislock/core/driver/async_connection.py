@@ -80,6 +80,7 @@ class AsyncConnection(asyncio.Protocol):
         finally:
             timer.cancel()
             self._close_when_idle()
+            del reply  # it has the error, which refers to this frame
 
     def send_and_forget(self, request: bytes) -> None:
         """Send the request if that is still possible; no task waits for the reply."""

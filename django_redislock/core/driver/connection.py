@@ -84,7 +84,10 @@ class Connection:
             raise
         for reply in replies:
             if isinstance(reply, ResponseError):
-                raise reply
+                try:
+                    raise reply
+                finally:
+                    del reply, replies  # as in `receive`
         return replies
 
     def send_ahead(self, call: ScriptCall) -> None:
@@ -148,7 +151,12 @@ class Connection:
             except ValueError as error:
                 raise InvalidResponse(f"Protocol error: {error}") from error
         if isinstance(reply, RedisError):
-            raise reply
+            try:
+                raise reply
+            finally:
+                # The error refers to this frame: in a cycle it would keep the connection open until the garbage
+                # collector finds it.
+                del reply
         return reply
 
     def receive_any(self) -> Any:

@@ -168,5 +168,8 @@ def _judged(call: ScriptCall, reply: Any, confirmations: Any, min_replicas: int,
 def _raised(reply: Any) -> Any:
     """Return the reply; raise an error."""
     if isinstance(reply, BaseException):
-        raise reply
+        try:
+            raise reply
+        finally:
+            del reply  # it refers to this frame
     return reply

@@ -221,7 +221,10 @@ class BaseWaitingRoom(Generic[W]):
                 check_role((yield encode_command(b"HELLO")))
             reply = yield encode_command(b"SUBSCRIBE", self.channel)
             if isinstance(reply, RedisError):
-                raise reply
+                try:
+                    raise reply
+                finally:
+                    del reply  # it refers to this frame
         except BaseException:  # also when the driver closes the generator because the connection broke
             self._distrusted = self._distrusted or distrusted
             raise
