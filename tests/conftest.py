@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from django.conf import settings
 
 from django_redislock.cache.lease import single_flight
 from django_redislock.core import held_locks
+from django_redislock.core.driver.registry import close_unused
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
     Cluster,
@@ -165,12 +167,13 @@ def shared_cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def cluster(shared_cluster: Cluster) -> Cluster:
+def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     """A Cluster of three primaries, which is empty. Its slots may be anywhere."""
     shared_cluster.wait_until_ok()  # a test may have moved slots
-    with shared_cluster.client() as client:
-        client.flushall(target_nodes=client.PRIMARIES)
-    return shared_cluster
+    shared_cluster.empty()
+    yield shared_cluster
+    gc.collect()  # redis-py's clients of Clusters have cycles
+    close_unused()
 
 
 @pytest.fixture

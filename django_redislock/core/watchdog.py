@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -46,8 +47,8 @@ class WatchThread:
         """Set by the thread itself alone, so that an interrupted `add` cannot leave it wrong."""
         self.substitute: Slot[WatchThread] = Slot()
         """The thread that watches while this one is busy."""
-        self.server: Server | None = None
-        """The server whose connection this thread used."""
+        self.server: Callable[[], Server | None] = lambda: None
+        """Return the server whose connection this thread used: a weak reference, because the server refers to this."""
 
 
 class ServerWatchdog(Renewals):
@@ -124,8 +125,9 @@ class ServerWatchdog(Renewals):
         try:
             self._watch(thread)
         finally:
-            if thread.server is not None:
-                thread.server.leave()
+            server = thread.server()
+            if server is not None:
+                server.leave()
 
     def _watch(self, thread: WatchThread) -> None:
         rung = True
@@ -164,7 +166,8 @@ class ServerWatchdog(Renewals):
             return
         for lease in chain.from_iterable(groups):
             lease.renewal_pending = True
-        server = thread.server = groups[0][0].server
+        server = groups[0][0].server
+        thread.server = weakref.ref(server)
         thread.busy = True
         try:
             while groups:

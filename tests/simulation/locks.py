@@ -92,6 +92,8 @@ class LockHistory(History):
         """The owner id and the fence of each acquisition."""
         self.released: set[int] = set()
         """The fences of the acquisitions that were released."""
+        self.reset: set[int] = set()
+        """The fences of those that were force-released."""
         self.lost = False
         """Whether a holder's lock ended before it released it."""
         self.free_since = 0.0
@@ -227,7 +229,8 @@ class LockHistory(History):
         """See that a loss that was told is one: the answers of the server allowed no further belief."""
         lease, process = belief.lease, belief.process
         promised = process.watchdog.promised.get(lease, 0.0)
-        excused = lease.fence in self.released or belief.shortened or belief.epoch != self.world.epoch
+        forced = belief.forced_at is not None or lease.fence in self.reset
+        excused = forced or belief.shortened or belief.epoch != self.world.epoch
         if lease._losses and process.clock() < promised and not excused:
             self.fail(f"{thread} was told of a loss that there was not, {promised - process.clock():.3f} s too early")
 
@@ -244,6 +247,7 @@ class LockHistory(History):
             if what.script is scripts.RESET:
                 self.world.tell(process, f"force-released fence {fence.decode()}")
                 self.lost = True
+                self.reset.add(int(fence))
             elif what.args[0] != id or what.args[3] not in (b"", fence):
                 return
             self.released.add(int(fence))

@@ -75,6 +75,12 @@ class Cluster:
         """Return a new client; close it, or use it in a with statement."""
         return redis.RedisCluster.from_url(next(node for node in self.nodes if node.process is not None).url, **options)
 
+    def empty(self) -> None:
+        """Delete everything on every primary."""
+        for node in self.nodes:
+            if node.process is not None and self.ask(node, "ROLE")[0] in (b"master", "master"):
+                self.ask(node, "FLUSHALL")
+
     def ask(self, node: RedisServer, *command: Any) -> Any:
         """Return a node's reply to a command."""
         client = self._clients.get(node)
