@@ -64,15 +64,15 @@ def test_no_sentinel_that_answers_is_an_error_within_the_callers_timeout(silent)
 
 
 def test_a_service_that_no_sentinel_knows_is_an_error_at_once_that_says_what_to_do(sentinel):
-    with client_from_url(url_of(sentinel, service="mian")) as client:
-        with pytest.raises(LockBackendError, match="know no service 'mian': give the name of their line") as failure:
+    with client_from_url(url_of(sentinel, service="other")) as client:
+        with pytest.raises(LockBackendError, match="know no service 'other': give the name of their line") as failure:
             Lock(client, "a").acquire()
         assert failure.value.refused, "another try would be of no use"
 
         async def main():
             await AsyncLock(client, "a").acquire()
 
-        with pytest.raises(LockBackendError, match="know no service 'mian'"):
+        with pytest.raises(LockBackendError, match="know no service 'other'"):
             asyncio.run(main())
 
 
