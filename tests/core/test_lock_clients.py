@@ -8,7 +8,7 @@ import threading
 import pytest
 import redis
 import redis.asyncio
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError
 
 from tests.support import counting, in_thread, monitoring, wait_until
 
@@ -109,6 +109,6 @@ def test_error_replies_keep_no_connection_open_until_the_garbage_collector_runs(
         client.script_flush()
         with lock:
             pass
-        assert [each for each in gc.get_objects() if isinstance(each, RedisError)] == []
+        assert [each for each in gc.get_objects() if isinstance(each, NoScriptError)] == []
     finally:
         gc.enable()
