@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -172,8 +171,7 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     shared_cluster.wait_until_ok()  # a test may have moved slots
     shared_cluster.empty()
     yield shared_cluster
-    gc.collect()  # redis-py's clients of Clusters have cycles
-    close_unused()
+    close_unused()  # redis-py's clients of Clusters have cycles, and keep our connections until they are collected
 
 
 @pytest.fixture
