@@ -157,7 +157,7 @@ def test_clients_of_the_same_nodes_and_settings_share_a_cluster(cluster):
 
 
 def test_the_connections_to_all_nodes_are_closed_with_the_last_lock(cluster):
-    nodes = redis.asyncio.RedisCluster.from_url(cluster.url)
+    nodes = redis.asyncio.RedisCluster.from_url(cluster.url, socket_timeout=4.25)  # settings of no other test
     lock = Lock(nodes, "a", expire=20)
     with lock:
         gone = [weakref.ref(node) for node in server_of(nodes).table.nodes.values()]
