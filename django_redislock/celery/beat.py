@@ -154,7 +154,9 @@ class LeaderMixin:
                 self._continue(entry, float(times[entry.name][0]), int(times[entry.name][1]))
         self._unshared = new
         self._share()
-        self._heap = None
+        # The next tick makes the heap from these entries. A DatabaseScheduler would make it once more, with the times
+        # before that tick, because the schedule was read anew.
+        self._heap, self._heap_invalidated = None, False
 
     def _continue(self, entry: Any, last: float, count: int) -> None:
         zone = entry.last_run_at.tzinfo

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import time
 
 from celery import Celery
-from celery.beat import BeatLazyFunc
 from celery.schedules import crontab
 from django.conf import settings
 
@@ -25,7 +23,6 @@ app.conf.update(
         name: {
             "task": name,
             "schedule": crontab() if seconds == "crontab" else seconds,
-            "args": [] if "database" in given else [BeatLazyFunc(time.time)],
         }
         for name, seconds in given["entries"].items()
     },

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import redis
 
@@ -77,20 +78,30 @@ class Beat:
 
 
 class Published:
-    """The messages in the queue, in the order in which they came."""
+    """The messages in the queue, in the order in which they came. Use it in a with statement: a thread looks for them."""
 
     def __init__(self, broker: redis.Redis) -> None:
         self._broker = broker
+        self._found: list[tuple[str, float]] = []
+        self._closed = threading.Event()
+        self._looker = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._looker.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._closed.set()
+        self._looker.join()
+
+    def _look(self) -> None:
+        while not self._closed.wait(0.02):
+            new = self._broker.lrange("celery", 0, -1 - len(self._found))  # the newest one is the first
+            self._found += [(json.loads(raw)["headers"]["task"], time.time()) for raw in reversed(new)]
 
     def times(self, name: str) -> list[float]:
-        """Return when the entry was published."""
-        found = []
-        for raw in reversed(self._broker.lrange("celery", 0, -1)):
-            message = json.loads(raw)
-            if message["headers"]["task"] == name:
-                (args, _, _) = json.loads(base64.b64decode(message["body"]))
-                found.append(float(args[0]) if args else 0.0)
-        return found
+        """Return when the entry was published, to some hundredths of a second."""
+        return [at for task, at in list(self._found) if task == name]
 
     def count(self, name: str) -> int:
         """Return how often the entry was published."""
