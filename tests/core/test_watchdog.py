@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import socket
 import threading
 import time
+import weakref
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -14,6 +16,7 @@ import redis
 from django_redislock.core import Lock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.server import Server
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.operations import renew_call
 from django_redislock.core.watchdog import watchdog
@@ -358,3 +361,20 @@ def test_a_renewal_that_races_a_release_reports_nothing_and_revives_nothing(clie
     assert not told
     assert "was lost" not in caplog.text
     assert not client.exists(*(key_of(f"lock {i}") for i in range(8)))
+
+
+def test_a_server_that_renewed_a_lock_goes_with_its_last_lock_and_needs_no_garbage_collector(client):
+    def renew():
+        server = Server(client)
+        with Lock(server, "a", expire=1) as lock:
+            lived(1.2)
+            assert lock.owned()
+        return weakref.ref(server)
+
+    gc.collect()
+    gc.disable()
+    try:
+        gone = renew()
+        wait_until(lambda: gone() is None)
+    finally:
+        gc.enable()

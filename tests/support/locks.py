@@ -25,6 +25,11 @@ def queue_of(name: str) -> str:
     return lock_keys("redislock", name).queue
 
 
+def held_on(clients: list[redis.Redis], name: str = "a") -> list[int]:
+    """Return 1 for each server on which the lock is held, and 0 for each other one."""
+    return [client.exists(key_of(name)) for client in clients]
+
+
 def name_of(task: Any, *args: Any) -> str:
     """Return the name of the lock of a single-instance task that is called with these arguments."""
     lock, *_ = task._locks(args, {})

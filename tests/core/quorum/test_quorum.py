@@ -7,58 +7,31 @@ import logging
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 
 from django_redislock.core import Lock, QuorumLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import RedisServer, in_a_fork, wait_until
+from tests.support import in_a_fork, wait_until
+from tests.support.locks import held_on
 
 KEYS = lock_keys("redislock", "a")
-
-
-@pytest.fixture(scope="module")
-def started():
-    with ExitStack() as stack:
-        yield [stack.enter_context(RedisServer()) for _ in range(3)]
-
-
-@pytest.fixture
-def servers(started):
-    """Three servers of which a test may stop some."""
-    yield started
-    for server in started:
-        if server.process is None:
-            server.start()
-        server.resume()
-
-
-@pytest.fixture
-def clients(servers):
-    with ExitStack() as stack:
-        found = [stack.enter_context(server.client(socket_timeout=1)) for server in servers]
-        for client in found:
-            client.flushall()
-        yield found
-
-
-def holders(clients):
-    return [client.exists(KEYS.lock) for client in clients]
+SERVERS = 3
+OPTIONS = {"socket_timeout": 1}
 
 
 def test_it_is_held_on_all_servers_and_leaves_them_all(clients):
     lock = QuorumLock(clients, "a", label="me")
     with lock:
-        wait_until(lambda: holders(clients) == [1, 1, 1])
+        wait_until(lambda: held_on(clients) == [1, 1, 1])
         assert lock.locked()
         assert lock.owned()
         assert 25 < lock.ttl() <= 30
         assert lock.owner().label == "me"
         assert lock.lost is None
         lock.raise_if_lost()
-    wait_until(lambda: holders(clients) == [0, 0, 0])
+    wait_until(lambda: held_on(clients) == [0, 0, 0])
     assert not lock.locked()
     assert not lock.owned()
     assert lock.owner() is None
@@ -76,13 +49,13 @@ def test_it_keeps_everybody_else_out(clients):
         with pytest.raises(NotAcquired):
             other.release()
     with other:
-        wait_until(lambda: holders(clients) == [1, 1, 1])
+        wait_until(lambda: held_on(clients) == [1, 1, 1])
 
 
 def test_who_gets_only_some_servers_gives_them_back(clients):
     with Lock(clients[1], "a"), Lock(clients[2], "a"):
         assert not QuorumLock(clients, "a").acquire(timeout=0.1)
-        wait_until(lambda: holders(clients) == [0, 1, 1])
+        wait_until(lambda: held_on(clients) == [0, 1, 1])
         wait_until(lambda: [client.exists(KEYS.queue) for client in clients] == [0, 0, 0])
 
 
@@ -111,13 +84,13 @@ def test_one_server_may_be_away(servers, clients):
     with lock:
         servers[0].stop()
         lock.extend(2.4)
-        wait_until(lambda: holders(clients[1:]) == [1, 1])
+        wait_until(lambda: held_on(clients[1:]) == [1, 1])
         assert lock.owned()
         lock.raise_if_lost()
     with lock:
-        wait_until(lambda: holders(clients[1:]) == [1, 1])
+        wait_until(lambda: held_on(clients[1:]) == [1, 1])
         assert not QuorumLock(clients, "a").acquire(blocking=False)
-    wait_until(lambda: holders(clients[1:]) == [0, 0])
+    wait_until(lambda: held_on(clients[1:]) == [0, 0])
 
 
 def test_without_most_servers_nothing_is_known(servers, clients):
@@ -126,7 +99,7 @@ def test_without_most_servers_nothing_is_known(servers, clients):
     servers[2].stop()
     with pytest.raises(LockBackendError, match="2 of 3 servers"):
         lock.acquire()
-    wait_until(lambda: holders(clients[1:2]) == [0])
+    wait_until(lambda: held_on(clients[1:2]) == [0])
     for question in (lock.locked, lock.ttl, lock.owner, lock.reset):
         with pytest.raises(LockBackendError):
             question()
@@ -143,7 +116,7 @@ def test_a_release_that_most_servers_do_not_answer_may_be_repeated(servers, clie
     for server in servers[:2]:
         server.resume()
     lock.release()
-    wait_until(lambda: holders(clients) == [0, 0, 0])
+    wait_until(lambda: held_on(clients) == [0, 0, 0])
     with pytest.raises(NotAcquired):
         lock.release()
 
@@ -158,7 +131,7 @@ def test_a_minority_may_lose_it(clients, caplog):
         lock.raise_if_lost()
     assert not told
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-    wait_until(lambda: holders(clients) == [0, 0, 0])
+    wait_until(lambda: held_on(clients) == [0, 0, 0])
 
 
 def test_the_loss_of_most_is_told_once(clients, caplog):
@@ -224,7 +197,7 @@ def test_who_acquires_after_a_loss_does_not_wait_for_what_is_left_of_the_lost_on
         lock.extend()
     assert lock.acquire(timeout=20)
     lock.release()
-    wait_until(lambda: holders(clients) == [0, 0, 0])
+    wait_until(lambda: held_on(clients) == [0, 0, 0])
 
 
 def test_servers_that_stay_away_are_a_loss_at_the_deadline(servers, clients):
@@ -236,7 +209,7 @@ def test_servers_that_stay_away_are_a_loss_at_the_deadline(servers, clients):
     wait_until(lambda: told)
     with pytest.raises(LockLost):
         lock.release()
-    wait_until(lambda: holders(clients[:1]) == [0])
+    wait_until(lambda: held_on(clients[:1]) == [0])
 
 
 def test_it_is_renewed_while_it_is_held_and_ends_without(clients):

@@ -13,39 +13,11 @@ from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import RedisServer, queued, wait_until, within
+from tests.support import queued, wait_until, within
+from tests.support.locks import held_on
 
 KEYS = lock_keys("redislock", "a")
-
-
-@pytest.fixture(scope="module")
-def started():
-    with ExitStack() as stack:
-        yield [stack.enter_context(RedisServer()) for _ in range(5)]
-
-
-@pytest.fixture
-def servers(started):
-    """Five servers of which a test may stop some."""
-    yield started
-    for server in started:
-        if server.process is None:
-            server.start()
-        server.resume()
-
-
-@pytest.fixture
-def clients(servers):
-    with ExitStack() as stack:
-        found = [stack.enter_context(server.client()) for server in servers]
-        for client in found:
-            client.flushall()
-            server_of(client).left_out_until = 0.0
-        yield found
-
-
-def holders(clients):
-    return [client.exists(KEYS.lock) for client in clients]
+SERVERS = 5
 
 
 def test_a_stuck_server_keeps_nobody_out(clients):
@@ -102,7 +74,7 @@ def test_servers_that_were_left_out_are_asked_where_the_others_do_not_suffice(se
     for client in clients[:3]:
         server_of(client).left_out_until = monotonic() + 60
     with QuorumLock(clients, "a"):
-        assert sum(holders(clients)) >= 3
+        assert sum(held_on(clients)) >= 3
     for server in servers[2:]:
         server.stop()
     with pytest.raises(LockBackendError, match="3 of 5 servers"):
@@ -125,7 +97,7 @@ def test_a_part_that_a_restarted_server_lost_is_taken_anew(servers, clients):
             wait_until(lambda number=number: clients[number].exists(KEYS.lock), message=f"server {number} has it again")
             lock.raise_if_lost()
             assert not QuorumLock(clients, "a").acquire(blocking=False)
-    wait_until(lambda: holders(clients) == [0] * 5)
+    wait_until(lambda: held_on(clients) == [0] * 5)
 
 
 def test_a_part_that_was_force_released_is_not_taken_anew(clients):
@@ -141,7 +113,7 @@ def test_a_part_that_was_force_released_is_not_taken_anew(clients):
                 for client, before in zip(clients[1:], renewed[1:], strict=True)
             )
         )
-        assert holders(clients) == [0, 1, 1, 1, 1]
+        assert held_on(clients) == [0, 1, 1, 1, 1]
 
 
 def test_what_is_lost_is_given_back_at_once(clients):
@@ -153,7 +125,7 @@ def test_what_is_lost_is_given_back_at_once(clients):
         client.set(KEYS.lock, "another\n1\n1\n{}")
     with pytest.raises(LockLost):
         lock.extend()
-    wait_until(lambda: told and holders(clients)[3:] == [0, 0])
+    wait_until(lambda: told and held_on(clients)[3:] == [0, 0])
 
 
 def test_the_belief_ends_before_the_expiry_by_the_drift_of_clocks(clients):
@@ -221,7 +193,7 @@ def test_who_holds_too_few_parts_gives_them_to_who_came_earlier(servers, clients
     for thread in threads:
         thread.join(60)
     assert len(turns) == 60
-    wait_until(lambda: holders(clients[away:]) == [0] * (5 - away))
+    wait_until(lambda: held_on(clients[away:]) == [0] * (5 - away))
 
 
 def test_a_waiter_does_not_keep_the_parts_that_a_holder_lacks(servers, clients):
@@ -251,4 +223,4 @@ def test_the_deadline_counts_where_most_servers_are_silent(servers, clients):
             lock.acquire(timeout=0.1)
         for server in servers:
             server.resume()
-        wait_until(lambda: holders(clients) == [0] * 5, message="what arrived late was undone")
+        wait_until(lambda: held_on(clients) == [0] * 5, message="what arrived late was undone")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 
 import pytest
 import redis.asyncio
@@ -11,31 +10,12 @@ import redis.asyncio
 from django_redislock.core import AsyncQuorumLock, Lock, QuorumLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockLost, NotAcquired
-from tests.support import RedisServer, queued, until, wait_until, within
+from tests.support import queued, until, wait_until, within
+from tests.support.locks import held_on
 
 KEYS = lock_keys("redislock", "a")
-
-
-@pytest.fixture(scope="module")
-def started():
-    with ExitStack() as stack:
-        yield [stack.enter_context(RedisServer()) for _ in range(3)]
-
-
-@pytest.fixture
-def servers(started):
-    yield started
-    for server in started:
-        server.resume()
-
-
-@pytest.fixture
-def clients(servers):
-    with ExitStack() as stack:
-        found = [stack.enter_context(server.client(socket_timeout=1)) for server in servers]
-        for client in found:
-            client.flushall()
-        yield found
+SERVERS = 3
+OPTIONS = {"socket_timeout": 1}
 
 
 @pytest.fixture
@@ -43,15 +23,11 @@ def aclients(servers, clients):
     return [redis.asyncio.from_url(server.url) for server in servers]
 
 
-def holders(clients):
-    return [client.exists(KEYS.lock) for client in clients]
-
-
 def test_it_is_held_extended_and_released(aclients, clients):
     async def main():
         lock = AsyncQuorumLock(aclients, "a", label="me")
         async with lock:
-            await until(lambda: holders(clients) == [1, 1, 1])
+            await until(lambda: held_on(clients) == [1, 1, 1])
             assert await lock.extend(20)
             assert await lock.locked()
             assert await lock.owned()
@@ -68,7 +44,7 @@ def test_it_is_held_extended_and_released(aclients, clients):
         assert await lock.owner() is None
 
     asyncio.run(main())
-    wait_until(lambda: holders(clients) == [0, 0, 0])
+    wait_until(lambda: held_on(clients) == [0, 0, 0])
 
 
 def test_tasks_and_threads_keep_each_other_out_and_wait_for_each_other(aclients, clients):
@@ -99,7 +75,7 @@ def test_a_cancelled_acquire_holds_nothing_and_leaves_the_queues(aclients, clien
             with pytest.raises(asyncio.CancelledError):
                 await task
             await until(lambda: not any(queued(client, "a") for client in clients))
-        await until(lambda: holders(clients) == [0, 0, 0])
+        await until(lambda: held_on(clients) == [0, 0, 0])
         async with AsyncQuorumLock(aclients, "a", timeout=5):
             pass
 

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import redis
+
+from django_redislock.core.driver.registry import server_of
+from tests.support import RedisServer
+
+
+@pytest.fixture(scope="module")
+def started(request: pytest.FixtureRequest) -> Iterator[list[RedisServer]]:
+    """So many servers as the module says in SERVERS."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(RedisServer()) for _ in range(request.module.SERVERS)]
+
+
+@pytest.fixture
+def servers(started: list[RedisServer]) -> Iterator[list[RedisServer]]:
+    """Servers of which a test may stop some."""
+    yield started
+    for server in started:
+        if server.process is None:
+            server.start()
+        server.resume()
+
+
+@pytest.fixture
+def clients(servers: list[RedisServer], request: pytest.FixtureRequest) -> Iterator[list[redis.Redis]]:
+    """A client of each server, which is empty; the module may give the clients' OPTIONS."""
+    options = getattr(request.module, "OPTIONS", {})
+    with ExitStack() as stack:
+        found = [stack.enter_context(server.client(**options)) for server in servers]
+        for client in found:
+            client.flushall()
+            server_of(client).left_out_until = 0.0
+        yield found
