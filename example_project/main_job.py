@@ -83,7 +83,7 @@ def simultaneous_publishes() -> Outcome:
         len(ran) == computed == 1 and len(named) == 19,
         "ran: 1, refused: 19, all naming the task that ran",
         [f"ran: {computed}, refused: {len(refused)}, naming the one that ran: {len(named)}"]
-        + [f"each was told of {refusal.holder}" for refusal in named[:1]],
+        + [f"each one names {refusal.holder}" for refusal in named[:1]],
     )
 
 
@@ -101,9 +101,9 @@ def killed_worker(worker: int) -> Outcome:
     succeeded = isinstance(following, dict)
     return Outcome(
         seconds <= holder.expire + 2 and isinstance(first, Exception) and succeeded,
-        f"free within its life of {holder.expire:g} s, and the next run succeeds",
+        f"free within its expiry of {holder.expire:g} s, and the next run succeeds",
         [
-            f"lock free after {seconds:.1f} s (its life: {holder.expire:g} s), next run: "
+            f"lock free after {seconds:.1f} s (its expiry: {holder.expire:g} s), next run: "
             + ("succeeded" if succeeded else repr(following)),
             f"process {holder.pid} was killed; its task ended as {type(first).__name__}",
         ],
@@ -121,7 +121,7 @@ def force_release() -> Outcome:
     return Outcome(
         released and told,
         "the holder is told (LockLost) and stops",
-        [f"holder told after {seconds:.1f} s, and stopped: {type(result).__name__}", f"“{result}”"],
+        [f"holder notified after {seconds:.1f} s, and stopped: {type(result).__name__}", f"“{result}”"],
     )
 
 

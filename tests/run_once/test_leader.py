@@ -231,7 +231,7 @@ def test_a_killed_a_frozen_and_a_cut_off_leader_have_one_follower_each_and_no_te
 
         processes = [start(number) for number in range(3)]
         leading, term = follower(processes)
-        fences, began = [term["fence"]], time.monotonic()
+        fences, began, gaps = [term["fence"]], time.monotonic(), [0.0]
         while len(fences) < 4 or time.monotonic() < began + SECONDS:
             fault = ("freeze", "cut off", "kill")[(len(fences) - 1) % 3]
             struck, number, since = leading, processes.index(leading), time.monotonic()
@@ -244,6 +244,7 @@ def test_a_killed_a_frozen_and_a_cut_off_leader_have_one_follower_each_and_no_te
             leading, term = follower([each for each in processes if each is not struck])
             assert term["at"] <= since + EXPIRE + 1 + BUSY
             fences.append(term["fence"])
+            gaps.append(term["at"] - since)
             if fault == "freeze":
                 struck.resume()
                 assert struck.wait_for(event="ended")["lost"]  # it is told before it is elected again
@@ -255,4 +256,4 @@ def test_a_killed_a_frozen_and_a_cut_off_leader_have_one_follower_each_and_no_te
             else:
                 processes[number] = start(number)
         assert fences == sorted(set(fences))
-        print(f"{len(fences) - 1} faults, {len(fences)} terms")
+        print(f"{len(fences) - 1} faults, {len(fences)} terms, longest gap {max(gaps):.2f} s")

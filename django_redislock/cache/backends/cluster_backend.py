@@ -88,7 +88,7 @@ class NodesClient(DefaultClient):  # type: ignore[misc]
         return self.get_client(), 0
 
     def get_unconnected_client(self) -> AsyncRedisCluster:
-        """Return a client that was never connected, for the locks: it tells how to connect to nodes."""
+        """Return a client that is not connected. Locks take the addresses and the settings of the nodes from it."""
         return self.nodes.unconnected
 
     def do_close_clients(self) -> None:

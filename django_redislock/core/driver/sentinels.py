@@ -64,7 +64,8 @@ class SentinelService:
     def get_master_address(self) -> tuple[str, int]:
         """Return host and port of the primary, after `ASK_FOR` seconds at most.
 
-        Raises ConnectionError when nobody knows it now, and ResponseError when another try would be of no use.
+        Raises ConnectionError when no Sentinel knows the primary at the moment: another try may succeed. Raises
+        ResponseError when no try can succeed.
         """
         manager, name = self._pool.sentinel_manager, self._pool.service_name
         if type(manager).discover_master is not Sentinel.discover_master:  # a class that knows better
