@@ -11,7 +11,7 @@ import redis
 from django.contrib import admin
 from django.test import Client
 
-from django_redislock import inventory
+from django_redislock import inventory, leader
 from django_redislock.core import Lock
 from django_redislock.core.records import StoredLock
 from django_redislock.models import HeldLock
@@ -46,6 +46,16 @@ def test_the_list_tells_who_holds_what(web: Client, client: redis.Redis) -> None
     assert re.search("<bdi>(59 min 5. s|1 h)</bdi>", row)
     assert "not renewed" in row
     assert '<meter class="redislock-meter"' in row
+
+
+def test_the_term_of_a_leader_is_listed_as_that_and_shown_with_its_number(web: Client, client: redis.Redis) -> None:
+    with leader("scheduler", label="main") as term:
+        row = rows(page(web))
+        assert re.search(r"scheduler.*\bleader\b", row, re.DOTALL | re.IGNORECASE)
+        assert "main" in row
+        hold(client, "other")
+        assert names(page(web, "?kind=leader")) == ["scheduler"]
+        assert str(term.fence) in page(web, path=page_of("scheduler"))
 
 
 def test_a_renewed_lock_says_nothing_of_renewal_unless_it_is_late(web: Client, client: redis.Redis) -> None:
