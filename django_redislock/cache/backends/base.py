@@ -43,7 +43,11 @@ class RedisBackend(Base):
     def get(self, key: Any, default: Any = None, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Return the value of the key, or `default`."""
         reported = _reported.get()
-        return reported[0] if reported else super().get(key, default, version, *args, **kwargs)
+        if reported:
+            return reported[0]
+        if args or kwargs:
+            return super().get(key, default, version, *args, **kwargs)
+        return super().get(key, default, version)  # every hit comes here: unpacking costs more than the rest of this
 
     def get_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         """Return the values of the keys that have one."""
