@@ -14,7 +14,7 @@ from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
-from tests.support import BUSY, queued, until
+from tests.support import BUSY, async_client_at, queued, until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -155,7 +155,7 @@ def test_a_cancelled_release_has_been_sent(aclient, client, connected, late):
 
 def test_what_the_server_comes_to_after_the_cancellation_is_undone(redis_url, client, proxy):
     async def main():
-        behind = redis.asyncio.from_url(proxy.url)
+        behind = async_client_at(proxy.url)
         async with AsyncLock(behind, "a"):
             pass
         evals = client.info("commandstats").get("cmdstat_eval", {}).get("calls", 0)

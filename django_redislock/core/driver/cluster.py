@@ -139,6 +139,19 @@ def operation_of(table: SlotTable, call: Call, patience: float | None = None) ->
             return route_commands(table, call)
 
 
+def is_same(one: Server, other: Server) -> bool:
+    """Whether two servers are the same one, or one of them is a node of the other, as far as their clients know."""
+    if not isinstance(one, Cluster) and not isinstance(other, Cluster):
+        return one.place == other.place
+    nodes = [
+        {(host, str(port)) for host, port in server.addresses}
+        if isinstance(server, Cluster)
+        else {(server.settings.get("host", "localhost"), str(server.settings.get("port", 6379)))}
+        for server in (one, other)
+    ]
+    return not nodes[0].isdisjoint(nodes[1])
+
+
 def _nodes_like(client: Any) -> tuple[Any, ...]:
     """Return the class and the settings of connections to nodes, the nodes that are known, and the address remap."""
     kind, given, addresses, remap = nodes_of(client)
