@@ -6,6 +6,7 @@ So a test, and the programs that it starts, can be run with their locks on a Clu
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
@@ -48,6 +49,12 @@ class AllNodes(redis.RedisCluster):
 
     def client_kill_filter(self, **options: Any) -> Any:
         return sum(node.redis_connection.client_kill_filter(**options) for node in self.get_primaries())
+
+    def client_kill(self, address: str, **options: Any) -> Any:
+        for node in self.get_primaries():
+            with suppress(redis.ResponseError):  # that node has no such client
+                node.redis_connection.client_kill(address)
+        return True
 
 
 def client_at(url: str, **options: Any) -> redis.Redis | redis.RedisCluster:

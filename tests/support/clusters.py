@@ -18,13 +18,13 @@ ON_A_CLUSTER = bool(os.environ.get("REDISLOCK_TEST_CLUSTER"))
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], folder: str, why: dict[str, str]) -> None:
-    """If the tests are run on a Cluster, leave out those of the folder whose file or name is among the keys of `why`."""
+    """If the tests are run on a Cluster, leave out those whose folder, file or name is among the keys of `why`."""
     left_out = [
         item
         for item in items
         if ON_A_CLUSTER
         and item.nodeid.startswith(f"{folder}/")
-        and not why.keys().isdisjoint((item.path.name, getattr(item, "originalname", item.name)))
+        and not why.keys().isdisjoint((item.path.parent.name, item.path.name, getattr(item, "originalname", item.name)))
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

@@ -33,7 +33,7 @@ def use(make_lock, client):
     waiter.start()
     wait_until(lambda: read_queue(client, NAMES[0], "redislock"))
     lived(4)
-    assert all(lock.lost is None for lock in locks)
+    assert [lock.lost for lock in locks if lock.lost] == []
     assert [info.name for info in held_locks(client)] == sorted(NAMES)
     locks[0].release()
     assert got.wait(20)
@@ -101,7 +101,7 @@ def rights_of(client):
 def test_a_user_with_the_rights_that_the_doctor_names_can_do_all_of_it(make_lock, user, settings):
     settings.CACHES = {}
     rights = rights_of(user([]))
-    assert any(line.endswith("+cluster|slots") for line in rights)
+    assert any("+cluster|slots" in line for line in rights)
     use(make_lock, user(rights))
 
 
