@@ -21,6 +21,8 @@ from tests.support import Cluster, find_program, free_port, lived, wait_until
 
 pytestmark = pytest.mark.processes
 NAMES = [f"lock-{number}" for number in range(12)]
+timeouts = itertools.count(4.0, 0.125)
+"""Socket timeouts that no other client has, so that each learns the slots by itself."""
 
 
 def use(make_lock, client):
@@ -73,8 +75,6 @@ def test_a_certificate_of_an_unknown_ca_is_an_error_at_once_that_says_what_to_do
 @pytest.fixture
 def user(cluster):
     """``user(rights)`` gives a restricted user these rights at each node, and returns its client."""
-
-    timeouts = itertools.count(4.0, 0.125)  # settings of no other client: each learns the slots by itself
 
     def user(rights):
         for node in cluster.nodes:
