@@ -62,6 +62,8 @@ def route_each(table: SlotTable, calls: tuple[ScriptCall, ...], patience: float 
         slot = slot_of(_first_key(call))
         node = table.known_owner(slot) or (yield from table.find_owner(slot, patience))
         by_node.setdefault(node, []).append(number)
+    # Threads ask one node after the other: a node that did not answer lately keeps none of the others waiting.
+    by_node = dict(sorted(by_node.items(), key=lambda part: part[0].failed))
     parts = tuple(
         At(node, ScriptBatch(tuple(calls[number] for number in numbers)), patience) for node, numbers in by_node.items()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -9,10 +10,12 @@ import pytest
 import redis
 import redis.asyncio
 
-from django_redislock.core import Lock, held_locks
+from django_redislock.core import Lock, held_locks, scripts
 from django_redislock.core.contention import contention
 from django_redislock.core.driver import retry
+from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.routes import route_each
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.listing import list_locks
 from django_redislock.core.operations import count
@@ -93,6 +96,20 @@ def test_a_node_that_does_not_answer_is_named_and_the_locks_of_the_others_are_sh
         assert list(missing) == [f"127.0.0.1:{dead.port}"]
         with pytest.raises(LockBackendError, match="refused"):
             list(list_locks(client, "redislock", retry_for=0))
+
+
+def test_a_node_that_did_not_answer_lately_is_asked_last(client):
+    for name in NAMES:
+        with Lock(client, name):
+            pass
+    server = server_of(client)
+    calls = tuple(ScriptCall(scripts.COUNT, (lock_keys("redislock", name).held,), ()) for name in NAMES)
+    for node in server.table.primaries:
+        before, node.failed = node.failed, math.inf
+        asked = next(route_each(server.table, calls))
+        assert len(asked.effects) == 3
+        assert asked.effects[-1].node is node
+        node.failed = before
 
 
 def test_nodes_with_addresses_that_nobody_can_reach_are_an_error_at_the_first_call_that_says_what_to_do():
