@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import multiprocessing
+import os
+import platform
 import sys
 import threading
 import time
@@ -246,6 +248,9 @@ def main() -> None:
         f"The walls: {HOSTS:,} hosts of {PROCESSES} processes, {HELD:,} locks held, {CYCLES:,} acquisitions a second"
     )
     table(title, ["what", "measured", "in all, by these figures"], rows)
+    print(
+        f"\n{os.cpu_count()} cores ({platform.machine()}, {platform.system()}), load average {os.getloadavg()[0]:.1f}"
+    )
     sys.stdout.flush()
 
 
