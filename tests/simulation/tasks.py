@@ -206,7 +206,8 @@ class CeleryHistory(Worker):
             if self.kept.get(what.keys[0], (b"",))[0] == what.args[0]:
                 del self.kept[what.keys[0]]
         elif script is LEAVE and what.args[3]:
-            if reply == 1 and what.args[4]:
+            kept_now = before is not None and before.startswith(b"%b\n%b\n" % (what.args[0], what.args[2]))
+            if reply == 1 and what.args[4] and kept_now:  # else an earlier call did it
                 self.kept[what.keys[0]] = what.args[4], self.world.time + QUEUE_LIFE, self.world.epoch
             self._note_end(what.keys[4], float(what.args[3]) / 1000)
         elif script is DONE and what.args[0] == b"done":
@@ -216,7 +217,9 @@ class CeleryHistory(Worker):
         copies = marker.partition(b":done:")[2].decode()
         message = next(message for message in self.messages if message.delivery == copies)
         message.over = True
-        self.ended[copies] = self.world.time + seconds, self.world.epoch
+        until, epoch = self.ended.get(copies, (0.0, 0))
+        earlier = until if epoch == self.world.epoch else 0.0
+        self.ended[copies] = max(earlier, self.world.time + seconds), self.world.epoch
 
     def look_at_the_end(self) -> None:
         for message in self.messages:
