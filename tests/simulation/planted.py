@@ -157,6 +157,7 @@ CACHE: dict[str, Planted] = {
     "an invalidation ends no lease": lambda: attribute(invalidate, "_end", lambda *args: iter(())),
     "an invalidation keeps the witness": lambda: script(INV, "redis.call('DEL', witness)", ""),
     "an invalidation keeps the lease": lambda: script(INV, "hand_over(lock, queue, '')", ""),
+    "a delete does not delete what was stored in between": lambda: script(INV, "deletes and #KEYS or 0", "0"),
     "a lease that ended stores all the same": lambda: script(S, "if not stands then", "if false then"),
     "a computed value is stored over a newer one": lambda: script(S, "'NX', unpack(expiry)", "unpack(expiry)"),
     "a stored value wakes nobody": lambda: script(S, "redis.pcall('PUBLISH', channel, id .. message)", ""),

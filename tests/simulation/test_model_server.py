@@ -88,7 +88,8 @@ def _cache_steps(chance: random.Random) -> Generator[Any, Any, None]:
                 )
                 yield SETTLE, (*keys[:2], keys.queue, *of_value, *more), args
             case "invalidate":
-                yield INVALIDATE, (keys.lock, keys.held, keys.queue, of_value[1]), (name,)
+                deletes = chance.choice([b"0", b"1"])
+                yield INVALIDATE, (keys.lock, keys.held, keys.queue, of_value[1], key), (deletes, name)
             case "release":
                 args = (id, name, channel, fences.get(name, b""))
                 yield scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipts), args
