@@ -157,7 +157,6 @@ CACHE: dict[str, Planted] = {
     "an invalidation ends no lease": lambda: attribute(invalidate, "_end", lambda *args: iter(())),
     "an invalidation keeps the witness": lambda: script(INV, "redis.call('DEL', witness)", ""),
     "an invalidation keeps the lease": lambda: script(INV, "hand_over(lock, queue, '')", ""),
-    "a delete does not delete what was stored in between": lambda: script(INV, "deletes and #KEYS or 0", "0"),
     "a lease that ended stores all the same": lambda: script(S, "if not stands then", "if false then"),
     "a computed value is stored over a newer one": lambda: script(S, "'NX', unpack(expiry)", "unpack(expiry)"),
     "a stored value wakes nobody": lambda: script(S, "redis.pcall('PUBLISH', channel, id .. message)", ""),
@@ -203,6 +202,10 @@ CELERY: dict[str, Planted] = {
         "local reply = reply_for_copy(lock, redis.call('GET', lock), marker, copies, tonumber(version), claim)",
         "local reply",
     ),
+    "a refused message is not claimed": lambda: script(
+        CLAIM, "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)", ""
+    ),
+    "a late call of an execution that has left counts": lambda: script(LEAVE, "and not done then", "then"),
     "an execution does not release": lambda: script(LEAVE, "hand_over(lock, queue, id)", ""),
 }
 PLANTED: dict[str, tuple[str, Planted]] = {
@@ -221,13 +224,13 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         "lock",
         lambda: script(R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"),
     ),
-    "a refused message is not claimed": (
-        "celery",
-        lambda: script(CLAIM, "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)", ""),
-    ),
     "a copy that was published again runs, too": (
         "celery",
         lambda: script(START, "if later and later > version or", "if"),
+    ),
+    "a delete does not delete what was stored in between": (
+        "cache",
+        lambda: script(INV, "deletes and #KEYS or 0", "0"),
     ),
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
 }

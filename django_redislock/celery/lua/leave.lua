@@ -5,7 +5,7 @@
 -- Returns 1 when the lock was the caller's, in this call or in an earlier one whose reply was lost, else 0.
 local lock, held, queue, receipts, marker = unpack(KEYS)
 local id, name, fence, marker_ms, keep_id, keep_ms, record, state = unpack(ARGV)
-local before = (marker_ms == '' and keep_id ~= '' or state ~= 'done') and redis.call('GET', marker)
+local before = (marker_ms == '' or state ~= 'done') and redis.call('GET', marker)
 local done = before and string.find(before, '^done')
 if marker_ms == '' and done then  -- the message was revoked, so it does not come again
   keep_id = ''
