@@ -39,7 +39,7 @@ def invalidate(
     answer.
     """
     known = is_clustered(server)
-    leases = [
+    leases: list[NamedLease] = [
         (name, lease_keys(server, prefix, name, key), (key.encode(),)) for key in keys for name in [lease_name(key)]
     ]
     try:
