@@ -183,7 +183,7 @@ CELERY: dict[str, Planted] = {
     ),
     "an execution leaves no marker": lambda: script(LEAVE, "redis.call('SET', marker, state, 'PX', marker_ms)", ""),
     "a lost execution leaves no marker": lambda: script(
-        LEAVE, "if marker_ms ~= '' then", "if marker_ms ~= '' and redis.call('GET', lock) then"
+        LEAVE, "and not done then", "and not done and redis.call('GET', lock) then"
     ),
     "the end of a late message is not confirmed": lambda: script(
         DONE, "redis.call('SET', marker, state, 'PX', expire_ms)", ""
