@@ -108,12 +108,8 @@ LOCK: dict[str, Planted] = {
         "local value = redis.call('PTTL', lock) > 150 and redis.call('GET', lock)",
     ),
     "the deadline is counted from the reply": lambda: attribute(lease.Lease, "renewed", _late_deadline),
-    "a released lock is handed to nobody": lambda: script(
-        R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock)\n  return 1"
-    ),
-    "a release forgets the queue": lambda: script(
-        R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock, queue)\n  return 1"
-    ),
+    "a released lock is handed to nobody": lambda: script(R, "hand_over(lock, queue, '')", "redis.call('DEL', lock)"),
+    "a release forgets the queue": lambda: script(R, "hand_over(lock, queue, '')", "redis.call('DEL', lock, queue)"),
     "who comes last is served first": lambda: script(
         R,
         "redis.call('ZPOPMIN', queue)[1]",

@@ -14,6 +14,7 @@ from django_redislock.core.driver.script import Script
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
 from tests.support import wait_until
+from tests.support.locks import listening
 
 KEYS = lock_keys("redislock", "a")
 
@@ -36,6 +37,17 @@ def test_a_given_id_that_takes_its_turn_in_the_place_of_another_caller_leaves_no
     run(client, scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), b"holder", b"a", b"", b"")
     assert acquire(b"given", b"two") > 0
     assert client.zrange(KEYS.queue, 0, -1) == []
+
+
+def test_who_waits_by_the_id_by_which_another_caller_releases_is_woken(client):
+    """Both were given the id. Without the message the waiter would look half a second later."""
+    value = b"given\n7\n0\n{}"
+    client.set(KEYS.lock, value)
+    client.zadd(KEYS.queue, {b"one\ngiven": 1})
+    with listening(client, "one") as heard:
+        run(client, scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), b"given", b"a", b"", b"7")
+        assert heard() == ["given"]
+    assert client.get(KEYS.lock).startswith(b"given\n0\n")
 
 
 @pytest.mark.parametrize("careful", [b"", b"1"])
