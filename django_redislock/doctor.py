@@ -80,6 +80,8 @@ def inspect(server: Server) -> Iterator[Finding]:
             advice = (
                 "It is no Cluster: use the backend 'django_redislock.cache.RedisCache', or a URL redis://host:port."
             )
+        if UNTRUSTED in str(error):
+            advice = TRUST
         yield Finding("connection", "problem", f"No node tells the slots: {sentence_of(error)}", advice)
         return
     by_check: dict[str, list[tuple[str, Finding]]] = {}

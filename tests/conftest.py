@@ -18,14 +18,18 @@ from django_redislock.core import held_locks
 from django_redislock.core.driver.registry import close_unused
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
+    ON_A_CLUSTER,
     Cluster,
+    ClusterOfLocks,
     Config,
+    OneNodeOfLocks,
     PostgresServer,
     Proxy,
     PythonProcess,
     RabbitServer,
     RedisServer,
     Server,
+    async_client_at,
     create_tables,
     listening,
     running_sentinel,
@@ -65,8 +69,8 @@ def server() -> Iterator[Server | Cluster]:
 
     With REDISLOCK_TEST_CLUSTER=1 it is a Cluster, and the clients are those of a Cluster.
     """
-    if os.environ.get("REDISLOCK_TEST_CLUSTER"):
-        with Cluster() as cluster:
+    if ON_A_CLUSTER:
+        with ClusterOfLocks(replicas=1) as cluster:
             yield cluster
         return
     given = os.environ.get("REDISLOCK_TEST_URL")
@@ -134,9 +138,7 @@ def client(server: Server, _empty_database: None) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def aclient(redis_url: str) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:
-    if os.environ.get("REDISLOCK_TEST_CLUSTER"):
-        return redis.asyncio.RedisCluster.from_url(redis_url)
-    return redis.asyncio.from_url(redis_url)  # the locks connect by themselves, so there is nothing to close
+    return async_client_at(redis_url)
 
 
 @pytest.fixture
@@ -155,7 +157,7 @@ def listen(client: redis.Redis) -> Iterator[Callable[..., None]]:
 @pytest.fixture
 def own_server() -> Iterator[RedisServer]:
     """A server for this test alone, to pause, kill and restart."""
-    with RedisServer() as server:
+    with OneNodeOfLocks() if ON_A_CLUSTER else RedisServer() as server:
         yield server
 
 

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import redis
 from django.test import override_settings
 
-from tests.support import Cluster, OneNode, RedisServer, Server
+from tests.support import AllNodes, Cluster, OneNode, RedisServer, Server
 from tests.support.cache_programs import cache_at
 
 
@@ -64,13 +63,6 @@ def client(
     with server.client() if clustered is None else AllNodes.from_url(clustered.url) as client:
         client.ping()
         yield client
-
-
-class AllNodes(redis.RedisCluster):
-    """A client whose ``keys()`` are those of all primaries."""
-
-    def keys(self, pattern: str = "*", **options: Any) -> Any:
-        return super().keys(pattern, target_nodes=self.PRIMARIES)
 
 
 @pytest.fixture

@@ -63,16 +63,13 @@ EVENTS = {
     "an aset that ends": (lambda cache, client: (in_a_loop(cache.aset("k", "newer", 5)), ended(client)), None),
     "set by a plain client": (lambda cache, client: client.set(":1:k", "7"), 7),
     "flush by a plain client": (lambda cache, client: client.flushall(), None),
+    "force-release": (lambda cache, client: reset_all(client), None),
 }
-FORCE_RELEASE = (lambda cache, client: reset_all(client), None)
-NOT_LISTED = pytest.mark.one_server(
-    "no list contains the leases of a server in cluster mode; cache.reset_all() ends them"
-)
 
 
-@pytest.mark.parametrize("event", [*EVENTS, pytest.param("force-release", marks=NOT_LISTED)])
+@pytest.mark.parametrize("event", EVENTS)
 def test_nothing_is_stored_over_what_happened_while_it_was_computed(cache, client, event):
-    happen, after = EVENTS.get(event, FORCE_RELEASE)
+    happen, after = EVENTS[event]
 
     def compute():
         happen(cache, client)

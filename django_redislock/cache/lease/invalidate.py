@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-
-from redis.exceptions import RedisError
+from collections.abc import Callable
 
 from ...core.clock import monotonic
-from ...core.driver.cluster import Cluster
-from ...core.driver.effects import At, Operation, Pipeline, ScriptCall
+from ...core.driver.effects import Operation, Pipeline, ScriptCall
 from ...core.driver.interleave import interleave
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.driver.server import Server
-from ...core.keys import BUCKETS, LockKeys, held_keys, lock_keys, witness_key
+from ...core.keys import LockKeys, held_keys, lock_keys, witness_key
 from ...core.operations import names
+from ...core.slot_locks import find_slot_locks, keys_in
 from ...core.validation import MAX_NAME
 from ...exceptions import LockBackendError
-from .cluster_slots import is_clustered, is_crossing, keys_in, lease_keys
+from .cluster_slots import is_clustered, is_crossing, lease_keys
 from .request import KIND, era_key, lease_name
 
 INVALIDATE = Script("invalidate", "handover", home=__package__)
@@ -85,7 +83,7 @@ def invalidate_matching(server: Server, prefix: str, matches: Callable[[str], ob
     known = is_clustered(server)
     try:
         if known:
-            leases = yield from _leases_in_slots(server, prefix)
+            leases = yield from _void_slots(server, prefix)
         else:
             # The names of ended leases are not known, so all witnesses become void.
             eras = [held.removesuffix(b"held") + b"era" for held in held_keys(prefix)]
@@ -104,44 +102,13 @@ def invalidate_matching(server: Server, prefix: str, matches: Callable[[str], ob
     return (yield from _end(server, [lease for lease in leases if wanted(lease[0])]))
 
 
-def _leases_in_slots(server: Server, prefix: str) -> Operation[list[NamedLease]]:
-    """Find the leases of a server in cluster mode by a scan, because no index covers all slots; void all witnesses."""
-    found: list[NamedLease] = []
-    ours = b"{" + re.sub(rb"([*?[\\])", rb"\\\1", prefix.encode()) + b":*}:*"
-    # Another prefix may begin with this one, and the numbers of the buckets are those of other locks.
-    of_lease = re.compile(
-        rb"(\{%b:(\d+)\}):(?:lock:(%b.*))?" % (re.escape(prefix.encode()), KIND.encode()), re.DOTALL
-    ).match
-    tags = set()
-    for node in (yield from _primaries(server, prefix)):
-        cursor = b""
-        while cursor != b"0":
-            scan = Pipeline(((b"SCAN", cursor or b"0", b"MATCH", ours, b"COUNT", b"1000"),))
-            call = scan if node is None else At(node, scan)
-            _, ((cursor, keys),) = yield from with_retries(prefix, call, monotonic())
-            for key in keys:
-                parts = of_lease(key)
-                if parts is None or int(parts[2]) < BUCKETS:
-                    continue
-                tags.add(parts[1])
-                if parts[3] is not None:
-                    name = parts[3].decode()
-                    found.append((name, keys_in(parts[1], name), ()))
-    voided = tuple((b"DEL", era_key(keys_in(tag, ""))) for tag in tags)
+def _void_slots(server: Server, prefix: str) -> Operation[list[NamedLease]]:
+    """Find the leases of a server in cluster mode, and void all witnesses there."""
+    found = yield from find_slot_locks(server, prefix)
+    voided = tuple((b"DEL", era_key(keys_in(tag, ""))) for tag in found.tags)
     for start in range(0, len(voided), BATCH):
         yield from with_retries(prefix, Pipeline(voided[start : start + BATCH]), monotonic())
-    return found
-
-
-def _primaries(server: Server, prefix: str) -> Operation[Sequence[Server | None]]:
-    """Return the primaries of a Cluster; None stands for the server itself."""
-    if not isinstance(server, Cluster):
-        return [None]
-    try:
-        yield from server.table.read_anew()
-    except RedisError as error:
-        raise LockBackendError(prefix, str(error)) from error
-    return server.table.primaries
+    return [(name, keys, ()) for name, keys in found.held]
 
 
 def glob_to_regex(pattern: str) -> str:
