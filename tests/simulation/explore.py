@@ -14,12 +14,14 @@ from .history import FAULTS_UNTIL, History, simulated
 from .locks import LockHistory, RLockHistory, Round
 from .quorum import QuorumHistory
 from .quorum import Round as QuorumRound
+from .replicas import ReplicatedHistory
 from .tasks import CeleryHistory
 from .worker import Publish
 from .world import FATES, Plan, ThreadPlan
 
 KINDS: dict[str, type[History]] = {
-    each.kind: each for each in (LockHistory, RLockHistory, CacheHistory, CeleryHistory, QuorumHistory)
+    each.kind: each
+    for each in (LockHistory, RLockHistory, CacheHistory, CeleryHistory, QuorumHistory, ReplicatedHistory)
 }
 
 
@@ -69,6 +71,7 @@ SMALL: dict[str, list[list[Any]]] = {
         [Get(("a",), None, 0.1, False, "", False, 0.0)] * 2,
     ],
     "quorum": [[QuorumRound(None, 0.1, None, 0.0)] * 2, [QuorumRound(None, 0.1, None, 0.0)]],
+    "replicas": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
     "celery": [[Publish("k", ((0.0, 0), (0.1, 1)), 0.1, 0, None, False, 0.0)], []],
 }
 """What each of two processes does."""
@@ -80,7 +83,7 @@ EXPIRE = 0.4
 def small_plans(kind: str) -> list[Plan]:
     """Return the plans of the smallest worlds in which something can go wrong."""
     options: dict[str, Any] = {"expire": EXPIRE}
-    if kind in ("lock", "rlock", "quorum"):
+    if kind in ("lock", "rlock", "quorum", "replicas"):
         options["auto_renewal"] = False
     if kind == "cache":
         options["max_hold"] = None
@@ -90,6 +93,8 @@ def small_plans(kind: str) -> list[Plan]:
         plan.options = {"stale": False, "large": False, "unkept": False}
     if kind == "quorum":
         plan.options = {"rates": [1.0] * 3}
+    if kind == "replicas":
+        plan.options = {"min_to_write": True}
     if kind != "celery":
         return [plan]
     return [

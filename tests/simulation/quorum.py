@@ -86,7 +86,7 @@ class QuorumHistory(History):
     def draw(cls, seed: int) -> Plan:
         chance = random.Random(seed)
         plan = Plan(seed, chance.randint(2, 3), [])
-        servers = chance.choice([3, 3, 3, 4, 5])
+        servers = chance.choice([3, 3, 3, 3, 4, 5])
         for process in range(plan.processes):
             for _ in range(chance.choice([1, 1, 2])):
                 options = {"expire": chance.choice([0.6, 1.0, 3.0]), "auto_renewal": chance.random() < 0.8}
@@ -97,7 +97,7 @@ class QuorumHistory(History):
                         chance.choice([1.0, MOST_EXTENDED, 0.5]) if chance.random() < 0.1 else None,
                         chance.choice([0.0, 0.001, 0.1]) if chance.random() < 0.7 else 0.0,
                     )
-                    for _ in range(chance.randint(1, 3))
+                    for _ in range(chance.choice([1, 1, 2, 3]))
                 ]
                 plan.threads.append(ThreadPlan(process, chance.uniform(0, 0.3), options, rounds))
         draw_faults(chance, plan, ["freeze", "cut", "kill"])

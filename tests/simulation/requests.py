@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError, TimeoutError
 
 from django_redislock.core.driver.effects import Pipeline, ScriptBatch, ScriptCall
+from django_redislock.core.driver.replicated import Wait
 
 if TYPE_CHECKING:
     from .world import Process
@@ -41,12 +42,14 @@ def execute(process: Process, effect: Any) -> Any:
         before = server.data.get(effect.keys[0])
         try:
             reply = server.run(effect.script.text, effect.keys, effect.args)
-        except ResponseError as error:
+        except (ResponseError, ConnectionError) as error:
             reply = error
         executed(process, effect, before, reply)
         return reply
     if isinstance(effect, ScriptBatch):
         return [execute(process, call) for call in effect.calls]
+    if isinstance(effect, Wait):
+        return process.host.wait(effect)
     assert isinstance(effect, Pipeline)
     replies: list[Any] = []
     for command in effect.commands:

@@ -1,0 +1,50 @@
+"""Defects of quorum locks, of replicated servers and of Clusters, planted as those of `planted` are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django_redislock.core import quorum_attempt, quorum_parts
+from django_redislock.core.operations import AcquireRequest
+from django_redislock.core.quorum_attempt import PartRequest, QuorumAttempt
+from django_redislock.core.quorum_lease import QuorumLease
+
+from .patches import Planted, attribute
+
+
+def _fewer_suffice(self: QuorumAttempt, servers: list[Any], template: Any, acquirer: Any) -> None:
+    _new_attempt(self, servers, template, acquirer)
+    self._needed -= 1
+
+
+def _one_id(self: QuorumAttempt, server: Any) -> Any:
+    lease = _new_lease(self, server)
+    lease.id = f"{self.id}.0"
+    return lease
+
+
+def _own_ticket(self: PartRequest, channel: bytes, join: bool, ticket: bytes) -> Any:
+    if ticket:
+        self.part.answered, self.part.error, self.part.server.left_out_until = True, None, 0.0
+        self.whole.ticket = self.whole.ticket or ticket
+    return AcquireRequest.call(self, channel, join, ticket)
+
+
+async def _keeps(self: QuorumAttempt, held: list[Any]) -> None:
+    return None
+
+
+_new_attempt, _new_lease = QuorumAttempt.__init__, QuorumAttempt._new_lease
+
+QUORUM: dict[str, Planted] = {
+    "half of the servers suffice": lambda: attribute(QuorumAttempt, "__init__", _fewer_suffice),
+    "the drift of clocks is not allowed for": lambda: attribute(quorum_parts, "drift_of", lambda expire: 0.0),
+    "too few parts are kept": lambda: attribute(QuorumAttempt, "_give_to_earlier", _keeps),
+    "too few parts do not rest": lambda: attribute(QuorumAttempt, "_rest", _keeps),
+    "a failed attempt gives nothing back": lambda: attribute(QuorumAttempt, "_release_parts", _keeps),
+    "a lost part is not taken anew": lambda: attribute(QuorumLease, "mend", lambda self: None),
+    "each part has a ticket of its own": lambda: attribute(PartRequest, "call", _own_ticket),
+    "all tries have one id": lambda: attribute(QuorumAttempt, "_new_lease", _one_id),
+    "the loss of most parts is not noticed": lambda: attribute(QuorumLease, "_report_loss", lambda self: None),
+    "a silent server is waited for": lambda: attribute(quorum_attempt, "GRACE", 60.0),
+}
