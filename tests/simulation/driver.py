@@ -81,6 +81,12 @@ class Room:
 
         self.subscribe(subscribed)
 
+    def admit(self, waiter: SimulatedWaiter) -> None:
+        """Take in a waiter of another room, without subscribing."""
+        self._waiters.add(waiter)
+        self._keep.add(waiter)
+        self._look()
+
     def subscribe(self, answer: Callable[[RedisError | None], None]) -> None:
         process = self.process
         world, host = process.world, process.host

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .cache import CacheHistory, Change, Get
+from .cluster import ClusterHistory
 from .driver import Violation
 from .history import FAULTS_UNTIL, History, simulated
 from .locks import LockHistory, RLockHistory, Round
@@ -21,7 +22,7 @@ from .world import FATES, Plan, ThreadPlan
 
 KINDS: dict[str, type[History]] = {
     each.kind: each
-    for each in (LockHistory, RLockHistory, CacheHistory, CeleryHistory, QuorumHistory, ReplicatedHistory)
+    for each in (LockHistory, RLockHistory, CacheHistory, CeleryHistory, QuorumHistory, ReplicatedHistory, ClusterHistory)
 }
 
 
@@ -72,6 +73,7 @@ SMALL: dict[str, list[list[Any]]] = {
     ],
     "quorum": [[QuorumRound(None, 0.1, None, 0.0)] * 2, [QuorumRound(None, 0.1, None, 0.0)]],
     "replicas": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
+    "cluster": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
     "celery": [[Publish("k", ((0.0, 0), (0.1, 1)), 0.1, 0, None, False, 0.0)], []],
 }
 """What each of two processes does."""
@@ -83,7 +85,7 @@ EXPIRE = 0.4
 def small_plans(kind: str) -> list[Plan]:
     """Return the plans of the smallest worlds in which something can go wrong."""
     options: dict[str, Any] = {"expire": EXPIRE}
-    if kind in ("lock", "rlock", "quorum", "replicas"):
+    if kind in ("lock", "rlock", "quorum", "replicas", "cluster"):
         options["auto_renewal"] = False
     if kind == "cache":
         options["max_hold"] = None

@@ -16,7 +16,7 @@ from django_redislock.core.driver.replicated import ReplicatedServer, Wait, conf
 
 from .history import FAULTS_UNTIL
 from .hosts import Host
-from .locks import LockHistory, SimulatedLock
+from .locks import LockHistory, Round, SimulatedLock
 from .model_server import ModelServer
 from .world import SOCKET_TIMEOUT, Captured, Fault, Plan, Process, World
 
@@ -47,21 +47,21 @@ class Confirmation:
         self._answer: Callable[[Any], None] | None = None
         self._result: Any = None
         host.waits.append(self)
-        host.world.at(host.world.time + seconds, self._end)
+        host.world.at(host.world.time + seconds, self.end)
         self.look()
 
     def look(self) -> None:
         """See whether the replica has it."""
         if self._host.acknowledged >= self._offset:
-            self._end()
+            self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         host = self._host
         if self not in host.waits:
             return
         host.waits.remove(self)
         self._result = int(host.acknowledged >= self._offset)
-        if max(host.down_until, host.silent_until) > host.world.time:
+        if max(host.down_until, host.silent_until) > host.world.time or not host.primary:
             self._result = ConnectionError("the connection broke while it waited for the replica")
         if self._answer is not None:
             self._answer(self._result)
@@ -136,6 +136,8 @@ class ReplicatedHost(Host):
         """Become the replica of the other host, with its data."""
         self.world.tell(self, f"is the replica of {self.other}")
         self.primary, self.synced = False, True
+        for wait in list(self.waits):
+            wait.end()
         self.server.data, self.server.ends = deepcopy((self.other.server.data, self.other.server.ends))
         self.other.lost_at = None
         self.break_links()
@@ -146,7 +148,7 @@ class ReplicatedHost(Host):
         self.world.tell(self, "is the primary")
         self.primary, self.synced = True, False
         self.lost_at = self.other.lost_at = self.world.time
-        self.offset, self.acknowledged, self.waits = 1, 0, []
+        self.offset, self.acknowledged = 1, 0
 
     def break_links(self) -> None:
         for client in self.world.processes:
@@ -323,6 +325,8 @@ class ReplicatedHistory(LockHistory):
     @classmethod
     def draw(cls, seed: int) -> Plan:
         plan, chance = super().draw(seed), random.Random(seed + 1)
+        for thread in plan.threads:
+            thread.options.pop("id", None)
         plan.options["min_to_write"] = chance.random() < 0.5
         faults = [fault for fault in plan.faults if fault.what in ("freeze", "kill", "cut", "silence")]
         if plan.faulty_until:
@@ -331,6 +335,13 @@ class ReplicatedHistory(LockHistory):
                 faults.append(Fault(chance.uniform(0, FAULTS_UNTIL), chance.choice(FAILOVERS), 0, seconds))
         plan.faults[:] = faults
         return plan
+
+    @classmethod
+    def draw_round(cls, chance: random.Random, resets: bool) -> Round:
+        return super().draw_round(chance, False)  # a forced release on the former primary would have two meanings
+
+    def _see_turn(self, call: ScriptCall) -> None:
+        """See nothing: who is refused joins the queue when the replica has answered, too, so one who came later may be earlier."""
 
     def _gave_up(self, call: ScriptCall) -> None:
         """See nothing: the undo may have gone to the former primary."""

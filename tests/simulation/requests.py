@@ -53,7 +53,7 @@ def execute(process: Process, effect: Any) -> Any:
     assert isinstance(effect, Pipeline)
     replies: list[Any] = []
     for command in effect.commands:
-        before = server.data.get(command[1])
+        before = server.data.get(command[-1] if len(command) == 1 else command[1])
         try:
             replies.append(server.command(*command))
         except ResponseError as error:
