@@ -14,11 +14,12 @@ from django_redislock.core.driver.effects import At, AtEach, ScriptBatch, Script
 from django_redislock.core.driver.routes import ClusterRoom, home_of, subscribe
 from django_redislock.core.driver.slot_table import SlotTable
 from django_redislock.core.driver.slots import SLOTS, slot_of
+from django_redislock.exceptions import LockError
 
 from .driver import Room, Thread
 from .history import FAULTS_UNTIL
 from .hosts import Host, Link, Machine, WideWorld
-from .locks import KEYS, LockHistory, Round
+from .locks import KEYS, Belief, LockHistory, Round
 from .model_server import ModelServer, Status
 from .world import SOCKET_TIMEOUT, Fault, Plan, Process, World
 
@@ -67,7 +68,9 @@ class NodeModel(ModelServer):
     def _do_publish(self, channel: bytes, message: bytes) -> int:
         """Count the listeners here; the other node passes the message on to its own."""
         world, other = self._node.world, self._node.other.server
-        world.at(world.time + BUS, lambda: [hear(message) for hear in list(other.subscribers.get(channel, {}).values())])
+        world.at(
+            world.time + BUS, lambda: [hear(message) for hear in list(other.subscribers.get(channel, {}).values())]
+        )
         return super()._do_publish(channel, message)
 
 
@@ -282,8 +285,12 @@ class ClusterHistory(LockHistory):
 
     kind = "cluster"
     world_kind = ClusterWorld
+    patience = 4 * SOCKET_TIMEOUT
+    """Seconds: the table may be read from two nodes that are silent, before the last try."""
     world: ClusterWorld
-    server = property(lambda self: next(host for host in self.world.hosts if host.owns).server, lambda self, value: None)
+    server = property(
+        lambda self: next(host for host in self.world.hosts if host.owns).server, lambda self, value: None
+    )
 
     @classmethod
     def draw(cls, seed: int) -> Plan:
@@ -303,6 +310,23 @@ class ClusterHistory(LockHistory):
     @classmethod
     def draw_round(cls, chance: random.Random, resets: bool) -> Round:
         return super().draw_round(chance, False)
+
+    def see_error(self, thread: Thread, timeout: float | None, error: LockError) -> None:
+        """See that a move alone is no error: the call is tried again until it ends."""
+        if self._only_moves(RETRY_FOR_BY_CLUSTER) and timeout is None:
+            self.fail(f"{thread} got an error, though only the slot moved: {error}")
+
+    def _see_loss(self, thread: Thread, belief: Belief) -> None:
+        super()._see_loss(thread, belief)
+        lease = belief.lease
+        if lease._losses and lease.renewing and belief.forced_at is None and self._only_moves(lease.expire / 3):
+            self.fail(f"{thread} lost its lock, though only the slot moved")
+
+    def _only_moves(self, seconds: float) -> bool:
+        """Whether nothing happens but short moves."""
+        plan = self.plan
+        short = all(fault.what == "move" and fault.seconds < seconds for fault in plan.faults)
+        return short and not (plan.rate or plan.fates or plan.pauses)
 
     def _gave_up(self, call: ScriptCall) -> None:
         """See nothing: the undo of a call goes to the node that the call went to, and the slot may have moved meanwhile."""

@@ -236,7 +236,6 @@ class SimulatedWatchdog:
         finally:
             world.running = before
 
-
     def _lost(self, lease: Lease) -> None:
         lease.lose(UNKNOWN)
 

@@ -13,8 +13,7 @@ from .cluster import ClusterHistory
 from .driver import Violation
 from .history import FAULTS_UNTIL, History, simulated
 from .locks import LockHistory, RLockHistory, Round
-from .quorum import QuorumHistory
-from .quorum import Round as QuorumRound
+from .quorum import QuorumHistory, Round as QuorumRound
 from .replicas import ReplicatedHistory
 from .tasks import CeleryHistory
 from .worker import Publish
@@ -22,7 +21,15 @@ from .world import FATES, Plan, ThreadPlan
 
 KINDS: dict[str, type[History]] = {
     each.kind: each
-    for each in (LockHistory, RLockHistory, CacheHistory, CeleryHistory, QuorumHistory, ReplicatedHistory, ClusterHistory)
+    for each in (
+        LockHistory,
+        RLockHistory,
+        CacheHistory,
+        CeleryHistory,
+        QuorumHistory,
+        ReplicatedHistory,
+        ClusterHistory,
+    )
 }
 
 

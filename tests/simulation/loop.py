@@ -181,9 +181,7 @@ class View(AsyncServer):
 
         return await self._result(partial(self._server.request, effect, patience=SOCKET_TIMEOUT), undo)
 
-    async def _result(
-        self, begin: Callable[..., None], too_late: Callable[[Any], object] = lambda result: None
-    ) -> Any:
+    async def _result(self, begin: Callable[..., None], too_late: Callable[[Any], object] = lambda result: None) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def settle(result: Any) -> None:

@@ -9,7 +9,7 @@ from django_redislock.celery import execution_lock
 from django_redislock.core import lease, operations, reentrant, scripts
 
 from .patches import Planted, attribute, script
-from .planted_wide import QUORUM
+from .planted_wide import CLUSTER, QUORUM, REPLICAS
 
 
 def _late_deadline(self: lease.Lease, sent: float, life: float) -> None:
@@ -188,6 +188,8 @@ PLANTED: dict[str, tuple[str, Planted]] = {
         ("cache", CACHE),
         ("celery", CELERY),
         ("quorum", QUORUM),
+        ("replicas", REPLICAS),
+        ("cluster", CLUSTER),
     )
     for name, defect in defects.items()
 }

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from django_redislock.core import quorum_attempt, quorum_parts
+from redis.exceptions import RedisError
+
+from django_redislock.core import quorum_attempt, quorum_parts, scripts
+from django_redislock.core.driver import replicated, routes
+from django_redislock.core.driver.slot_table import SlotTable
 from django_redislock.core.operations import AcquireRequest
 from django_redislock.core.quorum_attempt import PartRequest, QuorumAttempt
 from django_redislock.core.quorum_lease import QuorumLease
@@ -36,6 +40,19 @@ async def _keeps(self: QuorumAttempt, held: list[Any]) -> None:
 
 _new_attempt, _new_lease = QuorumAttempt.__init__, QuorumAttempt._new_lease
 
+
+def _nothing_confirmed(call: Any, reply: Any, confirmations: Any, min_replicas: int, seconds: float) -> Any:
+    return reply
+
+
+def _unconfirmed_renewals(self: Any, call: Any, patience: float) -> Any:
+    return super(replicated.ReplicatedServer, self).renew(call, patience)
+
+
+def _moved_to_nobody(self: SlotTable, error: Any, asked: Any) -> Any:
+    return asked
+
+
 QUORUM: dict[str, Planted] = {
     "half of the servers suffice": lambda: attribute(QuorumAttempt, "__init__", _fewer_suffice),
     "the drift of clocks is not allowed for": lambda: attribute(quorum_parts, "drift_of", lambda expire: 0.0),
@@ -47,4 +64,17 @@ QUORUM: dict[str, Planted] = {
     "all tries have one id": lambda: attribute(QuorumAttempt, "_new_lease", _one_id),
     "the loss of most parts is not noticed": lambda: attribute(QuorumLease, "_report_loss", lambda self: None),
     "a silent server is waited for": lambda: attribute(quorum_attempt, "GRACE", 60.0),
+}
+REPLICAS: dict[str, Planted] = {
+    "an acquisition is not confirmed by the replica": lambda: attribute(
+        scripts.ACQUIRE, "granted", lambda reply: False
+    ),
+    "a renewal is not confirmed by the replica": lambda: attribute(
+        replicated.ReplicatedServer, "renew", _unconfirmed_renewals
+    ),
+    "no confirmation is needed": lambda: attribute(replicated, "_judged", _nothing_confirmed),
+}
+CLUSTER: dict[str, Planted] = {
+    "a call does not follow its slot": lambda: attribute(SlotTable, "redirect", _moved_to_nobody),
+    "a slot that moves is an error": lambda: attribute(routes, "NotNow", RedisError),
 }

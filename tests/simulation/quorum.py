@@ -117,7 +117,14 @@ class QuorumHistory(History):
         ]
         for _ in range(chance.choice([0, 1, 1, 2, 3])):
             what, seconds = chance.choice(
-                [("silence", 0.2), ("silence", 1.0), ("silence", 4.0), ("restart", 0.01), ("restart", 1.0), ("loss", away)]
+                [
+                    ("silence", 0.2),
+                    ("silence", 1.0),
+                    ("silence", 4.0),
+                    ("restart", 0.01),
+                    ("restart", 1.0),
+                    ("loss", away),
+                ]
             )
             plan.faults.append(Fault(chance.uniform(0, FAULTS_UNTIL), what, chance.randrange(servers), seconds))
 
