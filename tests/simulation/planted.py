@@ -9,7 +9,7 @@ from django_redislock.celery import execution_lock
 from django_redislock.core import lease, operations, reentrant, scripts
 
 from .patches import Planted, attribute, script
-from .planted_wide import CLUSTER, QUORUM, REPLICAS
+from .planted_wide import CLUSTER, QUORUM, QUORUM_NOT_FOUND, REPLICAS
 
 
 def _late_deadline(self: lease.Lease, sent: float, life: float) -> None:
@@ -213,5 +213,6 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         lambda: script(START, "if later and later > version or", "if"),
     ),
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
+    **{name: ("quorum", defect) for name, defect in QUORUM_NOT_FOUND.items()},
 }
 """What no oracle sees yet."""

@@ -38,6 +38,10 @@ async def _keeps(self: QuorumAttempt, held: list[Any]) -> None:
     return None
 
 
+async def _only_stops(self: QuorumAttempt) -> None:
+    self._stop()
+
+
 _new_attempt, _new_lease = QuorumAttempt.__init__, QuorumAttempt._new_lease
 
 
@@ -54,16 +58,17 @@ def _moved_to_nobody(self: SlotTable, error: Any, asked: Any) -> Any:
 
 
 QUORUM: dict[str, Planted] = {
+    "each part has a ticket of its own": lambda: attribute(PartRequest, "call", _own_ticket),
+    "a lost part is not taken anew": lambda: attribute(QuorumLease, "mend", lambda self: None),
     "half of the servers suffice": lambda: attribute(QuorumAttempt, "__init__", _fewer_suffice),
     "the drift of clocks is not allowed for": lambda: attribute(quorum_parts, "drift_of", lambda expire: 0.0),
-    "too few parts are kept": lambda: attribute(QuorumAttempt, "_give_to_earlier", _keeps),
-    "too few parts do not rest": lambda: attribute(QuorumAttempt, "_rest", _keeps),
-    "a failed attempt gives nothing back": lambda: attribute(QuorumAttempt, "_release_parts", _keeps),
-    "a lost part is not taken anew": lambda: attribute(QuorumLease, "mend", lambda self: None),
-    "each part has a ticket of its own": lambda: attribute(PartRequest, "call", _own_ticket),
-    "all tries have one id": lambda: attribute(QuorumAttempt, "_new_lease", _one_id),
+    "a failed attempt gives nothing back": lambda: attribute(QuorumAttempt, "_give_back", _only_stops),
     "the loss of most parts is not noticed": lambda: attribute(QuorumLease, "_report_loss", lambda self: None),
     "a silent server is waited for": lambda: attribute(quorum_attempt, "GRACE", 60.0),
+}
+QUORUM_NOT_FOUND: dict[str, Planted] = {
+    "too few parts are kept": lambda: attribute(QuorumAttempt, "_give_to_earlier", _keeps),
+    "all tries have one id": lambda: attribute(QuorumAttempt, "_new_lease", _one_id),
 }
 REPLICAS: dict[str, Planted] = {
     "an acquisition is not confirmed by the replica": lambda: attribute(
