@@ -14,7 +14,7 @@ from django_redislock.core.driver.effects import At, AtEach, ScriptBatch, Script
 from django_redislock.core.driver.routes import ClusterRoom, home_of, subscribe
 from django_redislock.core.driver.slot_table import SlotTable
 from django_redislock.core.driver.slots import SLOTS, slot_of
-from django_redislock.exceptions import LockError
+from django_redislock.exceptions import LockBackendError, LockError
 
 from .driver import Room, Thread
 from .history import FAULTS_UNTIL
@@ -313,7 +313,7 @@ class ClusterHistory(LockHistory):
 
     def see_error(self, thread: Thread, timeout: float | None, error: LockError) -> None:
         """See that a move alone is no error: the call is tried again until it ends."""
-        if self._only_moves(RETRY_FOR_BY_CLUSTER) and timeout is None:
+        if isinstance(error, LockBackendError) and timeout is None and self._only_moves(RETRY_FOR_BY_CLUSTER):
             self.fail(f"{thread} got an error, though only the slot moved: {error}")
 
     def _see_loss(self, thread: Thread, belief: Belief) -> None:

@@ -9,8 +9,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from django_redislock.core.driver.async_server import AsyncServer
 from django_redislock.core.driver.effects import (
     Effect,
@@ -176,7 +174,7 @@ class View(AsyncServer):
     async def _request(self, effect: Any) -> Any:
         def undo(reply: Any) -> None:
             """Undo what was sent by a task that was cancelled: the request for it went out behind it."""
-            if not isinstance(reply, RedisError) and isinstance(effect, ScriptCall) and effect.undo is not None:
+            if isinstance(effect, ScriptCall) and effect.undo is not None:
                 self._server.request(effect.undo().with_text(), lambda reply: None)
 
         return await self._result(partial(self._server.request, effect, patience=SOCKET_TIMEOUT), undo)
@@ -186,7 +184,8 @@ class View(AsyncServer):
 
         def settle(result: Any) -> None:
             if future.done():  # the task was cancelled
-                too_late(result)
+                if not isinstance(result, BaseException):
+                    too_late(result)
             elif isinstance(result, BaseException):
                 future.set_exception(result)
             else:

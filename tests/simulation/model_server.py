@@ -144,11 +144,6 @@ class ModelServer:
         self._us = self._now()
         return [key for key in list(self.data) if self._get(key) is not None]
 
-    @property
-    def seconds(self) -> float:
-        """The server's clock."""
-        return self._now() / 1_000_000
-
     # The commands
 
     @property

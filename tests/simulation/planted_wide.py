@@ -58,12 +58,12 @@ def _moved_to_nobody(self: SlotTable, error: Any, asked: Any) -> Any:
 
 
 QUORUM: dict[str, Planted] = {
-    "each part has a ticket of its own": lambda: attribute(PartRequest, "call", _own_ticket),
     "half of the servers suffice": lambda: attribute(QuorumAttempt, "__init__", _fewer_suffice),
     "the drift of clocks is not allowed for": lambda: attribute(quorum_parts, "drift_of", lambda expire: 0.0),
     "a failed attempt gives nothing back": lambda: attribute(QuorumAttempt, "_give_back", _only_stops),
     "the loss of most parts is not noticed": lambda: attribute(QuorumLease, "_report_loss", lambda self: None),
     "a silent server is waited for": lambda: attribute(quorum_attempt, "GRACE", 60.0),
+    "each part has a ticket of its own": lambda: attribute(PartRequest, "call", _own_ticket),
 }
 QUORUM_NOT_FOUND: dict[str, Planted] = {
     "a lost part is not taken anew": lambda: attribute(QuorumLease, "mend", lambda self: None),

@@ -270,12 +270,12 @@ class QuorumHistory(History):
 
     def _is_taken(self, lease: QuorumLease) -> None:
         """See that somebody who waits gets the lock soon, where nothing goes wrong."""
-        waiting = [thread for thread, call in self.waiting.items() if call.timeout is None]
+        waiting = [(thread, call) for thread, call in self.waiting.items() if call.timeout is None]
         if not self.plan.calm or not waiting:
             return
 
         def look() -> None:
-            if not self.beliefs and all(thread in self.waiting for thread in waiting):
+            if not self.beliefs and all(self.waiting.get(thread) is call for thread, call in waiting):
                 self.fail(f"{waiting} waited for a lock that was free for {QUIET} s")
 
         self.world.at(self.world.time + QUIET, look)
