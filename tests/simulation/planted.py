@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from django_redislock.cache.lease import invalidate, obtain, single_flight, store
 from django_redislock.celery import execution_lock
 from django_redislock.core import lease, operations, reentrant, scripts
-from django_redislock.core.driver.script import Script
 
-
-@contextmanager
-def script(which: Script, old: str, new: str) -> Iterator[None]:
-    """Change the text of a script."""
-    text = which.text
-    assert old.encode() in text, f"{which} does not contain {old!r}"
-    which.text = text.replace(old.encode(), new.encode())
-    try:
-        yield
-    finally:
-        which.text = text
-
-
-@contextmanager
-def attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Change a function or a constant."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+from .patches import Planted, attribute, script
+from .planted_wide import CLUSTER, QUORUM, QUORUM_NOT_FOUND, REPLICAS
 
 
 def _late_deadline(self: lease.Lease, sent: float, life: float) -> None:
@@ -92,7 +69,6 @@ def _all_alike(delivery: execution_lock.Delivery) -> tuple[bytes, bytes]:
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 L, S, INV = obtain.LEASE, store.SETTLE, invalidate.INVALIDATE
 START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
-Planted = Callable[[], AbstractContextManager[None]]
 
 LOCK: dict[str, Planted] = {
     "a release does not ask whose lock it is": lambda: script(
@@ -206,7 +182,15 @@ CELERY: dict[str, Planted] = {
 }
 PLANTED: dict[str, tuple[str, Planted]] = {
     name: (kind, defect)
-    for kind, defects in (("lock", LOCK), ("rlock", RLOCK), ("cache", CACHE), ("celery", CELERY))
+    for kind, defects in (
+        ("lock", LOCK),
+        ("rlock", RLOCK),
+        ("cache", CACHE),
+        ("celery", CELERY),
+        ("quorum", QUORUM),
+        ("replicas", REPLICAS),
+        ("cluster", CLUSTER),
+    )
     for name, defect in defects.items()
 }
 """The kind of histories that show each defect."""
@@ -229,5 +213,6 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         lambda: script(INV, "deletes and #KEYS or 0", "0"),
     ),
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
+    **{name: ("quorum", defect) for name, defect in QUORUM_NOT_FOUND.items()},
 }
 """What no oracle sees yet."""

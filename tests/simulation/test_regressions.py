@@ -1,4 +1,4 @@
-"""What the simulation found in the package, told again on a real server."""
+"""What the simulation found in the package, told again on a real server, or as the small history that it was."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from django_redislock.core import RLock, scripts
 from django_redislock.core.driver.script import Script
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
+from tests.simulation.explore import failure_of
+from tests.simulation.quorum import Round
+from tests.simulation.world import Plan, ThreadPlan
 from tests.support import wait_until
 from tests.support.locks import listening
 
@@ -107,3 +110,22 @@ def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_
     wait_until(lambda: lease.deadline > deadline, 10, "the watchdog renews it")
     lock.release()
     assert client.exists(KEYS.lock) == 0
+
+
+def test_a_quorum_lock_is_not_acquired_with_a_part_that_was_kept_until_its_end():
+    """Who waits for the others kept its only part for nearly its whole expiry, without a renewal: the lock was lost as soon as
+    it was acquired."""
+    threads = [
+        ThreadPlan(0, 0.14341435679041925, {"expire": 0.6, "auto_renewal": True}, [Round(2.0, 3.5, None, 0.0)]),
+        ThreadPlan(
+            1,
+            0.09382315930185009,
+            {"expire": 3.0, "auto_renewal": True},
+            [Round(0.4, 0.7583776415661274, None, 0.0), Round(None, 0.01, 1.0, 0.0)],
+        ),
+        ThreadPlan(
+            1, 0.11395248779680539, {"expire": 0.6, "auto_renewal": True}, [Round(None, 0.5905454559843215, None, 0.0)]
+        ),
+    ]
+    plan = Plan(1056, 2, threads, fates={}, options={"rates": [1.0] * 3})
+    assert failure_of("quorum", plan) is None
