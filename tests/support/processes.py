@@ -4,18 +4,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from .fork_server import ROOT as ROOT, start_python
 from .waiting import wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 def say(**values: object) -> None:
@@ -33,15 +30,15 @@ class PythonProcess:
     def __init__(self, what: Callable[..., object] | str, *args: object, env: dict[str, str] | None = None) -> None:
         task = {"code": what} if isinstance(what, str) else {"module": what.__module__, "function": what.__qualname__}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.child", json.dumps(task | {"args": args})],
-            cwd=ROOT,
+        self._process = start_python(
+            "-m",
+            "tests.support.child",
+            json.dumps(task | {"args": args}),
             env=os.environ | (env or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            start_new_session=True,
         )
         self.pid = self._process.pid
         self.lines: list[dict[str, Any]] = []
