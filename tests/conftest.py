@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -37,6 +38,12 @@ from tests.support import (
 
 # For xdist's workers and all other processes: development mode searches C code for overruns of memory, and there is none here.
 os.environ.setdefault("PYTHONMALLOC", "pymalloc")
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    # Or each of hundreds of processes would compile everything again: whoever wants no bytecode beside the code has it elsewhere.
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 
 def pytest_report_header() -> str:
