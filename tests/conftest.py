@@ -59,7 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the quick part of the suite leaves out: tests with servers or processes of their own, and many combinations."""
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"manage", "own_cluster", "own_server", "run_python", "server_kind"}.isdisjoint(getattr(item, "fixturenames", ())):
+        if not {"manage", "own_cluster", "own_server", "run_python", "server_kind"}.isdisjoint(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker("processes")
         if item.get_closest_marker("processes"):
             item.add_marker("slow")
@@ -223,8 +225,8 @@ def run_python() -> Iterator[Callable[..., PythonProcess]]:
     """``run_python(function or code, *args)`` starts a Python process that ends with the test at the latest."""
     with ExitStack() as stack:
 
-        def start(*args: object, env: dict[str, str] | None = None) -> PythonProcess:
-            process = PythonProcess(*args, env=env)  # type: ignore[arg-type]
+        def start(*args: object, **options: Any) -> PythonProcess:
+            process = PythonProcess(*args, **options)  # type: ignore[arg-type]
             stack.callback(process.close)
             return process
 

@@ -25,20 +25,25 @@ class PythonProcess:
 
     It talks to the test in JSON lines (`say`); code finds `say` and its arguments as `args`. The test talks to it through
     `send`, one line for one `input()`. Arguments travel as JSON.
+
+    A new one has imported nothing before (see `fork_server`), and has all apps of the settings; others do without the admin.
     """
 
-    def __init__(self, what: Callable[..., object] | str, *args: object, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, what: Callable[..., object] | str, *args: object, env: dict[str, str] | None = None, new: bool = False
+    ) -> None:
         task = {"code": what} if isinstance(what, str) else {"module": what.__module__, "function": what.__qualname__}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._process = start_python(
             "-m",
             "tests.support.child",
-            json.dumps(task | {"args": args}),
+            json.dumps(task | {"args": args, "new": new}),
             env=os.environ | (env or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
+            new=new,
         )
         self.pid = self._process.pid
         self.lines: list[dict[str, Any]] = []
