@@ -79,7 +79,7 @@ def test_every_page_is_linked_from_the_front_page():
 
 def test_every_page_begins_with_what_the_reader_gets():
     for page, text in PAGES.items() - {("changelog", PAGES["changelog"])}:
-        title, line, blank, first = text.split("\n", 3)
+        _, line, blank, first = text.split("\n", 3)
         assert re.fullmatch("=+", line), page
         assert blank == "", page
         lead = re.sub(r"\A(?:\.\. (?:currentmodule|_).*\n\n)+", "", first)
@@ -90,7 +90,9 @@ def test_every_page_begins_with_what_the_reader_gets():
                          ids=lambda path: path.name)  # fmt: skip
 def test_a_table_has_no_cell_in_its_first_column_that_takes_two_lines(path):
     """A line with text in the first column begins a new row, so the rest of such a cell would be a row of its own."""
-    for border, body in re.findall(r"^(=+(?: +=+)+)\n(?:.*\n)*?\1\n((?:(?!=).+\n)+)\1\n", path.read_text(), re.MULTILINE):
+    for border, body in re.findall(
+        r"^(=+(?: +=+)+)\n(?:.*\n)*?\1\n((?:(?!=).+\n)+)\1\n", path.read_text(), re.MULTILINE
+    ):
         columns = [column.start() for column in re.finditer("=+", border)]
         for row in body.splitlines():
             assert row.startswith(" ") or all(row[column:].strip() for column in columns[:2]), row
