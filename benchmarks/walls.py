@@ -157,7 +157,8 @@ def lists(url: str, client: redis.Redis) -> tuple[float, float]:
         hold(client, 10_000, start)
     with redis.Redis.from_url(url) as other:
         whole = longest(client, lambda: sum(1 for _ in held_locks(other)))
-        count = longest(client, lambda: server_of(other).run(operations.count("redislock")))
+        server = server_of(other)
+        count = longest(client, lambda: server.run(operations.count(server, "redislock")))
     return whole, count
 
 
