@@ -77,6 +77,12 @@ def test_every_page_is_linked_from_the_front_page():
     assert listed == PAGES.keys() - {"index"}
 
 
+def test_every_benchmark_is_named_on_its_page():
+    named = re.findall(r"^``(\w+)`` ", PAGES["benchmarks"].partition("Figures\n")[0], re.MULTILINE)
+    scripts = {path.stem for path in (DOCS.parent / "benchmarks").glob("*.py")} - {"common", "run"}
+    assert set(named) == scripts
+
+
 def test_every_page_begins_with_what_the_reader_gets():
     for page, text in PAGES.items() - {("changelog", PAGES["changelog"])}:
         _, line, blank, first = text.split("\n", 3)
