@@ -9,6 +9,7 @@ import inspect
 import pytest
 
 from django_redislock import AcquireTimeout, alock, held_locks, lock, locked
+from django_redislock.core import Lock
 
 
 class User:
@@ -135,6 +136,23 @@ def test_a_coroutine_function_takes_the_lock_by_asyncio(client):
     with pytest.raises(ZeroDivisionError):
         asyncio.run(report(1, fail=True))
     assert names() == []
+
+
+@pytest.mark.parametrize("on_conflict", ["raise", "skip", "wait"])
+def test_a_function_in_conflict_waits_or_raises_or_is_skipped(client, on_conflict):
+    options = {"timeout": 0} if on_conflict == "wait" else {}
+
+    @locked("a", on_conflict=on_conflict, **options)
+    def function():
+        return "run"
+
+    assert function() == "run"
+    Lock(client, "a").acquire()
+    if on_conflict == "skip":
+        assert function() is None
+    else:
+        with pytest.raises(AcquireTimeout):
+            function()
 
 
 @pytest.mark.parametrize("on_conflict", ["raise", "skip", "wait"])
