@@ -108,12 +108,8 @@ LOCK: dict[str, Planted] = {
         "local value = redis.call('PTTL', lock) > 150 and redis.call('GET', lock)",
     ),
     "the deadline is counted from the reply": lambda: attribute(lease.Lease, "renewed", _late_deadline),
-    "a released lock is handed to nobody": lambda: script(
-        R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock)\n  return 1"
-    ),
-    "a release forgets the queue": lambda: script(
-        R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock, queue)\n  return 1"
-    ),
+    "a released lock is handed to nobody": lambda: script(R, "hand_over(lock, queue, '')", "redis.call('DEL', lock)"),
+    "a release forgets the queue": lambda: script(R, "hand_over(lock, queue, '')", "redis.call('DEL', lock, queue)"),
     "who comes last is served first": lambda: script(
         R,
         "redis.call('ZPOPMIN', queue)[1]",
@@ -183,7 +179,7 @@ CELERY: dict[str, Planted] = {
     ),
     "an execution leaves no marker": lambda: script(LEAVE, "redis.call('SET', marker, state, 'PX', marker_ms)", ""),
     "a lost execution leaves no marker": lambda: script(
-        LEAVE, "if marker_ms ~= '' then", "if marker_ms ~= '' and redis.call('GET', lock) then"
+        LEAVE, "and not done then", "and not done and redis.call('GET', lock) then"
     ),
     "the end of a late message is not confirmed": lambda: script(
         DONE, "redis.call('SET', marker, state, 'PX', expire_ms)", ""
@@ -202,6 +198,10 @@ CELERY: dict[str, Planted] = {
         "local reply = reply_for_copy(lock, redis.call('GET', lock), marker, copies, tonumber(version), claim)",
         "local reply",
     ),
+    "a refused message is not claimed": lambda: script(
+        CLAIM, "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)", ""
+    ),
+    "a late call of an execution that has left counts": lambda: script(LEAVE, "and not done then", "then"),
     "an execution does not release": lambda: script(LEAVE, "hand_over(lock, queue, id)", ""),
 }
 PLANTED: dict[str, tuple[str, Planted]] = {
@@ -220,13 +220,13 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         "lock",
         lambda: script(R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"),
     ),
-    "a refused message is not claimed": (
-        "celery",
-        lambda: script(CLAIM, "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)", ""),
-    ),
     "a copy that was published again runs, too": (
         "celery",
         lambda: script(START, "if later and later > version or", "if"),
+    ),
+    "a delete does not delete what was stored in between": (
+        "cache",
+        lambda: script(INV, "deletes and #KEYS or 0", "0"),
     ),
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
 }

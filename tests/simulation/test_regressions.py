@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import redis
 
-from django_redislock.celery.execution_lock import DONE
+from django_redislock.celery.execution_lock import DONE, LEAVE
 from django_redislock.core import RLock, scripts
 from django_redislock.core.driver.script import Script
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
 from tests.support import wait_until
+from tests.support.locks import listening
 
 KEYS = lock_keys("redislock", "a")
 
@@ -36,6 +37,17 @@ def test_a_given_id_that_takes_its_turn_in_the_place_of_another_caller_leaves_no
     run(client, scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), b"holder", b"a", b"", b"")
     assert acquire(b"given", b"two") > 0
     assert client.zrange(KEYS.queue, 0, -1) == []
+
+
+def test_who_waits_by_the_id_by_which_another_caller_releases_is_woken(client):
+    """Both were given the id. Without the message the waiter would look half a second later."""
+    value = b"given\n7\n0\n{}"
+    client.set(KEYS.lock, value)
+    client.zadd(KEYS.queue, {b"one\ngiven": 1})
+    with listening(client, "one") as heard:
+        run(client, scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), b"given", b"a", b"", b"7")
+        assert heard() == ["given"]
+    assert client.get(KEYS.lock).startswith(b"given\n0\n")
 
 
 @pytest.mark.parametrize("careful", [b"", b"1"])
@@ -65,6 +77,20 @@ def test_the_end_of_a_message_counts_more_than_what_was_said_before(client):
     client.set("marker", "7")
     run(client, DONE, (b"marker",), b"done", b"60000", b"")
     assert client.get("marker") == b"done"
+
+
+def test_a_late_call_of_an_execution_that_has_left_does_not_undo_that_its_end_was_confirmed(client):
+    """The connection broke, so the call was sent again; the first one arrives when the result is stored. "ending" ends
+    within the expiry, and then a copy of the message would run."""
+    keys = (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts, b"marker")
+    call = (b"message:id", b"a", b"7", b"60000", b"", b"0", b"", b"ending")
+    client.set(KEYS.lock, "message:id\n7\n0\n{}")
+    assert run(client, LEAVE, keys, *call) == 1
+    assert client.get("marker") == b"ending"
+    run(client, DONE, (b"marker",), b"done", b"3600000", b"")
+    assert run(client, LEAVE, keys, *call) == 1
+    assert client.get("marker") == b"done"
+    assert client.pttl("marker") > 60000
 
 
 def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_is_entered_again(client, proxy):
