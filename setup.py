@@ -28,11 +28,13 @@ def project_urls(home: str) -> dict[str, str]:
 
 
 def readme(home: str) -> str:
-    """Return the README as a package index shows it: pictures need an absolute address there."""
+    """Return the README as a package index shows it: pictures and links to files need an absolute address there."""
     text = (ROOT / "README.rst").read_text(encoding="utf-8")
-    if not home:  # no address, no picture
-        return re.sub(r"^\.\. image:: docs/.*\n(?:   .*\n)+\n", "", text, flags=re.MULTILINE)
-    return text.replace(".. image:: docs/", f".. image:: {home}/raw/HEAD/docs/")
+    if not home:  # no address, no picture and no link
+        text = re.sub(r"^\.\. image:: docs/.*\n(?:   .*\n)+\n", "", text, flags=re.MULTILINE)
+        return re.sub(r"`([^`<]+) <[\w/-]+\.rst>`__", r"\1", text)
+    text = text.replace(".. image:: docs/", f".. image:: {home}/raw/HEAD/docs/")
+    return re.sub(r"<([\w/-]+\.rst)>`__", rf"<{home}/blob/HEAD/\1>`__", text)
 
 
 if __name__ == "__main__":

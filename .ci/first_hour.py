@@ -116,7 +116,6 @@ def first_hour(interpreter: str, wheel: Path, folder: Path) -> str:
     with redis(folder) as url:
         with (site / "shop/settings.py").open("a") as settings:
             settings.write(f"\nOF_DJANGO = INSTALLED_APPS\n{block('INSTALLED_APPS')}\nINSTALLED_APPS += OF_DJANGO\n")
-            settings.write(f"\n{block('DJANGO_REDISLOCK = {')}\n")
             settings.write(f"CACHES['default']['LOCATION'] = '{url}/0'\n")
             settings.write(f"CELERY_BROKER_URL = CELERY_RESULT_BACKEND = '{url}/1'\n")
         with (site / "shop/__init__.py").open("a") as package:
@@ -126,7 +125,7 @@ def first_hour(interpreter: str, wheel: Path, folder: Path) -> str:
         manage = python, "manage.py"
         run(*manage, "check", "--fail-level", "WARNING", **for_site)
         run(*manage, "migrate", "-v0", **for_site)
-        shown = block("INSTALLED_APPS"), block("DJANGO_REDISLOCK = {"), block("@single_instance")
+        shown = block("INSTALLED_APPS"), block("@single_instance")
         code = "\n".join(block for block in BLOCKS if block not in shown)
         told = run(python, "-W", "error", "-c", f"import django\ndjango.setup()\n{code}", **for_site)
         if "report of 7" not in told or told.count("computing, once") != 1:

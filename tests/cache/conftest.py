@@ -56,11 +56,23 @@ def redis_url(clustered: Cluster | None, server: Server) -> str:
     return (clustered or server).url
 
 
+@pytest.fixture(scope="session")
+def client_of_cluster(shared_cluster: Cluster) -> Iterator[AllNodes]:
+    """A client for the tests of a `ClusterCache`: to make one takes as long as such a test."""
+    with AllNodes.from_url(shared_cluster.url) as client:
+        yield client
+
+
 @pytest.fixture
 def client(
-    clustered: Cluster | None, server: Server, _empty_database: None
-) -> Iterator[redis.Redis | redis.RedisCluster]:
-    with server.client() if clustered is None else AllNodes.from_url(clustered.url) as client:
+    clustered: Cluster | None, server: Server, _empty_database: None, request: pytest.FixtureRequest
+) -> Iterator[redis.Redis | AllNodes]:
+    if clustered is not None:
+        client = request.getfixturevalue("client_of_cluster")
+        client.ping()
+        yield client
+        return
+    with server.client() as client:
         client.ping()
         yield client
 

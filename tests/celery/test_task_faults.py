@@ -111,6 +111,7 @@ def test_a_redis_that_goes_away_after_a_refusal_is_no_reason_to_run(own_server, 
 # The alarm also hits destructors, which swallow what it raises.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
+@pytest.mark.interrupts
 def test_an_interruption_at_any_point_leaves_nothing_beyond_the_life_of_the_lock(client, make):
     """As the soft time limit does it; the lock is held, released or ends by its life, and the next run succeeds."""
     task = make(lambda self: time.sleep(random.uniform(0, 0.0005)), key=[], expire=1)

@@ -119,6 +119,7 @@ def test_an_interrupted_waiter_leaves_the_queue_of_a_server_that_forgot_the_scri
 
 
 @pytest.mark.parametrize("options", [{}, {"max_connections": 1}], ids=["", "one connection"])
+@pytest.mark.interrupts
 def test_thousands_of_handlers_and_destructors_that_use_locks_end_and_count(redis_url, run_python, options):
     process = run_python(interrupted_programs.count_under_locks, redis_url, 1000, options, env=QUICK)
     said = process.wait_for(free=True)

@@ -55,6 +55,7 @@ def test_a_fork_while_threads_wait_harms_neither_side(client):
 
 # The alarm also hits destructors, and sockets that redis-py is about to open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.interrupts
 def test_a_signal_that_raises_anywhere_leaves_no_lock_and_no_broken_connection(client):
     with interruptions(TimeLimit) as interrupted_after:
         interrupted = 0

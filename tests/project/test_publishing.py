@@ -52,6 +52,9 @@ def test_every_link_and_picture_comes_from_the_address():
     assert all(url.startswith(HOME) for url in urls.values())
     readme = SETUP["readme"](HOME)
     assert re.findall(r"image:: (\S+)", readme) == [f"{HOME}/raw/HEAD/docs/pictures/list.png"]
+    links = re.findall(r"<([^<>\s]+)>`__", readme)
+    assert len(links) > 15
+    assert all((ROOT / link.removeprefix(f"{HOME}/blob/HEAD/")).is_file() for link in links)
 
 
 def test_without_an_address_there_are_no_links_and_no_broken_picture():
@@ -59,7 +62,9 @@ def test_without_an_address_there_are_no_links_and_no_broken_picture():
     readme = SETUP["readme"]("")
     assert "image::" not in readme
     assert ":alt:" not in readme
-    assert readme.replace("\n\n\n", "\n\n").count("\n") > 300
+    assert "`__" not in readme
+    assert "* Start: the quick start" in readme
+    assert readme.replace("\n\n\n", "\n\n").count("\n") > 200
 
 
 def test_an_address_has_no_slash_at_its_end():

@@ -1,4 +1,4 @@
-"""The README's code runs, and its settings are the real defaults."""
+"""The README's code runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
-
-from django_redislock import conf
 
 README = (Path(__file__).parents[2] / "README.rst").read_text()
 
@@ -51,17 +48,6 @@ def test_the_tasks_run_as_printed(run_python):
         ]
     )
     assert run_python(code).finish() == [{"result": "built 3"}, {"state": "SUCCESS"}]
-
-
-def test_the_settings_are_the_real_defaults():
-    namespace: dict = {}
-    exec(block("DJANGO_REDISLOCK = {"), namespace)
-    printed = namespace["DJANGO_REDISLOCK"]
-    typed, problems = conf.read(printed)
-    assert problems == []
-    assert typed == conf.Settings()
-    for part in ("CACHE", "CELERY"):
-        assert printed[part].keys() == {key.name.upper() for key in fields(getattr(typed, part.lower()))}, part
 
 
 def test_the_install_block_is_valid():

@@ -96,26 +96,26 @@ def test_the_task_is_a_single_instance_of_its_job() -> None:
 
 def test_the_blocks_of_a_leader_run_as_printed() -> None:
     handled = []
-    exec(
-        block("run-once", "with leader("),
-        {"feed": lambda: ["a"], "handle": lambda message, fence: handled.append(message)},
-    )
+    names: dict[str, Any] = {}
+    exec(block("run-once", "with leader("), names)
+    names["lead"](["a"], lambda message, fence: handled.append(message))
     assert handled == ["a"]
 
 
-def test_the_candidate_starts_and_stops_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_candidate_starts_and_stops_as_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import signal
 
-    events: list[str] = []
     handlers: dict[int, Any] = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-
-    def start(term: Any) -> None:
-        events.append("start")
-        handlers[signal.SIGTERM]()
-
-    exec(block("run-once", "candidate.run()"), {"start": start, "stop": lambda term: events.append("stop")})
-    assert events == ["start", "stop"]
+    candidate = threading.Thread(target=exec, args=(block("run-once", "candidate.run()"), {}))
+    candidate.start()
+    written: list[str] = []
+    wait_until(lambda: written.append(capsys.readouterr().out) or "leads" in written[-1])
+    handlers[signal.SIGTERM]()
+    candidate.join()
+    assert capsys.readouterr().out == "it leads no longer\n"
 
 
 def test_the_locked_command_and_the_scheduler_run_as_printed() -> None:

@@ -204,6 +204,7 @@ def test_one_of_many_threads_publishes(client, app, make, scope):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in destructors, it is swallowed
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 @pytest.mark.parametrize("error", [Interrupted, SoftTimeLimitExceeded])
+@pytest.mark.interrupts
 def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_unread(
     client, app, make, error, form, monkeypatch
 ):
