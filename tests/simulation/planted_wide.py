@@ -45,12 +45,12 @@ async def _only_stops(self: QuorumAttempt) -> None:
 _new_attempt, _new_lease = QuorumAttempt.__init__, QuorumAttempt._new_lease
 
 
-def _nothing_confirmed(call: Any, reply: Any, confirmations: Any, min_replicas: int, seconds: float) -> Any:
+def _nothing_confirmed(call: Any, reply: Any, confirmations: Any, wait: Any) -> Any:
     return reply
 
 
 def _unconfirmed_renewals(self: Any, call: Any, patience: float) -> Any:
-    return super(replicated.ReplicatedServer, self).renew(call, patience)
+    return super(replicated.Confirming, self).renew(call, patience)
 
 
 def _moved_to_nobody(self: SlotTable, error: Any, asked: Any) -> Any:
@@ -75,7 +75,7 @@ REPLICAS: dict[str, Planted] = {
         scripts.ACQUIRE, "granted", lambda reply: False
     ),
     "a renewal is not confirmed by the replica": lambda: attribute(
-        replicated.ReplicatedServer, "renew", _unconfirmed_renewals
+        replicated.Confirming, "renew", _unconfirmed_renewals
     ),
     "no confirmation is needed": lambda: attribute(replicated, "_judged", _nothing_confirmed),
 }

@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 from copy import copy, deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
-from django_redislock.core.driver.effects import ScriptCall
+from django_redislock.core.driver.effects import Effect, Operation, ScriptCall
 from django_redislock.core.driver.primary import NotPrimary
-from django_redislock.core.driver.replicated import ReplicatedServer, Wait, confirmed
+from django_redislock.core.driver.replicated import ReplicatedServer, Wait, grants, judged, with_wait
 
 from .history import FAULTS_UNTIL
 from .hosts import Host
@@ -20,6 +20,7 @@ from .locks import LockHistory, Round, SimulatedLock
 from .model_server import ModelServer
 from .world import SOCKET_TIMEOUT, Captured, Fault, Plan, Process, World
 
+T = TypeVar("T")
 LAG = 2.0
 """Seconds: `min-replicas-max-lag`, where `min-replicas-to-write` is set."""
 FAILOVERS = ("killed", "hangs", "planned", "parted")
@@ -300,17 +301,34 @@ class ReplicatedWorld(World):
         self.at(self.time + 1.0 + fault.seconds, follow)
 
 
+def confirmed(operation: Operation[T]) -> Operation[T]:
+    """Do what the operation does, as the driver of a `ReplicatedServer` does: with WAIT behind each call that may grant a lock."""
+    wait = Wait(1, SOCKET_TIMEOUT)
+    step: Callable[[], Effect] = partial(next, operation)
+    while True:
+        try:
+            effect = step()
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        try:
+            result = judged(effect, wait, (yield with_wait(effect, wait))) if grants(effect) else (yield effect)
+        except BaseException as error:
+            step = partial(operation.throw, error)
+        else:
+            step = partial(operation.send, result)
+
+
 class ReplicatedLock(SimulatedLock):
     """The shipped lock with `min_replicas=1`."""
 
     def _acquire(self, *args: Any) -> Any:
-        return confirmed(super()._acquire(*args), 1, SOCKET_TIMEOUT)
+        return confirmed(super()._acquire(*args))
 
     def _release(self, lease: Any) -> Any:
-        return confirmed(super()._release(lease), 1, SOCKET_TIMEOUT)
+        return confirmed(super()._release(lease))
 
     def _extend(self, acquirer: Any, expire: Any) -> Any:
-        return confirmed(super()._extend(acquirer, expire), 1, SOCKET_TIMEOUT)
+        return confirmed(super()._extend(acquirer, expire))
 
 
 class ReplicatedHistory(LockHistory):
