@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Generator
 from functools import partial
@@ -100,8 +101,9 @@ class CacheHistory(History):
         """When a computation ended last."""
         self.waiting: dict[Thread, tuple[Get, float]] = {}
         """What each thread waits for, and since when."""
-        self.served: set[tuple[Thread, float]] = set()
-        """Calls whose value, or its error, another caller has computed for them."""
+        self.served: dict[tuple[Thread, float], float] = {}
+        """Calls for which another caller has computed, and the time from which on they have the value or its error. An
+        error is not stored: whoever asks again while it is on its way tries anew."""
         super().__init__(plan)
 
     @classmethod
@@ -210,7 +212,7 @@ class CacheHistory(History):
             same = other.key == key and other.epoch == computation.epoch and other.lease is not lease
             if same and other.stands and computation.stands:
                 self.fail(f"{thread} and {other.thread} compute {key} at once, each for all callers")
-        if (thread, self.waiting[thread][1]) in self.served:
+        if self.served.get((thread, self.waiting[thread][1]), math.inf) <= self.world.time:
             self.fail(f"{thread} computes {key}, though another caller has computed it meanwhile")
         self.running.append(computation)
         self.computed[key] += 1
@@ -229,7 +231,8 @@ class CacheHistory(History):
         if alone and computation.stands and not any(isinstance(step, Change) or step.needs for step in self.steps):
             # Whoever has waited for a moment has joined those who are sent the value.
             joined = [(thread, since) for thread, (_, since) in waiting if since < world.time - QUIET]
-            self.served.update(call for call in joined if call[0] is not computation.thread)
+            known = world.time + (QUIET if self.waiting[computation.thread][0].fails else 0.0)
+            self.served.update((call, known) for call in joined if call[0] is not computation.thread)
 
         busy = [computation.thread, *(other.thread for other in self.running)]
         waiting = [(thread, call) for thread, call in waiting if thread not in busy]
