@@ -90,6 +90,8 @@ class CacheHistory(History):
         """By key: when somebody was told that a change is in force, its version, and the epoch."""
         self.suspended: dict[str, list[tuple[float, int, int]]] = {key: [] for key in KEYS}
         """Changes whose value a plain DEL has deleted: they are in force again with the script that follows it."""
+        self.deleting: set[str] = set()
+        """Keys that a plain DEL has deleted, and that script not yet."""
         self.given: set[tuple[str, int]] = set()
         """The versions that callers have set: two callers may do so in any order."""
         self.invalid = dict.fromkeys(KEYS, 0)
@@ -314,7 +316,9 @@ class CacheHistory(History):
         except LockError as error:
             world.tell(thread, f"the change raised {error}")
             return
-        if epoch == world.epoch:
+        if epoch == world.epoch and key in self.deleting:
+            self.suspended[key].append((world.time, version, epoch))
+        elif epoch == world.epoch:
             self.changes[key].append((world.time, version, epoch))
             stored = self.server.peek(key.encode())
             if stored is not None:
@@ -347,6 +351,7 @@ class CacheHistory(History):
                 self.given.add((key, version))
                 self.changes[key] = [change for change in self.changes[key] if change[1] <= version]
             elif what[0] == b"DEL":
+                self.deleting.add(key)
                 self.suspended[key] += self.changes[key]
                 self.changes[key] = []
         elif what.script is SETTLE:
@@ -360,6 +365,7 @@ class CacheHistory(History):
             for name in what.args[1:]:
                 key = name.decode().removeprefix("cache:")
                 if what.args[0] == b"1":
+                    self.deleting.discard(key)
                     self.changes[key] += self.suspended[key]
                     self.suspended[key] = []
                 counter = self.server.data.get(what.keys[1].removesuffix(b"held") + b"fence", b"0")
