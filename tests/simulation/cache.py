@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Generator
 from functools import partial
@@ -89,6 +90,8 @@ class CacheHistory(History):
         """By key: when somebody was told that a change is in force, its version, and the epoch."""
         self.suspended: dict[str, list[tuple[float, int, int]]] = {key: [] for key in KEYS}
         """Changes whose value a plain DEL has deleted: they are in force again with the script that follows it."""
+        self.deleting: set[str] = set()
+        """Keys that a plain DEL has deleted, and that script not yet."""
         self.given: set[tuple[str, int]] = set()
         """The versions that callers have set: two callers may do so in any order."""
         self.invalid = dict.fromkeys(KEYS, 0)
@@ -100,8 +103,9 @@ class CacheHistory(History):
         """When a computation ended last."""
         self.waiting: dict[Thread, tuple[Get, float]] = {}
         """What each thread waits for, and since when."""
-        self.served: set[tuple[Thread, float]] = set()
-        """Calls whose value, or its error, another caller has computed for them."""
+        self.served: dict[tuple[Thread, float], float] = {}
+        """Calls for which another caller has computed, and the time from which on they have the value or its error. An
+        error is not stored: whoever asks again while it is on its way tries anew."""
         super().__init__(plan)
 
     @classmethod
@@ -210,7 +214,7 @@ class CacheHistory(History):
             same = other.key == key and other.epoch == computation.epoch and other.lease is not lease
             if same and other.stands and computation.stands:
                 self.fail(f"{thread} and {other.thread} compute {key} at once, each for all callers")
-        if (thread, self.waiting[thread][1]) in self.served:
+        if self.served.get((thread, self.waiting[thread][1]), math.inf) <= self.world.time:
             self.fail(f"{thread} computes {key}, though another caller has computed it meanwhile")
         self.running.append(computation)
         self.computed[key] += 1
@@ -229,7 +233,8 @@ class CacheHistory(History):
         if alone and computation.stands and not any(isinstance(step, Change) or step.needs for step in self.steps):
             # Whoever has waited for a moment has joined those who are sent the value.
             joined = [(thread, since) for thread, (_, since) in waiting if since < world.time - QUIET]
-            self.served.update(call for call in joined if call[0] is not computation.thread)
+            known = world.time + (QUIET if self.waiting[computation.thread][0].fails else 0.0)
+            self.served.update((call, known) for call in joined if call[0] is not computation.thread)
 
         busy = [computation.thread, *(other.thread for other in self.running)]
         waiting = [(thread, call) for thread, call in waiting if thread not in busy]
@@ -311,7 +316,9 @@ class CacheHistory(History):
         except LockError as error:
             world.tell(thread, f"the change raised {error}")
             return
-        if epoch == world.epoch:
+        if epoch == world.epoch and key in self.deleting:
+            self.suspended[key].append((world.time, version, epoch))
+        elif epoch == world.epoch:
             self.changes[key].append((world.time, version, epoch))
             stored = self.server.peek(key.encode())
             if stored is not None:
@@ -344,6 +351,7 @@ class CacheHistory(History):
                 self.given.add((key, version))
                 self.changes[key] = [change for change in self.changes[key] if change[1] <= version]
             elif what[0] == b"DEL":
+                self.deleting.add(key)
                 self.suspended[key] += self.changes[key]
                 self.changes[key] = []
         elif what.script is SETTLE:
@@ -357,6 +365,7 @@ class CacheHistory(History):
             for name in what.args[1:]:
                 key = name.decode().removeprefix("cache:")
                 if what.args[0] == b"1":
+                    self.deleting.discard(key)
                     self.changes[key] += self.suspended[key]
                     self.suspended[key] = []
                 counter = self.server.data.get(what.keys[1].removesuffix(b"held") + b"fence", b"0")
