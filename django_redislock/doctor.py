@@ -13,6 +13,7 @@ from . import conf
 from .core.clock import monotonic
 from .core.driver.cluster import Cluster
 from .core.driver.retry import TRUST, UNTRUSTED
+from .core.driver.sentinels import UnknownService
 from .core.driver.server import Server
 from .core.driver.slot_table import Node
 
@@ -40,18 +41,21 @@ class Probe:
     """A connection with the timeouts of the connections that locks use, and without their retries."""
 
     def __init__(self, server: Server) -> None:
-        self._connection: Any = server.connection().redis_connection
+        self._connection = server.connection()
 
     def __enter__(self) -> Probe:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._connection.disconnect()
+        self._connection.close()
 
     def execute(self, *command: str) -> Any:
         """Return the reply in bytes; raises RedisError."""
-        self._connection.send_command(*command)
-        return self._connection.read_response(disable_decoding=True)
+        if not self._connection.open:  # redis-py would not ask the Sentinels, but connect to its default address
+            self._connection.connect()
+        connection: Any = self._connection.redis_connection
+        connection.send_command(*command)
+        return connection.read_response(disable_decoding=True)
 
     def info(self, section: str) -> dict[str, str]:
         """Return a section of INFO; raises RedisError."""
@@ -76,6 +80,8 @@ def inspect(server: Server) -> Iterator[Finding]:
             advice = (
                 "It is no Cluster: use the backend 'django_redislock.cache.RedisCache', or a URL redis://host:port."
             )
+        if UNTRUSTED in str(error):
+            advice = TRUST
         yield Finding("connection", "problem", f"No node tells the slots: {sentence_of(error)}", advice)
         return
     by_check: dict[str, list[tuple[str, Finding]]] = {}
@@ -108,7 +114,10 @@ def _inspect_server(server: Server) -> Iterator[Finding]:
             yield Finding("connection", "advice", f"It answers, but: {sentence_of(error)}", "Let the user run PING.")
         except (RedisError, OSError) as error:
             advice = "Start it, or correct the address, the password or the firewall between it and this machine."
-            advice = TRUST if UNTRUSTED in str(error) else advice
+            if UNTRUSTED in str(error):
+                advice = TRUST
+            elif isinstance(error, UnknownService):
+                advice = "Correct the name of the service in the URL, or in the options of the cache."
             yield Finding("connection", "problem", f"It cannot be reached: {sentence_of(error)}", advice)
             return
         for check, section, judge in INFO_CHECKS:

@@ -33,7 +33,7 @@ def least_rights(alias: str, client: Client) -> Iterator[str]:
     yield f"{user} {LISTS}"
     yield f"{user} +info"
     if isinstance(server, Cluster):
-        yield f"{user} +cluster|slots"
+        yield f"{user} +cluster|slots +scan"  # by scans, reset_all() finds the leases of values
     if settings.min_replicas:
         yield f"{user} +wait"
 

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from . import conf
 from .core import Lock
 from .core.clock import monotonic
+from .core.driver.cluster import Cluster
 from .core.driver.registry import Client, server_of
 from .core.driver.server import Server
 from .core.operations import renew_call
@@ -22,6 +23,7 @@ from .exceptions import LockError
 
 TRIAL_TIMEOUT = 10.0
 """Seconds; also the expiry of the locks."""
+RIGHTS = "Give the user of Redis the rights that 'manage.py redislock doctor --acl' prints."
 
 
 def diagnose(client: Client) -> Iterator[Finding]:
@@ -47,7 +49,7 @@ def _try_lock(server: Server) -> Iterator[Finding]:
         try:
             if second.acquire(timeout=TRIAL_TIMEOUT):
                 second.release()
-                waited.append(Finding("wait", "ok", "A waiting thread got the lock after its release."))
+                waited.append(_heard(server))
             else:
                 advice = "Check that the server allows publish and subscribe, and that no proxy blocks them."
                 waited.append(
@@ -71,7 +73,7 @@ def _try_lock(server: Server) -> Iterator[Finding]:
         yield Finding(step, "ok", "It was renewed.")
         step = "wait"
         waiter.start()
-        _until_queued(first, waiter)
+        _until_queued(server, first, waiter)
         step = "release"
         first.release()
         yield Finding(step, "ok", "It was released.")
@@ -82,10 +84,23 @@ def _try_lock(server: Server) -> Iterator[Finding]:
         yield from waited or [_failed("wait", TimeoutError("the waiting thread did not end"))]
 
 
-def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
-    """Return when the waiter is in the queue, or has ended, or after half of the timeout."""
+def _heard(server: Server) -> Finding:
+    """Tell how the waiting thread learnt that the lock was free."""
+    if not _may_not_subscribe(server):
+        return Finding("wait", "ok", "A waiting thread got the lock after its release.")
+    message = "The user may not subscribe, so a waiting thread got the lock only by trying again and again."
+    return Finding("permissions (wait)", "advice", message, RIGHTS)
+
+
+def _may_not_subscribe(server: Server) -> bool:
+    nodes = list(server.table.nodes.values()) if isinstance(server, Cluster) else [server]
+    return any(node.refusal.stands for node in nodes)
+
+
+def _until_queued(server: Server, lock: Lock, waiter: threading.Thread) -> None:
+    """Return when the waiter is in the queue, or cannot be woken there, or has ended, or after half of the timeout."""
     give_up = monotonic() + TRIAL_TIMEOUT / 2
-    while waiter.is_alive() and monotonic() < give_up:
+    while waiter.is_alive() and not _may_not_subscribe(server) and monotonic() < give_up:
         info = lock.owner()
         if info is None or info.waiting:
             return
@@ -95,7 +110,7 @@ def _until_queued(lock: Lock, waiter: threading.Thread) -> None:
 def _failed(step: str, error: Exception) -> Finding:
     if "NOPERM" in str(error) or "ermission" in str(error):
         step = f"permissions ({step})"
-        advice = "Give the user of Redis the rights that 'manage.py redislock doctor --acl' prints."
+        advice = RIGHTS
     elif "MovedError" in str(error):
         advice = "Use a redis.RedisCluster, or a URL that begins with redis+cluster://."
     else:

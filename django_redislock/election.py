@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from .core.async_lock import AsyncLock
+from .core.clock import monotonic
+from .core.driver.effects import Operation, WaitForWakeup
 from .core.lock import Lock
 from .core.validation import MAX_SECONDS, Seconds
 from .exceptions import LockBackendError, LockError
@@ -45,7 +47,7 @@ class Election:
 
     def __enter__(self) -> Lock:
         term = self.new_term()
-        elect(term, lambda: False, None)
+        elect(term, lambda: False)
         self._terms.append(term)
         return term
 
@@ -56,7 +58,7 @@ class Election:
 
     async def __aenter__(self) -> AsyncLock:
         term = self.new_async_term()
-        await aelect(term, lambda: False, None)
+        await aelect(term, lambda: False)
         self._async_terms.append(term)
         return term
 
@@ -132,7 +134,7 @@ class Leader:
             woken: SimpleQueue[Any] = SimpleQueue()
             self._wake = partial(woken.put, None)
             term = self._election.new_term(on_lost=woken.put)
-            if not elect(term, lambda: self._stopped, SLICE):
+            if not elect(term, lambda: self._stopped):
                 return
             try:
                 try:
@@ -157,7 +159,7 @@ class Leader:
             woken = asyncio.Event()
             self._wake = partial(loop.call_soon_threadsafe, woken.set)
             term = self._election.new_async_term(on_lost=partial(_set, woken))
-            if not await aelect(term, lambda: self._stopped, SLICE):
+            if not await aelect(term, lambda: self._stopped):
                 return
             try:
                 try:
@@ -173,12 +175,17 @@ class Leader:
                         await term.release()
 
 
-def elect(term: Lock, stopped: Callable[[], bool], slice: float | None) -> bool:
+class Stopped(BaseException):
+    """Ends the wait of a candidate that was stopped."""
+
+
+def elect(term: Lock, stopped: Callable[[], bool]) -> bool:
     """Tell whether the term began before the candidate was stopped. Raises LockBackendError when Redis refuses."""
     while not stopped():
         try:
-            if term.acquire(timeout=slice):
-                return True
+            return term._server.run(_until_stopped(term._acquire(term._acquirer(), None), stopped))
+        except Stopped:
+            break
         except LockBackendError as error:
             if error.refused:
                 raise
@@ -186,17 +193,45 @@ def elect(term: Lock, stopped: Callable[[], bool], slice: float | None) -> bool:
     return False
 
 
-async def aelect(term: AsyncLock, stopped: Callable[[], bool], slice: float | None) -> bool:
+async def aelect(term: AsyncLock, stopped: Callable[[], bool]) -> bool:
     """Do what `elect` does, in a task."""
     while not stopped():
         try:
-            if await term.acquire(timeout=slice):
-                return True
+            return await term._run(lambda acquirer: _until_stopped(term._acquire(acquirer, None), stopped))
+        except Stopped:
+            break
         except LockBackendError as error:
             if error.refused:
                 raise
             await asyncio.sleep(random.uniform(*PAUSE))  # noqa: S311
     return False
+
+
+def _until_stopped(acquire: Operation[bool], stopped: Callable[[], bool]) -> Operation[bool]:
+    """Do what the operation does, and throw Stopped into its wait soon after the candidate was stopped.
+
+    It is one acquisition all the time, so that the candidate keeps its place in the queue.
+    """
+    result: Any = None
+    error: BaseException | None = None
+    try:
+        while True:
+            try:
+                effect = acquire.send(result) if error is None else acquire.throw(error)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            waits = isinstance(effect, WaitForWakeup)
+            if isinstance(effect, WaitForWakeup):
+                effect = effect._replace(until=min(effect.until, monotonic() + SLICE))
+            result = error = None
+            try:
+                result = yield effect
+            except BaseException as raised:
+                error = raised
+            if waits and error is None and stopped():
+                error = Stopped()
+    finally:
+        del error  # it refers to this frame
 
 
 def _set(event: asyncio.Event, term: AsyncLock) -> None:

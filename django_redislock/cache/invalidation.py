@@ -2,7 +2,9 @@
 
 A method that writes a value does not end its lease: the script that stores a computed value finds the written one, or
 a new expiry of the stale one. A written value that may expire before the computation ends is an exception: its lease
-is ended after the write. A method that may remove a value ends the lease of its key first. A computation that starts
+is ended after the write. `delete` and `delete_many` let the base class delete, and then delete again and end the leases
+in one script: what was stored in between goes, too, and so does each computation that may be older than a value that
+was set in between. The other methods that may remove a value end the lease of its key first. A computation that starts
 afterwards has read the new state, so its result may be stored.
 """
 
@@ -35,16 +37,22 @@ class InvalidatingMixin(RedisBackend):
 
     def delete(self, key: Any, version: int | None = None, *args: Any, **kwargs: Any) -> bool:
         """Delete the value. A running computation of it is not stored."""
-        if not self._invalidate([self._redis_key(key, version, *args, **kwargs)]):
+        deleted = super().delete(key, version, *args, **kwargs)
+        if self._was_ignored(deleted) or not self._invalidate(
+            [self._redis_key(key, version, *args, **kwargs)], delete=True
+        ):
             return IGNORED  # type: ignore[no-any-return]
-        return super().delete(key, version, *args, **kwargs)
+        return deleted
 
     def delete_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Delete the values. Running computations of them are not stored."""
         keys = list(keys)
-        if not self._invalidate([self._redis_key(key, version) for key in keys]):
+        deleted = super().delete_many(keys, version, *args, **kwargs)
+        if self._was_ignored(deleted) or not self._invalidate(
+            [self._redis_key(key, version) for key in keys], delete=True
+        ):
             return IGNORED
-        return super().delete_many(keys, version, *args, **kwargs)
+        return deleted
 
     def set(
         self,
@@ -61,7 +69,7 @@ class InvalidatingMixin(RedisBackend):
         ):  # the base class deletes
             return IGNORED
         answer = super().set(key, value, timeout, version, *args, **kwargs)
-        if self._may_expire_first(timeout) and not (answer is IGNORED and self._ignores_errors()):
+        if self._may_expire_first(timeout) and not self._was_ignored(answer):
             self._invalidate([self._redis_key(key, version)])
         return answer
 
@@ -151,8 +159,13 @@ class InvalidatingMixin(RedisBackend):
     def _settings(self) -> conf.CacheSettings:
         raise NotImplementedError
 
-    def _invalidate(self, keys: list[str]) -> bool:
-        """End the leases of these values; False when no server can be reached and the base class ignores errors."""
+    def _was_ignored(self, answer: object) -> bool:
+        """Whether the base class could not reach Redis and ignored that."""
+        return answer is IGNORED and self._ignores_errors()
+
+    def _invalidate(self, keys: list[str], *, delete: bool = False) -> bool:
+        """End the leases of these values, and perhaps delete them; False when no server can be reached and the base
+        class ignores errors."""
         settings = conf.get()
         if not settings.enabled:
             return True
@@ -163,7 +176,7 @@ class InvalidatingMixin(RedisBackend):
                 by_server.setdefault(server, []).append(key)
         level = {server: log_level(server, self._ignores_errors()) for server in by_server}
         reached = [
-            self._run(server, invalidate(server, settings.key_prefix, its_keys, level[server]))
+            self._run(server, invalidate(server, settings.key_prefix, its_keys, level[server], delete=delete))
             for server, its_keys in by_server.items()
         ]
         return not reached or any(reached)

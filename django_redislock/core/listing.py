@@ -16,9 +16,10 @@ from .driver.interleave import interleave
 from .driver.registry import Client, server_of
 from .driver.retry import with_retries
 from .driver.server import Server
-from .keys import lock_keys
+from .keys import LockKeys, lock_keys
 from .lock import Lock
 from .records import LockInfo, StoredLock
+from .slot_locks import find_slot_locks
 from .validation import check_prefix
 
 BATCH = 200
@@ -107,16 +108,19 @@ def _read_queue(name: str, prefix: str, until: float) -> Operation[list[QueuedWa
 def reset_all(client: Client | Server, prefix: str = "redislock") -> int:
     """Force-release every lock held now under the key prefix, and return how many there were.
 
-    Touches only this package's own keys. The holders are not stopped: their watchdogs report the loss. Raises
-    LockBackendError when Redis cannot answer.
+    Touches only this package's own keys. The holders are not stopped: their watchdogs report the loss. On a server in
+    cluster mode it scans all keys for the leases of values. Raises LockBackendError when Redis cannot answer.
     """
-    server, freed = server_of(client), 0
-    held = list(held_locks(client, prefix))
+    server, freed, template = server_of(client), 0, Lock(client, "any", prefix=prefix)
+    held: list[tuple[str, LockKeys, int | None]]
+    held = [(info.name, lock_keys(prefix, info.name), info.fence) for info in held_locks(server, prefix)]
+    if server.splits:
+        held += [(name, keys, None) for name, keys in server.run(find_slot_locks(server, prefix)).held]
     for start in range(0, len(held), BATCH):
         ended: dict[int, bool] = {}
         resets = [
-            Lock(server, info.name, prefix=prefix)._reset(info.fence, None, "all locks were reset")
-            for info in held[start : start + BATCH]
+            template._copy(name=name, _keys=keys)._reset(fence, None, "all locks were reset")
+            for name, keys, fence in held[start : start + BATCH]
         ]
         server.run(interleave(resets, ended))
         freed += sum(ended.values())

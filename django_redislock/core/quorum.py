@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import combinations, starmap
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 
@@ -19,6 +20,7 @@ from . import events, operations
 from .acquirers import Acquirers, holders
 from .caller_view import CallerView, chain
 from .clock import monotonic
+from .driver.cluster import is_same
 from .driver.effects import Operation
 from .driver.registry import server_of
 from .driver.server import Server
@@ -38,7 +40,8 @@ T = TypeVar("T")
 class BaseQuorumLock(CallerView[QuorumLease]):
     """A lock that is held on most of several independent servers, so that it outlives the loss of some of them.
 
-    `clients` are redis-py clients of at least three servers that do not replicate each other. The other arguments and
+    `clients` are redis-py clients of at least three servers that do not replicate each other. A Cluster is one of them,
+    by `redis.RedisCluster` or `redis.asyncio.RedisCluster`. The other arguments and
     the methods are those of `Lock`, with two differences: there is no fence, because servers that do not know each
     other cannot draw increasing numbers together, and there is no `id`.
 
@@ -72,7 +75,7 @@ class BaseQuorumLock(CallerView[QuorumLease]):
         if wrong:
             raise unexpected(type(self).__name__, wrong, BaseQuorumLock.__init__.__kwdefaults__ or ())
         self._servers = [server_of(client) for client in clients]
-        if len(self._servers) < 3 or len({server.place for server in self._servers}) < len(self._servers):
+        if len(self._servers) < 3 or any(starmap(is_same, combinations(self._servers, 2))):
             raise ValueError(
                 "clients must be of at least three different servers: most of them must outlive the others"
             )

@@ -38,7 +38,8 @@ from .watchdog import watchdog
 SPLIT = 0.02
 """Seconds after which who holds too few parts asks for earlier waiters; then after twice as many, and so on."""
 KEEP = 0.5
-"""Seconds for which too few parts are kept: then another acquisition seems to hold most of them."""
+"""Seconds for which too few parts are kept: then another acquisition seems to hold most of them. It is a third of a
+shorter expiry, because parts are not renewed before the lock is held."""
 REST = 5.0
 """Seconds until a part that was given back is asked for again, unless another part is granted."""
 GIVE_BACK = 0.1
@@ -139,12 +140,13 @@ class QuorumAttempt(ABC):
                 wake_at = min(until, self._ask(until, now))
                 if held:
                     check_at = max(check_at, self._granted_at + SPLIT)
-                    if now >= self._granted_at + KEEP:
+                    rest_at = self._granted_at + min(KEEP, self.expire / 3)
+                    if now >= rest_at:
                         await self._rest(held)
                     elif now >= check_at:
                         await self._give_to_earlier(held)
                         check_at = now + max(SPLIT, now - self._granted_at)
-                    wake_at = min(wake_at, check_at)
+                    wake_at = min(wake_at, check_at, rest_at)
             else:
                 answered = sum(part.answered for part in self.parts)
                 left_out = [part for part in self.parts if not (part.task or part.answered or part.error)]

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import redis
 from django.test import override_settings
 
-from tests.support import Cluster, OneNode, RedisServer, Server
+from tests.support import AllNodes, Cluster, OneNode, RedisServer, Server
 from tests.support.cache_programs import cache_at
 
 
@@ -57,20 +56,25 @@ def redis_url(clustered: Cluster | None, server: Server) -> str:
     return (clustered or server).url
 
 
-@pytest.fixture
-def client(
-    clustered: Cluster | None, server: Server, _empty_database: None
-) -> Iterator[redis.Redis | redis.RedisCluster]:
-    with server.client() if clustered is None else AllNodes.from_url(clustered.url) as client:
-        client.ping()
+@pytest.fixture(scope="session")
+def client_of_cluster(shared_cluster: Cluster) -> Iterator[AllNodes]:
+    """A client for the tests of a `ClusterCache`: to make one takes as long as such a test."""
+    with AllNodes.from_url(shared_cluster.url) as client:
         yield client
 
 
-class AllNodes(redis.RedisCluster):
-    """A client whose ``keys()`` are those of all primaries."""
-
-    def keys(self, pattern: str = "*", **options: Any) -> Any:
-        return super().keys(pattern, target_nodes=self.PRIMARIES)
+@pytest.fixture
+def client(
+    clustered: Cluster | None, server: Server, _empty_database: None, request: pytest.FixtureRequest
+) -> Iterator[redis.Redis | AllNodes]:
+    if clustered is not None:
+        client = request.getfixturevalue("client_of_cluster")
+        client.ping()
+        yield client
+        return
+    with server.client() as client:
+        client.ping()
+        yield client
 
 
 @pytest.fixture

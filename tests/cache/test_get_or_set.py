@@ -33,7 +33,7 @@ def test_a_hit_is_one_get_and_nothing_else(cache, client):
     with monitoring(client) as sent:
         assert cache.get_or_set("k", never) == "v"
     assert sent == ["GET :1:k"]
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of an earlier test may end now
 
 
 def test_a_miss_takes_three_round_trips(cache, client):
@@ -293,6 +293,6 @@ except ImproperlyConfigured as error:
 
 @pytest.mark.processes
 def test_without_django_redis_djangos_own_backend_works_and_the_other_says_what_is_missing(redis_url, run_python):
-    process = run_python(WITHOUT_DJANGO_REDIS, redis_url)
+    process = run_python(WITHOUT_DJANGO_REDIS, redis_url, new=True)
     process.wait_for(value=5)
     assert "pip install django-redislock[cache]" in process.wait_for()["error"]

@@ -63,16 +63,13 @@ EVENTS = {
     "an aset that ends": (lambda cache, client: (in_a_loop(cache.aset("k", "newer", 5)), ended(client)), None),
     "set by a plain client": (lambda cache, client: client.set(":1:k", "7"), 7),
     "flush by a plain client": (lambda cache, client: client.flushall(), None),
+    "force-release": (lambda cache, client: reset_all(client), None),
 }
-FORCE_RELEASE = (lambda cache, client: reset_all(client), None)
-NOT_LISTED = pytest.mark.one_server(
-    "no list contains the leases of a server in cluster mode; cache.reset_all() ends them"
-)
 
 
-@pytest.mark.parametrize("event", [*EVENTS, pytest.param("force-release", marks=NOT_LISTED)])
+@pytest.mark.parametrize("event", EVENTS)
 def test_nothing_is_stored_over_what_happened_while_it_was_computed(cache, client, event):
-    happen, after = EVENTS.get(event, FORCE_RELEASE)
+    happen, after = EVENTS[event]
 
     def compute():
         happen(cache, client)
@@ -129,12 +126,56 @@ def test_who_waits_while_the_value_is_deleted_gets_a_fresh_one(cache, client):
     assert cache.get("k") == "fresh"
 
 
+@pytest.mark.parametrize(("method", "keys"), [("delete", "k"), ("delete_many", ["k"])])
+def test_a_computation_is_not_stored_when_a_delete_removes_what_was_set_after_it_began(
+    cache, monkeypatch, method, keys
+):
+    """The set comes between the steps of the delete, whose caller knows nothing of it."""
+    running, end, computed = threading.Event(), threading.Event(), []
+    base = next(kind for kind in type(cache).__mro__ if method in vars(kind) and "redislock" not in kind.__module__)
+    deletes = getattr(base, method)
+
+    def compute():
+        running.set()
+        assert end.wait(20)
+        return "older"
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def delete(*args, **kwargs):
+            computed.append(pool.submit(cache.get_or_set, "k", compute, 60))
+            assert running.wait(10)
+            cache.set("k", "newer", 60)
+            return deletes(*args, **kwargs)
+
+        monkeypatch.setattr(base, method, delete)
+        getattr(cache, method)(keys)
+        end.set()
+        assert computed[0].result(20) == "older"
+    assert cache.get("k") is None
+
+
+def test_what_was_computed_between_the_steps_of_a_delete_is_deleted_too(cache, monkeypatch):
+    """It may have begun before the delete."""
+    base = next(kind for kind in type(cache).__mro__ if "delete" in vars(kind) and "redislock" not in kind.__module__)
+    deletes = base.delete
+
+    def delete(*args, **kwargs):
+        deleted = deletes(*args, **kwargs)
+        assert cache.get_or_set("k", lambda: "older", 60) == "older"
+        return deleted
+
+    monkeypatch.setattr(base, "delete", delete)
+    assert not cache.delete("k")
+    assert cache.get("k") is None
+
+
 def test_a_delete_costs_one_script_and_returns_what_the_base_class_returns(cache, client):
     cache.set("k", 1)
     cache.delete("warm")
     with monitoring(client) as sent:
         assert cache.delete("k") is True
-    assert commands(sent) == ["EVALSHA", "DEL"]
+    assert commands(sent) == ["DEL", "EVALSHA"]
     assert cache.delete("k") is False
 
 
@@ -151,7 +192,7 @@ def test_many_keys_are_deleted_with_few_scripts(cache, client):
     cache.delete("warm")
     with monitoring(client) as sent:
         cache.delete_many(iter(keys))
-    assert commands(sent) == ["EVALSHA"] * 10 + ["DEL"]
+    assert commands(sent) == ["DEL"] + ["EVALSHA"] * 10
     assert client.dbsize() == 0
 
 

@@ -62,6 +62,28 @@ def test_a_single_key_shares_with_many(cache):
         assert one.result(20) == "B"
 
 
+def test_who_follows_a_caller_of_many_does_not_wait_while_that_one_computes_other_keys(cache, client):
+    """Another process has the lease of "b", and stores "b" while this one computes "a" and "c"."""
+    running, end = threading.Event(), threading.Event()
+
+    def compute(keys):
+        running.set()
+        assert end.wait(20)
+        return upper(keys)
+
+    with ThreadPoolExecutor(2) as pool, lease_elsewhere(client, "b"):
+        several = pool.submit(cache.get_or_set_many, ["a", "b", "c"], compute, 60)
+        assert running.wait(10)
+        one = pool.submit(cache.get_or_set, "b", never, 60)
+        wait_until(lambda: waiters(client, "b") or cache_programs.followers())
+        cache.set("b", "theirs", 60)
+        try:
+            assert one.result(10) == "theirs"
+        finally:
+            end.set()
+        assert several.result(20) == {"a": "A", "b": "theirs", "c": "C"}
+
+
 def test_what_another_process_computes_is_waited_for_after_the_rest_is_computed(cache, client, many):
     """Another process's lease is a lock of that name."""
     calls = []

@@ -148,6 +148,7 @@ def test_a_thousand_cold_keys_in_four_processes_are_computed_once_each(client, r
     )
 
 
+@pytest.mark.slow
 def test_ten_thousand_runs_leave_nothing(redis_url, client):
     cache = cache_at(redis_url)
     for start in range(0, 10_000, 1000):

@@ -1,11 +1,58 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
+import redis
 from celery import Celery
+from django.conf import settings as django_settings
 
 from django_redislock.celery import single_instance
+from tests.support import Cluster, RedisServer, Server, leave_out
+
+ONE_SERVER: dict[str, str] = {}
+"""By file, or by the name of a test: why REDISLOCK_TEST_CLUSTER leaves it out."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out(config, items, "tests/celery", ONE_SERVER)
+
+
+@pytest.fixture(scope="session")
+def server(server: Server | Cluster) -> Iterator[Server]:
+    """The server that carries the messages. The locks are there, too, or on a Cluster (REDISLOCK_TEST_CLUSTER)."""
+    if not isinstance(server, Cluster):
+        yield server
+        return
+    url = f"redis://127.0.0.1:{server.nodes[0].port}"
+    cache = {"BACKEND": "django_redislock.cache.ClusterCache", "LOCATION": url}
+    with RedisServer() as broker, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDISLOCK_TEST_URL", broker.url)
+        patch.setenv("REDISLOCK_TEST_CLUSTER_URL", url)  # for the workers
+        patch.setitem(django_settings.CACHES, "default", cache)
+        broker.locks = server
+        yield broker
+
+
+@pytest.fixture(scope="session")
+def locks(server: Server) -> Server | Cluster:
+    """The server, or the Cluster, of the locks."""
+    return getattr(server, "locks", server)
+
+
+@pytest.fixture(scope="session")
+def _flushing(locks: Server | Cluster) -> Iterator[redis.Redis | redis.RedisCluster]:
+    with locks.client() as client:
+        yield client
+
+
+@pytest.fixture
+def client(locks: Server | Cluster, _empty_database: None) -> Iterator[redis.Redis | redis.RedisCluster]:
+    """A client of the locks."""
+    with locks.client() as client:
+        client.ping()
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,40 @@ from collections.abc import Iterator
 import pytest
 
 from django_redislock.core import Lock
+from tests.support import leave_out
 from tests.support.tasks import Tasks, lock_for_threads
+
+ONE_SERVER = {
+    "cluster": "it starts Clusters of its own",
+    "quorum": "it starts servers of its own",
+    "test_async_clients.py": "about clients of one server; test_clients.py and test_secure_clusters.py are about those of a Cluster",
+    "test_connection_kinds.py": "about redis-py's connections, which a Cluster's nodes have, too",
+    "test_failovers.py": "it starts a Sentinel; test_node_faults.py has the failover of a Cluster",
+    "test_greenlets.py": "its programs count the connections to one server",
+    "test_lock_clients.py": "about clients of one server, like test_async_clients.py",
+    "test_lock_matrix.py": "about clients of one server, like test_async_clients.py",
+    "test_moving_address.py": "about one address that leads to another server",
+    "test_replicas.py": "it starts servers of its own; test_cluster_replicas.py is about a Cluster",
+    "test_sentinels.py": "it starts a Sentinel; test_node_faults.py has the failover of a Cluster",
+    "test_a_release_that_nobody_hears_keeps_nobody_waiting": "its ghost is a client of one server",
+    "test_a_renewal_waits_for_no_connection_that_callers_use": "it takes connections from the pool of one server",
+    "test_a_server_that_renewed_a_lock_goes_with_its_last_lock_and_needs_no_garbage_collector": (
+        "redis-py's client of a Cluster has cycles, and keeps ours"
+    ),
+    "test_a_string_that_something_else_wrote_at_the_key_of_a_value_is_refused_by_name": (
+        "the lease of a value is in the slot of its value there; tests/cache has it for ClusterCache"
+    ),
+    "test_a_wait_is_counted_without_a_command_of_its_own": "a node that learns a script is asked twice",
+    "test_in_a_black_hole_a_cancelled_task_is_back_within_a_second": "its client is of another database",
+    "test_a_crowd_that_finds_no_server_is_told_at_once": "its client is of another database",
+    "test_other_names_prefixes_and_databases_are_other_locks": "a Cluster has one database",
+    "test_who_leads_to_the_same_database_is_known_by_where_it_is": "a Cluster has one database",
+}
+"""By folder, by file, or by the name of a test: why REDISLOCK_TEST_CLUSTER leaves it out."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out(config, items, "tests/core", ONE_SERVER)
 
 
 @pytest.fixture(scope="module")

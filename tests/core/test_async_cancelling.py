@@ -12,9 +12,10 @@ import redis.asyncio
 
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
+from django_redislock.core.driver.cluster import Cluster
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
-from tests.support import BUSY, queued, until
+from tests.support import BUSY, async_client_at, queued, until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -118,6 +119,12 @@ def test_cancelled_anywhere_nothing_is_left(aclient, client, what, least, late):
     assert nth > least, "it waits more often than that"
 
 
+def connections_of(aclient):
+    server = server_of(aclient)
+    nodes = server.table.nodes.values() if isinstance(server, Cluster) else [server]
+    return [async_server_of(node)._commands.connection for node in nodes]
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["when it begins to wait", "when it need not wait any longer"])
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "its connection was cut"])
 def test_a_cancelled_release_has_been_sent(aclient, client, connected, late):
@@ -138,7 +145,7 @@ def test_a_cancelled_release_has_been_sent(aclient, client, connected, late):
             addresses = {found["addr"] for found in client.client_list()} - {client.client_info()["addr"]}
             for address in addresses:
                 client.client_kill(address)
-            await until(lambda: async_server_of(server_of(aclient))._commands.connection is None)
+            await until(lambda: not any(connections_of(aclient)))
         try:
             await cancelled_at(lock.release(), nth, late)
         except asyncio.CancelledError:
@@ -155,7 +162,7 @@ def test_a_cancelled_release_has_been_sent(aclient, client, connected, late):
 
 def test_what_the_server_comes_to_after_the_cancellation_is_undone(redis_url, client, proxy):
     async def main():
-        behind = redis.asyncio.from_url(proxy.url)
+        behind = async_client_at(proxy.url)
         async with AsyncLock(behind, "a"):
             pass
         evals = client.info("commandstats").get("cmdstat_eval", {}).get("calls", 0)

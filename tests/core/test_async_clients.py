@@ -17,7 +17,17 @@ from django_redislock.core.driver.registry import server_of
 from django_redislock.core.driver.resp import encode_command
 from django_redislock.core.keys import lock_keys
 from django_redislock.doctor import inspect
-from tests.support import BUSY, RedisServer, acquire_and_release, counting, find_program, free_port, key_of, until
+from tests.support import (
+    BUSY,
+    RedisServer,
+    acquire_and_release,
+    async_client_at,
+    counting,
+    find_program,
+    free_port,
+    key_of,
+    until,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +37,7 @@ from tests.support import BUSY, RedisServer, acquire_and_release, counting, find
 )
 def test_every_asyncio_client_will_do(redis_url, options):
     async def main():
-        client = redis.asyncio.from_url(redis_url, **options)
+        client = async_client_at(redis_url, **options)
         async with AsyncLock(client, "a") as lock:
             assert (await lock.owner()).id == lock.id
             assert not await AsyncLock(client, "a").acquire(timeout=0.1)
@@ -45,13 +55,19 @@ def test_unix_sockets_will_do(own_server):
         asyncio.run(main(client))
 
 
-def tls_server(tmp_path):
-    """Return a server with a certificate of its own making, its port and the certificate."""
-    program = find_program("redis-server", package="redis-server")
-    key, certificate, port = tmp_path / "key.pem", tmp_path / "certificate.pem", free_port()
+def certificate_of(directory):
+    """Return a new key and a certificate of its own making for this machine."""
+    key, certificate = directory / "key.pem", directory / "certificate.pem"
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     make = [find_program("openssl", package="openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     subprocess.run([*make, "-keyout", key, "-out", certificate, *names], check=True, capture_output=True)
+    return key, certificate
+
+
+def tls_server(tmp_path):
+    """Return a server with a certificate, its port and the certificate."""
+    program, port = find_program("redis-server", package="redis-server"), free_port()
+    key, certificate = certificate_of(tmp_path)
     options = {"tls_cert_file": certificate, "tls_key_file": key, "tls_ca_cert_file": certificate}
     return RedisServer(program, tls_port=str(port), tls_auth_clients="no", **options), port, certificate
 
@@ -94,7 +110,7 @@ async def until_queued(lock):
 
 
 def test_clients_for_threads_and_for_asyncio_share_a_server(redis_url, client):
-    assert server_of(redis.asyncio.from_url(redis_url)) is server_of(client)
+    assert server_of(async_client_at(redis_url)) is server_of(client)
 
 
 @pytest.mark.processes
@@ -175,7 +191,7 @@ KEYS = lock_keys("redislock", "a")
 
 def test_a_connection_that_fell_silent_is_left_and_what_was_asked_on_it_is_undone(redis_url, client):
     """The server does what it is told on that connection, but no answer comes."""
-    aclient = redis.asyncio.from_url(redis_url, socket_timeout=1.5)
+    aclient = async_client_at(redis_url, socket_timeout=1.5)
 
     async def main():
         async with AsyncLock(aclient, "a"):

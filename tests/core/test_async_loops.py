@@ -10,8 +10,6 @@ import weakref
 from contextlib import AsyncExitStack, suppress
 
 import pytest
-import redis
-import redis.asyncio
 from asgiref.sync import async_to_sync
 
 from django_redislock import NotAcquired
@@ -19,7 +17,7 @@ from django_redislock.core import AsyncLock, AsyncRLock
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
-from tests.support import acquire_and_release, in_a_fork, queued, until, wait_until
+from tests.support import acquire_and_release, async_client_at, in_a_fork, queued, until, wait_until
 
 
 @pytest.mark.slow
@@ -35,7 +33,7 @@ def test_a_blocked_loop_loses_no_lock(aclient, client):
 
 def test_a_loop_that_was_blocked_does_not_call_the_server_silent(redis_url):
     async def main():
-        lock = AsyncLock(redis.asyncio.from_url(redis_url, socket_timeout=0.3), "a")
+        lock = AsyncLock(async_client_at(redis_url, socket_timeout=0.3), "a")
         async with lock:
             pass
         task = asyncio.create_task(acquire_and_release(lock))

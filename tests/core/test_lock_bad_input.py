@@ -16,7 +16,7 @@ from django_redislock.cache.lease.request import lease_name
 from django_redislock.core import AsyncLock, Lock, held_locks
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, NotAcquired
-from tests.support import monitoring, queued, wait_until
+from tests.support import client_at, monitoring, queued, wait_until
 
 NAN, INF = float("nan"), float("inf")
 
@@ -106,7 +106,7 @@ def test_a_key_of_another_type_is_named(client):
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=250), min_size=2, max_size=5, unique=True))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_names_may_hold_anything_and_never_share_a_key(redis_url, names):
-    with redis.Redis.from_url(redis_url) as client:
+    with client_at(redis_url) as client:
         client.flushdb()
         locks = [Lock(client, name) for name in names]
         for held in locks:

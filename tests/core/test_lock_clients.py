@@ -10,7 +10,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from tests.support import counting, in_thread, monitoring, wait_until
+from tests.support import client_at, counting, in_thread, monitoring, wait_until
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from tests.support import counting, in_thread, monitoring, wait_until
     ids=repr,
 )
 def test_every_client_will_do(make_lock, redis_url, options):
-    with redis.Redis.from_url(redis_url, **options) as client, make_lock(client, "a") as lock:
+    with client_at(redis_url, **options) as client, make_lock(client, "a") as lock:
         assert lock.owner().id == lock.id
         assert not in_thread(lambda: make_lock(client, "a").acquire(timeout=0.1))
 
@@ -30,12 +30,12 @@ def test_unix_sockets_will_do(make_lock, own_server):
 
 
 def test_clients_of_the_same_server_share_its_connections(make_lock, redis_url, client):
-    with redis.Redis.from_url(redis_url) as one, redis.Redis.from_url(redis_url) as two:
+    with client_at(redis_url) as one, client_at(redis_url) as two:
         with make_lock(one, "a"), make_lock(two, "b"):
             pass
         before = len(client.client_list())
         for _ in range(5):
-            with redis.Redis.from_url(redis_url) as another, make_lock(another, "a"):
+            with client_at(redis_url) as another, make_lock(another, "a"):
                 pass
         assert len(client.client_list()) <= before
 

@@ -18,7 +18,7 @@ from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.listing import read_queue
-from tests.support import BUSY, PythonProcess, counting, listening, queued, wait_until
+from tests.support import BUSY, PythonProcess, client_at, counting, listening, queued, wait_until
 from tests.support.lock_programs import wait_in_forks
 
 KEYS = lock_keys("redislock", "a")
@@ -254,7 +254,7 @@ def test_the_waiters_of_many_locks_are_asked_for_once_each_process(client: redis
 def test_a_user_who_may_not_ask_who_listens_counts_all(client: redis.Redis, redis_url: str) -> None:
     client.acl_setuser("blind", enabled=True, nopass=True, keys="*", channels="*", commands=["+@all", "-pubsub"])
     try:
-        with redis.Redis.from_url(redis_url, username="blind", password="any") as blind, Lock(blind, "a", expire=60):
+        with client_at(redis_url, username="blind", password="any") as blind, Lock(blind, "a", expire=60):
             leave_entries(client, 3)
             assert waiting(blind) == 3
             assert waiting(client) == 0

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
-import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from django_redislock.core.clock import monotonic
 from django_redislock.core.keys import lock_keys
-from tests.support import lived, queued, wait_until, within
+from tests.support import client_at, lived, queued, wait_until, within
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +20,7 @@ RETRIES = [0, 10]
 
 @pytest.mark.parametrize("retries", RETRIES)
 def test_a_lost_reply_to_acquire_is_no_ghost_lock(make_lock, client, proxy, retries):
-    with redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
+    with client_at(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
         lock = make_lock(behind, "a")
         with lock:
             pass
@@ -35,7 +34,7 @@ def test_a_lost_reply_to_acquire_is_no_ghost_lock(make_lock, client, proxy, retr
 
 @pytest.mark.parametrize("retries", RETRIES)
 def test_a_lost_reply_to_a_try_is_no_ghost_lock(make_lock, client, proxy, retries):
-    with redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
+    with client_at(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
         lock = make_lock(behind, "a")
         with lock:
             pass
@@ -47,7 +46,7 @@ def test_a_lost_reply_to_a_try_is_no_ghost_lock(make_lock, client, proxy, retrie
 
 @pytest.mark.parametrize("retries", RETRIES)
 def test_a_lost_reply_to_release_is_no_false_error(make_lock, client, proxy, retries):
-    with redis.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
+    with client_at(proxy.url, retry=Retry(NoBackoff(), retries)) as behind:
         with make_lock(behind, "a"):
             proxy.drop_next_reply(containing=b"EVALSHA")
         assert proxy.dropped == 1
@@ -55,7 +54,7 @@ def test_a_lost_reply_to_release_is_no_false_error(make_lock, client, proxy, ret
 
 
 def test_a_lost_reply_to_reset_still_tells_that_the_lock_was_held(make_lock, client, proxy):
-    with redis.Redis.from_url(proxy.url) as behind:
+    with client_at(proxy.url) as behind:
         holder = make_lock(client, "a")
         holder.acquire()
         assert make_lock(behind, "b").reset() is False
@@ -66,7 +65,7 @@ def test_a_lost_reply_to_reset_still_tells_that_the_lock_was_held(make_lock, cli
 
 
 def test_a_repeated_release_does_not_free_the_next_holders_lock(make_lock, client, proxy):
-    with redis.Redis.from_url(proxy.url) as behind:
+    with client_at(proxy.url) as behind:
         first, second = make_lock(behind, "a"), make_lock(client, "a", timeout=10)
         first.acquire()
         got = []
@@ -81,7 +80,7 @@ def test_a_repeated_release_does_not_free_the_next_holders_lock(make_lock, clien
 
 
 def test_lost_replies_to_waiters_lose_nothing(make_lock, client, proxy):
-    with redis.Redis.from_url(proxy.url) as behind, make_lock(client, "a", expire=60) as holder:
+    with client_at(proxy.url) as behind, make_lock(client, "a", expire=60) as holder:
         with make_lock(behind, "b"):
             pass
         proxy.drop_next_reply(n=3, containing=b"EVALSHA")
@@ -105,7 +104,7 @@ def test_lost_replies_to_waiters_lose_nothing(make_lock, client, proxy):
 
 def test_a_renewal_that_fails_once_loses_nothing(make_lock, client, proxy, caplog):
     told = []
-    with redis.Redis.from_url(proxy.url) as behind:
+    with client_at(proxy.url) as behind:
         lock = make_lock(behind, "a", expire=3, on_lost=told.append)
         with lock:
             id = lock.id
@@ -119,7 +118,7 @@ def test_a_renewal_that_fails_once_loses_nothing(make_lock, client, proxy, caplo
 
 
 def test_a_reply_that_comes_late_never_makes_the_belief_outlive_the_lock(make_lock, client, proxy):
-    with redis.Redis.from_url(proxy.url, socket_timeout=5) as behind:
+    with client_at(proxy.url, socket_timeout=5) as behind:
         lock = make_lock(behind, "a", expire=20, auto_renewal=False)
         with lock:
             pass

@@ -6,14 +6,13 @@ import itertools
 import threading
 
 import pytest
-import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import Proxy, RedisServer, wait_until
+from tests.support import Proxy, RedisServer, client_at, wait_until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -45,7 +44,7 @@ def direct(shared):
 
 def connect(url, configuration):
     retry = Retry(ExponentialBackoff(), configuration["retry"])
-    return redis.Redis.from_url(url, **configuration | {"retry": retry})
+    return client_at(url, **configuration | {"retry": retry})
 
 
 @pytest.fixture(params=CONFIGURATIONS, ids=lambda configuration: "-".join(map(str, configuration.values())))

@@ -18,7 +18,7 @@ from django_redislock.core.clock import monotonic
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockLost
-from tests.support import BUSY, Proxy, wait_until
+from tests.support import BUSY, Proxy, client_at, wait_until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -30,7 +30,7 @@ class Actor:
 
     def __init__(self, stack, url):
         self.proxy = stack.enter_context(Proxy(url))
-        self.client = stack.enter_context(redis.Redis.from_url(self.proxy.url))
+        self.client = stack.enter_context(client_at(self.proxy.url))
         self.thread = stack.enter_context(ThreadPoolExecutor(1))
         self.lock = None
         """What he believes to hold, or waits for."""

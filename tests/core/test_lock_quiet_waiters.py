@@ -8,11 +8,10 @@ import time
 from contextlib import contextmanager
 
 import pytest
-import redis
 
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver import wakeups
-from tests.support import BUSY, Proxy, lived, monitoring, queued, say, wait_until
+from tests.support import BUSY, Proxy, client_at, lived, monitoring, queued, say, wait_until
 
 
 def start(function, *args):
@@ -43,7 +42,7 @@ def contention(client, name):
 
 def test_a_subscription_that_died_in_silence_starves_no_thread(client, redis_url, monkeypatch):
     monkeypatch.setattr(wakeups, "QUIET", 0.5)
-    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
+    with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
         with Lock(client, "a"):
             assert not Lock(behind, "a").acquire(timeout=0.1)
         proxy.forget_subscriptions()
@@ -65,7 +64,7 @@ def test_a_subscription_that_died_in_silence_starves_no_task(client, redis_url, 
             assert await lock.acquire(timeout=10)
             await lock.release()
 
-    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
+    with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
         asyncio.run(main())
 
 
@@ -88,7 +87,7 @@ def test_a_quiet_subscription_that_lives_is_kept(client, monkeypatch):
 
 
 def wait_in_threads(url, name, count):
-    client = redis.Redis.from_url(url)
+    client = client_at(url)
 
     def wait():
         with Lock(client, name):

@@ -8,7 +8,6 @@ import weakref
 from contextlib import suppress
 
 import pytest
-import redis
 
 from django_redislock.core import Lock, RLock
 from django_redislock.core.clock import monotonic
@@ -16,13 +15,13 @@ from django_redislock.core.driver.connection import Connection
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import milliseconds
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import Proxy, in_a_fork, lived, queued, wait_until
+from tests.support import Proxy, client_at, in_a_fork, lived, queued, wait_until
 
 # Commands that arrive late
 
 
 def test_a_call_that_arrives_after_its_repetition_frees_nothing(client, redis_url):
-    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
+    with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
         lock = Lock(behind, "a")
         with lock:
             pass
@@ -37,7 +36,7 @@ def test_a_call_that_arrives_after_its_repetition_frees_nothing(client, redis_ur
 
 
 def test_an_unanswered_acquisition_with_a_given_id_does_not_undo_the_next_one(client, own_server):
-    with Proxy(own_server.url) as proxy, redis.Redis.from_url(proxy.url, socket_timeout=0.5) as behind:
+    with Proxy(own_server.url) as proxy, client_at(proxy.url, socket_timeout=0.5) as behind:
         with Lock(behind, "b"):
             pass
         proxy.stall()

@@ -12,7 +12,7 @@ from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.operations import release_call, reset
 from django_redislock.exceptions import NotAcquired
-from tests.support import Proxy, counting
+from tests.support import Proxy, client_at, counting
 
 
 def cycle(client: redis.Redis, name: str, times: int) -> None:
@@ -65,7 +65,7 @@ def test_a_release_whose_reply_was_lost_is_repeated_after_a_thousand_others_came
 def test_a_release_whose_reply_was_lost_says_released_while_the_next_one_holds(
     redis_url: str, client: redis.Redis
 ) -> None:
-    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
+    with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
         lock = Lock(behind, "a", id="given")
         lock.acquire()
         proxy.drop_next_reply(containing=b"EVALSHA")
@@ -74,7 +74,7 @@ def test_a_release_whose_reply_was_lost_says_released_while_the_next_one_holds(
 
 
 def test_a_release_that_is_answered_after_the_end_of_its_life_is_a_release(redis_url: str, client: redis.Redis) -> None:
-    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
+    with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
         lock = Lock(behind, "a", expire=1, auto_renewal=False)
         lock.acquire()
         proxy.delay_replies(1.2)

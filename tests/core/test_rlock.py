@@ -15,7 +15,7 @@ from django_redislock.core.driver.place import place_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockLost, NotAcquired
-from tests.support import in_a_fork, wait_until
+from tests.support import async_client_at, client_at, in_a_fork, wait_until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -153,7 +153,7 @@ def test_other_names_prefixes_and_databases_are_other_locks(client, server):
 
 
 def test_clients_of_the_same_settings_are_one_server(client, redis_url):
-    with redis.Redis.from_url(redis_url) as one, redis.Redis.from_url(redis_url) as two:
+    with client_at(redis_url) as one, client_at(redis_url) as two:
         with RLock(one, "a") as first, RLock(two, "a") as second:
             assert first.id == second.id
         assert not first.locked()
@@ -161,7 +161,7 @@ def test_clients_of_the_same_settings_are_one_server(client, redis_url):
 
 @pytest.mark.parametrize("options", [{"socket_timeout": 7}, {"max_connections": 3}, {"client_name": "other"}], ids=repr)
 def test_clients_of_other_settings_lead_to_the_same_lock(client, redis_url, options):
-    with redis.Redis.from_url(redis_url, **options) as other:
+    with client_at(redis_url, **options) as other:
         with RLock(client, "a") as first, RLock(other, "a", timeout=5) as second:
             assert first.id == second.id
             assert other.get(KEYS.lock).startswith(first.id.encode())
@@ -182,7 +182,7 @@ def test_who_leads_to_the_same_database_is_known_by_where_it_is(redis_url):
     of_threads, of_asyncio = redis.sentinel.Sentinel, redis.asyncio.Sentinel
     same = [
         [redis.Redis(), redis.Redis("localhost", 6379, socket_timeout=9), redis.asyncio.Redis(db="0")],
-        [redis.Redis.from_url(redis_url), redis.Redis.from_url(redis_url, username="me", password="secret")],
+        [client_at(redis_url), client_at(redis_url, username="me", password="secret")],
         [redis.Redis(db=1), redis.Redis.from_url("redis:///1")],
         [redis.Redis(port=1), redis.Redis.from_url("redis://localhost:1")],
         [redis.Redis(unix_socket_path="/a"), redis.Redis.from_url("unix:///a?db=0")],
@@ -292,7 +292,7 @@ async def until(condition):
 
 @pytest.fixture
 def aclient(redis_url):
-    return redis.asyncio.from_url(redis_url)  # the locks connect by themselves, so there is nothing to close
+    return async_client_at(redis_url)  # the locks connect by themselves, so there is nothing to close
 
 
 def test_a_task_enters_through_any_object_and_the_last_exit_releases(aclient):

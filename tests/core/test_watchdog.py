@@ -21,7 +21,7 @@ from django_redislock.core.keys import lock_keys
 from django_redislock.core.operations import renew_call
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import Proxy, RedisServer, key_of, lived, wait_until, watchdogs_of
+from tests.support import Proxy, RedisServer, client_at, key_of, lived, wait_until, watchdogs_of
 
 
 def calls(client):
@@ -122,7 +122,7 @@ def test_a_lock_that_is_taken_while_another_server_is_frozen_is_renewed(client, 
 @pytest.mark.parametrize("nearby", [True, False], ids=["nearby", "on the same server"])
 def test_a_short_life_does_not_cut_the_patience_for_a_long_one_on_a_distant_server(redis_url, client, nearby):
     told = []
-    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as distant:
+    with Proxy(redis_url) as proxy, client_at(proxy.url) as distant:
         long = Lock(distant, "long", expire=3, on_lost=told.append)
         long.acquire()
         proxy.delay_replies(0.1)
@@ -140,7 +140,7 @@ def test_a_short_life_does_not_cut_the_patience_for_a_long_one_on_a_distant_serv
 def test_a_name_that_is_resolved_slowly_costs_no_lock_of_another_server_its_renewal(client, redis_url, slow_names):
     """And who holds the lock there is told at its end, although nobody knows yet where the server is."""
     lost, kept = [], []
-    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as first:
+    with Proxy(redis_url) as proxy, client_at(proxy.url) as first:
         slow_names.set()
         with by_name(proxy) as named:
             away = Lock(named, "away", expire=3, on_lost=lost.append)
@@ -181,7 +181,7 @@ def test_a_loss_is_told_while_the_answer_about_a_longer_lock_of_the_same_server_
 
 @pytest.mark.slow
 def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(redis_url, client):
-    with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as distant:
+    with Proxy(redis_url) as proxy, client_at(proxy.url) as distant:
         long, short = Lock(distant, "long", expire=60), Lock(distant, "short", expire=1.8)
         long.acquire()
         proxy.delay_replies(4.5)
@@ -232,7 +232,7 @@ def test_a_renewal_needs_no_connection_beyond_that_of_the_calls(client, own_serv
 
 
 def test_a_renewal_waits_for_no_connection_that_callers_use(redis_url):
-    with redis.Redis.from_url(redis_url, max_connections=1) as small:
+    with client_at(redis_url, max_connections=1) as small:
         server = server_of(small)
         lock = Lock(small, "a", expire=1)
         lock.acquire()
@@ -320,7 +320,7 @@ def test_a_life_that_was_shortened_is_renewed_in_time(client):
 def test_an_extension_that_is_not_answered_does_not_leave_a_belief_that_outlives_the_lock(client, redis_url):
     """The server may have set the shorter life, and it may not."""
     with Proxy(redis_url) as proxy, ExitStack() as stack:
-        behind = stack.enter_context(redis.Redis.from_url(proxy.url, socket_timeout=0.5))
+        behind = stack.enter_context(client_at(proxy.url, socket_timeout=0.5))
         lock = Lock(behind, "a", expire=30, auto_renewal=False)
         lock.acquire()
         lock.extend()  # the server knows the script from now on: what is asked for once arrives at once

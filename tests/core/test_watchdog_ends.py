@@ -11,7 +11,6 @@ import sys
 import threading
 
 import pytest
-import redis.asyncio
 
 from django_redislock.core import AsyncLock, Lock, QuorumLock, RLock
 from django_redislock.core.clock import monotonic
@@ -19,7 +18,7 @@ from django_redislock.core.driver import os_threads
 from django_redislock.core.driver.registry import server_of
 from django_redislock.exceptions import LockLost
 from django_redislock.signals import lock_lost
-from tests.support import RedisServer, lived, wait_until, watchdogs_of
+from tests.support import RedisServer, async_client_at, lived, wait_until, watchdogs_of
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def test_tasks_of_a_foreign_task_factory_keep_their_locks_and_those_of_others(re
     async def hold():
         assert not isinstance(asyncio.current_task(), asyncio.Task)
         async with (
-            redis.asyncio.Redis.from_url(redis_url) as aclient,
+            async_client_at(redis_url) as aclient,
             AsyncLock(aclient, "a", expire=2.4, on_lost=told.append) as lock,
         ):
             await asyncio.sleep(3)
@@ -75,7 +74,7 @@ def test_a_foreign_task_that_ends_without_releasing_is_noticed_and_told_in_its_l
     async def main():
         loop = asyncio.get_running_loop()
         loop.set_task_factory(lambda loop, run, **more: OwnTask(run, loop=loop, **more))
-        async with redis.asyncio.Redis.from_url(redis_url) as aclient:
+        async with async_client_at(redis_url) as aclient:
             lock = AsyncLock(aclient, "a", expire=2, on_lost=lambda _: told.append(threading.current_thread()))
 
             async def take():
@@ -206,7 +205,7 @@ def test_the_end_of_an_asyncio_lock_that_is_not_renewed_is_told_in_its_loop(redi
     heard = []
 
     async def main():
-        async with redis.asyncio.Redis.from_url(redis_url) as aclient:
+        async with async_client_at(redis_url) as aclient:
             lock = AsyncLock(aclient, "a", expire=0.5, auto_renewal=False, on_lost=heard.append)
             await lock.acquire()
             while not heard:

@@ -215,7 +215,7 @@ def test_the_checks_of_tasks_import_no_celery(run_python):
         "import django, sys; django.setup(); from django.core.checks import run_checks; run_checks(tags=['redislock']); "
         "say(imported='celery' in sys.modules)"
     )
-    assert run_python(code).finish() == [{"imported": False}]
+    assert run_python(code, new=True).finish() == [{"imported": False}]
 
 
 def test_options_that_nobody_reads_are_found_though_the_package_was_not_imported(run_python):

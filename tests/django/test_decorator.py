@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
@@ -313,72 +310,3 @@ def test_a_name_is_made_of_the_bound_arguments(client):
 def test_a_bad_option_is_refused_where_it_is_written(options, error):
     with pytest.raises(error, match=next(iter(options))):
         locked("a", **options)
-
-
-# Its types
-
-TYPED = """
-    from collections.abc import Callable, Coroutine
-    from typing import Any, assert_type
-
-    from django_redislock import locked
-
-    @locked
-    def bare(number: int) -> str: return ""
-    @locked("a")
-    def named(number: int) -> str: return ""
-    @locked(name=lambda number: "a", on_conflict="raise", timeout=None)
-    def made(number: int) -> str: return ""
-    @locked("a", on_conflict="skip")
-    def skipped(number: int) -> str: return ""
-    @locked
-    async def abare(number: int) -> str: return ""
-    @locked("a", expire=3)
-    async def anamed(number: int) -> str: return ""
-    @locked("a", on_conflict="skip")
-    async def askipped(number: int) -> str: return ""
-
-    assert_type(bare(1), str)
-    assert_type(named(number=1), str)
-    assert_type(made(1), str)
-    assert_type(skipped(1), str | None)
-
-    async def main() -> None:
-        assert_type(await abare(1), str)
-        assert_type(await anamed(1), str)
-        assert_type(await askipped(1), str | None)
-
-    bare("x")  # refused
-    named("x")  # refused
-    skipped("x")  # refused
-    anamed("x")  # refused
-    askipped("x")  # refused
-    locked("a", expires=3)  # refused
-"""
-
-
-@pytest.mark.processes
-def test_a_decorated_function_keeps_its_signature_for_type_checkers(tmp_path):
-    code = textwrap.dedent(TYPED)
-    file = tmp_path / "typed.py"
-    file.write_text(code)
-    (tmp_path / "mypy.ini").write_text(
-        "[mypy]\nstrict = true\nfollow_imports = silent\ndisable_error_code = unused-coroutine\n"
-    )
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mypy",
-            "--config-file",
-            str(tmp_path / "mypy.ini"),
-            "--cache-dir",
-            str(tmp_path),
-            str(file),
-        ],
-        capture_output=True,
-        text=True,
-    )
-    refused = [number for number, line in enumerate(code.splitlines(), 1) if line.endswith("# refused")]
-    told = {int(line.split(":")[1]) for line in run.stdout.splitlines() if ": error:" in line}
-    assert sorted(told) == refused, run.stdout + run.stderr

@@ -82,20 +82,6 @@ def start_demo(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
         demo.close()
 
 
-@pytest.mark.processes
-def test_the_demo_holds_and_leaves_nothing_behind(start_demo: Callable[..., Demo], tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # a taken port is no error
-        demo = start_demo("--port", taken.getsockname()[1])
-        assert demo.process.wait(timeout=180) == 0, demo.text
-        demo.wait_gone()
-    assert demo.text.count("  ok  ") == 6, demo.text
-    text = " ".join(demo.text.split())  # its lines are as wide as the terminal
-    assert "computed: 1, waited: 39" in text
-    assert "ran: 1, refused: 19, naming the one that ran: 19" in text
-    assert "All of it held" in demo.text
-    assert [path.name for path in tmp_path.iterdir()] == ["output"]
-
-
 def contention_page(url: str) -> str:
     """Log in to the demo's admin, and return its page about contention."""
     open_url = build_opener(HTTPCookieProcessor()).open
@@ -113,24 +99,40 @@ def contention_page(url: str) -> str:
 
 
 @pytest.mark.processes
-def test_the_demo_serves_until_ctrl_c(start_demo: Callable[..., Demo], tmp_path: Path) -> None:
-    demo = start_demo("--serve", "--port", free_port())
-    wait_until(lambda: demo.said("Ctrl-C ends"), timeout=180)
-    address = re.search(r"The site +http://127\.0\.0\.1:(\d+)/ ", demo.text)
-    assert address is not None
-    site = Site(int(address[1]))
-    text = site.get(f"/{datetime.now(UTC).year}/")
-    assert "39 waited instead" in text
-    assert "19 refused" in text
-    assert 'redislock_held_locks{connection="default"}' in site.get("/metrics")
-    saved = contention_page(f"http://127.0.0.1:{address[1]}")
-    duplicates = re.search(r"(\d+) duplicate tasks prevented", saved)
-    assert duplicates is not None
-    assert int(duplicates[1]) >= 19
-    demo.process.send_signal(signal.SIGINT)
-    assert demo.process.wait(timeout=90) == 0, demo.text
-    demo.wait_gone()
+def test_the_demo_holds_and_serves_until_ctrl_c_and_leaves_nothing_behind(
+    start_demo: Callable[..., Demo], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a taken port is no error
+        demo = start_demo("--serve", "--port", taken.getsockname()[1])
+        wait_until(lambda: demo.said("Ctrl-C ends"), timeout=180)
+        assert demo.text.count("  ok  ") == 6, demo.text
+        text = " ".join(demo.text.split())  # its lines are as wide as the terminal
+        assert "computed: 1, waited: 39" in text
+        assert "ran: 1, refused: 19, naming the one that ran: 19" in text
+        assert "All of it held" in demo.text
+        address = re.search(r"The site +http://127\.0\.0\.1:(\d+)/ ", demo.text)
+        assert address is not None
+        site = Site(int(address[1]))
+        text = site.get(f"/{datetime.now(UTC).year}/")
+        assert "39 waited instead" in text
+        assert "19 refused" in text
+        assert 'redislock_held_locks{connection="default"}' in site.get("/metrics")
+        saved = contention_page(f"http://127.0.0.1:{address[1]}")
+        duplicates = re.search(r"(\d+) duplicate tasks prevented", saved)
+        assert duplicates is not None
+        assert int(duplicates[1]) >= 19
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.process.wait(timeout=90) == 0, demo.text
+        demo.wait_gone()
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("held", [True, False])
+def test_without_serve_the_demo_ends_by_itself_and_its_status_says_whether_all_held(held: bool) -> None:
+    code = f"import sys, demo; demo.run = lambda *given: {held}; sys.exit(demo.main())"
+    env = environment(PYTHONPATH=str(PROJECT))
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=False).returncode == (not held)
 
 
 @pytest.mark.processes

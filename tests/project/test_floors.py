@@ -141,3 +141,14 @@ def test_every_exception_from_the_floors_is_needed():
     pairs = {(name.partition(".")[0], other.partition(".")[0]) for name, other in seen}
     assert {pair for pair in BESIDE if pair not in pairs} == set()
     assert {pair for pair in LAZY if pair not in seen} == set()
+
+
+def test_no_module_has_more_than_300_lines_and_no_test_file_more_than_400():
+    tests = Path(__file__).parents[1]
+    long = {
+        str(path.relative_to(root.parent)): lines
+        for root, limit in ((PACKAGE, 300), (tests, 400))
+        for path in root.rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > limit
+    }
+    assert long == {}

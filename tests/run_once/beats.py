@@ -16,7 +16,7 @@ import redis
 
 from django_redislock.core import held_locks
 from tests.support import wait_until
-from tests.support.processes import ROOT
+from tests.support.fork_server import ROOT, start_python
 
 PERSISTENT = "django_redislock.celery.beat:PersistentScheduler"
 DATABASE = "django_redislock.celery.beat:DatabaseScheduler"
@@ -45,15 +45,16 @@ class Beat:
     def __init__(self, folder: Path, scheduler: str, **site: Any) -> None:
         folder.mkdir()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        command = [sys.executable, "-m", "celery", "-A", "tests.run_once.beat_site", "beat", "-S", scheduler]
+        command = ["-m", "celery", "-A", "tests.run_once.beat_site", "beat", "-S", scheduler]
         if scheduler == PERSISTENT:
             command += ["--schedule", str(folder / "schedule")]
-        self.process = subprocess.Popen(
-            [*command, "--pidfile", "", "--loglevel", "INFO"],
-            cwd=ROOT,
+        self.process = start_python(
+            *command,
+            *("--pidfile", "", "--loglevel", "INFO"),
             env=environment(site),
+            stdin=subprocess.DEVNULL,
             stdout=self.log,
-            stderr=self.log,
+            stderr=subprocess.STDOUT,
         )
         self.pid = self.process.pid
 

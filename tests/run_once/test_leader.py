@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from django_redislock import Leader, LockBackendError, LockLost, held_locks, leader, lock
+from django_redislock import Leader, LockBackendError, LockLost, election, held_locks, leader, lock
 from tests.run_once.programs import stand_for_election, stand_in_a_loop
-from tests.support import BUSY, Proxy, PythonProcess, RedisServer, wait_until
+from tests.support import BUSY, Proxy, PythonProcess, RedisServer, counting, lived, wait_until
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
 
@@ -172,6 +172,28 @@ def test_stop_ends_a_candidate_that_waits() -> None:
         candidate.stop()
         thread.join(30)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["thread", "task"])
+def test_a_candidate_that_waits_keeps_its_place_in_the_queue(client: Any, monkeypatch: Any, tasks: bool) -> None:
+    monkeypatch.setattr(election, "SLICE", 0.05)
+    candidate = Leader("scheduler", on_elected=lambda term: pytest.fail("elected"))
+    with lock("scheduler") as held:
+        thread = threading.Thread(target=lambda: asyncio.run(candidate.arun()) if tasks else candidate.run())
+        thread.start()
+
+        def entries() -> list[Any]:
+            return client.zrange(held._keys.queue, 0, -1, withscores=True)  # type: ignore[no-any-return]
+
+        first = wait_until(entries)
+        with counting(client) as counts:
+            lived(0.5)
+        assert counts["evalsha"] >= 2, "it tried again"
+        assert entries() == first, "the same owner id, and the same ticket"
+        candidate.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert not entries()
 
 
 EXPIRE = 1.0

@@ -87,11 +87,8 @@ class CacheHistory(History):
         self.origin = dict.fromkeys(KEYS, 1)
         self.changes: dict[str, list[tuple[float, int, int]]] = {key: [] for key in KEYS}
         """By key: when somebody was told that a change is in force, its version, and the epoch."""
-        hows = [(step.key, step.how) for step in self.steps if isinstance(step, Change)]
-        self.mixed = {
-            key for key, how in hows if how == "delete" and any(other == key and also != how for other, also in hows)
-        }
-        """Keys that are set and deleted: a delete in two commands may remove what was set in between."""
+        self.suspended: dict[str, list[tuple[float, int, int]]] = {key: [] for key in KEYS}
+        """Changes whose value a plain DEL has deleted: they are in force again with the script that follows it."""
         self.given: set[tuple[str, int]] = set()
         """The versions that callers have set: two callers may do so in any order."""
         self.invalid = dict.fromkeys(KEYS, 0)
@@ -99,6 +96,8 @@ class CacheHistory(History):
         self.settled: set[tuple[str, bytes]] = set()
         self.running: list[Computation] = []
         self.computed = dict.fromkeys(KEYS, 0)
+        self.last_end = dict.fromkeys(KEYS, 0.0)
+        """When a computation ended last."""
         self.waiting: dict[Thread, tuple[Get, float]] = {}
         """What each thread waits for, and since when."""
         self.served: set[tuple[Thread, float]] = set()
@@ -222,6 +221,7 @@ class CacheHistory(History):
         world, key = self.world, computation.key
         world.tell(computation.thread, f"has computed {key}")
         self.running.remove(computation)
+        ended = self.last_end[key] = world.time
         if not self.plan.calm:
             return
         waiting = [each for each in self.waiting.items() if each[1][0].keys == (key,) and each[1][0].wait is None]
@@ -235,7 +235,7 @@ class CacheHistory(History):
         waiting = [(thread, call) for thread, call in waiting if thread not in busy]
 
         def look() -> None:
-            if any(other.key == key for other in self.running):
+            if self.last_end[key] > ended or any(other.key == key for other in self.running):
                 return
             late = [thread for thread, call in waiting if self.waiting.get(thread) is call and not call[0].needs]
             if late:
@@ -302,17 +302,16 @@ class CacheHistory(History):
         server: Any = thread.process
         try:
             if step.how == "delete":
-                yield from invalidate(server, "redislock", [key])
                 command: tuple[bytes, ...] = (b"DEL", key.encode())
             else:
                 command = (b"SET", key.encode(), b"%d" % version, b"PX", b"%d" % (LIFE if step.how == "set" else 500))
             yield from with_retries(key, Pipeline((command,)), clock.monotonic())
-            if step.how == "brief":
-                yield from invalidate(server, "redislock", [key])
+            if step.how != "set":
+                yield from invalidate(server, "redislock", [key], delete=step.how == "delete")
         except LockError as error:
             world.tell(thread, f"the change raised {error}")
             return
-        if epoch == world.epoch and not (step.how != "delete" and key in self.mixed):
+        if epoch == world.epoch:
             self.changes[key].append((world.time, version, epoch))
             stored = self.server.peek(key.encode())
             if stored is not None:
@@ -339,10 +338,14 @@ class CacheHistory(History):
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         """See what is stored, and whose leases end."""
         if not isinstance(what, ScriptCall):
+            key = what[1].decode()
             if what[0] == b"SET":  # perhaps late: then it overwrites a newer one, as it does without this package
-                key, version = what[1].decode(), int(what[2])
+                version = int(what[2])
                 self.given.add((key, version))
                 self.changes[key] = [change for change in self.changes[key] if change[1] <= version]
+            elif what[0] == b"DEL":
+                self.suspended[key] += self.changes[key]
+                self.changes[key] = []
         elif what.script is SETTLE:
             key = what.keys[3].decode()
             if reply in (1, 2) and what.args[2] not in (b"0", b"!"):
@@ -351,8 +354,11 @@ class CacheHistory(History):
             if reply >= 0:
                 self._supersede(key, what.args[0])
         elif what.script is INVALIDATE:
-            for name in what.args:
+            for name in what.args[1:]:
                 key = name.decode().removeprefix("cache:")
+                if what.args[0] == b"1":
+                    self.changes[key] += self.suspended[key]
+                    self.suspended[key] = []
                 counter = self.server.data.get(what.keys[1].removesuffix(b"held") + b"fence", b"0")
                 self.invalid[key] = max(self.invalid[key], int(counter))
                 self._supersede(key, b"")

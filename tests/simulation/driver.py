@@ -81,8 +81,15 @@ class Room:
 
         self.subscribe(subscribed)
 
+    def admit(self, waiter: SimulatedWaiter) -> None:
+        """Take in a waiter of another room, without subscribing."""
+        self._waiters.add(waiter)
+        self._keep.add(waiter)
+        self._look()
+
     def subscribe(self, answer: Callable[[RedisError | None], None]) -> None:
-        world, process = self.process.world, self.process
+        process = self.process
+        world, host = process.world, process.host
         fate, there, back, _ = process.delays()
         if fate != "well":
             process.trouble()
@@ -90,11 +97,11 @@ class Room:
             return
 
         def execute() -> None:
-            if world.down_until > world.time:
+            if host.down_until > world.time:
                 process.soon(back, partial(answer, ConnectionError("the server is down")))
                 return
             if process.alive:
-                world.server.subscribers.setdefault(self.channel, {})[self] = self._heard
+                host.server.subscribers.setdefault(self.channel, {})[self] = self._heard
             process.soon(back, done)
 
         def done() -> None:
@@ -103,7 +110,7 @@ class Room:
             self._waiters.wake_all()
             answer(None)
 
-        world.at(max(world.time + there, world.silent_until), execute)
+        world.at(max(world.time + there, host.silent_until), execute)
 
     def _look(self) -> None:
         if not self._looks:
@@ -125,7 +132,7 @@ class Room:
 
     def cut(self) -> None:
         """Break the subscription."""
-        self.process.world.server.subscribers.get(self.channel, {}).pop(self, None)
+        self.process.host.server.subscribers.get(self.channel, {}).pop(self, None)
         self.open = False
         self.process.trouble()
 
@@ -223,11 +230,14 @@ class SimulatedWatchdog:
                 if lease in self.promised:
                     self.promised[lease] = max(self.promised[lease], sent + life)
             elif self.remove(lease):
-                lease.lose(UNKNOWN)
+                self._lost(lease)
                 return
             self.reschedule(lease)
         finally:
             world.running = before
+
+    def _lost(self, lease: Lease) -> None:
+        lease.lose(UNKNOWN)
 
 
 class Thread:

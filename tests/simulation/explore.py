@@ -9,14 +9,28 @@ from dataclasses import replace
 from typing import Any
 
 from .cache import CacheHistory, Change, Get
+from .cluster import ClusterHistory
 from .driver import Violation
 from .history import FAULTS_UNTIL, History, simulated
 from .locks import LockHistory, RLockHistory, Round
+from .quorum import QuorumHistory, Round as QuorumRound
+from .replicas import ReplicatedHistory
 from .tasks import CeleryHistory
 from .worker import Publish
 from .world import FATES, Plan, ThreadPlan
 
-KINDS: dict[str, type[History]] = {each.kind: each for each in (LockHistory, RLockHistory, CacheHistory, CeleryHistory)}
+KINDS: dict[str, type[History]] = {
+    each.kind: each
+    for each in (
+        LockHistory,
+        RLockHistory,
+        CacheHistory,
+        CeleryHistory,
+        QuorumHistory,
+        ReplicatedHistory,
+        ClusterHistory,
+    )
+}
 
 
 class Found(AssertionError):
@@ -64,6 +78,9 @@ SMALL: dict[str, list[list[Any]]] = {
         [Get(("a",), None, 0.1, False, "", False, 0.0), Change("a", "delete", 0.0)],
         [Get(("a",), None, 0.1, False, "", False, 0.0)] * 2,
     ],
+    "quorum": [[QuorumRound(None, 0.1, None, 0.0)] * 2, [QuorumRound(None, 0.1, None, 0.0)]],
+    "replicas": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
+    "cluster": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
     "celery": [[Publish("k", ((0.0, 0), (0.1, 1)), 0.1, 0, None, False, 0.0)], []],
 }
 """What each of two processes does."""
@@ -75,7 +92,7 @@ EXPIRE = 0.4
 def small_plans(kind: str) -> list[Plan]:
     """Return the plans of the smallest worlds in which something can go wrong."""
     options: dict[str, Any] = {"expire": EXPIRE}
-    if kind in ("lock", "rlock"):
+    if kind in ("lock", "rlock", "quorum", "replicas", "cluster"):
         options["auto_renewal"] = False
     if kind == "cache":
         options["max_hold"] = None
@@ -83,6 +100,10 @@ def small_plans(kind: str) -> list[Plan]:
     plan = Plan(0, 2, threads, faulty_until=FAULTS_UNTIL, fates={})
     if kind == "cache":
         plan.options = {"stale": False, "large": False, "unkept": False}
+    if kind == "quorum":
+        plan.options = {"rates": [1.0] * 3}
+    if kind == "replicas":
+        plan.options = {"min_to_write": True}
     if kind != "celery":
         return [plan]
     return [
@@ -100,7 +121,7 @@ def bounded(kind: str, disturbances: int) -> Iterator[Plan]:
             calm.run()
         choices: list[tuple[tuple[int, int], Any]] = [
             ((process.number, request), what)
-            for process in calm.world.processes
+            for process in calm.world.senders
             for request in range(1, process.requests + 2)
             for what in (*FATES, *PAUSES)
         ]

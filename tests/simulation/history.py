@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from django_redislock.cache.lease import single_flight
 from django_redislock.celery import execution_lock
-from django_redislock.core import clock, records, renewals
+from django_redislock.core import clock, quorum_lease, records, renewals
 
 from .driver import Thread
 from .model_server import ModelServer
@@ -75,6 +75,7 @@ def simulated() -> Iterator[None]:
     replace(renewals, "_report_lost", lambda lease, cause: lease.lose(cause))  # it would start a thread
     stand_in = SimpleNamespace(get_ident=now.thread_number, current_thread=threading.current_thread)
     replace(single_flight, "threading", stand_in)
+    replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))
     replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
     log = logging.getLogger("django_redislock")
     level, now.thread = log.level, threading.get_ident()
@@ -91,14 +92,16 @@ class History:
     """What the threads of some processes do, by a plan, and what is seen of it."""
 
     kind: ClassVar[str]
+    world_kind: ClassVar[type[World]] = World
+    thread_kind: ClassVar[type[Thread]] = Thread
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.world = World(plan, self.executed)
+        self.world = self.world_kind(plan, self.executed)
         self.server: ModelServer = self.world.server
         self.threads: list[Thread] = []
         for number, each in enumerate(plan.threads):
-            thread = Thread(self.world.processes[each.process], f"thread {number}", None)
+            thread = self.thread_kind(self.world.processes[each.process], f"thread {number}", None)
             thread.programs.append(self.program(thread, each))
             self.threads.append(thread)
 
@@ -145,13 +148,14 @@ class History:
         return not any(thread.is_alive() for thread in self.threads)
 
     def _look_at_the_keys(self) -> None:
-        server, world = self.server, self.world
-        for key in server.live_keys():
-            ends = server.ends.get(key)
-            if ends is None:
-                self.fail(f"{key!r} has no expiry")
-            elif ends / 1000 > world.time + world.server_clock + LONGEST_LIFE and not world.clock_stepped:
-                self.fail(f"{key!r} lives for {ends / 1000 - world.time - world.server_clock:.0f} s")
+        for server in self.world.servers:
+            seconds = server._now() / 1_000_000
+            for key in server.live_keys():
+                ends = server.ends.get(key)
+                if ends is None:
+                    self.fail(f"{key!r} has no expiry")
+                elif ends / 1000 > seconds + LONGEST_LIFE and not self.world.clock_stepped:
+                    self.fail(f"{key!r} lives for {ends / 1000 - seconds:.0f} s")
 
 
 def draw_faults(chance: random.Random, plan: Plan, kinds: list[str], once: list[str] | None = None) -> None:

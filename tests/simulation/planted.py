@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from django_redislock.cache.lease import invalidate, obtain, single_flight, store
 from django_redislock.celery import execution_lock
 from django_redislock.core import lease, operations, reentrant, scripts
-from django_redislock.core.driver.script import Script
 
-
-@contextmanager
-def script(which: Script, old: str, new: str) -> Iterator[None]:
-    """Change the text of a script."""
-    text = which.text
-    assert old.encode() in text, f"{which} does not contain {old!r}"
-    which.text = text.replace(old.encode(), new.encode())
-    try:
-        yield
-    finally:
-        which.text = text
-
-
-@contextmanager
-def attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Change a function or a constant."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+from .patches import Planted, attribute, script
+from .planted_wide import CLUSTER, QUORUM, QUORUM_NOT_FOUND, REPLICAS
 
 
 def _late_deadline(self: lease.Lease, sent: float, life: float) -> None:
@@ -92,7 +69,6 @@ def _all_alike(delivery: execution_lock.Delivery) -> tuple[bytes, bytes]:
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 L, S, INV = obtain.LEASE, store.SETTLE, invalidate.INVALIDATE
 START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
-Planted = Callable[[], AbstractContextManager[None]]
 
 LOCK: dict[str, Planted] = {
     "a release does not ask whose lock it is": lambda: script(
@@ -108,12 +84,8 @@ LOCK: dict[str, Planted] = {
         "local value = redis.call('PTTL', lock) > 150 and redis.call('GET', lock)",
     ),
     "the deadline is counted from the reply": lambda: attribute(lease.Lease, "renewed", _late_deadline),
-    "a released lock is handed to nobody": lambda: script(
-        R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock)\n  return 1"
-    ),
-    "a release forgets the queue": lambda: script(
-        R, "hand_over(lock, queue, id)\n  return 1", "redis.call('DEL', lock, queue)\n  return 1"
-    ),
+    "a released lock is handed to nobody": lambda: script(R, "hand_over(lock, queue, '')", "redis.call('DEL', lock)"),
+    "a release forgets the queue": lambda: script(R, "hand_over(lock, queue, '')", "redis.call('DEL', lock, queue)"),
     "who comes last is served first": lambda: script(
         R,
         "redis.call('ZPOPMIN', queue)[1]",
@@ -183,7 +155,7 @@ CELERY: dict[str, Planted] = {
     ),
     "an execution leaves no marker": lambda: script(LEAVE, "redis.call('SET', marker, state, 'PX', marker_ms)", ""),
     "a lost execution leaves no marker": lambda: script(
-        LEAVE, "if marker_ms ~= '' then", "if marker_ms ~= '' and redis.call('GET', lock) then"
+        LEAVE, "and not done then", "and not done and redis.call('GET', lock) then"
     ),
     "the end of a late message is not confirmed": lambda: script(
         DONE, "redis.call('SET', marker, state, 'PX', expire_ms)", ""
@@ -202,11 +174,23 @@ CELERY: dict[str, Planted] = {
         "local reply = reply_for_copy(lock, redis.call('GET', lock), marker, copies, tonumber(version), claim)",
         "local reply",
     ),
+    "a refused message is not claimed": lambda: script(
+        CLAIM, "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)", ""
+    ),
+    "a late call of an execution that has left counts": lambda: script(LEAVE, "and not done then", "then"),
     "an execution does not release": lambda: script(LEAVE, "hand_over(lock, queue, id)", ""),
 }
 PLANTED: dict[str, tuple[str, Planted]] = {
     name: (kind, defect)
-    for kind, defects in (("lock", LOCK), ("rlock", RLOCK), ("cache", CACHE), ("celery", CELERY))
+    for kind, defects in (
+        ("lock", LOCK),
+        ("rlock", RLOCK),
+        ("cache", CACHE),
+        ("celery", CELERY),
+        ("quorum", QUORUM),
+        ("replicas", REPLICAS),
+        ("cluster", CLUSTER),
+    )
     for name, defect in defects.items()
 }
 """The kind of histories that show each defect."""
@@ -220,14 +204,15 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         "lock",
         lambda: script(R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"),
     ),
-    "a refused message is not claimed": (
-        "celery",
-        lambda: script(CLAIM, "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)", ""),
-    ),
     "a copy that was published again runs, too": (
         "celery",
         lambda: script(START, "if later and later > version or", "if"),
     ),
+    "a delete does not delete what was stored in between": (
+        "cache",
+        lambda: script(INV, "deletes and #KEYS or 0", "0"),
+    ),
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
+    **{name: ("quorum", defect) for name, defect in QUORUM_NOT_FOUND.items()},
 }
 """What no oracle sees yet."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError, TimeoutError
 
 from django_redislock.core.driver.effects import Pipeline, ScriptBatch, ScriptCall
+from django_redislock.core.driver.replicated import Wait
 
 if TYPE_CHECKING:
     from .world import Process
@@ -27,8 +28,8 @@ def delay_of(chance: float) -> float:
 
 def execute_soon(process: Process, effect: Any, answer: Callable[[Any], None], back: float) -> None:
     """Execute a request that meets no fault; the server may have become silent meanwhile."""
-    world = process.world
-    if world.silent_until > world.time or world.down_until > world.time:
+    world, host = process.world, process.host
+    if host.silent_until > world.time or host.down_until > world.time:
         Trial(process, effect, answer, SOCKET_TIMEOUT, "well", 0.0, back, 0.0)
     else:
         world.at(world.time + back, partial(process._happen, partial(answer, execute(process, effect))))
@@ -36,21 +37,23 @@ def execute_soon(process: Process, effect: Any, answer: Callable[[Any], None], b
 
 def execute(process: Process, effect: Any) -> Any:
     """Execute scripts or commands now, and return the reply or the error."""
-    server, executed = process.world.server, process.world.executed
+    server, executed = process.host.server, process.world.executed
     if type(effect) is ScriptCall:
         before = server.data.get(effect.keys[0])
         try:
             reply = server.run(effect.script.text, effect.keys, effect.args)
-        except ResponseError as error:
+        except (ResponseError, ConnectionError) as error:
             reply = error
         executed(process, effect, before, reply)
         return reply
     if isinstance(effect, ScriptBatch):
         return [execute(process, call) for call in effect.calls]
+    if isinstance(effect, Wait):
+        return process.host.wait(effect)
     assert isinstance(effect, Pipeline)
     replies: list[Any] = []
     for command in effect.commands:
-        before = server.data.get(command[1])
+        before = server.data.get(command[-1] if len(command) == 1 else command[1])
         try:
             replies.append(server.command(*command))
         except ResponseError as error:
@@ -82,7 +85,7 @@ class Trial:
             there = 3 * extra
         elif fate == "unknown" and (type(effect) is not ScriptCall or b"\r\nEVAL\r\n" in effect.request[:24]):
             self.fate = fate = "well"
-        self.arrives = max(world.time + there, world.silent_until)
+        self.arrives = max(world.time + there, process.host.silent_until)
         process.trouble(max(patience, self.arrives - world.time))
         if fate not in ("lost", "refused", "unknown"):
             world.at(self.arrives, self.execute)
@@ -95,8 +98,7 @@ class Trial:
             process.soon(patience, self.give_up)
 
     def execute(self) -> None:
-        world = self.process.world
-        if world.down_until > world.time:
+        if self.process.host.down_until > self.process.world.time:
             self.process.soon(self.back, partial(self.finish, ConnectionError("the server is down")))
             return
         reply = execute(self.process, self.effect)

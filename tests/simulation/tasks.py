@@ -10,7 +10,7 @@ import random
 from collections.abc import Generator
 from typing import Any
 
-from django_redislock.celery.execution_lock import DONE, LEAVE, START
+from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.scripts import RELEASE
 from django_redislock.exceptions import LockBackendError, LockError
@@ -190,7 +190,7 @@ class CeleryHistory(Worker):
         return body
 
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
-        """See that no copy of a message starts after one has ended."""
+        """See that no copy of a message starts after one has ended, or was refused."""
         script = getattr(what, "script", None)
         if script is START and isinstance(reply, int) and reply > 0:
             if before is not None and before.startswith(b"%b\n%d\n" % (what.args[0], reply)):  # an earlier call did it
@@ -206,17 +206,22 @@ class CeleryHistory(Worker):
             if self.kept.get(what.keys[0], (b"",))[0] == what.args[0]:
                 del self.kept[what.keys[0]]
         elif script is LEAVE and what.args[3]:
-            if reply == 1 and what.args[4]:
+            kept_now = before is not None and before.startswith(b"%b\n%b\n" % (what.args[0], what.args[2]))
+            if reply == 1 and what.args[4] and kept_now:  # else an earlier call did it
                 self.kept[what.keys[0]] = what.args[4], self.world.time + QUEUE_LIFE, self.world.epoch
             self._note_end(what.keys[4], float(what.args[3]) / 1000)
         elif script is DONE and what.args[0] == b"done":
             self._note_end(what.keys[0], MARKER)
+        elif script is CLAIM and what.args[3] == b"done" and reply == 1:
+            self._note_end(what.keys[1], MARKER)
 
     def _note_end(self, marker: bytes, seconds: float) -> None:
         copies = marker.partition(b":done:")[2].decode()
         message = next(message for message in self.messages if message.delivery == copies)
         message.over = True
-        self.ended[copies] = self.world.time + seconds, self.world.epoch
+        until, epoch = self.ended.get(copies, (0.0, 0))
+        earlier = until if epoch == self.world.epoch else 0.0
+        self.ended[copies] = max(earlier, self.world.time + seconds), self.world.epoch
 
     def look_at_the_end(self) -> None:
         for message in self.messages:

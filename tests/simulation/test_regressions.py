@@ -1,4 +1,4 @@
-"""What the simulation found in the package, told again on a real server."""
+"""What the simulation found in the package, told again on a real server, or as the small history that it was."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import redis
 
-from django_redislock.celery.execution_lock import DONE
+from django_redislock.celery.execution_lock import DONE, LEAVE
 from django_redislock.core import RLock, scripts
 from django_redislock.core.driver.script import Script
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
+from tests.simulation.explore import failure_of
+from tests.simulation.quorum import Round
+from tests.simulation.world import Plan, ThreadPlan
 from tests.support import wait_until
+from tests.support.locks import listening
 
 KEYS = lock_keys("redislock", "a")
 
@@ -36,6 +40,17 @@ def test_a_given_id_that_takes_its_turn_in_the_place_of_another_caller_leaves_no
     run(client, scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), b"holder", b"a", b"", b"")
     assert acquire(b"given", b"two") > 0
     assert client.zrange(KEYS.queue, 0, -1) == []
+
+
+def test_who_waits_by_the_id_by_which_another_caller_releases_is_woken(client):
+    """Both were given the id. Without the message the waiter would look half a second later."""
+    value = b"given\n7\n0\n{}"
+    client.set(KEYS.lock, value)
+    client.zadd(KEYS.queue, {b"one\ngiven": 1})
+    with listening(client, "one") as heard:
+        run(client, scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), b"given", b"a", b"", b"7")
+        assert heard() == ["given"]
+    assert client.get(KEYS.lock).startswith(b"given\n0\n")
 
 
 @pytest.mark.parametrize("careful", [b"", b"1"])
@@ -67,6 +82,20 @@ def test_the_end_of_a_message_counts_more_than_what_was_said_before(client):
     assert client.get("marker") == b"done"
 
 
+def test_a_late_call_of_an_execution_that_has_left_does_not_undo_that_its_end_was_confirmed(client):
+    """The connection broke, so the call was sent again; the first one arrives when the result is stored. "ending" ends
+    within the expiry, and then a copy of the message would run."""
+    keys = (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts, b"marker")
+    call = (b"message:id", b"a", b"7", b"60000", b"", b"0", b"", b"ending")
+    client.set(KEYS.lock, "message:id\n7\n0\n{}")
+    assert run(client, LEAVE, keys, *call) == 1
+    assert client.get("marker") == b"ending"
+    run(client, DONE, (b"marker",), b"done", b"3600000", b"")
+    assert run(client, LEAVE, keys, *call) == 1
+    assert client.get("marker") == b"done"
+    assert client.pttl("marker") > 60000
+
+
 def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_is_entered_again(client, proxy):
     """The release was the last of its block, so the next block is the only one: its end releases."""
     lock = RLock(redis.Redis.from_url(proxy.url, socket_timeout=0.3), "a", expire=3)
@@ -81,3 +110,22 @@ def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_
     wait_until(lambda: lease.deadline > deadline, 10, "the watchdog renews it")
     lock.release()
     assert client.exists(KEYS.lock) == 0
+
+
+def test_a_quorum_lock_is_not_acquired_with_a_part_that_was_kept_until_its_end():
+    """Who waits for the others kept its only part for nearly its whole expiry, without a renewal: the lock was lost as soon as
+    it was acquired."""
+    threads = [
+        ThreadPlan(0, 0.14341435679041925, {"expire": 0.6, "auto_renewal": True}, [Round(2.0, 3.5, None, 0.0)]),
+        ThreadPlan(
+            1,
+            0.09382315930185009,
+            {"expire": 3.0, "auto_renewal": True},
+            [Round(0.4, 0.7583776415661274, None, 0.0), Round(None, 0.01, 1.0, 0.0)],
+        ),
+        ThreadPlan(
+            1, 0.11395248779680539, {"expire": 0.6, "auto_renewal": True}, [Round(None, 0.5905454559843215, None, 0.0)]
+        ),
+    ]
+    plan = Plan(1056, 2, threads, fates={}, options={"rates": [1.0] * 3})
+    assert failure_of("quorum", plan) is None

@@ -5,6 +5,7 @@ What `SingleInstanceMixin` does with them is told again here, without Celery.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
@@ -92,6 +93,8 @@ class Worker(History):
         self.scope, self.policy, self.late = (plan.options[name] for name in ("scope", "policy", "late"))
         self.expire = plan.options["expire"]
         self.messages: list[Message] = []
+        self.retried = itertools.count(1)
+        """Numbers of the messages of retries: two runs of one message may both publish one."""
         self.bodies: list[Body] = []
         self.kept: dict[bytes, tuple[bytes, float, int]] = {}
         """By lock: the id that keeps it for the retry of a job, until when, and the epoch."""
@@ -183,7 +186,7 @@ class Worker(History):
         retries = message.retry < step.retries
         keep_id, keep = "", 0.0
         if retries:
-            again = Message(message.id, step, message.retry + 1, len(self.messages))
+            again = Message(message.id, step, message.retry + 1, next(self.retried))
             if self.scope != "run":
                 yield from self.publish(thread, again)
             else:

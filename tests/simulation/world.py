@@ -88,7 +88,7 @@ class World:
         """How often data was lost, or its expiry came early."""
         self.clock_stepped = False
         self.server = ModelServer(lambda: int((self.time + self.server_clock) * 1_000_000))
-        self.processes = [Process(self, number) for number in range(plan.processes)]
+        self.processes = [self.new_process(number) for number in range(plan.processes)]
         self.story: list[str] = []
         self.met: dict[tuple[int, int], str] = {}
         """The faults that requests met."""
@@ -98,6 +98,20 @@ class World:
         self._number = 0
         for fault in plan.faults:
             getattr(self, f"_plan_{fault.what}")(fault)
+
+    def new_process(self, number: int) -> Process:
+        """Return a process."""
+        return Process(self, number)
+
+    @property
+    def servers(self) -> list[ModelServer]:
+        """All servers."""
+        return [self.server]
+
+    @property
+    def senders(self) -> list[Process]:
+        """All that send requests."""
+        return self.processes
 
     def tell(self, who: object, what: str) -> None:
         """Add a line to the story."""
@@ -220,6 +234,8 @@ class Process(Server):
         self.number = number
         self.name = f"process {number}"
         self.place = world
+        self.host: Any = world
+        """The server that it talks to, with the faults of that server."""
         self.random = random.Random(world.plan.seed * 16 + number)
         self.offset = self.random.uniform(0, 1000)
         self.alive = True
@@ -301,7 +317,7 @@ class Process(Server):
         """Send scripts or commands over a connection of their own; `answer` gets the replies, or the error."""
         world = self.world
         fate, there, back, extra = self.delays()
-        if fate == "well" and world.silent_until <= world.time >= world.down_until:
+        if fate == "well" and self.host.silent_until <= world.time >= self.host.down_until:
             world.at(world.time + there, partial(execute_soon, self, effect, answer, back))
             return
         Trial(self, effect, answer, patience, fate, there, back, extra)

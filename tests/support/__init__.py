@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .clusters import Cluster, OneNode
+from .clients import AllNodes, async_client_at, client_at
+from .clusters import ON_A_CLUSTER, Cluster, ClusterOfLocks, OneNode, OneNodeOfLocks, leave_out
 from .counts import command_counts, counting, monitoring, servers_of
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .failovers import Deployment
@@ -27,11 +28,15 @@ from .waiting import BUSY, lived, until, wait_until, within
 
 __all__ = [
     "BUSY",
+    "ON_A_CLUSTER",
+    "AllNodes",
     "Cluster",
+    "ClusterOfLocks",
     "Config",
     "Deployment",
     "Interrupted",
     "OneNode",
+    "OneNodeOfLocks",
     "PostgresServer",
     "Proxy",
     "PythonProcess",
@@ -40,6 +45,8 @@ __all__ = [
     "Server",
     "TimeLimit",
     "acquire_and_release",
+    "async_client_at",
+    "client_at",
     "command_counts",
     "counting",
     "create_tables",
@@ -50,6 +57,7 @@ __all__ = [
     "in_thread",
     "interruptions",
     "key_of",
+    "leave_out",
     "listening",
     "lived",
     "monitoring",

@@ -1,15 +1,33 @@
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import Any, Self
 
+import pytest
 import redis
 from redis.crc import key_slot
 
+from .clients import CLUSTER, client_at
 from .servers import RedisServer, free_port
 from .waiting import wait_until
 
 SLOTS = 16384
+ON_A_CLUSTER = bool(os.environ.get("REDISLOCK_TEST_CLUSTER"))
+"""Whether the tests of the lock and of its tasks are run with their locks on a Cluster."""
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], folder: str, why: dict[str, str]) -> None:
+    """If the tests are run on a Cluster, leave out those whose folder, file or name is among the keys of `why`."""
+    left_out = [
+        item
+        for item in items
+        if ON_A_CLUSTER
+        and item.nodeid.startswith(f"{folder}/")
+        and not why.keys().isdisjoint((item.path.parent.name, item.path.name, getattr(item, "originalname", item.name)))
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 class OneNode(RedisServer):
@@ -26,13 +44,25 @@ class OneNode(RedisServer):
             wait_until(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
 
 
+class OneNodeOfLocks(OneNode):
+    """A Cluster of one node whose clients are those of a Cluster."""
+
+    @property
+    def url(self) -> str:
+        return f"{CLUSTER}127.0.0.1:{self.port}"
+
+    def client(self, **options: Any) -> Any:
+        return client_at(self.url, **options)
+
+
 class Cluster:
     """The nodes of a real Cluster: so many primaries, each with so many replicas. Use it in a with statement.
 
     Options are those of `RedisServer`: ``Cluster(replicas=1, cluster_node_timeout="1000")`` fails over within seconds.
+    A function, as in ``tls_port=free_port``, is called for each node.
     """
 
-    def __init__(self, primaries: int = 3, replicas: int = 0, **options: str) -> None:
+    def __init__(self, primaries: int = 3, replicas: int = 0, **options: Any) -> None:
         self._primaries = primaries
         self._replicas = replicas
         self._options = options
@@ -44,7 +74,8 @@ class Cluster:
     def __enter__(self) -> Self:
         with self._stack as stack:
             for _ in range(self._primaries * (1 + self._replicas)):
-                options = self._options | {"cluster_enabled": "yes", "cluster_port": str(free_port())}
+                own = {name: str(value()) if callable(value) else value for name, value in self._options.items()}
+                options = own | {"cluster_enabled": "yes", "cluster_port": str(free_port())}
                 self.nodes.append(stack.enter_context(RedisServer(**options)))
             self._join()
             self._stack = stack.pop_all()
@@ -143,3 +174,15 @@ class Cluster:
     def move(self, slot: int, to: RedisServer) -> None:
         """Move a slot with its keys to another node."""
         self.end_move(slot, self.begin_move(slot, to), to)
+
+
+class ClusterOfLocks(Cluster):
+    """A Cluster that takes the place of one server, in the tests that can be run on either."""
+
+    @property
+    def url(self) -> str:
+        return f"{CLUSTER}127.0.0.1:{self.nodes[0].port}"
+
+    def client(self, **options: Any) -> redis.RedisCluster:
+        """Return a client whose answers about the whole server are those of all primaries together."""
+        return client_at(self.url, **options)  # type: ignore[return-value]

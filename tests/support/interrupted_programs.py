@@ -10,18 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import redis
-
 from django_redislock.core import Lock
 from django_redislock.core.driver.registry import server_of
-from tests.support import say, wait_until
+from tests.support import client_at, say, wait_until
 from tests.support.cache_programs import cache_at
 
 
 def acquire_in_a_handler(url: str, main: str, inside: str, others: dict[str, str]) -> None:
     """Wait for the lock `main`; at each SIGUSR1 the handler waits for the lock `inside`. Other threads wait for others, after
     the main thread: it is the one that subscribes, and then reads, for all."""
-    client = redis.Redis.from_url(url)
+    client = client_at(url)
 
     def acquire(name: str, who: str) -> None:
         lock = Lock(client, name, expire=120)
@@ -76,7 +74,7 @@ def interrupted(handle: Callable[[int], object], times: int) -> Iterator[Callabl
 
 def count_under_locks(url: str, times: int, options: dict[str, int]) -> None:
     """Count under two locks in threads, in the main thread, in handlers that interrupt it, and in destructors."""
-    client = redis.Redis.from_url(url, **options)
+    client = client_at(url, **options)
     ended = threading.Event()
     counts = dict.fromkeys("abc", 0)
     done: list[str] = []

@@ -6,17 +6,15 @@ import os
 import signal
 import time
 
-import redis
-
 from django_redislock.core import Lock
 from django_redislock.core.driver.wakeups_threads import WaitingRoom
 from django_redislock.exceptions import LockError, LockLost
-from tests.support import say
+from tests.support import client_at, say
 
 
 def hold(url: str, name: str, expire: float, auto_renewal: bool = True) -> None:
     """Acquire, say so, and keep the lock until a line comes; then take the next step, if it is still ours."""
-    lock = Lock(redis.Redis.from_url(url), name, expire=expire, auto_renewal=auto_renewal)
+    lock = Lock(client_at(url), name, expire=expire, auto_renewal=auto_renewal)
     lock.acquire()
     say(event="held", fence=lock.fence, id=lock.id)
     input()
@@ -34,7 +32,7 @@ def hold(url: str, name: str, expire: float, auto_renewal: bool = True) -> None:
 
 def wait_and_hold(url: str, name: str, options: dict, timeout: float | None, client_options: dict) -> None:
     """Wait for the lock, say when it was taken, and keep it until a line comes."""
-    lock = Lock(redis.Redis.from_url(url, **client_options), name, **options)
+    lock = Lock(client_at(url, **client_options), name, **options)
     say(event="waiting")
     if lock.acquire(timeout=timeout):
         say(event="held", fence=lock.fence, at=time.time())
@@ -72,7 +70,7 @@ def race(url: str, count: int) -> None:
 
 
 def _race(url: str) -> None:
-    client = redis.Redis.from_url(url)
+    client = client_at(url)
     with client.pubsub(ignore_subscribe_messages=True) as pubsub:
         pubsub.subscribe("go")
         pubsub.parse_response()
@@ -91,7 +89,7 @@ def wait_in_forks(url: str, name: str, count: int) -> None:
     for _ in range(count):
         pid = os.fork()
         if not pid:
-            with Lock(redis.Redis.from_url(url), name):
+            with Lock(client_at(url), name):
                 pass
             os._exit(0)
         pids.append(pid)

@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from typing import Any
 
-from .processes import ROOT
+from .fork_server import start_python
 from .waiting import wait_until
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C; nohup makes them ignore SIGHUP.
@@ -41,14 +41,8 @@ class Managed:
     def __init__(self, *arguments: str, stdin: int = subprocess.PIPE, **settings: Any) -> None:
         self._files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         out, err = self._files
-        self.process = subprocess.Popen(
-            [*MANAGE, *arguments],
-            cwd=ROOT,
-            env=environment(**settings),
-            stdin=stdin,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
+        self.process = start_python(
+            *MANAGE[1:], *arguments, env=environment(**settings), stdin=stdin, stdout=out, stderr=err
         )
         self.pid = self.process.pid
 

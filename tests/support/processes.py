@@ -4,18 +4,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from .fork_server import ROOT as ROOT, start_python
 from .waiting import wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 def say(**values: object) -> None:
@@ -28,20 +25,25 @@ class PythonProcess:
 
     It talks to the test in JSON lines (`say`); code finds `say` and its arguments as `args`. The test talks to it through
     `send`, one line for one `input()`. Arguments travel as JSON.
+
+    A new one has imported nothing before (see `fork_server`), and has all apps of the settings; others do without the admin.
     """
 
-    def __init__(self, what: Callable[..., object] | str, *args: object, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, what: Callable[..., object] | str, *args: object, env: dict[str, str] | None = None, new: bool = False
+    ) -> None:
         task = {"code": what} if isinstance(what, str) else {"module": what.__module__, "function": what.__qualname__}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.child", json.dumps(task | {"args": args})],
-            cwd=ROOT,
+        self._process = start_python(
+            "-m",
+            "tests.support.child",
+            json.dumps(task | {"args": args, "new": new}),
             env=os.environ | (env or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            start_new_session=True,
+            new=new,
         )
         self.pid = self._process.pid
         self.lines: list[dict[str, Any]] = []

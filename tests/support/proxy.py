@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import redis
 
+from .clients import CLUSTER, nodes_at, url_through
 from .waiting import wait_until
 
 
@@ -19,6 +20,7 @@ class Link:
 
     client: socket.socket
     server: socket.socket
+    target: tuple[str | None, int | None]
     drop: bool = False
     """The next bytes from the server are swallowed and the connection is closed."""
     damaged: bool = False
@@ -51,14 +53,16 @@ class LateRequest:
 
 
 class Proxy:
-    """A TCP proxy in front of a server that loses replies, delays, swallows or cuts on demand.
+    """A TCP proxy in front of a server, or of each node of a Cluster, that loses replies, delays, swallows or cuts on demand.
 
     Use it in a with statement and connect to `url`.
     """
 
     def __init__(self, target_url: str) -> None:
         target = urlsplit(target_url)
-        self._target = (target.hostname, target.port)
+        self._of_cluster = target_url.startswith(CLUSTER)
+        ports = nodes_at(target_url) if self._of_cluster else [target.port]
+        self._targets = [(target.hostname, port) for port in ports]
         self._path = target.path
         self._lock = threading.Lock()
         self._links: set[Link] = set()
@@ -76,13 +80,17 @@ class Proxy:
         self._containing = b""
         self.dropped = 0
         """Replies dropped so far."""
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(0.1)
-        self.port: int = self._listener.getsockname()[1]
-        self._acceptor = self._thread(self._accept)
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in ports]
+        for listener in self._listeners:
+            listener.settimeout(0.1)
+        self._doors: list[int] = [listener.getsockname()[1] for listener in self._listeners]
+        self.port = self._doors[0]
+        self._acceptors = [self._thread(self._accept, number) for number in range(len(ports))]
 
     @property
     def url(self) -> str:
+        if self._of_cluster:
+            return url_through({port: door for (_, port), door in zip(self._targets, self._doors, strict=True)})
         return f"redis://127.0.0.1:{self.port}{self._path}"
 
     def __enter__(self) -> Self:
@@ -141,7 +149,7 @@ class Proxy:
     def lead_new_to(self, target_url: str) -> None:
         """Lead new connections to another server; the open ones stay where they are, as when an address moves."""
         target = urlsplit(target_url)
-        self._target = (target.hostname, target.port)
+        self._targets = [(target.hostname, target.port)]
 
     def cut(self) -> None:
         """Close every connection; new ones are welcome."""
@@ -156,8 +164,10 @@ class Proxy:
     def close(self) -> None:
         self._closed.set()
         self._flowing.set()
-        self._acceptor.join()
-        self._listener.close()
+        for acceptor in self._acceptors:
+            acceptor.join()
+        for listener in self._listeners:
+            listener.close()
         self.cut()
         for thread in self._threads:
             thread.join(timeout=10)
@@ -170,19 +180,20 @@ class Proxy:
         thread.start()
         return thread
 
-    def _accept(self) -> None:
+    def _accept(self, number: int) -> None:
         while not self._closed.is_set():
             try:
-                client, _ = self._listener.accept()
+                client, _ = self._listeners[number].accept()
             except TimeoutError:
                 continue
+            target = self._targets[number]
             try:
-                server = socket.create_connection(self._target, timeout=5)
+                server = socket.create_connection(target, timeout=5)
             except OSError:
                 client.close()
                 continue
             server.settimeout(None)
-            link = Link(client, server)
+            link = Link(client, server, target)
             with self._lock:
                 self._links.add(link)
             self._thread(self._pump, link, link.client, link.server)
@@ -238,6 +249,6 @@ class Proxy:
         link.server.sendall(data)
         with suppress(OSError):  # the answer found nobody, and closed it
             link.server.shutdown(socket.SHUT_WR)
-        with redis.Redis(*self._target) as client:
+        with redis.Redis(*link.target) as client:
             wait_until(lambda: not any(found["addr"].endswith(f":{port}") for found in client.client_list()))
         late.delivered.set()

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import redis
 
-from tests.support import Proxy, RedisServer, counting, find_program, in_a_fork, monitoring, say, wait_until
+from tests.support import (
+    Proxy,
+    RedisServer,
+    counting,
+    find_program,
+    fork_server,
+    in_a_fork,
+    monitoring,
+    say,
+    wait_until,
+)
 
 ONE_TRY = {"retry": None, "socket_timeout": 2}
 
@@ -235,6 +247,40 @@ class TestPythonProcess:
         process.wait_for(up=1)
         process.kill()
         assert process.wait() == -9
+
+    def test_has_the_environment_that_it_is_given_and_no_module_of_ours(self, run_python):
+        code = """
+import os, sys
+say(given=os.environ["GIVEN"], interpreter=sys.flags.dev_mode, session=os.getsid(0) == os.getpid())
+"""
+        plain = run_python(code, env={"GIVEN": "a"}).finish()
+        assert plain == [{"given": "a", "interpreter": sys.flags.dev_mode, "session": True}]
+        own = run_python(code, env={"GIVEN": "b", "PYTHONDEVMODE": "" if sys.flags.dev_mode else "1"}).finish()
+        assert own == [{"given": "b", "interpreter": not sys.flags.dev_mode, "session": True}]
+
+    def test_ends_as_an_interpreter_does(self, run_python):
+        code = """
+import atexit, sys, threading
+atexit.register(say, at="exit")
+threading.Timer(0.05, say, kwargs={"at": "thread"}).start()
+sys.exit(3)
+"""
+        process = run_python(code)
+        assert process.wait() == 3
+        assert process.lines == [{"at": "thread"}, {"at": "exit"}]
+
+
+class TestForkServer:
+    def test_nothing_of_ours_is_imported_before_a_fork(self):
+        code = f"""
+import runpy, sys
+runpy.run_path({fork_server.__file__!r})["import_libraries"]()
+from django.conf import settings
+assert not settings.configured
+assert {{"celery.app.trace", "django.db.models", "redis.asyncio"}} <= sys.modules.keys()
+assert not [name for name in sys.modules if name.partition(".")[0] in ("django_redislock", "gevent", "tests")]
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class TestFork:

@@ -4,12 +4,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from .processes import ROOT
+from .fork_server import start_python
 from .waiting import wait_until
 
 
@@ -30,7 +29,7 @@ class Worker:
         self.pool = pool
         self.hostname = f"{name}-{number}@{socket.gethostname()}"
         self._log = log
-        command = [sys.executable, "-m", "celery", "-A", "tests.support.celery_site.app", "worker", f"--queues={name}"]
+        command = ["-m", "celery", "-A", "tests.support.celery_site.app", "worker", f"--queues={name}"]
         command += [
             f"--pool={pool}",
             f"--concurrency={concurrency}",
@@ -40,14 +39,13 @@ class Worker:
         command += ["--without-gossip", "--without-mingle", "--without-heartbeat", *options]
         environment = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.support.celery_site.settings"} | (env or {})
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
+            self._process = start_python(
+                *command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                new=pool == "gevent",  # which patches what is imported after it
             )
         self.pid = self._process.pid
 

@@ -15,7 +15,7 @@ SCENARIO = "from tests.wire.contract import contract; say(text=contract(*args))"
 
 
 def test_keys_values_expiries_and_messages_are_those_of_the_contract(run_python, redis_url):
-    (said,) = run_python(SCENARIO, redis_url).finish()
+    (said,) = run_python(SCENARIO, redis_url, new=True).finish()
     assert said["text"] == CONTRACT.read_text(), (
         "after a change that docs/wire-contract.rst allows: python -m tests.wire.contract --write"
     )

@@ -14,6 +14,7 @@ from ...core.driver import slots
 from ...core.driver.server import Server
 from ...core.driver.slots import SLOTS, slot_of
 from ...core.keys import BUCKETS, LockKeys, lock_keys
+from ...core.slot_locks import keys_in
 from ...exceptions import LockBackendError
 
 
@@ -33,14 +34,6 @@ def lease_keys(server: Server, prefix: str, name: str, key: str) -> LockKeys:
         return lock_keys(prefix, name)
     number = _numbers(prefix)[slot_of(key.encode())]
     return keys_in(b"{%b:%d}" % (prefix.encode(), number), name)
-
-
-def keys_in(tag: bytes, name: str) -> LockKeys:
-    """Return the keys of a lock in the slot of a hash tag."""
-    raw = name.encode()
-    return LockKeys(
-        tag + b":lock:" + raw, tag + b":held", tag + b":fence", tag + b":queue:" + raw, tag + b":released:" + raw
-    )
 
 
 @lru_cache(maxsize=4)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-
-from redis.exceptions import RedisError
+from collections.abc import Callable
 
 from ...core.clock import monotonic
-from ...core.driver.cluster import Cluster
-from ...core.driver.effects import At, Operation, Pipeline, ScriptCall
+from ...core.driver.effects import Operation, Pipeline, ScriptCall
 from ...core.driver.interleave import interleave
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.driver.server import Server
-from ...core.keys import BUCKETS, LockKeys, held_keys, lock_keys, witness_key
+from ...core.keys import LockKeys, held_keys, lock_keys, witness_key
 from ...core.operations import names
+from ...core.slot_locks import find_slot_locks, keys_in
 from ...core.validation import MAX_NAME
 from ...exceptions import LockBackendError
-from .cluster_slots import is_clustered, is_crossing, keys_in, lease_keys
+from .cluster_slots import is_clustered, is_crossing, lease_keys
 from .request import KIND, era_key, lease_name
 
 INVALIDATE = Script("invalidate", "handover", home=__package__)
@@ -26,46 +24,53 @@ INVALIDATE = Script("invalidate", "handover", home=__package__)
 BATCH = 250
 """Number of leases that one call ends at most, so that the server is not busy for long."""
 
-NamedLease = tuple[str, LockKeys]
+NamedLease = tuple[str, LockKeys, tuple[bytes, ...]]
+"""The name of a lease, its keys, and the key of its value, if that is known."""
 
 
-def invalidate(server: Server, prefix: str, keys: list[str], level: int | None = None) -> Operation[int]:
+def invalidate(
+    server: Server, prefix: str, keys: list[str], level: int | None = None, *, delete: bool = False
+) -> Operation[int]:
     """End the leases of the values, so that their running computations are not stored; return the number of leases.
 
-    `level` is the log level of the record when the server does not answer.
+    `delete`: delete the values in the same moment. `level` is the log level of the record when the server does not
+    answer.
     """
     known = is_clustered(server)
-    leases = [(name, lease_keys(server, prefix, name, key)) for key in keys for name in [lease_name(key)]]
+    leases: list[NamedLease] = [
+        (name, lease_keys(server, prefix, name, key), (key.encode(),)) for key in keys for name in [lease_name(key)]
+    ]
     try:
-        # The call also names the first value, so that a server in cluster mode refuses it and is recognised.
-        return (yield from _end(server, leases, level, *(key.encode() for key in keys[:1])))
+        # The call names the values in any case, so that a server in cluster mode refuses it and is recognised.
+        return (yield from _end(server, leases, level, delete))
     except LockBackendError as error:
         if known or not is_crossing(error, server):
             raise
-    return (yield from invalidate(server, prefix, keys, level))
+    return (yield from invalidate(server, prefix, keys, level, delete=delete))
 
 
-def _end(server: Server, leases: list[NamedLease], level: int | None = None, *more: bytes) -> Operation[int]:
+def _end(server: Server, leases: list[NamedLease], level: int | None = None, delete: bool = False) -> Operation[int]:
     ended = 0
     for start in range(0, len(leases), BATCH):
         batch = leases[start : start + BATCH]
         if is_clustered(server):
             replies: dict[int, int] = {}
-            yield from interleave([_end_some([lease], level) for lease in batch], replies)
+            yield from interleave([_end_some([lease], level, delete) for lease in batch], replies)
             ended += sum(replies.values())
         else:
-            ended += yield from _end_some(batch, level, *more)
+            ended += yield from _end_some(batch, level, delete)
     return ended
 
 
-def _end_some(leases: list[NamedLease], level: int | None, *more: bytes) -> Operation[int]:
-    _, reply = yield from with_retries(leases[0][0], _call(leases, *more), monotonic(), level=level)
+def _end_some(leases: list[NamedLease], level: int | None, delete: bool) -> Operation[int]:
+    _, reply = yield from with_retries(leases[0][0], _call(leases, delete), monotonic(), level=level)
     return int(reply)
 
 
-def _call(leases: list[NamedLease], *more: bytes) -> ScriptCall:
-    keys = [key for name, each in leases for key in (each.lock, each.held, each.queue, witness_key(each, name))]
-    return ScriptCall(INVALIDATE, (*keys, *more), tuple(name.encode() for name, _ in leases))
+def _call(leases: list[NamedLease], delete: bool) -> ScriptCall:
+    keys = [key for name, each, _ in leases for key in (each.lock, each.held, each.queue, witness_key(each, name))]
+    keys += [key for *_, value in leases for key in value]
+    return ScriptCall(INVALIDATE, tuple(keys), (b"1" if delete else b"0", *(name.encode() for name, *_ in leases)))
 
 
 def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[int]:
@@ -78,63 +83,32 @@ def invalidate_matching(server: Server, prefix: str, matches: Callable[[str], ob
     known = is_clustered(server)
     try:
         if known:
-            leases = yield from _leases_in_slots(server, prefix)
+            leases = yield from _void_slots(server, prefix)
         else:
             # The names of ended leases are not known, so all witnesses become void.
             eras = [held.removesuffix(b"held") + b"era" for held in held_keys(prefix)]
             yield from with_retries(prefix, Pipeline(((b"DEL", *eras),)), monotonic())
-            leases = [(name, lock_keys(prefix, name)) for name in (yield from names(server, prefix, monotonic()))]
+            found = yield from names(server, prefix, monotonic())
+            leases = [(name, lock_keys(prefix, name), ()) for name in found]
     except LockBackendError as error:
         if known or not is_crossing(error, server):
             raise
         return (yield from invalidate_matching(server, prefix, matches))
     # A long key is cut in the name of its lease, at most three bytes before the limit, so it may match.
-    wanted = [
-        (name, keys)
-        for name, keys in leases
-        if name.startswith(KIND) and (len(name.encode()) > MAX_NAME - 4 or matches(name.removeprefix(KIND)))
-    ]
-    return (yield from _end(server, wanted))
+
+    def wanted(name: str) -> bool:
+        return name.startswith(KIND) and bool(len(name.encode()) > MAX_NAME - 4 or matches(name.removeprefix(KIND)))
+
+    return (yield from _end(server, [lease for lease in leases if wanted(lease[0])]))
 
 
-def _leases_in_slots(server: Server, prefix: str) -> Operation[list[NamedLease]]:
-    """Find the leases of a server in cluster mode by a scan, because no index covers all slots; void all witnesses."""
-    found: list[NamedLease] = []
-    ours = b"{" + re.sub(rb"([*?[\\])", rb"\\\1", prefix.encode()) + b":*}:*"
-    # Another prefix may begin with this one, and the numbers of the buckets are those of other locks.
-    of_lease = re.compile(
-        rb"(\{%b:(\d+)\}):(?:lock:(%b.*))?" % (re.escape(prefix.encode()), KIND.encode()), re.DOTALL
-    ).match
-    tags = set()
-    for node in (yield from _primaries(server, prefix)):
-        cursor = b""
-        while cursor != b"0":
-            scan = Pipeline(((b"SCAN", cursor or b"0", b"MATCH", ours, b"COUNT", b"1000"),))
-            call = scan if node is None else At(node, scan)
-            _, ((cursor, keys),) = yield from with_retries(prefix, call, monotonic())
-            for key in keys:
-                parts = of_lease(key)
-                if parts is None or int(parts[2]) < BUCKETS:
-                    continue
-                tags.add(parts[1])
-                if parts[3] is not None:
-                    name = parts[3].decode()
-                    found.append((name, keys_in(parts[1], name)))
-    voided = tuple((b"DEL", era_key(keys_in(tag, ""))) for tag in tags)
+def _void_slots(server: Server, prefix: str) -> Operation[list[NamedLease]]:
+    """Find the leases of a server in cluster mode, and void all witnesses there."""
+    found = yield from find_slot_locks(server, prefix)
+    voided = tuple((b"DEL", era_key(keys_in(tag, ""))) for tag in found.tags)
     for start in range(0, len(voided), BATCH):
         yield from with_retries(prefix, Pipeline(voided[start : start + BATCH]), monotonic())
-    return found
-
-
-def _primaries(server: Server, prefix: str) -> Operation[Sequence[Server | None]]:
-    """Return the primaries of a Cluster; None stands for the server itself."""
-    if not isinstance(server, Cluster):
-        return [None]
-    try:
-        yield from server.table.read_anew()
-    except RedisError as error:
-        raise LockBackendError(prefix, str(error)) from error
-    return server.table.primaries
+    return [(name, keys, ()) for name, keys in found.held]
 
 
 def glob_to_regex(pattern: str) -> str:

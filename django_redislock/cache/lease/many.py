@@ -69,10 +69,17 @@ def _lead_many(
 
     def note(request: ValueRequest, outcome: Outcome) -> None:
         outcomes[request.key] = outcome
+        end_flight(request, for_followers(outcome))
+
+    def end_flight(request: ValueRequest, outcome: Outcome) -> None:
         flight = flights.pop(request.key, None)
         if flight is not None:
-            flight.outcome = for_followers(outcome)
+            flight.outcome = outcome
             close((request.server, request.key, *alone), flight)
+
+    def leave(requests: list[ValueRequest]) -> None:
+        for request in requests:
+            end_flight(request, Outcome())
 
     try:
         if not nested:
@@ -84,7 +91,7 @@ def _lead_many(
         try:
             if led:
                 yield from _get_or_compute_many(
-                    led, caller.acquirer, default, -math.inf if nested else until, note, last
+                    led, caller.acquirer, default, -math.inf if nested else until, note, leave, last
                 )
         except LockBackendError as error:
             for request in led:
@@ -103,12 +110,14 @@ def _get_or_compute_many(
     default: DefaultForMany,
     until: float,
     note: Callable[[ValueRequest, Outcome], None],
+    leave: Callable[[list[ValueRequest]], None],
     last: bool,
 ) -> Operation[None]:
     """Get many values: compute those that no other caller computes, and wait for the others.
 
     `note` gets each outcome as soon as there is one. It gets none of a value that another caller still computes at
-    `until`, and none of the rest after a failure. `last`: does not wait, and computes these values, too. Raises
+    `until`, and none of the rest after a failure. `leave` gets the requests that the caller does not attend to while it
+    computes others: their followers ask Redis themselves. `last`: does not wait, and computes these values, too. Raises
     LockBackendError.
     """
     leases = [request.lease(acquirer) for request in requests]
@@ -129,6 +138,8 @@ def _get_or_compute_many(
             elif verdict != b"wait" or last:
                 jobs.append(ComputeJob(request, leases[number], verdict, reply, old_digest))
         if jobs:
+            computed = {job.request.key for job in jobs}
+            leave([request for request in requests if request.key not in computed])
             outcomes = yield from under_leases(jobs, _compute_many(jobs, default))
             for number, job in enumerate(jobs):
                 has_failed = has_failed or outcomes[number].error is not None

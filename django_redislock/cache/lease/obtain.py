@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import RedisError
 
 from ...core.clock import monotonic
-from ...core.driver.effects import Operation, Pipeline, ScriptCall, Sleep, Subscribe, Unsubscribe
+from ...core.driver.effects import Operation, Pipeline, ScriptCall, Subscribe, Unsubscribe
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
-from ...core.driver.server import Server
-from ...core.driver.wakeups import POLL_INTERVAL
 from ...core.keys import milliseconds
 from ...core.operations import release_call, wait_effect
 from ...core.records import record
@@ -48,9 +45,6 @@ PIECE = 262144
 
 MESSAGE_KINDS = {b"=": b"value", b"#": b"large", b"!": b"failed"}
 """The first byte of a message of settle.lua, and the verdict that it means."""
-
-_without_subscriptions: weakref.WeakSet[Server] = weakref.WeakSet()
-"""Servers whose user may not subscribe. A waiter asks them again from time to time instead."""
 
 
 def get_or_compute(
@@ -162,7 +156,6 @@ def request_lease(
     optional_keys = (waits_key(request, lease), failures_key(lease)) if names or has_old else ()
     waiter: Any = None
     reply: Any = None
-    pause = 0.02
 
     def call(channel: bytes, join: bool) -> ScriptCall:
         return ScriptCall(
@@ -197,27 +190,15 @@ def request_lease(
             if reply[0] == b"large":
                 return b"large", b""
             if reply[0] == b"wait" and not last:
-                if waiter is None and request.server not in _without_subscriptions:
-                    try:
-                        _, waiter = yield from with_retries(
-                            name, Subscribe(keys.lock, id), patience, request.server, level
-                        )
-                        reply = None
-                        continue
-                    except LockBackendError as error:
-                        if not isinstance(error.__cause__, NoPermissionError):
-                            raise
-                        _without_subscriptions.add(request.server)
+                if waiter is None:
+                    _, waiter = yield from with_retries(name, Subscribe(keys.lock, id), patience, request.server, level)
+                    reply = None
+                    continue
                 if not lease.waited:
                     lease.waited = True
                     request.counters.count("waited")
                 began = monotonic()
-                if waiter is None:
-                    yield Sleep(max(0.0, min(pause, until - began)))
-                    request.counters.count("seconds_waited", monotonic() - began)
-                    reply, pause = None, min(2 * pause, POLL_INTERVAL)
-                    continue
-                message = yield wait_effect(waiter, until, reply[2])
+                message = yield wait_effect(waiter, until, reply[2], 0, *reply[3:])
                 request.counters.count("seconds_waited", monotonic() - began)
                 if message is None:
                     reply = None

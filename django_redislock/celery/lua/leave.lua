@@ -5,13 +5,12 @@
 -- Returns 1 when the lock was the caller's, in this call or in an earlier one whose reply was lost, else 0.
 local lock, held, queue, receipts, marker = unpack(KEYS)
 local id, name, fence, marker_ms, keep_id, keep_ms, record, state = unpack(ARGV)
-if marker_ms ~= '' then
+local before = (marker_ms == '' or state ~= 'done') and redis.call('GET', marker)
+local done = before and string.find(before, '^done')
+if marker_ms == '' and done then  -- the message was revoked, so it does not come again
+  keep_id = ''
+elseif marker_ms ~= '' and not done then  -- else this call was on its way for long, and the end was confirmed meanwhile
   redis.call('SET', marker, state, 'PX', marker_ms)
-elseif keep_id ~= '' then
-  local before = redis.call('GET', marker)
-  if before and string.find(before, '^done') then  -- the message was revoked, so it does not come again
-    keep_id = ''
-  end
 end
 local value = redis.call('GET', lock)
 if not (value and is_of(value, id .. '\n' .. fence)) then

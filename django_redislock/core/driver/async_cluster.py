@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from .async_server import AsyncServer, async_server_of
@@ -20,10 +21,11 @@ class AsyncCluster(AsyncServer):
     def __init__(self, cluster: Cluster) -> None:
         self.place = cluster.place
         self._table = cluster.table
-        self._channel = new_channel()
+        # Nothing here refers back to this object: in a cycle it would keep the nodes until the garbage collector runs.
+        self._view = view = partial(_view_of, new_channel())
         self._running = 0
         self._ends = False
-        self.room: Any = ClusterRoom(self._table, lambda node: self._view(node).room)
+        self.room: Any = ClusterRoom(self._table, lambda node: view(node).room)
 
     async def call(self, call: Call) -> Any:
         """Run a script, several scripts or commands, each at the node of its keys."""
@@ -32,11 +34,6 @@ class AsyncCluster(AsyncServer):
     def end_soon(self) -> None:
         """Do nothing: each node closes its connections."""
 
-    def _view(self, node: Node) -> AsyncServer:
-        view = async_server_of(node)
-        view.room.channel = self._channel
-        return view
-
     async def _do(self, effect: Effect, cancelled: bool) -> Any:
         match effect:
             case At(node, call):
@@ -44,7 +41,7 @@ class AsyncCluster(AsyncServer):
             case AtEach(effects):
                 return await asyncio.gather(*[self._do(each, cancelled) for each in effects], return_exceptions=True)
             case ScriptCall() if cancelled:
-                node = self._table.known_owner(slot_of(effect.keys[0]))
+                node = self._table.last_owner(slot_of(effect.keys[0]))  # also after it did not answer
                 return None if node is None else await self._view(node)._do(effect, cancelled)
             case _ if isinstance(effect, Call):
                 return await self.call(effect)
@@ -56,6 +53,12 @@ class AsyncCluster(AsyncServer):
             case Unsubscribe(waiter):
                 return await self._view(waiter.home)._do(effect, cancelled)
         return await super()._do(effect, cancelled)
+
+
+def _view_of(channel: bytes, node: Node) -> AsyncServer:
+    view = async_server_of(node)
+    view.room.channel = channel
+    return view
 
 
 def _only(effect: Any) -> Operation[Any]:

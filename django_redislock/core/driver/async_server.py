@@ -50,7 +50,7 @@ class AsyncServer:
         self.place = server.place
         self._kind, self._settings, self._patience = server.connection_class, server.settings, server.timeout
         self._commands = SharedConnection(self._connect, server.patience)
-        self.room = AsyncWaitingRoom(self._connect, server.patience)
+        self.room = AsyncWaitingRoom(self._connect, server.patience, server.refusal)
         self._connections: set[AsyncConnection] = set()
         self._running = 0
         self._loop_watch: AsyncGenerator[None, None] | None = None

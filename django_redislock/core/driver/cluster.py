@@ -14,6 +14,7 @@ from . import idle, retry
 from .connection_kinds import nodes_of
 from .effects import At, AtEach, Call, Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
 from .identity import inherited_settings
+from .replicated import ReplicatedNode
 from .routes import ClusterRoom, home_of, route, route_commands, route_each, subscribe
 from .server import Server
 from .slot_table import Address, Node, SlotTable
@@ -31,13 +32,16 @@ class Cluster(Server):
 
     splits = True
 
-    def __init__(self, client: Any) -> None:
-        """Take over the settings of a `redis.RedisCluster` or a `redis.asyncio.RedisCluster`; open no connection."""
+    def __init__(self, client: Any, min_replicas: int = 0) -> None:
+        """Take over the settings of a `redis.RedisCluster` or a `redis.asyncio.RedisCluster`, or those of a `Cluster`.
+
+        It opens no connection. So many replicas of each node must confirm a lock.
+        """
         self.views = {}
-        kind, given, addresses, remap = nodes_of(client)
-        timeouts = {name: given[name] for name in ("socket_timeout", "socket_connect_timeout") if given.get(name)}
-        settings = inherited_settings(given) | timeouts
-        self.table = SlotTable(addresses, remap, partial(_new_node, kind, settings))
+        self.min_replicas = min_replicas
+        self.nodes_like: tuple[Any, ...] = client.nodes_like if isinstance(client, Cluster) else _nodes_like(client)
+        kind, settings, addresses, remap = self.nodes_like
+        self.table = SlotTable(addresses, remap, partial(_new_node, min_replicas, kind, settings))
         self.addresses, self.remap = frozenset(addresses), remap
         self.place = "cluster", self.addresses
         node = self.table.node_at(min(addresses))
@@ -135,7 +139,29 @@ def operation_of(table: SlotTable, call: Call, patience: float | None = None) ->
             return route_commands(table, call)
 
 
-def _new_node(kind: Any, settings: dict[str, Any], address: Address, channel: bytes) -> Node:
+def is_same(one: Server, other: Server) -> bool:
+    """Whether two servers are the same one, or one of them is a node of the other, as far as their clients know."""
+    if not isinstance(one, Cluster) and not isinstance(other, Cluster):
+        return one.place == other.place
+    nodes = [
+        {(host, str(port)) for host, port in server.addresses}
+        if isinstance(server, Cluster)
+        else {(server.settings.get("host", "localhost"), str(server.settings.get("port", 6379)))}
+        for server in (one, other)
+    ]
+    return not nodes[0].isdisjoint(nodes[1])
+
+
+def _nodes_like(client: Any) -> tuple[Any, ...]:
+    """Return the class and the settings of connections to nodes, the nodes that are known, and the address remap."""
+    kind, given, addresses, remap = nodes_of(client)
+    timeouts = {name: given[name] for name in ("socket_timeout", "socket_connect_timeout") if given.get(name)}
+    return kind, inherited_settings(given) | timeouts, addresses, remap  # nothing that refers back to the client
+
+
+def _new_node(min_replicas: int, kind: Any, settings: dict[str, Any], address: Address, channel: bytes) -> Node:
     host, port = address
     client = Redis(connection_pool=ConnectionPool(kind, host=host, port=port, **settings))
-    return Node(client, address, channel)
+    node = (ReplicatedNode if min_replicas else Node)(client, address, channel)
+    node.min_replicas = min_replicas
+    return node

@@ -15,6 +15,7 @@ from weakref import ref
 from redis.exceptions import TimeoutError
 
 from ..clock import monotonic
+from . import os_threads
 from .connection import Connection
 from .os_threads import OsEvent
 from .slot import Slot
@@ -39,6 +40,7 @@ class ConnectionPool:
         self._era = object()
         """The era of the connections that may be used; `distrust` begins another one."""
         self._waiters: list[_PoolWaiter] = []
+        self._of_thread = threading.local()
 
     def take(self) -> Connection:
         """Return a free connection; raises IndexError when there is none."""
@@ -49,7 +51,15 @@ class ConnectionPool:
         return connection
 
     def take_extra(self) -> Connection:
-        """Return a connection without waiting, if necessary one more than the limit."""
+        """Return a connection without waiting, if necessary one more than the limit; with greenlets, the thread's own.
+
+        Only the thread that made a socket can use it among greenlets, so that one is not to be given back.
+        """
+        if os_threads.greenlets():
+            own: Connection | None = vars(self._of_thread).get("connection")
+            if own is None:
+                own = self._of_thread.connection = self._connect()
+            return own
         try:
             return self.take()
         except IndexError:
@@ -64,6 +74,18 @@ class ConnectionPool:
             connection.close()
         if self._waiters:
             self.notify()
+
+    def leave(self) -> None:
+        """Close the connection that only the calling thread, which ends, could use."""
+        own: Connection | None = vars(self._of_thread).pop("connection", None)
+        if own is not None:
+            own.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take_extra` returns an open connection."""
+        next_ones = [vars(self._of_thread).get("connection")] if os_threads.greenlets() else self.free[-1:]
+        return any(found is not None and found.open for found in next_ones)
 
     def distrust(self) -> None:
         """Have all connections closed before they are used again, also those in use now: their server is no primary."""

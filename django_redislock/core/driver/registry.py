@@ -59,7 +59,7 @@ def replicated(server: Server, min_replicas: int) -> Server:
     if not min_replicas or server.connection_class is None:  # the null server
         return server
     if isinstance(server, Cluster):
-        raise TypeError("min_replicas is for one server with replicas: set it to 0 (MIN_REPLICAS) for a Cluster")
+        return _shared_cluster(Cluster(server, min_replicas))
     return _shared(ReplicatedServer(server, min_replicas))
 
 
@@ -67,9 +67,12 @@ def _cluster_of(client: RedisCluster | AsyncRedisCluster) -> Server:
     try:
         return _by_pool[client]
     except KeyError:
-        cluster = Cluster(client)
-    shared = _by_pool[client] = _shared(cluster, cluster.addresses, identity(cluster.remap))
-    return shared
+        shared = _by_pool[client] = _shared_cluster(Cluster(client))
+        return shared
+
+
+def _shared_cluster(cluster: Cluster) -> Server:
+    return _shared(cluster, cluster.addresses, identity(cluster.remap))
 
 
 def _shared(server: Server, *more: Any) -> Server:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -42,6 +41,7 @@ from .identity import inherited_settings
 from .place import place_of
 from .pool import ConnectionPool
 from .primary import NotPrimary
+from .refusal import Refusal
 from .sentinels import SentinelService
 from .wakeups_threads import WaitingRoom
 
@@ -100,8 +100,8 @@ class Server:
         self.watched = False
         kind, settings = self.connection_class, self.settings  # not `self`, which the functions below would keep alive
         self.pool = ConnectionPool(self.limit, self.timeout, lambda: new_connection(kind, settings))
-        self.room = WaitingRoom(lambda: new_connection(kind, settings), self.patience)
-        self._of_thread = threading.local()
+        self.refusal = Refusal()
+        self.room = WaitingRoom(lambda: new_connection(kind, settings), self.patience, self.refusal)
 
     def __del__(self) -> None:
         for view in list(self.views.values()):
@@ -204,11 +204,11 @@ class Server:
         return min(self.room.close_idle(before), self.pool.close_idle(before, keep))
 
     def renew(self, call: Any, patience: float) -> Any:
-        """Run a renewal, or several ones, and wait for its reply for so many seconds, but never for a connection that others use.
+        """Run a renewal, or several ones, and wait so many seconds for its reply, but never for others' connections.
 
         It is no effect, so a script that the server does not know is sent with its text here.
         """
-        connection = self._own_connection() if os_threads.greenlets() else self.pool.take_extra()
+        connection = self.pool.take_extra()
         patience = min(patience, self.timeout)
         connection.set_timeouts(patience, patience)
         try:
@@ -224,26 +224,14 @@ class Server:
             if not os_threads.greenlets():
                 self._give_back(connection)
 
-    def _own_connection(self) -> Connection:
-        try:
-            return self._of_thread.connection  # type: ignore[no-any-return]
-        except AttributeError:
-            connection = self._of_thread.connection = self.connection()
-            return connection
-
     def leave(self) -> None:
         """Close the connection that only the calling thread, which ends, could use."""
-        connection: Connection | None = vars(self._of_thread).pop("connection", None)
-        if connection is not None:
-            connection.close()
+        self.pool.leave()
 
     @property
     def ready(self) -> bool:
         """Whether a renewal finds an open connection; otherwise it has to connect first, which may take any time."""
-        own = [getattr(self._of_thread, "connection", None)]
-        return any(
-            found is not None and found.open for found in (own if os_threads.greenlets() else self.pool.free[-1:])
-        )
+        return self.pool.ready
 
     def _open(self, connection: Connection) -> None:
         try:

@@ -97,6 +97,10 @@ class SlotTable:
             return None
         return self._owners[slot]
 
+    def last_owner(self, slot: int) -> Node | None:
+        """Return the owner of the slot as it was known last; None when it never was."""
+        return self._owners[slot]
+
     def name_of_owner(self, slot: int) -> str:
         """Return the host and the port of the owner of the slot, for messages."""
         node = self._owners[slot]

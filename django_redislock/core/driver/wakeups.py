@@ -3,6 +3,9 @@
 A waiter sleeps until a message with its id arrives on the channel of its process. A message can be lost: the
 connection breaks, or the process that was served first is frozen. So for each lock one waiter of the process polls: it
 also tries when the lock expires, and twice a second. Where many processes wait, each of them tries more rarely.
+
+A user of Redis may lack the right to subscribe. Then no message arrives, and each waiter looks: it tries again and
+again, after pauses that grow.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 from weakref import ref
 
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError, NoPermissionError, RedisError
 
 from ..clock import monotonic
 from . import process
 from .primary import check_role
+from .refusal import Refusal
 from .resp import encode_command
 
 POLL_INTERVAL = 0.5
@@ -33,6 +37,8 @@ QUIET = 10.0
 """Seconds without data after which a subscription is checked by a PING."""
 PONG_WITHIN = 1.0
 """Seconds for the reply to it."""
+FIRST_LOOK, LONGEST_LOOK = 0.02, 0.4
+"""Seconds until a waiter without wake-ups looks for the first time, and at most; a reservation lasts longer."""
 
 
 class Waiter:
@@ -40,7 +46,7 @@ class Waiter:
 
     __slots__ = (
         *("__weakref__", "channel", "group", "home", "id", "lock", "message", "number"),
-        *("queue_length", "tried_at", "woken", "woken_members"),
+        *("look_pause", "queue_length", "tried_at", "woken", "woken_members"),
     )
 
     home: Any
@@ -56,6 +62,8 @@ class Waiter:
         """When it tried for the lock last."""
         self.queue_length = 0
         """The number of all waiters for the lock then, of all processes; 0 when it is unknown."""
+        self.look_pause = FIRST_LOOK
+        """For how long it sleeps next if no wake-ups arrive."""
         self.woken = False
         """Whether there is a reason to try for the lock again."""
         self.message: bytes | None = None
@@ -74,6 +82,12 @@ class Waiter:
             self.group.woken_members.append(self)
             self.group.wake()
         self.interrupt()
+
+    def next_look(self) -> float:
+        """Return when it tries again if no wake-ups arrive: all waiters together as often as the pollers do."""
+        share = min(POLL_INTERVAL * self.queue_length / POLLERS, MAX_POLL_INTERVAL)
+        pause, self.look_pause = self.look_pause, min(2 * self.look_pause, LONGEST_LOOK)
+        return monotonic() + (share if share > POLL_INTERVAL else pause)
 
     def interrupt(self) -> None:
         """End its sleep."""
@@ -204,14 +218,32 @@ def new_channel() -> bytes:
 class BaseWaitingRoom(Generic[W]):
     """The waiters of this process for the locks of one server, and the channel on which they are woken."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, refusal: Refusal) -> None:
         self.channel = new_channel()
         self._patience = patience
+        self._refusal = refusal
         self._waiters: Waiters[W] = Waiters()
         self._distrusted = False
         """Whether the server was found to be no primary since the last subscription."""
         self._last_waited = 0.0
         """When a waiter left for the last time."""
+
+    @property
+    def open(self) -> bool:
+        """Whether wake-ups arrive."""
+        raise NotImplementedError
+
+    @property
+    def deaf(self) -> bool:
+        """Whether no wake-ups arrive, because the user may not subscribe: then the waiters look."""
+        return not self.open and self._refusal.stands
+
+    def _look(self, waiter: W) -> None:
+        """Let the waiter try again, or all for which it sleeps."""
+        waiter.woken = True
+        for member in self._waiters.all():
+            if member.group is waiter:
+                member.wake()
 
     def _subscribing(self) -> Generator[bytes, Any, None]:
         """Yield the requests that begin a subscription; the driver sends each reply, or the error reply, into it."""
@@ -221,6 +253,8 @@ class BaseWaitingRoom(Generic[W]):
                 check_role((yield encode_command(b"HELLO")))
             reply = yield encode_command(b"SUBSCRIBE", self.channel)
             if isinstance(reply, RedisError):
+                if isinstance(reply, NoPermissionError):
+                    self._refusal.note(reply)
                 try:
                     raise reply
                 finally:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
 
-from redis.exceptions import ConnectionError, RedisError, ResponseError
+from redis.exceptions import ConnectionError, NoPermissionError, RedisError, ResponseError
 
 from ..clock import monotonic
 from . import idle
 from .async_connection import AsyncConnection, SharedConnection
+from .refusal import Refusal
 from .resp import encode_command
 from .wakeups import POLL_INTERVAL, BaseWaitingRoom, Keepalive, Waiter
 
@@ -35,8 +36,8 @@ class WaitingTask(Waiter):
 class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
     """All tasks of one event loop that wait for locks of one server, as threads do in a `WaitingRoom`."""
 
-    def __init__(self, connect: Callable[..., Any], patience: float) -> None:
-        super().__init__(patience)
+    def __init__(self, connect: Callable[..., Any], patience: float, refusal: Refusal) -> None:
+        super().__init__(patience, refusal)
         self._connect = connect
         self._subscription = SharedConnection(self._subscribe, patience)
         self._keepalive = Keepalive()
@@ -54,10 +55,12 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
         waiter = WaitingTask(lock, id, self.channel)
         self._waiters.add(waiter)
         try:
-            await self._subscription.open(waiter)
-        except BaseException:
-            self._waiters.remove(waiter)
-            raise
+            if not self.deaf:
+                await self._subscription.open(waiter)
+        except BaseException as error:
+            if not (isinstance(error, NoPermissionError) and self.deaf):
+                self._waiters.remove(waiter)
+                raise
         self._poll_soon()
         return waiter
 
@@ -110,7 +113,10 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
         """
         if poll_at < until and self._waiters.polls(waiter):
             until = poll_at
-        if not waiter.woken and not self.open:
+        looks = self.deaf
+        if looks:
+            until = min(until, waiter.next_look())
+        elif not waiter.woken and not self.open:
             until = await self._resubscribe(until)
         if not waiter.woken:
             loop = asyncio.get_running_loop()
@@ -121,6 +127,8 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
             finally:
                 timer.cancel()
                 waiter.sleep = None
+        if looks:
+            self._look(waiter)
         return waiter.take_message()
 
     async def _resubscribe(self, until: float) -> float:
@@ -149,7 +157,8 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
                     connection.send_raw(encode_command(b"PING"))
             except ConnectionError:
                 connection.abort()
-        self._waiters.wake_pollers()
+        if not self.deaf:
+            self._waiters.wake_pollers()
         if not self._waiters:  # those that were left had been interrupted
             self._rest()
             return

@@ -11,73 +11,19 @@ There is no lock.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from copy import copy
-from weakref import ref
 
 from redis.exceptions import RedisError, TimeoutError
 
 from ..clock import monotonic
 from .connection import Connection
-from .os_threads import OsEvent
+from .refusal import Refusal
 from .resp import encode_command
 from .slot import Slot
-from .wakeups import POLL_INTERVAL, BaseWaitingRoom, Keepalive, Waiter
-
-
-class WaitingThread(Waiter):
-    """A thread that waits for one lock."""
-
-    __slots__ = ("asleep", "event", "reads", "thread")
-
-    def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
-        super().__init__(lock, id, channel)
-        self.event = OsEvent(threading.Lock())
-        """Set when it is woken, and when it is to become the reader."""
-        self.asleep = False
-        """Whether it sleeps or is about to, so that it can become the reader."""
-        self.reads: Subscription | None = None
-        """The subscription that it reads for all, or tried to read."""
-        self.thread = threading.get_ident()
-
-    def interrupt(self) -> None:
-        """End its sleep, or its turn to read."""
-        self.event.set()
-
-
-class Subscription:
-    """A connection on which wake-ups arrive, and the waiter that reads it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.reader: Slot[WaitingThread] = Slot()
-        self.keepalive = Keepalive()
-        self.since = monotonic()
-
-
-class Attempt:
-    """One thread's attempt to subscribe, whose outcome other threads wait for and share."""
-
-    def __init__(self, leader: WaitingThread) -> None:
-        self.thread = leader.thread
-        self.error: Exception | None = None
-        self.followers: list[WaitingThread] = []
-        self._leader = ref(leader)
-        self._ended = False
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended; also when its leader was interrupted and nothing is left of it."""
-        return self._ended or self._leader() is None
-
-    def end(self, error: Exception | None = None) -> None:
-        """Share the outcome with all followers; without an error they check for themselves."""
-        self.error = error
-        self._ended = True
-        for follower in list(self.followers):
-            follower.interrupt()
+from .subscription import Attempt, Subscription, WaitingThread
+from .wakeups import POLL_INTERVAL, BaseWaitingRoom
 
 
 class WaitingRoom(BaseWaitingRoom[WaitingThread]):
@@ -86,8 +32,8 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
     A thread waits for `patience` seconds at most for another one that subscribes.
     """
 
-    def __init__(self, connect: Callable[[], Connection], patience: float) -> None:
-        super().__init__(patience)
+    def __init__(self, connect: Callable[[], Connection], patience: float, refusal: Refusal) -> None:
+        super().__init__(patience, refusal)
         self._connect = connect
         self._subscription: Slot[Subscription] = Slot()
         self._attempt: Slot[Attempt] = Slot()
@@ -157,7 +103,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
             waiter.asleep = True  # before it tries to read: a reader that stops later looks for a sleeper
             waiter.reads = subscription = self._subscription.value
             if subscription is None:
-                self._resubscribe(waiter, left)
+                self._look_later(waiter, until) if self.deaf else self._resubscribe(waiter, left)
                 continue
             reader = subscription.reader.put_if_empty(waiter)
             if reader is waiter:
@@ -174,6 +120,14 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
         message = waiter.take_message()
         self._hand_on(waiter)
         return message
+
+    def _look_later(self, waiter: WaitingThread, until: float) -> None:
+        """Sleep until the waiter's next look."""
+        waiter.asleep = False  # it is not to read
+        until = min(until, waiter.next_look())
+        while not waiter.woken and (left := until - monotonic()) > 0:
+            waiter.event.wait(left)
+        self._look(waiter)
 
     def _stop_reading(self, waiter: WaitingThread) -> None:
         if waiter.reads is not None:
@@ -243,9 +197,9 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
             self._waiters.wake_all()
 
     def _subscribe(self, waiter: WaitingThread) -> None:
-        """Make sure that there is a subscription: one thread connects, and the others wait for it."""
+        """Make sure that there is a subscription, if there may be one: one thread connects, the others wait for it."""
         give_up = monotonic() + self._patience
-        while not self.open:
+        while not (self.open or self.deaf):
             own = Attempt(waiter)
             attempt = self._attempt.put_if_empty(own)
             if attempt is own or attempt.over or attempt.thread == waiter.thread:
@@ -261,6 +215,8 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
             if self._subscription.put_if_empty(subscription) is not subscription:  # a handler was faster
                 subscription.connection.close()
         except (RedisError, OSError) as failure:
+            if self.deaf:
+                return
             error = failure
             raise
         finally:

@@ -19,7 +19,7 @@ if held_fence then
       keep_receipt(receipts, by_id, held_fence)
     end
   end
-  hand_over(lock, queue, id)
+  hand_over(lock, queue, '')  -- of a given id another caller may wait, who is woken as well
   return 1
 end
 if redis.call('ZSCORE', receipts, fence == '' and by_id or fence) then

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import math
 import threading
 import weakref
 
@@ -10,7 +12,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from django_redislock.core import Lock, RLock, held_locks, reset_all
+from django_redislock.core import AsyncLock, Lock, RLock, held_locks, reset_all
 from django_redislock.core.contention import contention
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from django_redislock.core.driver.registry import server_of
@@ -18,7 +20,7 @@ from django_redislock.core.keys import lock_keys
 from django_redislock.core.listing import read_queue
 from django_redislock.core.operations import count
 from django_redislock.exceptions import AlreadyAcquired, LockLost
-from tests.support import BUSY, Cluster, lived, wait_until
+from tests.support import BUSY, Cluster, lived, until, wait_until
 from tests.support.locks import wait_in_a_thread
 
 NAMES = [f"lock-{number}" for number in range(40)]
@@ -178,3 +180,18 @@ def test_a_forked_child_opens_its_own_connections(client):
 
     in_a_fork(child)
     lock.release()
+
+
+def test_a_cancelled_release_is_sent_also_when_the_slots_are_to_be_read_anew(client):
+    async def main():
+        lock = AsyncLock(client, "a", expire=60)
+        await lock.acquire()
+        release = asyncio.create_task(lock.release())
+        await asyncio.sleep(0)
+        table = server_of(client).table
+        table.outdated, table._next_reading = True, -math.inf
+        release.cancel()
+        await asyncio.wait([release])
+        await until(lambda: not client.exists(lock_keys("redislock", "a").lock), timeout=1 + BUSY)
+
+    asyncio.run(main())

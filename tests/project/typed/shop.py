@@ -86,6 +86,16 @@ def skips(user_id: int) -> str:
     return str(user_id)
 
 
+@locked
+async def bare_soon(number: int) -> str:
+    return str(number)
+
+
+@locked("report:{user_id}", expire=3)
+async def waits_soon(user_id: int) -> str:
+    return str(user_id)
+
+
 @locked("report:{user_id}", on_conflict="skip")
 async def skips_soon(user_id: int) -> str:
     return str(user_id)
@@ -98,8 +108,14 @@ async def use_locked() -> None:
     assert_type(raises_without_a_name(1), str)
     assert_type(by_function(1), str)
     assert_type(skips(1), str | None)
+    assert_type(await bare_soon(1), str)
+    assert_type(await waits_soon(1), str)
     assert_type(await skips_soon(1), str | None)
+    bare("1")  # type: ignore
     waits("1")  # type: ignore
+    skips("1")  # type: ignore
+    await waits_soon("1")  # type: ignore
+    await skips_soon("1")  # type: ignore
 
 
 locked("x", tiemout=3)  # type: ignore

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import uuid
 from collections import defaultdict
@@ -24,7 +23,7 @@ from tests.support import Server, wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import BROKER, app, use
 from tests.support.celery_site.diary import DIRECTORY, Diary
-from tests.support.processes import ROOT
+from tests.support.fork_server import start_python
 from tests.support.worker import Worker
 
 # A solo worker does one thing at a time, so there are two of them.
@@ -117,14 +116,15 @@ def workers(server: Server, directory: Path, broker_url: str | None = None) -> I
 def beat(directory: Path, seconds: float, task: Any, stage: Stage) -> Iterator[None]:
     """Have a ``celery beat`` publish the task every so many seconds."""
     entry = {"task": task.name, "schedule": seconds, "args": [stage.name], "options": {"queue": stage.queue}}
-    command = [sys.executable, "-m", "celery", "-A", "tests.support.celery_site.app", "beat"]
+    command = ["-m", "celery", "-A", "tests.support.celery_site.app", "beat"]
     command += [f"--schedule={directory / 'schedule'}", "--pidfile="]
     environment = {
         "DJANGO_SETTINGS_MODULE": "tests.support.celery_site.settings",
         "REDISLOCK_TEST_BEAT": json.dumps(entry),
     }
     with (directory / "beat.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log)
+        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        process = start_python(*command, env=os.environ | environment, **files)
     try:
         yield
     finally:

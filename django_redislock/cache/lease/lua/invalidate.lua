@@ -1,8 +1,14 @@
 -- End leases, so that the values of running computations are not stored; the first waiter for each computes it again.
--- KEYS  for each value: lock, index of held locks, queue, witness
--- ARGV  for each value: name
+-- KEYS  for each value: lock, index of held locks, queue, witness; after all of these the values, if they are known
+-- ARGV  '1' to delete these values, else '0'; for each value: name
 -- Returns the number of leases that were ended.
-local ended = 0
+--
+-- The delete is here because it ends the computations that began before it, also when it deletes a value that was set
+-- after one of them began: that one would not find the value, and would store an older one.
+local ended, deletes = 0, table.remove(ARGV, 1) == '1'
+for i = 4 * #ARGV + 1, deletes and #KEYS or 0 do
+  redis.call('DEL', KEYS[i])
+end
 for i, name in ipairs(ARGV) do
   local lock, index, queue, witness = unpack(KEYS, 4 * i - 3, 4 * i)
   local value = redis.call('GET', lock)

@@ -1,0 +1,143 @@
+"""What cannot work is an error at the first call that says what to do, and the doctor and the checks say it before."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from django.core.checks import run_checks
+from django.core.management import CommandError, call_command
+
+from django_redislock import alock, get_client, lock
+from django_redislock.core.driver.registry import close_unused, server_of
+from django_redislock.doctor import inspect
+from django_redislock.exceptions import LockBackendError
+from tests.core.test_async_clients import tls_server
+from tests.support import Cluster, RedisServer, free_port, running_sentinel, wait_until
+
+pytestmark = pytest.mark.processes
+
+
+class Wrong(NamedTuple):
+    """A deployment that cannot work, and words of the advice of the first call and of the doctor."""
+
+    start: Callable[[], AbstractContextManager[dict[str, Any]]]
+    at_first: str
+    check: str
+    before: str
+    id: str
+
+
+@contextmanager
+def unknown_service() -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder, running_sentinel(Path(folder)) as port:
+        yield {"URL": f"redis+sentinel://127.0.0.1:{port}/other/0"}
+
+
+@contextmanager
+def wrong_authority() -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        server, port, _ = tls_server(Path(folder))
+        with server:
+            yield {"URL": f"rediss://127.0.0.1:{port}/0"}
+
+
+@contextmanager
+def too_few_replicas() -> Iterator[dict[str, Any]]:
+    with RedisServer() as server:
+        yield {"URL": server.url, "MIN_REPLICAS": 1}
+
+
+@contextmanager
+def nodes_that_cannot_be_reached() -> Iterator[dict[str, Any]]:
+    """As behind an address translation: the nodes name each other by addresses that are not for clients."""
+    with Cluster() as cluster:
+        ports = {free_port() for _ in cluster.nodes}
+        for node, port in zip(cluster.nodes, ports, strict=True):
+            cluster.ask(node, "CONFIG SET", "cluster-announce-port", port)
+
+        def told(node: Any) -> set[int]:
+            return {int(address.rpartition(":")[2]) for address in cluster.known_to(node)}
+
+        wait_until(lambda: all(told(node) == ports for node in cluster.nodes))
+        yield {"URL": f"redis+cluster://127.0.0.1:{cluster.nodes[0].port}"}
+
+
+CASES = {
+    "unknown service": Wrong(
+        unknown_service,
+        "know no service 'other': give the name of their line 'sentinel monitor",
+        "connection",
+        "Correct the name of the service",
+        "redislock.E005",
+    ),
+    "wrong CA": Wrong(
+        wrong_authority, "as ssl_ca_certs, and connect by a name", "connection", "as ssl_ca_certs", "redislock.E005"
+    ),
+    "too few replicas": Wrong(
+        too_few_replicas,
+        r"0 of 1 replicas .*Check the replicas and their links .*or lower min_replicas",
+        "min_replicas",
+        "Connect more replicas, or lower",
+        "redislock.E008",
+    ),
+    "unreachable nodes": Wrong(
+        nodes_that_cannot_be_reached,
+        "none of them can be reached from here. Give the client an address_remap, or set cluster-announce-ip",
+        "connection",
+        "give the client an address_remap, or set cluster-announce-ip",
+        "redislock.E005",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def deployed(request: Any) -> Iterator[tuple[Wrong, dict[str, Any]]]:
+    wrong = CASES[request.param]
+    with wrong.start() as options:
+        yield wrong, options
+
+
+@pytest.fixture
+def wrong(deployed: tuple[Wrong, dict[str, Any]], settings: Any) -> Iterator[Wrong]:
+    settings.DJANGO_REDISLOCK = deployed[1]
+    yield deployed[0]
+    close_unused()
+
+
+def test_the_first_call_of_a_thread_or_task_says_what_to_do(wrong: Wrong) -> None:
+    with pytest.raises(LockBackendError, match=wrong.at_first):
+        lock("a").acquire(blocking=False)
+    with pytest.raises(LockBackendError, match=wrong.at_first):
+        asyncio.run(alock("b").acquire(blocking=False))
+
+
+def test_the_doctor_says_it_before(wrong: Wrong) -> None:
+    output = io.StringIO()
+    with pytest.raises(CommandError) as ended:
+        call_command("redislock", "doctor", "--connection", "url", stdout=output, stderr=io.StringIO(), no_color=True)
+    assert ended.value.returncode == 1
+    said = [line for line in output.getvalue().splitlines() if line.startswith(f"problem  url  {wrong.check}: ")]
+    assert said, output.getvalue()
+    assert wrong.before in said[0]
+
+
+def test_the_doctor_and_the_checks_inspect_the_primary_of_a_sentinel(sentinel: int, settings: Any) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": f"redis+sentinel://127.0.0.1:{sentinel}/main/0"}
+    (finding,) = [finding for finding in inspect(server_of(get_client())) if finding.check == "connection"]
+    assert finding.status == "ok"
+    close_unused()
+
+
+def test_the_checks_before_a_deployment_say_it(wrong: Wrong) -> None:
+    assert run_checks(tags=["redislock"]) == []
+    messages = run_checks(tags=["redislock"], include_deployment_checks=True)
+    hints = [message.hint or "" for message in messages if message.id == wrong.id]
+    assert hints, messages
+    assert any(wrong.before in hint for hint in hints), hints
