@@ -360,7 +360,7 @@ class CacheHistory(History):
                 self.world.tell(process, f"stores {what.args[5][:8]!r} for {key}")
                 self._see_stored(key, what.args[5])
             if reply >= 0:
-                self._supersede(key, what.args[0])
+                self._supersede(key, b"" if reply == 2 else what.args[0])  # 2: it also ends another caller's lease
         elif what.script is INVALIDATE:
             for name in what.args[1:]:
                 key = name.decode().removeprefix("cache:")
