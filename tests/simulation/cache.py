@@ -89,9 +89,11 @@ class CacheHistory(History):
         self.changes: dict[str, list[tuple[float, int, int]]] = {key: [] for key in KEYS}
         """By key: when somebody was told that a change is in force, its version, and the epoch."""
         self.suspended: dict[str, list[tuple[float, int, int]]] = {key: [] for key in KEYS}
-        """Changes whose value a plain DEL has deleted: they are in force again with the script that follows it."""
+        """Changes of these keys: they are in force again with the script that follows the DEL or SET."""
         self.deleting: set[str] = set()
         """Keys that a plain DEL has deleted, and that script not yet."""
+        self.setting: set[str] = set()
+        """Keys that a SET has given a short expiry, and whose leases that script has not ended yet."""
         self.given: set[tuple[str, int]] = set()
         """The versions that callers have set: two callers may do so in any order."""
         self.invalid = dict.fromkeys(KEYS, 0)
@@ -316,7 +318,7 @@ class CacheHistory(History):
         except LockError as error:
             world.tell(thread, f"the change raised {error}")
             return
-        if epoch == world.epoch and key in self.deleting:
+        if epoch == world.epoch and key in self.deleting | self.setting:
             self.suspended[key].append((world.time, version, epoch))
         elif epoch == world.epoch:
             self.changes[key].append((world.time, version, epoch))
@@ -350,10 +352,10 @@ class CacheHistory(History):
                 version = int(what[2])
                 self.given.add((key, version))
                 self.changes[key] = [change for change in self.changes[key] if change[1] <= version]
+                if int(what[4]) < LIFE:  # it may be gone before the leases are ended
+                    self._suspend(key, self.setting)
             elif what[0] == b"DEL":
-                self.deleting.add(key)
-                self.suspended[key] += self.changes[key]
-                self.changes[key] = []
+                self._suspend(key, self.deleting)
         elif what.script is SETTLE:
             key = what.keys[3].decode()
             if reply in (1, 2) and what.args[2] not in (b"0", b"!"):
@@ -364,13 +366,20 @@ class CacheHistory(History):
         elif what.script is INVALIDATE:
             for name in what.args[1:]:
                 key = name.decode().removeprefix("cache:")
+                self.setting.discard(key)
                 if what.args[0] == b"1":
                     self.deleting.discard(key)
+                if key not in self.deleting:
                     self.changes[key] += self.suspended[key]
                     self.suspended[key] = []
                 counter = self.server.data.get(what.keys[1].removesuffix(b"held") + b"fence", b"0")
                 self.invalid[key] = max(self.invalid[key], int(counter))
                 self._supersede(key, b"")
+
+    def _suspend(self, key: str, by: set[str]) -> None:
+        by.add(key)
+        self.suspended[key] += self.changes[key]
+        self.changes[key] = []
 
     def _supersede(self, key: str, fence: bytes) -> None:
         """Note that the lease of this fence has ended; b"": each lease that there is."""

@@ -13,6 +13,7 @@ from django_redislock.core import RLock, scripts
 from django_redislock.core.driver.script import Script
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
+from tests.simulation.cache import Change, Get
 from tests.simulation.explore import failure_of
 from tests.simulation.quorum import Round
 from tests.simulation.world import Plan, ThreadPlan
@@ -129,3 +130,34 @@ def test_a_quorum_lock_is_not_acquired_with_a_part_that_was_kept_until_its_end()
     ]
     plan = Plan(1056, 2, threads, fates={}, options={"rates": [1.0] * 3})
     assert failure_of("quorum", plan) is None
+
+
+def test_who_is_sent_a_value_late_leaves_the_queue_that_it_joined_again():
+    """It looked while the next caller computed, and then the message of the caller before arrived. Its place made the next
+    computation wait half a second for a waiter that had gone."""
+
+    def get(wait: float | None, computes: float, pause: float, fails: bool = False) -> Get:
+        return Get(("a",), wait, computes, fails, "", False, pause)
+
+    long, short = {"expire": 3.0, "max_hold": None}, {"expire": 0.6, "max_hold": 2.0}
+    delete, brief = Change("a", "delete", 0.01), Change("a", "brief", 0.3)
+    threads = [
+        ThreadPlan(0, 0.14472647418283924, short, [delete]),
+        ThreadPlan(0, 0.0, short, [get(0.2, 0.0, 0.3)]),
+        ThreadPlan(1, 0.26241723477923334, long, [get(1.0, 0.9944678696245866, 0.3, True), brief]),
+        ThreadPlan(1, 0.04989720471680289, long, [get(0.2, 0.853282718575606, 0.01, True)]),
+        ThreadPlan(
+            2,
+            0.0,
+            short,
+            [get(1.0, 0.11783035097667592, 0.01), get(0.2, 0.005653396185207806, 0.0), get(0.2, 0.0, 0.3)],
+        ),
+        ThreadPlan(
+            2,
+            0.2180730480553805,
+            {"expire": 1.0, "max_hold": 2.0},
+            [get(0.2, 0.6005316317353062, 0.0), delete._replace(pause=0.0), get(None, 2.491784478494931, 0.0)],
+        ),
+    ]
+    options = {"stale": False, "large": False, "unkept": False}
+    assert failure_of("cache", Plan(21002310, 3, threads, fates={}, options=options)) is None

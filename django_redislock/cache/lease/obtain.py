@@ -156,6 +156,7 @@ def request_lease(
     optional_keys = (waits_key(request, lease), failures_key(lease)) if names or has_old else ()
     waiter: Any = None
     reply: Any = None
+    holders: set[bytes] = set()
 
     def call(channel: bytes, join: bool) -> ScriptCall:
         return ScriptCall(
@@ -197,12 +198,16 @@ def request_lease(
                 if not lease.waited:
                     lease.waited = True
                     request.counters.count("waited")
+                holders.add(reply[1])
                 began = monotonic()
                 message = yield wait_effect(waiter, until, reply[2], 0, *reply[3:])
                 request.counters.count("seconds_waited", monotonic() - began)
                 if message is None:
                     reply = None
                     continue
+                if len(holders) > 1:  # the message may be an earlier holder's, and the place in the queue a later one's
+                    with suppress(LockBackendError):
+                        yield from with_retries(name, release_call(lease, waiter.channel), patience, lease, level)
                 return MESSAGE_KINDS[message[:1]], message[1:]
             return reply[0], reply[1]
     except LockBackendError:
