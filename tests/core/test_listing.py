@@ -57,8 +57,8 @@ def test_a_count_costs_a_count(client: redis.Redis, many: list[str]) -> None:
 def test_the_names_of_many_locks_come_in_pieces(client: redis.Redis, many: list[str]) -> None:
     found, names = replies(client, operations.names(server_of(client), "redislock"))
     assert sorted(names) == sorted(many)
-    assert max(len(lengths.split()) for _, _, lengths, _ in found) < 800, "5 ms of the server at most"
-    assert len(found) < 400
+    assert max(len(lengths.split()) for _, _, lengths, _ in found) < 1300, "5 ms of the server at most"
+    assert len(found) < 250
 
 
 def test_the_names_of_few_locks_come_at_once(client: redis.Redis) -> None:
@@ -75,7 +75,7 @@ def test_locks_are_read_and_reset_in_pieces(client: redis.Redis) -> None:
         pipe.execute()
     with counting(client) as counts:
         assert sum(1 for _ in held_locks(client)) == 450
-    assert (counts["evalsha"], counts["mget"]) == (2 + 3, 3)
+    assert (counts["evalsha"], counts["mget"]) == (1 + 3, 3)
     assert reset_all(client) == 450
     assert not list(held_locks(client))
 

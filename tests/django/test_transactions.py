@@ -249,7 +249,7 @@ class TestProcesses:
             assert balance() == 0
 
     def test_concurrent_requests_lose_nothing(self, database, run_python):
-        processes = [run_python(programs.deposit_by_requests, database, 25) for _ in range(3)]
+        processes = [run_python(programs.deposit_by_requests, database, 25, new=True) for _ in range(3)]
         for process in processes:
             process.wait_for(event="ready")
         for process in processes:

@@ -3,7 +3,7 @@
 -- ARGV  1 number of the index to go on with, 2 cursor in it ('0': its beginning)
 -- Returns both for the next call (number 0: there is none), the lengths of the names, and the names, each in one
 -- string, because many small replies take long to read. A lock that is held all the time is listed, perhaps twice.
-local AT_ONCE = 250
+local AT_ONCE = 500
 local now_ms = math.floor(now_us() / 1000)
 local names, lengths = {}, {}
 local at, cursor, seen = tonumber(ARGV[1]), ARGV[2], 0
