@@ -46,17 +46,18 @@ def site(scheduler: str, server: Server, request: pytest.FixtureRequest) -> dict
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def broker(server: Server) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(server.url_of_db(1)) as broker:
         broker.flushdb()
         yield broker
         broker.flushdb()
+
+
+@pytest.fixture
+def stack(broker: redis.Redis) -> Iterator[ExitStack]:
+    """What a test has opened: it is closed before the broker's client, with which a thread looks for messages."""
+    with ExitStack() as stack:
+        yield stack
 
 
 def check(times: list[float], take_overs: int) -> None:

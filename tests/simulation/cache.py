@@ -21,6 +21,7 @@ from django_redislock.exceptions import LockError
 
 from .driver import Thread
 from .history import History, draw_faults
+from .versions import Versions
 from .world import SOCKET_TIMEOUT, Plan, Process, ThreadPlan
 
 KEYS = ("a", "b", "c")
@@ -86,16 +87,7 @@ class CacheHistory(History):
         self.stale = plan.options["stale"]
         self.steps = [step for each in plan.threads for step in each.steps]
         self.origin = dict.fromkeys(KEYS, 1)
-        self.changes: dict[str, list[tuple[float, int, int]]] = {key: [] for key in KEYS}
-        """By key: when somebody was told that a change is in force, its version, and the epoch."""
-        self.suspended: dict[str, list[tuple[float, int, int]]] = {key: [] for key in KEYS}
-        """Changes of these keys: they are in force again with the script that follows the DEL or SET."""
-        self.deleting: set[str] = set()
-        """Keys that a plain DEL has deleted, and that script not yet."""
-        self.setting: set[str] = set()
-        """Keys that a SET has given a short expiry, and whose leases that script has not ended yet."""
-        self.given: set[tuple[str, int]] = set()
-        """The versions that callers have set: two callers may do so in any order."""
+        self.versions = {key: Versions() for key in KEYS}
         self.invalid = dict.fromkeys(KEYS, 0)
         """The fence up to which leases are ended by an invalidation."""
         self.settled: set[tuple[str, bytes]] = set()
@@ -307,6 +299,8 @@ class CacheHistory(History):
         version = self.origin[key]
         world.tell(thread, f"changes {key} to {version}: {step.how}")
         server: Any = thread.process
+        versions = self.versions[key]
+        versions.begin()
         try:
             if step.how == "delete":
                 command: tuple[bytes, ...] = (b"DEL", key.encode())
@@ -315,47 +309,38 @@ class CacheHistory(History):
             yield from with_retries(key, Pipeline((command,)), clock.monotonic())
             if step.how != "set":
                 yield from invalidate(server, "redislock", [key], delete=step.how == "delete")
+            if epoch == world.epoch and versions.tell(step.how, world.time, version, epoch):
+                stored = self.server.peek(key.encode())
+                if stored is not None:
+                    self._see_stored(key, stored)
+            world.tell(thread, f"has changed {key} to {version}")
         except LockError as error:
             world.tell(thread, f"the change raised {error}")
-            return
-        if epoch == world.epoch and key in self.deleting | self.setting:
-            self.suspended[key].append((world.time, version, epoch))
-        elif epoch == world.epoch:
-            self.changes[key].append((world.time, version, epoch))
-            stored = self.server.peek(key.encode())
-            if stored is not None:
-                self._see_stored(key, stored)
-        world.tell(thread, f"has changed {key} to {version}")
-
-    def _floor(self, key: str, before: float) -> int:
-        """Return the newest version of which somebody was told, before that time, that it is in force."""
-        known = [version for time, version, epoch in self.changes[key] if time <= before and epoch == self.world.epoch]
-        return max(known, default=0)
+        finally:
+            versions.end()
 
     def _see_stored(self, key: str, data: bytes) -> None:
-        version, floor = int(data.partition(b":")[0]), self._floor(key, self.world.time)
-        if version < floor and (key, version) not in self.given:
+        version, versions = int(data.partition(b":")[0]), self.versions[key]
+        floor = versions.newest(self.world.time, self.world.epoch)
+        if version < floor and version not in versions.given:
             self.fail(f"version {version} of {key} is stored, though {floor} is in force")
 
     def _see_value(self, thread: Thread, step: Get, key: str, value: Any, asked: float) -> None:
         if value is MISSING:
             self.fail(f"{thread} got nothing for {key}")
-        floor = self._floor(key, asked - QUIET)
-        if self.plan.calm and not step.stale and step.wait is None and value < floor and (key, value) not in self.given:
+        versions = self.versions[key]
+        floor = versions.newest(asked - QUIET, self.world.epoch)
+        if self.plan.calm and not step.stale and step.wait is None and value < floor and value not in versions.given:
             self.fail(f"{thread} got version {value} of {key}, though {floor} was in force before it asked")
 
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         """See what is stored, and whose leases end."""
         if not isinstance(what, ScriptCall):
             key = what[1].decode()
-            if what[0] == b"SET":  # perhaps late: then it overwrites a newer one, as it does without this package
-                version = int(what[2])
-                self.given.add((key, version))
-                self.changes[key] = [change for change in self.changes[key] if change[1] <= version]
-                if int(what[4]) < LIFE:  # it may be gone before the leases are ended
-                    self._suspend(key, self.setting)
+            if what[0] == b"SET":
+                self.versions[key].set(int(what[2]), brief=int(what[4]) < LIFE)
             elif what[0] == b"DEL":
-                self._suspend(key, self.deleting)
+                self.versions[key].delete()
         elif what.script is SETTLE:
             key = what.keys[3].decode()
             if reply in (1, 2) and what.args[2] not in (b"0", b"!"):
@@ -366,20 +351,10 @@ class CacheHistory(History):
         elif what.script is INVALIDATE:
             for name in what.args[1:]:
                 key = name.decode().removeprefix("cache:")
-                self.setting.discard(key)
-                if what.args[0] == b"1":
-                    self.deleting.discard(key)
-                if key not in self.deleting:
-                    self.changes[key] += self.suspended[key]
-                    self.suspended[key] = []
+                self.versions[key].invalidated(what.args[0] == b"1")
                 counter = self.server.data.get(what.keys[1].removesuffix(b"held") + b"fence", b"0")
                 self.invalid[key] = max(self.invalid[key], int(counter))
                 self._supersede(key, b"")
-
-    def _suspend(self, key: str, by: set[str]) -> None:
-        by.add(key)
-        self.suspended[key] += self.changes[key]
-        self.changes[key] = []
 
     def _supersede(self, key: str, fence: bytes) -> None:
         """Note that the lease of this fence has ended; b"": each lease that there is."""
