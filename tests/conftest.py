@@ -34,6 +34,7 @@ from tests.support import (
     async_client_at,
     create_tables,
     listening,
+    load_scripts,
     running_sentinel,
     sqlite_file,
     using_databases,
@@ -127,24 +128,27 @@ redis.ConnectionPool.__init__ = _init_and_note_pool
 
 @pytest.fixture(autouse=True)
 def _close_pools() -> Iterator[None]:
-    """Close the connections of the pools that a test made and that only the garbage collector would close.
+    """Close the connections that a test made and that only the garbage collector would close.
 
-    Django's cache and Celery leave them so. The collector finalizes the objects of a cycle in any order, now and then a
-    socket before its connection: then it reports an unclosed socket, in whatever test runs at that time.
+    Django's cache and Celery leave theirs so, and an error that a test keeps refers to its locks. The collector finalizes
+    the objects of a cycle in any order, now and then a socket before its connection: then it reports an unclosed socket, in
+    whatever test runs at that time.
     """
     before = set(_pools)
     yield
+    close_unused()
     for pool in set(_pools) - before:
         pool.disconnect()
 
 
 @pytest.fixture(autouse=True)
 def _empty_database(_flushing: redis.Redis) -> None:
-    """Every test starts with an empty database, whichever fixtures it uses, and hears of no lock that another one left."""
+    """Every test starts with an empty database of a server that knows all scripts, and hears of no lock that another left."""
     for each in list(watchdog.of_servers):
         each._leases.clear()
     single_flight._paused.clear()
     _flushing.flushdb()
+    load_scripts(_flushing)
 
 
 @pytest.fixture
@@ -191,6 +195,8 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     """A Cluster of three primaries, which is empty. Its slots may be anywhere."""
     shared_cluster.wait_until_ok()  # a test may have moved slots
     shared_cluster.empty()
+    with shared_cluster.client() as client:
+        load_scripts(client)
     yield shared_cluster
     close_unused()  # redis-py's clients of Clusters have cycles, and keep our connections until they are collected
 

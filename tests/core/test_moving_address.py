@@ -202,7 +202,7 @@ def test_an_address_that_leads_to_a_replica_for_good_is_a_clear_error_after_the_
                 ),
             ):
                 acquire()
-            assert counts["evalsha"] >= 3, "it was tried again"
+            assert counts["evalsha"] + counts["eval"] >= 3, "it was tried again"
 
 
 def test_a_primary_without_enough_replicas_is_asked_for_anew(address, client):

@@ -23,6 +23,7 @@ from .processes import PythonProcess, in_a_fork, say
 from .programs import find_program
 from .proxy import Proxy
 from .rabbitmq import RabbitServer
+from .scripts import load_scripts
 from .servers import RedisServer, Server, free_port, running_sentinel, running_sentinels
 from .waiting import BUSY, lived, until, wait_until, within
 
@@ -60,6 +61,7 @@ __all__ = [
     "leave_out",
     "listening",
     "lived",
+    "load_scripts",
     "monitoring",
     "name_of",
     "queue_of",

@@ -72,7 +72,11 @@ def _cluster_of(client: RedisCluster | AsyncRedisCluster) -> Server:
 
 
 def _shared_cluster(cluster: Cluster) -> Server:
-    return _shared(cluster, cluster.addresses, identity(cluster.remap))
+    for known in _living():  # a client that was made at another time may know more nodes, or fewer
+        if isinstance(known, Cluster) and not known.addresses.isdisjoint(cluster.addresses):
+            cluster.place = known.place
+            break
+    return _shared(cluster, cluster.place, identity(cluster.remap))
 
 
 def _shared(server: Server, *more: Any) -> Server:

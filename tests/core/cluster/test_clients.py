@@ -7,7 +7,7 @@ import redis
 import redis.asyncio
 from redis.cluster import LoadBalancingStrategy
 
-from django_redislock.core import Lock
+from django_redislock.core import Lock, RLock
 from django_redislock.core.driver.connection_kinds import nodes_of
 from django_redislock.core.driver.registry import server_of
 
@@ -26,6 +26,13 @@ def test_the_nodes_and_the_settings_of_a_client_are_taken_over(cluster, kind):
     assert found is remap
     server = server_of(client)
     assert (server.timeout, server.settings["client_name"]) == (3, "mine")
+
+
+def test_clients_that_know_different_nodes_of_one_cluster_hold_the_same_reentrant_lock(cluster):
+    with cluster.client() as all_nodes, cluster.client() as without_one:
+        del without_one.nodes_manager.nodes_cache[f"127.0.0.1:{cluster.nodes[1].port}"]
+        with RLock(all_nodes, "a") as first, RLock(without_one, "a", timeout=0) as second:
+            assert first.id == second.id
 
 
 def test_a_client_that_reads_from_replicas_still_writes_to_primaries(cluster):
