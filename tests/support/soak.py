@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import redis
@@ -20,6 +21,8 @@ from tests.support import say
 from tests.support.cache_programs import cache_at
 
 LOCKS = ("x", "y", "z")
+UNCONFIRMED = "z"
+"""The lock that no replica has to confirm, where there is one."""
 STEP = 0.005
 
 
@@ -34,10 +37,11 @@ class Ledger:
         os.write(self._file, json.dumps({"pid": os.getpid(), "at": monotonic(), **values}).encode() + b"\n")
 
 
-def soak(url: str, direct_url: str, path: str, seed: int) -> None:
+def soak(url: str, direct_url: str, path: str, seed: int, min_replicas: int) -> None:
     """Work until a line comes."""
     ledger, over = Ledger(path), threading.Event()
-    programs = [_locks, _locks, _values]
+    locks = partial(_locks, min_replicas)
+    programs = [locks, locks, _values]
 
     def run(program: Any, chance: random.Random) -> None:
         try:
@@ -60,13 +64,16 @@ def soak(url: str, direct_url: str, path: str, seed: int) -> None:
     say(event="ended")
 
 
-def _locks(url: str, direct_url: str, ledger: Ledger, chance: random.Random, over: threading.Event) -> None:
+def _locks(
+    min_replicas: int, url: str, direct_url: str, ledger: Ledger, chance: random.Random, over: threading.Event
+) -> None:
     """Acquire, hold and release; note from when to when the lock was believed to be held."""
     client = redis.Redis.from_url(url, socket_timeout=2)
     while not over.is_set():
         name, expire = chance.choice(LOCKS), chance.choice([0.5, 1.0, 2.0])
         kind = chance.choice([Lock, Lock, RLock])
-        lock = kind(client, name, expire=expire, auto_renewal=chance.random() < 0.8)
+        confirmed = 0 if name == UNCONFIRMED else min_replicas
+        lock = kind(client, name, expire=expire, auto_renewal=chance.random() < 0.8, min_replicas=confirmed)
         timeout, asked = chance.choice([0.0, 0.5, 3.0]), monotonic()
         try:
             acquired = lock.acquire(timeout=timeout)
