@@ -76,6 +76,8 @@ class QuorumHistory(History):
         self.free_since = 0.0
         self.number = 0
         """How often an acquisition was begun, or ended."""
+        self.taken = 0
+        """How often the lock was acquired."""
         super().__init__(plan)
         loops = [EventLoop(process) for process in self.world.processes]
         for thread in self.threads:
@@ -198,7 +200,7 @@ class QuorumHistory(History):
                 await asyncio.sleep(0.05)
         self.number += 1
         self._is_given_back(thread, lease, began, asked)
-        self._is_taken(lease)
+        self._is_taken()
 
     # What must never be seen
 
@@ -207,6 +209,7 @@ class QuorumHistory(History):
         world = self.world
         world.tell(thread, f"holds {lease.id} on {lease.held_count} servers for {lease.expire} s")
         self.beliefs[thread] = lease
+        self.taken += 1
         self._see_overlap(thread, lease)
         for other, waiting in self.waiting.items():
             earlier = self.plan.calm and waiting.timeout is None and waiting.since < waited.since - QUIET
@@ -289,14 +292,15 @@ class QuorumHistory(History):
         entries = [entry.partition(b"\n")[2] for entry in host.server.peek(KEYS.queue) or ()]
         return any(entry.startswith(root) for entry in [*entries, host.server.peek(KEYS.lock) or b""])
 
-    def _is_taken(self, lease: QuorumLease) -> None:
-        """See that somebody who waits gets the lock soon, where nothing goes wrong."""
+    def _is_taken(self) -> None:
+        """See that somebody who waits gets the lock soon, where nothing goes wrong, and nobody else has it after a loss."""
+        taken = self.taken
         waiting = [(thread, call) for thread, call in self.waiting.items() if call.timeout is None]
-        if not self.plan.calm or not waiting:
+        if not self.plan.calm or not waiting or self.beliefs:
             return
 
         def look() -> None:
-            if not self.beliefs and all(self.waiting.get(thread) is call for thread, call in waiting):
+            if self.taken == taken and all(self.waiting.get(thread) is call for thread, call in waiting):
                 self.fail(f"{waiting} waited for a lock that was free for {QUIET} s")
 
         self.world.at(self.world.time + QUIET, look)
