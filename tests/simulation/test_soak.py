@@ -192,6 +192,9 @@ def test_in_a_storm_nothing_overlaps_and_nothing_stale_is_stored(tmp_path, failo
         while time.monotonic() < end:
             world.blow()
             time.sleep(world.chance.choice([0.0, 0.1, 0.3]))
+        for event in ("held", "computed", "changed"):  # a failover may have taken all the time
+            seen = f'"event": "{event}"'
+            wait_until(lambda seen=seen: world.ledger.read_text().count(seen) > 5, message=seen)
         world.end()
         lines = [json.loads(line) for line in world.ledger.read_text().splitlines()]
         by_event: dict[str, list[dict[str, Any]]] = defaultdict(list)
