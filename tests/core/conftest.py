@@ -30,6 +30,7 @@ ONE_SERVER = {
     ),
     "test_a_wait_is_counted_without_a_command_of_its_own": "a node that learns a script is asked twice",
     "test_a_call_has_its_own_time_after_a_renewal_used_its_connection": "it looks into the pool of one server",
+    "test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it": "each node has connections of its own",
     "test_a_lock_in_another_database_is_not_waited_for": "a Cluster has one database",
     "test_a_quorum_lock_hears_the_cause_that_its_parts_agree_on": "its parts are in databases of one server",
     "test_a_hit_in_a_handler_ends_and_is_counted": "about caches of one server",
