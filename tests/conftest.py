@@ -90,7 +90,11 @@ def server() -> Iterator[Server | Cluster]:
     With REDISLOCK_TEST_CLUSTER=1 it is a Cluster, and the clients are those of a Cluster.
     """
     if ON_A_CLUSTER:
-        with ClusterOfLocks(replicas=1) as cluster:
+        with ClusterOfLocks(replicas=1) as cluster, pytest.MonkeyPatch.context() as patch:
+            url = f"redis://127.0.0.1:{cluster.nodes[0].port}"
+            cache = {"BACKEND": "django_redislock.cache.ClusterCache", "LOCATION": url}
+            patch.setenv("REDISLOCK_TEST_CLUSTER_URL", url)  # for other processes
+            patch.setitem(settings.CACHES, "default", cache)
             yield cluster
         return
     given = os.environ.get("REDISLOCK_TEST_URL")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import redis
 from celery import Celery
-from django.conf import settings as django_settings
 
 from django_redislock.celery import single_instance
 from tests.support import Cluster, RedisServer, Server, leave_out
@@ -25,12 +24,8 @@ def server(server: Server | Cluster) -> Iterator[Server]:
     if not isinstance(server, Cluster):
         yield server
         return
-    url = f"redis://127.0.0.1:{server.nodes[0].port}"
-    cache = {"BACKEND": "django_redislock.cache.ClusterCache", "LOCATION": url}
     with RedisServer() as broker, pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDISLOCK_TEST_URL", broker.url)
-        patch.setenv("REDISLOCK_TEST_CLUSTER_URL", url)  # for the workers
-        patch.setitem(django_settings.CACHES, "default", cache)
         broker.locks = server
         yield broker
 

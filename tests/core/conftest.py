@@ -20,17 +20,21 @@ ONE_SERVER = {
     "test_moving_address.py": "about one address that leads to another server",
     "test_replicas.py": "it starts servers of its own; test_cluster_replicas.py is about a Cluster",
     "test_sentinels.py": "it starts a Sentinel; test_node_faults.py has the failover of a Cluster",
-    "test_a_release_that_nobody_hears_keeps_nobody_waiting": "its ghost is a client of one server",
     "test_a_renewal_waits_for_no_connection_that_callers_use": "it takes connections from the pool of one server",
     "test_a_server_that_renewed_a_lock_goes_with_its_last_lock_and_needs_no_garbage_collector": (
         "redis-py's client of a Cluster has cycles, and keeps ours"
     ),
+    "test_recomputations_avoided": "the lease of a value is in the slot of its value there, which no page counts",
     "test_a_string_that_something_else_wrote_at_the_key_of_a_value_is_refused_by_name": (
         "the lease of a value is in the slot of its value there; tests/cache has it for ClusterCache"
     ),
     "test_a_wait_is_counted_without_a_command_of_its_own": "a node that learns a script is asked twice",
-    "test_in_a_black_hole_a_cancelled_task_is_back_within_a_second": "its client is of another database",
-    "test_a_crowd_that_finds_no_server_is_told_at_once": "its client is of another database",
+    "test_a_call_has_its_own_time_after_a_renewal_used_its_connection": "it looks into the pool of one server",
+    "test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it": "each node has connections of its own",
+    "test_a_lock_in_another_database_is_not_waited_for": "a Cluster has one database",
+    "test_a_quorum_lock_hears_the_cause_that_its_parts_agree_on": "its parts are in databases of one server",
+    "test_a_hit_in_a_handler_ends_and_is_counted": "about caches of one server",
+    "test_a_handler_that_wants_the_value_that_its_thread_computes_gets_it": "about caches of one server",
     "test_other_names_prefixes_and_databases_are_other_locks": "a Cluster has one database",
     "test_who_leads_to_the_same_database_is_known_by_where_it_is": "a Cluster has one database",
 }

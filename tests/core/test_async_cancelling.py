@@ -7,8 +7,6 @@ import time
 import types
 
 import pytest
-import redis
-import redis.asyncio
 
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
@@ -202,7 +200,7 @@ def test_a_timeout_around_acquire_takes_back_the_place_in_the_queue(aclient, cli
 @pytest.mark.parametrize("connected", [True, False])
 def test_in_a_black_hole_a_cancelled_task_is_back_within_a_second(client, proxy, connected):
     async def main():
-        lock = AsyncLock(redis.asyncio.Redis(port=proxy.port, db=1), "a")  # it has to say which database it wants
+        lock = AsyncLock(async_client_at(proxy.url, client_name="any"), "a")  # it has to say its name
         if connected:
             async with lock:
                 pass

@@ -183,9 +183,10 @@ async def main():
 
 
 ENDING = """
-import asyncio, gc, logging, redis.asyncio
+import asyncio, gc, logging
 from django_redislock.core import AsyncLock
-client = redis.asyncio.from_url(args[0])
+from tests.support import async_client_at
+client = async_client_at(args[0])
 logging.getLogger("django_redislock").setLevel("ERROR")
 for _ in range(3):
     tasks = []

@@ -9,6 +9,7 @@ from django.core.cache import caches
 from django_redislock.celery.execution_lock import count_duplicate
 from django_redislock.core import Lock, scripts
 from django_redislock.core.contention import contention
+from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import BUCKETS, lock_keys
 from tests.support import counting, wait_in_a_thread
@@ -108,25 +109,25 @@ def test_what_saves_most_stays_among_many(client: redis.Redis) -> None:
         assert client.hlen(key) <= 16
 
 
-def wait_for(client: redis.Redis, pipe: redis.client.Pipeline, name: str) -> None:
-    """Let a wait of this name end as the protocol does, without the sleep: a last call with the ticket drawn before."""
-    keys = lock_keys("redislock", name)
-    ticket = (client.time()[0] - 1) * 1_000_000
-    pipe.set(keys.lock, "other\n1\n1\n{}", px=60_000)
-    pipe.evalsha(scripts.ACQUIRE.sha.decode(), 4, *keys[:4], "me", 1000, name, "{}", "channel", "0", ticket)
-    pipe.delete(keys.lock)
+def wait_for(client: redis.Redis, names: list[str]) -> None:
+    """Let a wait of each name end as the protocol does, without the sleep: a last call with the ticket drawn before."""
+    ticket = b"%d" % ((client.time()[0] - 1) * 1_000_000)
+    calls = []
+    with client.pipeline(transaction=False) as pipe:
+        for name in names:
+            keys = lock_keys("redislock", name)
+            pipe.set(keys.lock, "other\n1\n1\n{}", px=60_000)
+            arguments = (b"me", b"1000", name.encode(), b"{}", b"channel", b"0", ticket)
+            calls.append(ScriptCall(scripts.ACQUIRE, keys[:4], arguments))
+        pipe.execute()
+    assert all(isinstance(reply, list) for reply in server_of(client).call(ScriptBatch(tuple(calls))))
 
 
 @pytest.mark.slow
 def test_ten_thousand_names_take_bounded_room(client: redis.Redis) -> None:
-    with Lock(client, "known"):  # so that the script is
-        pass
     sizes = []
     for start in range(0, 10_000, 5_000):
-        pipe = client.pipeline(transaction=False)
-        for number in range(start, start + 5_000):
-            wait_for(client, pipe, f"name:{number:05}")
-        pipe.execute()
+        wait_for(client, [f"name:{number:05}" for number in range(start, start + 5_000)])
         sizes.append(sum(client.zcard(key) for key in client.scan_iter(COUNTS[0], count=1000)))
     windows = {key.rpartition(b":")[2] for key in kept(client)}
     assert len(windows) <= 2
@@ -140,14 +141,7 @@ def test_ten_thousand_names_take_bounded_room(client: redis.Redis) -> None:
 
 @pytest.mark.slow
 def test_one_waited_for_long_stays_among_many(client: redis.Redis) -> None:
-    with Lock(client, "known"):
-        pass
-    pipe = client.pipeline(transaction=False)
-    for number in range(200):
-        wait_for(client, pipe, "hot")
-        for other in range(10):
-            wait_for(client, pipe, f"cold:{number}:{other}")
-    pipe.execute()
+    wait_for(client, [name for number in range(200) for name in ("hot", *(f"cold:{number}:{i}" for i in range(10)))])
     found = contention(client)
     assert next(iter(found.names)) == "hot"
     assert found.names["hot"].waits == 200

@@ -9,11 +9,11 @@ import pytest
 
 from django_redislock.core import held_locks, reset_all
 from django_redislock.core.keys import lock_keys
-from tests.support import RedisServer, counting, monitoring, wait_until
+from tests.support import ON_A_CLUSTER, RedisServer, counting, monitoring, wait_until
 
 
 def test_held_locks_lists_all_held_and_nothing_else(make_lock, client):
-    client.mset({f"cache:{i}": i for i in range(1000)})
+    client.mset({f"{{cache}}:{i}": i for i in range(1000)})
     locks = [make_lock(client, f"lock {i}") for i in range(150)]
     for lock in locks:
         lock.acquire()
@@ -25,7 +25,8 @@ def test_held_locks_lists_all_held_and_nothing_else(make_lock, client):
     assert [info.name for info in held_locks(client, "other")] == ["a"]
     with monitoring(client) as sent:
         list(held_locks(client))
-    assert [line.split()[0] for line in sent] == ["EVALSHA", "EVALSHA"]
+    assert {line.split()[0] for line in sent} == {"EVALSHA"}
+    assert ON_A_CLUSTER or len(sent) == 2
 
 
 def test_an_expired_lock_is_not_listed(make_lock, client):
@@ -115,7 +116,10 @@ def test_reset_all_frees_its_own_locks_and_touches_nothing_else(make_lock, clien
         make_lock(client, f"lock {i}", auto_renewal=False).acquire()
     with monitoring(client) as sent:
         assert reset_all(client) == 30
-    assert not [line for line in sent if line.startswith(("KEYS", "SCAN", "FLUSH"))]
+    never = (
+        ("KEYS", "FLUSH") if ON_A_CLUSTER else ("KEYS", "SCAN", "FLUSH")
+    )  # it scans a Cluster for the leases of values
+    assert not [line for line in sent if line.startswith(never)]
     assert not list(held_locks(client))
     assert elsewhere.owned()
     assert client.get("lock:door") == b"x"

@@ -12,7 +12,7 @@ import pytest
 from django_redislock.core import Lock
 from django_redislock.core.driver import os_threads
 from django_redislock.core.keys import lock_keys
-from tests.support import Proxy, interrupted_programs, queued, wait_until
+from tests.support import Proxy, interrupted_programs, names_together, queued, wait_until
 from tests.support.interruptions import TimeLimit, interruptions
 
 pytestmark = pytest.mark.processes
@@ -64,41 +64,40 @@ def test_threads_that_wait_for_a_subscription_have_the_one_of_a_handler_that_int
     client, redis_url, run_python
 ):
     """The handler may wait for what they hold."""
-    locks = {name: Lock(client, name) for name in ("main", "inside", "other")}
+    main, inside, other = names_together(3)
+    locks = {name: Lock(client, name) for name in (main, inside, other)}
     for lock in locks.values():
         assert lock.acquire()
     with HoldingProxy(redis_url) as proxy:
-        process = run_python(
-            interrupted_programs.acquire_in_a_handler, proxy.url, "main", "inside", {"other": "thread"}
-        )
+        process = run_python(interrupted_programs.acquire_in_a_handler, proxy.url, main, inside, {other: "thread"})
         assert proxy.subscribing.wait(30)
         process.wait_for(who="thread", got=None)
         os.kill(process.pid, signal.SIGUSR1)
-        wait_until(lambda: queued(client, "inside") == queued(client, "other") == 1, timeout=SOON)
-        locks["other"].release()
+        wait_until(lambda: queued(client, inside) == queued(client, other) == 1, timeout=SOON)
+        locks[other].release()
         process.wait_for(timeout=SOON, who="thread", got=True)
-        locks["inside"].release()
+        locks[inside].release()
         process.wait_for(timeout=SOON, who="handler", got=True)
-        locks["main"].release()
+        locks[main].release()
         proxy.let_go.set()
         process.wait_for(who="main", got=True)
         process.finish()
 
 
 def test_a_handler_that_waits_while_its_thread_reads_wakes_everybody(client, redis_url, run_python):
-    names = ("main", "inside", "other")
-    locks = {name: Lock(client, name, expire=120) for name in names}
+    main, inside, other = names_together(3)
+    locks = {name: Lock(client, name, expire=120) for name in (main, inside, other)}
     for lock in locks.values():
         assert lock.acquire()
-    process = run_python(interrupted_programs.acquire_in_a_handler, redis_url, "main", "inside", {"other": "thread"})
-    wait_until(lambda: queued(client, "main") == queued(client, "other") == 1)
+    process = run_python(interrupted_programs.acquire_in_a_handler, redis_url, main, inside, {other: "thread"})
+    wait_until(lambda: queued(client, main) == queued(client, other) == 1)
     os.kill(process.pid, signal.SIGUSR1)
-    wait_until(lambda: queued(client, "inside") == 1)
-    locks["other"].release()
+    wait_until(lambda: queued(client, inside) == 1)
+    locks[other].release()
     process.wait_for(timeout=SOON, who="thread", got=True)
-    locks["inside"].release()
+    locks[inside].release()
     process.wait_for(timeout=SOON, who="handler", got=True)
-    locks["main"].release()
+    locks[main].release()
     process.wait_for(timeout=SOON, who="main", got=True)
     process.finish()
 

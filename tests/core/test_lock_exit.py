@@ -16,8 +16,8 @@ from tests.support.processes import ROOT
 
 PROGRAM = """
 import atexit, logging, sys, threading
-import redis
 from django_redislock.core import Lock
+from django_redislock.server_url import client_from_url
 
 logging.basicConfig(stream=sys.stdout)
 
@@ -27,7 +27,7 @@ def at_exit():
         print("threads start")
     except RuntimeError:
         pass
-    lock = Lock(redis.Redis.from_url(sys.argv[1]), "a")
+    lock = Lock(client_from_url(sys.argv[1]), "a")
     with lock:
         print("owned", lock.owned())
     print("released", not lock.locked())

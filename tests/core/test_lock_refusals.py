@@ -9,57 +9,56 @@ import redis
 
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
-from tests.support import lived, wait_until, within
+from tests.support import ON_A_CLUSTER, lived, servers_of, wait_until, within
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize(
-    ("fault", "cause"),
-    [
-        (("config", "set", "maxmemory", "1"), "OutOfMemory"),
-        (("replicaof", "127.0.0.1", "1"), "READONLY"),
-        (("acl", "setuser", "default", "-evalsha", "-eval"), "permissions"),
-        (("acl", "setuser", "default", "resetkeys", "~other:*"), "permissions"),
-    ],
-    ids=["OOM", "READONLY", "no EVAL", "no keys"],
-)
+FAULTS = {
+    "OOM": (("config", "set", "maxmemory", "1"), "OutOfMemory"),
+    "no EVAL": (("acl", "setuser", "default", "-evalsha", "-eval"), "permissions"),
+    "no keys": (("acl", "setuser", "default", "resetkeys", "~other:*"), "permissions"),
+}
+if not ON_A_CLUSTER:  # a replica there sends its clients to the primary
+    FAULTS["READONLY"] = (("replicaof", "127.0.0.1", "1"), "READONLY")
+
+
+@pytest.mark.parametrize(("fault", "cause"), FAULTS.values(), ids=FAULTS)
 def test_a_refusing_server_is_a_typed_error_and_nothing_is_half_taken(make_lock, own_server, fault, cause):
     with own_server.client() as client:
-        if "permissions" in cause:
-            client.acl_setuser(
-                "admin", enabled=True, passwords=["+x"], categories=["+@all"], keys=["*"], channels=["*"]
-            )
-        client.config_set("replica-serve-stale-data", "yes")
-        if fault[0] == "replicaof":
-            client.execute_command("REPLICAOF", "127.0.0.1", "1")
-        else:
-            client.execute_command(*fault)
+        [server] = servers_of(client)
+        server.config_set("replica-serve-stale-data", "yes")
+        server.execute_command(*fault)
         lock = make_lock(client, "a")
         with within(1), pytest.raises(LockBackendError, match=cause):
             lock.acquire(timeout=0.2)
         if "permissions" not in cause:
-            client.config_set("maxmemory", "0")
-            client.execute_command("REPLICAOF", "NO", "ONE")
+            server.config_set("maxmemory", "0")
+            if cause == "READONLY":
+                server.execute_command("REPLICAOF", "NO", "ONE")
             assert not client.exists(*lock_keys("redislock", "a")[:4])
             with lock:
                 pass
 
 
 def test_a_refused_renewal_is_unknown_until_it_works_again(make_lock, own_server, caplog):
+    refuse, serve = ("acl setuser default -evalsha", "acl setuser default +evalsha")
+    if not ON_A_CLUSTER:
+        refuse, serve = ("replicaof 127.0.0.1 1", "replicaof no one")
     with own_server.client() as client:
+        [server] = servers_of(client)
         lock = make_lock(client, "a", expire=3)
         with lock:
-            client.execute_command("REPLICAOF", "127.0.0.1", "1")
+            server.execute_command(*refuse.split())
             wait_until(lambda: "is tried again" in caplog.text)
-            client.execute_command("REPLICAOF", "NO", "ONE")
+            server.execute_command(*serve.split())
             lived(3.5)
             assert lock.owned()
 
 
 def test_a_busy_server_is_a_typed_error(make_lock, own_server):
     with own_server.client(socket_timeout=30) as client, own_server.client() as other:
-        client.config_set("busy-reply-threshold", "50")
+        servers_of(client)[0].config_set("busy-reply-threshold", "50")
 
         def block():
             with pytest.raises(redis.RedisError):
@@ -70,7 +69,7 @@ def test_a_busy_server_is_a_typed_error(make_lock, own_server):
 
         def busy():
             try:
-                other.ping()
+                servers_of(other)[0].ping()
             except redis.ResponseError as error:
                 return "BUSY" in str(error)
             return False
@@ -78,7 +77,7 @@ def test_a_busy_server_is_a_typed_error(make_lock, own_server):
         wait_until(busy)
         with pytest.raises(LockBackendError, match="BUSY"):
             make_lock(other, "a").acquire(timeout=0.2)
-        other.script_kill()
+        servers_of(other)[0].script_kill()
         blocker.join(timeout=10)
         with make_lock(other, "a", timeout=5):
             pass
@@ -86,10 +85,10 @@ def test_a_busy_server_is_a_typed_error(make_lock, own_server):
 
 def test_too_many_clients_is_a_typed_error(make_lock, own_server):
     with own_server.client() as client:
-        client.ping()
-        client.config_set("maxclients", "1")
+        [server] = servers_of(client)
+        server.config_set("maxclients", "1")
         with within(3), pytest.raises(LockBackendError, match="max number of clients"):
             make_lock(client, "a").acquire(timeout=0.5)
-        client.config_set("maxclients", "100")
+        server.config_set("maxclients", "100")
         with make_lock(client, "a", timeout=5):
             pass

@@ -94,19 +94,22 @@ def test_what_was_lost_unnoticed_or_left_or_dropped_keeps_nobody_out(client, cap
     assert not warnings(caplog)
 
 
-def test_only_the_same_name_prefix_and_database_is_waited_for(client, server, own_server):
+def test_only_the_same_name_and_prefix_on_the_same_server_is_waited_for(client, server, own_server):
     with (
-        redis.Redis.from_url(server.url_of_db(1)) as database,
         own_server.client() as elsewhere,
         Lock(client, "a"),
         Lock(client, "b"),
         Lock(client, "a", prefix="other"),
-        Lock(database, "a"),
         Lock(elsewhere, "a"),
         server.client(socket_timeout=9) as same,
         pytest.raises(AlreadyAcquired),
     ):
         Lock(same, "a").acquire()
+
+
+def test_a_lock_in_another_database_is_not_waited_for(client, server):
+    with redis.Redis.from_url(server.url_of_db(1)) as database, Lock(client, "a"), Lock(database, "a"):
+        pass
 
 
 def test_another_thread_waits_for_its_turn(client, caplog):

@@ -8,13 +8,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import redis
-import redis.asyncio
 
 from django_redislock.core import AsyncLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
-from tests.support import BUSY, client_at, lived, monitoring, queued, wait_until
+from tests.support import (
+    BUSY,
+    async_client_at,
+    client_at,
+    listening,
+    lived,
+    monitoring,
+    queued,
+    wait_until,
+)
 
 
 def waiters(make_lock, client, name, count, results, **options):
@@ -243,10 +250,7 @@ def test_a_reservation_that_nobody_claims_passes_on(make_lock, client):
     lock = make_lock(client, "a", expire=60)
     lock.acquire()
     results: list[int] = []
-    ghost = client_at(f"redis://{client.connection_pool.connection_kwargs['host']}:{_port(client)}")
-    with ghost, ghost.pubsub() as pubsub:
-        pubsub.subscribe("ghost")
-        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
+    with listening(client, "ghost"):
         client.zadd(keys.queue, {"ghost\nghost-id": 1})
         thread = threading.Thread(target=lambda: make_lock(client, "a").acquire(timeout=20) and results.append(1))
         thread.start()
@@ -257,10 +261,6 @@ def test_a_reservation_that_nobody_claims_passes_on(make_lock, client):
         thread.join(timeout=10)
         assert results
         assert time.monotonic() - freed < 1 + BUSY
-
-
-def _port(client):
-    return client.connection_pool.connection_kwargs["port"]
 
 
 def test_dead_waiters_are_passed_over_at_once(make_lock, client):
@@ -343,7 +343,7 @@ def test_a_subscription_that_cannot_be_renewed_does_not_keep_waiters_from_lookin
 
 def test_a_task_waits_no_longer_for_others_that_connect_and_are_cancelled(proxy):
     proxy.deafen()
-    client = redis.asyncio.Redis(port=proxy.port, db=1, socket_timeout=1)  # it has to say which database it wants
+    client = async_client_at(proxy.url, client_name="any", socket_timeout=1)  # it has to say its name
 
     async def main():
         others = [asyncio.create_task(AsyncLock(client, f"lock {i}").acquire()) for i in range(5)]

@@ -317,10 +317,11 @@ def test_a_quorum_lock_that_is_not_renewed_is_told_of_its_end_once(client, own_s
 
 
 ASKING = """
-import signal, sys, redis
+import signal, sys
 from django_redislock.core import Lock
+from django_redislock.server_url import client_from_url
 
-lock = Lock(redis.Redis.from_url(sys.argv[1]), "a", expire=300, auto_renewal=False)
+lock = Lock(client_from_url(sys.argv[1]), "a", expire=300, auto_renewal=False)
 lock.acquire()
 lease, seen = lock._visible_lease(), []
 signal.signal(signal.SIGALRM, lambda *_: seen.append(lease.note_loss(lease.ending)))

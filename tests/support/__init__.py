@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .clients import AllNodes, async_client_at, client_at
 from .clusters import ON_A_CLUSTER, Cluster, ClusterOfLocks, OneNode, OneNodeOfLocks, leave_out
-from .counts import command_counts, counting, monitoring, servers_of
+from .counts import command_counts, counting, monitoring, server_of_key, servers_of
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases
 from .failovers import Deployment
 from .interruptions import Interrupted, TimeLimit, interruptions
@@ -14,6 +14,7 @@ from .locks import (
     key_of,
     listening,
     name_of,
+    names_together,
     queue_of,
     queued,
     wait_in_a_thread,
@@ -64,11 +65,13 @@ __all__ = [
     "load_scripts",
     "monitoring",
     "name_of",
+    "names_together",
     "queue_of",
     "queued",
     "running_sentinel",
     "running_sentinels",
     "say",
+    "server_of_key",
     "servers_of",
     "sqlite_file",
     "until",

@@ -32,6 +32,9 @@ class AllNodes(redis.RedisCluster):
     def keys(self, pattern: Any = "*", **options: Any) -> Any:
         return super().keys(pattern, target_nodes=self.PRIMARIES)
 
+    def dbsize(self, **options: Any) -> Any:
+        return sum(node.redis_connection.dbsize() for node in self.get_primaries())
+
     def info(self, *sections: str, **options: Any) -> Any:
         found = [node.redis_connection.info(*sections) for node in self.get_primaries()]
         if sections == ("commandstats",):

@@ -26,6 +26,13 @@ def servers_of(client: redis.Redis | redis.RedisCluster) -> list[redis.Redis]:
     return [client]
 
 
+def server_of_key(client: redis.Redis | redis.RedisCluster, key: str) -> redis.Redis:
+    """Return the client, or a client of the primary that has the key."""
+    if isinstance(client, redis.RedisCluster):
+        return client.get_node_from_key(key).redis_connection
+    return client
+
+
 @contextmanager
 def counting(client: redis.Redis | redis.RedisCluster) -> Iterator[Counter[str]]:
     """Give a counter that holds, after the block, how often each command ran within it.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from django_redislock.core import Lock
+from django_redislock.core.driver.cluster import Cluster
 from django_redislock.core.driver.registry import server_of
 from tests.support import client_at, say, wait_until
 from tests.support.cache_programs import cache_at
@@ -24,8 +25,13 @@ def acquire_in_a_handler(url: str, main: str, inside: str, others: dict[str, str
     def acquire(name: str, who: str) -> None:
         lock = Lock(client, name, expire=120)
         if who == "thread":
-            room = server_of(client).room
-            wait_until(lambda: len(room._waiters) == 1)
+            server = server_of(client)
+
+            def waiting() -> int:
+                nodes = server.table.primaries if isinstance(server, Cluster) else [server]
+                return sum(len(node.room._waiters) for node in nodes)
+
+            wait_until(lambda: waiting() == 1)
             say(who=who, got=None)
         assert lock.acquire(timeout=60)
         say(who=who, got=True)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count, islice
 from typing import Any, TypeVar
 
 import redis
@@ -12,6 +13,7 @@ from django_redislock.core import AsyncLock, AsyncRLock, Lock
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 
+from .counts import server_of_key
 from .waiting import wait_until
 
 T = TypeVar("T")
@@ -28,6 +30,16 @@ def queue_of(name: str) -> str:
 def held_on(clients: list[redis.Redis], name: str = "a") -> list[int]:
     """Return 1 for each server on which the lock is held, and 0 for each other one."""
     return [client.exists(key_of(name)) for client in clients]
+
+
+def names_together(number: int) -> list[str]:
+    """Return names of locks whose keys have one hash tag, so that they are at one node of a Cluster."""
+    names = (f"lock {each}" for each in count())
+    return list(
+        islice(
+            (name for name in names if lock_keys("redislock", name).held == lock_keys("redislock", "a").held), number
+        )
+    )
 
 
 def name_of(task: Any, *args: Any) -> str:
@@ -63,8 +75,12 @@ def in_thread(function: Callable[..., T], *args: object) -> T:
 
 
 @contextmanager
-def listening(client: redis.Redis, *channels: str) -> Iterator[Callable[[], list[str]]]:
-    """Subscribe to channels as processes do that wait but are frozen; give a function that tells what was said since its last call."""
+def listening(client: redis.Redis, *channels: str, lock: str = "a") -> Iterator[Callable[[], list[str]]]:
+    """Subscribe to channels as processes do that wait for the lock but are frozen.
+
+    Give a function that tells what was said since its last call.
+    """
+    client = server_of_key(client, key_of(lock))
     with client.pubsub(ignore_subscribe_messages=True) as pubsub:
         pubsub.subscribe(*channels)
         for _ in channels:

@@ -152,7 +152,7 @@ class TestProxy:
         before = threading.active_count()
         with Proxy(redis_url) as proxy, redis.Redis.from_url(proxy.url) as client:
             client.ping()
-        assert threading.active_count() == before
+        assert threading.active_count() <= before, "those of others may end meanwhile"
 
 
 @pytest.mark.processes

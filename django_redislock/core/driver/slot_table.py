@@ -121,17 +121,25 @@ class SlotTable:
         return self._read(True, None)
 
     def _read(self, needed: bool, patience: float | None) -> Operation[None]:
-        """Read the table from the first node that answers; if it is `needed`, raise the error when none does."""
+        """Read the table from the first node that answers; if it is `needed`, raise the error when none does.
+
+        A silent node costs the caller a socket timeout. So the second one ends the reading, or the first one if the
+        table is not needed; the next reading begins with the others.
+        """
         self._next_reading = monotonic() + REFRESH_PAUSE
         nodes = [*self.nodes.values(), *map(self.node_at, self._seeds)]
         random.shuffle(nodes)
         failure: RedisError | None = None
+        silent = 0
         try:
             for node in sorted(dict.fromkeys(nodes), key=lambda node: node.failed):
                 try:
                     (reply,) = yield At(node, READ_SLOTS, patience)
                 except RedisError as error:
                     node.failed, failure = monotonic(), error
+                    silent += isinstance(error, TimeoutError)
+                    if silent > needed:
+                        break
                     continue
                 node.reached = True
                 self._fill(reply, node)

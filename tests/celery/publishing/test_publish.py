@@ -230,7 +230,8 @@ def test_the_tasks_own_expiry_counts(client, make):
 def test_other_caches_are_other_locks(client, make, settings, server):
     task = make(scope="queued")
     task.delay()
-    settings.CACHES = {"default": {**settings.CACHES["default"], "LOCATION": server.url_of_db(5)}}
+    elsewhere = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": server.url_of_db(5)}
+    settings.CACHES = {"default": elsewhere}
     assert task.lock_info() is None
 
 

@@ -9,6 +9,7 @@ import time
 import pytest
 import redis
 import redis.asyncio
+from redis.asyncio.cluster import ClusterNode
 
 from django_redislock.core import Lock, held_locks, scripts
 from django_redislock.core.contention import contention
@@ -27,6 +28,30 @@ NAMES = [f"lock-{number}" for number in range(40)]
 
 def at_node(cluster: Cluster, node: RedisServer, names: list[str] = NAMES) -> list[str]:
     return [name for name in names if cluster.owner_of(lock_keys("redislock", name).lock) is node]
+
+
+@pytest.mark.parametrize(("known", "asked"), [(False, 2), (True, 1)], ids=["cold", "known"])
+def test_who_asks_where_a_slot_is_waits_for_two_silent_nodes_at_most_and_for_one_that_knows_an_owner(known, asked):
+    """Each costs its caller a socket timeout, and a Cluster may have a hundred nodes."""
+    table = server_of(
+        redis.asyncio.RedisCluster(startup_nodes=[ClusterNode("node", port) for port in range(1, 7)])
+    ).table
+    if known:
+        table._owners[0] = table.node_at(("node", 1))
+    table.outdated = True
+
+    def ask():
+        finding, nodes = table.find_owner(0), []
+        with pytest.raises(StopIteration if known else redis.TimeoutError):
+            nodes.append(next(finding).node)
+            while True:
+                nodes.append(finding.throw(redis.TimeoutError("silent")).node)
+        return nodes
+
+    first = ask()
+    assert len(first) == asked
+    table._next_reading = -math.inf
+    assert not set(ask()) & set(first), "it begins with the others"
 
 
 def test_a_killed_primary_delays_its_own_locks_only_and_loses_none_that_were_replicated(make_lock, own_cluster):
