@@ -36,6 +36,7 @@ from tests.support import (
     listening,
     load_scripts,
     running_sentinel,
+    servers_of,
     sqlite_file,
     using_databases,
     wait_until,
@@ -148,7 +149,7 @@ def _empty_database(_flushing: redis.Redis) -> None:
         each._leases.clear()
     single_flight._paused.clear()
     _flushing.flushdb()
-    load_scripts(_flushing)
+    load_scripts(*servers_of(_flushing))
 
 
 @pytest.fixture
@@ -195,8 +196,7 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     """A Cluster of three primaries, which is empty. Its slots may be anywhere."""
     shared_cluster.wait_until_ok()  # a test may have moved slots
     shared_cluster.empty()
-    with shared_cluster.client() as client:
-        load_scripts(client)
+    load_scripts(*map(shared_cluster.client_of, shared_cluster.nodes))  # a client of the Cluster would take longer than the test
     yield shared_cluster
     close_unused()  # redis-py's clients of Clusters have cycles, and keep our connections until they are collected
 
