@@ -57,7 +57,7 @@ def pytest_report_header() -> str:
     return f"redis server: {server}"
 
 
-COMBINATIONS = 4
+COMBINATIONS = 2
 """Of the combinations of parameters of one test, the quick part of the suite has so many."""
 
 
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the quick part of the suite leaves out: tests with servers or processes of their own, and many combinations."""
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"manage", "own_cluster", "own_server", "run_python", "server_kind"}.isdisjoint(
+        if not {"manage", "own_cluster", "own_server", "run_python", "server_kind", "wheel"}.isdisjoint(
             getattr(item, "fixturenames", ())
         ):
             item.add_marker("processes")
