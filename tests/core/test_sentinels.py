@@ -80,6 +80,8 @@ def test_a_service_that_no_sentinel_knows_is_an_error_at_once_that_says_what_to_
 @pytest.fixture(scope="module")
 def deployment():
     with Deployment() as deployment:
+        for port in deployment.sentinels:  # or each test would wait 10 s for what they learn of a healed server
+            deployment.ask(port, "DEBUG", "INFO-PERIOD", "500", "PUBLISH-PERIOD", "500")
         yield deployment
 
 
