@@ -36,6 +36,7 @@ from tests.support import (
     listening,
     load_scripts,
     running_sentinel,
+    servers_of,
     sqlite_file,
     using_databases,
     wait_until,
@@ -56,7 +57,7 @@ def pytest_report_header() -> str:
     return f"redis server: {server}"
 
 
-COMBINATIONS = 4
+COMBINATIONS = 2
 """Of the combinations of parameters of one test, the quick part of the suite has so many."""
 
 
@@ -64,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the quick part of the suite leaves out: tests with servers or processes of their own, and many combinations."""
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"manage", "own_cluster", "own_server", "run_python", "server_kind"}.isdisjoint(
+        if not {"manage", "own_cluster", "own_server", "run_python", "server_kind", "wheel"}.isdisjoint(
             getattr(item, "fixturenames", ())
         ):
             item.add_marker("processes")
@@ -152,7 +153,7 @@ def _empty_database(_flushing: redis.Redis) -> None:
         each._leases.clear()
     single_flight._paused.clear()
     _flushing.flushdb()
-    load_scripts(_flushing)
+    load_scripts(*servers_of(_flushing))
 
 
 @pytest.fixture
@@ -199,8 +200,9 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     """A Cluster of three primaries, which is empty. Its slots may be anywhere."""
     shared_cluster.wait_until_ok()  # a test may have moved slots
     shared_cluster.empty()
-    with shared_cluster.client() as client:
-        load_scripts(client)
+    load_scripts(
+        *map(shared_cluster.client_of, shared_cluster.nodes)
+    )  # a client of the Cluster would take longer than the test
     yield shared_cluster
     close_unused()  # redis-py's clients of Clusters have cycles, and keep our connections until they are collected
 

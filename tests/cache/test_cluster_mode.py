@@ -11,15 +11,13 @@ import pytest
 from django_redislock.cache.lease import cluster_slots
 from django_redislock.core import keys
 from django_redislock.core.driver import registry
-from tests.support import RedisServer, wait_until
+from tests.support import OneNode
 from tests.support.cache_programs import Work, cache_at, cache_elsewhere, getter
 
 
 @pytest.fixture(scope="module")
 def clustered():
-    with RedisServer(cluster_enabled="yes") as server, server.client() as client:
-        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        wait_until(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+    with OneNode() as server:
         yield server
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -232,8 +231,11 @@ def test_a_server_that_evicts_what_ends_first_stores_what_is_computed(backend, s
         evicted = client.info("stats")["evicted_keys"]
 
         def compute():
-            for number in range(900):  # what others store meanwhile
-                client.set(f"filler:{threading.get_ident()}:{number}", "x" * 10_000, ex=3000 + number)
+            for start in range(0, 900, 50):  # what others store meanwhile
+                with client.pipeline(transaction=False) as fillers:
+                    for number in range(start, start + 50):
+                        fillers.set(f"filler:{number}", "x" * 10_000, ex=3000 + number)
+                    fillers.execute()
             return "v"
 
         before = cache.stats()

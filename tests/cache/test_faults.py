@@ -26,6 +26,12 @@ def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
 FORGIVING = {"IGNORE_EXCEPTIONS": True}
 
 
+@pytest.fixture
+def impatient(settings):
+    """Calls to a server that stays away are repeated for a moment in place of 5 s, or of 40 s on a Cluster."""
+    settings.DJANGO_REDISLOCK = {"RETRY_FOR": 0.5}
+
+
 def test_without_redis_it_may_compute_once_a_process_at_a_time(own_server):
     cache = cache_at(own_server.url, OPTIONS=FORGIVING)
     assert cache.get_or_set("warm", lambda: 1) == 1
@@ -43,7 +49,7 @@ def test_without_redis_it_may_compute_once_a_process_at_a_time(own_server):
     assert cache.get("k") == "after", "all is well again"
 
 
-def test_redis_dies_before_the_value_is_stored(own_server, backend):
+def test_redis_dies_before_the_value_is_stored(own_server, backend, impatient):
     cache = cache_at(own_server.url, backend)
 
     def compute():
@@ -88,7 +94,7 @@ def test_the_defaults_own_error_comes_out_although_redis_died(own_server, backen
 
 @pytest.mark.processes
 @pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
-def test_redis_dies_while_others_wait(own_server, run_python, options):
+def test_redis_dies_while_others_wait(own_server, run_python, options, impatient):
     computing = run_python(cache_programs.ask, own_server.url, "RedisCache", "k", "v", {}, {})
     computing.wait_for(event="ready")
     computing.send("ask")
@@ -245,7 +251,7 @@ def test_tasks_without_redis_fail_as_the_base_class_does_or_compute(own_server, 
 
 
 @pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
-def test_redis_dies_before_a_task_stores_its_value(own_server, options):
+def test_redis_dies_before_a_task_stores_its_value(own_server, options, impatient):
     cache = cache_at(own_server.url, OPTIONS=options)
 
     async def compute():

@@ -102,7 +102,7 @@ def test_a_short_socket_timeout_and_long_work(redis_url):
         assert work.running.wait(10)
         elsewhere = cache_at(f"{redis_url}?socket_timeout=0.51")  # as if it were another process
         second = pool.submit(elsewhere.get_or_set, "k", lambda: "own", 60)
-        lived(5)
+        lived(2.5)
         work.end.set()
         assert first.result(20) == "v"
         assert second.result(20) == "v"
@@ -140,7 +140,7 @@ def test_a_short_socket_timeout_and_long_work_of_a_task(redis_url):
 
     async def compute():
         running.set()
-        await asyncio.sleep(5)  # the work
+        await asyncio.sleep(2.5)  # the work
         return "v"
 
     async def main():

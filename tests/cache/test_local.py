@@ -16,7 +16,7 @@ from django_redislock.cache import ComputeOnceMixin, DjangoRedisCache, DummyCach
 from django_redislock.connections import connection_names
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockLost, NotAcquired
 from django_redislock.testing import assert_locked, unlocked
-from tests.support import wait_until
+from tests.support import in_threads, wait_until
 
 
 @pytest.fixture(params=["LocMemCache", "DummyCache"])
@@ -124,7 +124,7 @@ def test_clear_forgets_the_values(cache):
 def test_one_thread_at_a_time_holds_a_lock_of_the_cache(cache):
     inside, most, done = [], [], []
 
-    def work():
+    def work(number):
         for _ in range(20):
             with caches["default"].lock("maintenance", expire=30):
                 inside.append(1)
@@ -133,11 +133,7 @@ def test_one_thread_at_a_time_holds_a_lock_of_the_cache(cache):
                 inside.pop()
         done.append(1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(4, work)
     assert (len(done), max(most)) == (4, 1)
     assert not cache.lock("maintenance").locked()
 

@@ -46,11 +46,12 @@ def test_a_worker_obeys_registered_functions_only(client, settings, redis_url, b
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_without_a_broker_everybody_has_the_old_value(
-    client, settings, server, redis_url, backend, caplog, asynchronous
+    client, settings, server, redis_url, backend, caplog, asynchronous, monkeypatch
 ):
     from tests.support.celery_site.app import app
     from tests.support.celery_site.harness import connected
 
+    monkeypatch.setitem(app.conf, "broker_transport_options", {"max_retries": 1, "interval_start": 0})
     settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}}
     cache = caches["default"]
     cache.set("k", "old", 25)

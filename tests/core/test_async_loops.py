@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import time
 import weakref
 from contextlib import AsyncExitStack, suppress
@@ -17,7 +16,7 @@ from django_redislock.core import AsyncLock, AsyncRLock
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
-from tests.support import acquire_and_release, async_client_at, in_a_fork, queued, until, wait_until
+from tests.support import acquire_and_release, async_client_at, in_a_fork, in_threads, queued, until, wait_until
 
 
 @pytest.mark.slow
@@ -88,11 +87,7 @@ def test_loops_in_several_threads_at_once_share_one_lock(aclient, client):
         await asyncio.gather(*[work() for _ in range(10)])
 
     before = len(client.client_list())
-    threads = [threading.Thread(target=asyncio.run, args=(main(),)) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
+    in_threads(5, lambda number: asyncio.run(main()))
     assert most == [1] * 50
     wait_until(lambda: len(client.client_list()) <= before)
 

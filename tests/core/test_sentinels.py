@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from django_redislock.core import AsyncLock, Lock
+from django_redislock.core.driver import sentinels
 from django_redislock.core.driver.registry import close_unused, server_of
 from django_redislock.core.driver.sentinels import ASK_FOR
 from django_redislock.exceptions import LockBackendError
@@ -79,6 +80,8 @@ def test_a_service_that_no_sentinel_knows_is_an_error_at_once_that_says_what_to_
 @pytest.fixture(scope="module")
 def deployment():
     with Deployment() as deployment:
+        for port in deployment.sentinels:  # or each test would wait 10 s for what they learn of a healed server
+            deployment.ask(port, "DEBUG", "INFO-PERIOD", "500", "PUBLISH-PERIOD", "500")
         yield deployment
 
 
@@ -132,6 +135,7 @@ def test_tasks_and_a_cache_go_on_after_the_primary_was_killed(deployment, client
         former = await asyncio.to_thread(deployment.kill)
         assert await held.extend(), "it is tried again until a replica is promoted"
         assert deployment.primary is not former
+        await asyncio.to_thread(deployment.wait_until_all_agree)  # values are read as django-redis does it
         computed = []
         assert await cache.aget_or_set("k2", lambda: computed.append(1) or "v2", 600) == "v2"
         assert computed == [1]
@@ -147,9 +151,11 @@ def test_tasks_and_a_cache_go_on_after_the_primary_was_killed(deployment, client
     assert calls == [1]
 
 
-def test_a_sentinel_with_an_older_configuration_is_outvoted(deployment, client, tmp_path):
+def test_a_sentinel_with_an_older_configuration_is_outvoted(deployment, client, tmp_path, monkeypatch):
     """It stands for one on the wrong side of a partition: it calls another server the primary, and answers first."""
+    monkeypatch.setattr(sentinels, "ASK_FOR", 10)  # or on a busy machine it might be the only one that answers
     deployment.wait_for_another(deployment.switch())
+    deployment.wait_until_all_agree()
     with running_sentinel(tmp_path) as behind:
         for ports in ([behind, *deployment.sentinels[:2]], [*deployment.sentinels[1:], behind]):
             with client_from_url(url_of(*ports)) as found:

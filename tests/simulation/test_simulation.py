@@ -28,6 +28,7 @@ def test_nothing_goes_wrong_in_histories_of_orders_and_faults(kind):
         print(f"{number} histories of kind {kind}, from seed {first}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_goes_wrong_in_a_small_world_whatever_request_fails_and_whenever_a_process_pauses(kind):
     assert explore_bounded(kind, 1) > 50

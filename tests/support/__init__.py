@@ -11,6 +11,7 @@ from .interruptions import Interrupted, TimeLimit, interruptions
 from .locks import (
     acquire_and_release,
     in_thread,
+    in_threads,
     key_of,
     listening,
     name_of,
@@ -57,6 +58,7 @@ __all__ = [
     "free_port",
     "in_a_fork",
     "in_thread",
+    "in_threads",
     "interruptions",
     "key_of",
     "leave_out",

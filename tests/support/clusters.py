@@ -114,10 +114,14 @@ class Cluster:
 
     def ask(self, node: RedisServer, *command: Any) -> Any:
         """Return a node's reply to a command."""
+        return self.client_of(node).execute_command(*command)
+
+    def client_of(self, node: RedisServer) -> redis.Redis:
+        """Return the client of one node. It is kept, because connecting takes much longer than a command."""
         client = self._clients.get(node)
-        if client is None:  # kept, because connecting takes much longer than a command
+        if client is None:
             client = self._clients[node] = self._stack.enter_context(node.client())
-        return client.execute_command(*command)
+        return client
 
     def id_of(self, node: RedisServer) -> str:
         """Return the id of a node in the Cluster."""

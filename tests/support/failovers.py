@@ -76,13 +76,20 @@ class Deployment:
     @property
     def primary(self) -> RedisServer:
         """The server that most Sentinels call the primary."""
-        ports = [int(self.ask(port, "GET-MASTER-ADDR-BY-NAME", "main")[1]) for port in self.sentinels]
+        ports = self._named()
         named = max(ports, key=ports.count)
         return next(server for server in self.servers if server.port == named)
 
+    def _named(self) -> list[int]:
+        return [int(self.ask(port, "GET-MASTER-ADDR-BY-NAME", "main")[1]) for port in self.sentinels]
+
+    def wait_until_all_agree(self) -> None:
+        """Wait until every Sentinel names the same primary: redis-py asks one of them, and it may be behind the others."""
+        wait_until(lambda: len(set(self._named())) == 1, message="the Sentinels agree")
+
     @property
     def whole(self) -> bool:
-        """Whether every Sentinel knows the others and all servers, and every replica follows the primary."""
+        """Whether every Sentinel knows the primary, the others and all servers, and every replica follows the primary."""
         with suppress(redis.RedisError, IndexError):
             for port in self.sentinels:
                 state = self.ask(port, "MASTER", "main")
@@ -90,6 +97,8 @@ class Deployment:
                 others = int(state["num-other-sentinels"]), int(state["num-slaves"])
                 if state["flags"] not in ("master", {"master"}) or others != (self._number - 1, self._replicas):
                     return False
+            if len(set(self._named())) > 1:
+                return False
             primary = self.primary
             with self.client(primary) as client:
                 found: dict[str, Any] = client.info("replication")  # type: ignore[assignment]

@@ -74,6 +74,16 @@ def in_thread(function: Callable[..., T], *args: object) -> T:
     return results[0]
 
 
+def in_threads(number: int, work: Callable[[int], object]) -> None:
+    """Run ``work(0)``, ``work(1)``, … in so many threads at once, and return when all have ended."""
+    threads = [threading.Thread(target=work, args=(each,)) for each in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 @contextmanager
 def listening(client: redis.Redis, *channels: str, lock: str = "a") -> Iterator[Callable[[], list[str]]]:
     """Subscribe to channels as processes do that wait for the lock but are frozen.

@@ -6,19 +6,17 @@ import redis
 
 from django_redislock.core.driver.script import Script
 
-from .counts import servers_of
-
 HOMES = ["core.scripts", "cache.lease.obtain", "cache.lease.invalidate", "cache.lease.store", "celery.execution_lock"]
 
 
-def load_scripts(client: redis.Redis | redis.RedisCluster) -> None:
-    """Let the servers know every script, so that no test depends on what another one has run before.
+def load_scripts(*servers: redis.Redis) -> None:
+    """Let these servers know every script, so that no test depends on what another one has run before.
 
     A script that a server does not know yet is sent twice, by EVALSHA and by EVAL, and tests count commands or drop replies.
     """
     homes = [vars(import_module(f"django_redislock.{home}")) for home in HOMES]
     scripts = {each.sha: each.text for home in homes for each in home.values() if isinstance(each, Script)}
-    for server in servers_of(client):
+    for server in servers:
         known = server.script_exists(*scripts)
         for text, found in zip(scripts.values(), known, strict=True):
             if not found:

@@ -173,9 +173,8 @@ def running_sentinels(
 ) -> Iterator[list[int]]:
     """Yield the ports of Sentinels that watch the primary, which they call "main"."""
     with ExitStack() as stack:
-        ports = []
-        for _ in range(number):
-            port = free_port()
+
+        def start(port: int) -> None:
             home = directory / str(port)
             home.mkdir()
             monitor = f"sentinel monitor main 127.0.0.1 {primary.port} {number // 2 + 1}"
@@ -186,15 +185,19 @@ def running_sentinels(
                 subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
             stack.callback(process.kill)
-            ports.append(port)
-        for port in ports:
             with redis.Redis(port=port, retry=None) as client:
-                wait_until(lambda client=client: _answers(client), message="the Sentinel answers")
-        yield ports
+                wait_until(
+                    lambda: _watches(process, client), message="the Sentinel answers, and is connected to the primary"
+                )
+
+        yield [on_free_port(start) for _ in range(number)]
 
 
-def _answers(client: redis.Redis) -> bool:
+def _watches(process: subprocess.Popen[bytes], sentinel: redis.Redis) -> bool:
+    if process.poll() is not None:
+        raise RuntimeError("The Sentinel did not start.")
     try:
-        return bool(client.ping())
-    except redis.ConnectionError:
+        flags = sentinel.sentinel_master("main")["flags"]
+    except redis.RedisError:
         return False
+    return flags in ("master", {"master"})

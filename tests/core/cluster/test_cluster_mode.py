@@ -11,7 +11,7 @@ from django_redislock.core.contention import contention
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.operations import count
 from django_redislock.doctor_trials import diagnose
-from tests.support import RedisServer, lived, wait_until
+from tests.support import OneNode, RedisServer, lived, wait_until
 from tests.support.locks import wait_in_a_thread
 
 NAMES = [f"lock-{number}" for number in range(10)]
@@ -19,9 +19,7 @@ NAMES = [f"lock-{number}" for number in range(10)]
 
 @pytest.fixture(scope="module")
 def shard() -> Iterator[RedisServer]:
-    with RedisServer(cluster_enabled="yes") as server, server.client() as client:
-        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        wait_until(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+    with OneNode() as server:
         yield server
 
 

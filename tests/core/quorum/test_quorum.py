@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from django_redislock.core import Lock, QuorumLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import in_a_fork, wait_until
+from tests.support import in_a_fork, in_threads, wait_until
 from tests.support.locks import held_on
 
 KEYS = lock_keys("redislock", "a")
@@ -70,11 +69,7 @@ def test_many_wait_their_turn(clients):
                 inside.remove(number)
                 turns.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(6, work)
     assert len(turns) == 30
     assert max(worst) == 1
 

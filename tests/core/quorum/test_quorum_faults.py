@@ -13,7 +13,7 @@ from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import queued, wait_until, within
+from tests.support import in_threads, queued, wait_until, within
 from tests.support.locks import held_on
 
 KEYS = lock_keys("redislock", "a")
@@ -196,11 +196,7 @@ def test_who_holds_too_few_parts_gives_them_to_who_came_earlier(servers, clients
             with QuorumLock(clients, "a"):
                 turns.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(6, work)
     assert len(turns) == 60
     wait_until(lambda: held_on(clients[away:]) == [0] * (5 - away))
 

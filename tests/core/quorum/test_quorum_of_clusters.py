@@ -10,7 +10,7 @@ import redis.asyncio
 
 from django_redislock.core import AsyncQuorumLock, Lock, QuorumLock
 from django_redislock.exceptions import LockBackendError
-from tests.support import Cluster, key_of, wait_until
+from tests.support import Cluster, key_of, queued, wait_until
 from tests.support.locks import held_on
 
 SERVERS = 3
@@ -35,12 +35,13 @@ def test_it_is_held_on_the_node_of_its_slot_and_on_the_servers(nodes, clients):
 
 
 @pytest.mark.parametrize("kind", [redis.RedisCluster, redis.asyncio.RedisCluster])
-def test_tasks_hold_it_and_wait_for_it_too(cluster, clients, kind):
+def test_tasks_hold_it_and_wait_for_it_too(cluster, nodes, clients, kind):
     async def main():
         mixed = [kind.from_url(cluster.url, **OPTIONS), *clients[:2]]
         async with AsyncQuorumLock(mixed, "a") as held:
             waiter = asyncio.create_task(AsyncQuorumLock(mixed, "a").acquire(timeout=20))
-            await asyncio.to_thread(wait_until, lambda: any(client.keys("*:queue:*") for client in clients[:2]))
+            everywhere = [nodes, *clients[:2]]
+            await asyncio.to_thread(wait_until, lambda: waiter.done() or any(queued(each, "a") for each in everywhere))
             assert await held.owned()
         assert await waiter
 
