@@ -18,7 +18,7 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
 
 from ..core.events import log
-from ..core.records import new_id
+from ..core.keys import new_id
 from .backends.base import RedisBackend
 from .lease.obtain import cancel_refresh, reserve_refresh
 from .lease.read import read_value

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from redis.exceptions import RedisError
 
-from ..core import events, operations, records, scripts
+from ..core import events, operations, scripts
 from ..core.base import MESSAGES
 from ..core.clock import monotonic
 from ..core.driver.effects import Operation, ScriptCall
@@ -27,7 +27,7 @@ from ..core.driver.replicated import unconfirmed_grant
 from ..core.driver.retry import with_retries
 from ..core.driver.script import Script
 from ..core.driver.server import Server
-from ..core.keys import LockKeys, lock_keys, milliseconds
+from ..core.keys import LockKeys, lock_keys, milliseconds, record
 from ..core.lease import Lease
 from ..core.lock import Lock
 from ..core.loss import find_cause
@@ -257,7 +257,7 @@ class ExecutionLock(Lock):
 
     def _record(self) -> bytes:
         # The fields of this task are appended to the prepared record of all tasks.
-        general = records.record(self.kind, "", self.expire, self.auto_renewal)
+        general = record(self.kind, "", self.expire, self.auto_renewal)
         own = [f',"{name}":{"true" if value is True else _json(value)}' for name, value in self.details.items()]
         return b'%b,"label":%b}' % (general[:-1], "".join([_json(self.label), *own]).encode())
 

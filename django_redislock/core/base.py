@@ -9,14 +9,13 @@ from contextlib import suppress
 from typing import Any, Literal, Self, Unpack
 
 from ..exceptions import AlreadyAcquired, LockError, NotAcquired
-from . import events, operations, records, validation
-from .acquirers import Acquirers, holders
-from .caller_view import CallerView, chain
+from . import events, operations, validation
+from .acquirers import Acquirers, CallerView, chain, holders
 from .clock import monotonic
 from .driver import process
 from .driver.effects import Operation
 from .driver.registry import replicated, server_of
-from .keys import lock_keys
+from .keys import lock_keys, new_id, record
 from .lease import Lease
 from .loss import check_reason, find_cause, report_reset
 from .operations import AcquireRequest
@@ -175,7 +174,7 @@ class BaseLock(CallerView[Lease]):
 
     def _new_request(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> AcquireRequest:
         given = self._given_id if token is None else token.id
-        lease = self._new_lease(acquirer, given or records.new_id())
+        lease = self._new_lease(acquirer, given or new_id())
         record = self._record() if token is None else token.marked(self._record())
         return AcquireRequest(lease, record, timeout, given is not None, self._is_subscribed())
 
@@ -196,7 +195,7 @@ class BaseLock(CallerView[Lease]):
 
     def _record(self) -> bytes:
         """Return the record of the holder, for `owner()` and lists."""
-        return records.record(self.kind, self.label, self.expire, self.auto_renewal)
+        return record(self.kind, self.label, self.expire, self.auto_renewal)
 
     def _release(self, lease: Lease) -> Operation[None]:
         self._stop(lease)

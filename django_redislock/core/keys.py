@@ -1,4 +1,4 @@
-"""The keys of a lock in Redis.
+"""The keys of a lock in Redis, and what an acquirer writes there: its owner id, its record and an expiry.
 
 All keys of one lock begin with the hash tag ``{prefix:bucket}``, so that they share a Cluster slot with each other and
 with the bucket's index of held locks and its fence counter. The bucket is a hash of the name.
@@ -6,10 +6,15 @@ with the bucket's index of held locks and its fence counter. The bucket is a has
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import threading
 import zlib
 from functools import lru_cache
 from typing import NamedTuple
+
+from .driver import process
 
 BUCKETS = 256
 
@@ -50,6 +55,22 @@ def witness_key(keys: LockKeys, name: str) -> bytes:
 def held_keys(prefix: str) -> list[bytes]:
     """Return the keys of all indexes of held locks."""
     return [bucket.held for bucket in _buckets(prefix)]
+
+
+def new_id() -> str:
+    """Return a random owner id."""
+    return os.urandom(16).hex()
+
+
+@lru_cache(maxsize=1024)
+def _static(pid: int, thread: str, kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
+    fields = {"host": process.HOST, "pid": pid, "thread": thread, "kind": kind, "label": label}
+    return json.dumps(fields | {"expire": expire, "auto_renewal": auto_renewal}, separators=(",", ":")).encode()
+
+
+def record(kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
+    """Return the record that this thread writes into a lock that it acquires."""
+    return _static(process.pid, threading.current_thread().name, kind, label, expire, auto_renewal)
 
 
 def milliseconds(seconds: float) -> bytes:

@@ -20,10 +20,10 @@ from .driver.replicated import unconfirmed_grant
 from .driver.retry import with_retries
 from .driver.script import Script
 from .driver.server import Server
-from .keys import LockKeys, held_keys, milliseconds, witness_key
+from .keys import LockKeys, held_keys, milliseconds, new_id, witness_key
 from .lease import Lease
 from .loss import note, notes_key
-from .records import StoredLock, new_id, parse
+from .records import StoredLock, parse
 
 MAX_SLEEP = 30.0
 """Seconds after which a waiter tries again in any case; a queue expires after four times as long."""

@@ -17,8 +17,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from ..exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockError
 from . import events, operations
-from .acquirers import Acquirers, holders
-from .caller_view import CallerView, chain
+from .acquirers import Acquirers, CallerView, chain, holders
 from .clock import monotonic
 from .driver.cluster import is_same
 from .driver.effects import Operation

@@ -29,10 +29,10 @@ from .driver.effects import Operation, ScriptCall
 from .driver.retry import with_retries
 from .driver.server import Server
 from .driver.side_by_side import GRACE, LEFT_OUT, in_background, on_servers
+from .keys import new_id
 from .lease import Lease, end_of
 from .operations import AcquireRequest
 from .quorum_parts import Part, PartLease
-from .records import new_id
 from .watchdog import watchdog
 
 SPLIT = 0.02

@@ -17,9 +17,9 @@ from .base import BaseLock
 from .clock import monotonic
 from .driver import os_threads, process
 from .driver.effects import Operation
+from .driver.os_threads import Slot
 from .driver.server import Server
 from .driver.side_by_side import LEFT_OUT, in_background, on_servers
-from .driver.slot import Slot
 from .lease import Lease
 from .loss import find_cause
 from .quorum_attempt import QuorumAttempt

@@ -1,17 +1,13 @@
-"""The record that a holder leaves in Redis, and the description of a lock that is read back from it."""
+"""The description of a lock, as it is read back from the record that its holder wrote."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
 
 from ..exceptions import LockBackendError
-from .driver import process
 
 
 @dataclass(frozen=True)
@@ -50,22 +46,6 @@ class LockInfo:
         """The holder in one line: its label, if it has one, its host, process and thread."""
         place = f"{self.host} pid {self.pid} {self.thread}".strip()
         return f"{self.label} on {place}" if self.label else place
-
-
-def new_id() -> str:
-    """Return a random owner id."""
-    return os.urandom(16).hex()
-
-
-@lru_cache(maxsize=1024)
-def _static(pid: int, thread: str, kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
-    fields = {"host": process.HOST, "pid": pid, "thread": thread, "kind": kind, "label": label}
-    return json.dumps(fields | {"expire": expire, "auto_renewal": auto_renewal}, separators=(",", ":")).encode()
-
-
-def record(kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
-    """Return the record that this thread writes into a lock that it acquires."""
-    return _static(process.pid, threading.current_thread().name, kind, label, expire, auto_renewal)
 
 
 @dataclass(slots=True)

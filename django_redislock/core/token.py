@@ -9,7 +9,8 @@ from . import operations
 from .base import BaseLock
 from .clock import monotonic
 from .driver.effects import Operation, Sleep
-from .records import Token, new_id
+from .keys import new_id
+from .records import Token
 from .validation import check_token
 
 RETRY_EVERY = 0.1

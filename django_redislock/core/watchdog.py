@@ -20,7 +20,7 @@ from . import events
 from .clock import monotonic
 from .driver import os_threads
 from .driver.fork import after_in_child
-from .driver.slot import Slot
+from .driver.os_threads import Slot
 from .lease import Lease
 from .renewals import Renewals, acquirer_ended, patience_of, report_not_renewed
 

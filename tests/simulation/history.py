@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from django_redislock.cache.lease import single_flight
 from django_redislock.celery import execution_lock
-from django_redislock.core import clock, quorum_lease, records, renewals
+from django_redislock.core import clock, keys, quorum_lease, renewals
 
 from .driver import Thread
 from .model_server import ModelServer
@@ -65,7 +65,7 @@ def simulated() -> Iterator[None]:
         replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    new_id = records.new_id
+    new_id = keys.new_id
     for name, module in list(sys.modules.items()):
         if name.startswith("django_redislock"):
             if vars(module).get("monotonic") is real_monotonic:

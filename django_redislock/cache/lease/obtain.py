@@ -19,9 +19,8 @@ from ...core.clock import monotonic
 from ...core.driver.effects import Operation, Pipeline, ScriptCall, Subscribe, Unsubscribe
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
-from ...core.keys import milliseconds
+from ...core.keys import milliseconds, record
 from ...core.operations import release_call, wait_effect
-from ...core.records import record
 from ...exceptions import LockBackendError
 from .cluster_slots import is_crossing, lease_keys
 from .request import (

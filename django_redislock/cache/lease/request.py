@@ -18,9 +18,8 @@ from redis.exceptions import NoPermissionError
 from ...core import events
 from ...core.clock import monotonic
 from ...core.driver.server import Server
-from ...core.keys import LockKeys, lock_keys
+from ...core.keys import LockKeys, lock_keys, new_id
 from ...core.lease import Lease
-from ...core.records import new_id
 from ...core.validation import MAX_NAME, fitting_name
 from ...exceptions import LockBackendError
 from ..stats import Counters

@@ -17,8 +17,7 @@ from redis.exceptions import TimeoutError
 from ..clock import monotonic
 from . import os_threads
 from .connection import Connection
-from .os_threads import OsEvent
-from .slot import Slot
+from .os_threads import OsEvent, Slot
 
 
 class ConnectionPool:

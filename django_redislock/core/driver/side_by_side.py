@@ -15,8 +15,8 @@ from . import os_threads
 from .async_server import async_server_of
 from .effects import Operation
 from .fork import after_in_child
+from .os_threads import Slot
 from .server import Server
-from .slot import Slot
 
 GRACE = 0.01
 """Seconds for which the last servers are waited for, after the others have answered."""

@@ -7,8 +7,7 @@ from weakref import ref
 
 from ..clock import monotonic
 from .connection import Connection
-from .os_threads import OsEvent
-from .slot import Slot
+from .os_threads import OsEvent, Slot
 from .wakeups import Keepalive, Waiter
 
 

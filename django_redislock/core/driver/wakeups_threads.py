@@ -19,9 +19,9 @@ from redis.exceptions import RedisError, TimeoutError
 
 from ..clock import monotonic
 from .connection import Connection
+from .os_threads import Slot
 from .refusal import Refusal
 from .resp import encode_command
-from .slot import Slot
 from .subscription import Attempt, Subscription, WaitingThread
 from .wakeups import POLL_INTERVAL, BaseWaitingRoom
 
