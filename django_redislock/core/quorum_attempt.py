@@ -126,7 +126,7 @@ class QuorumAttempt(ABC):
         for part in self.parts:
             part.retry_at = part.server.left_out_until
         self._ask(until, monotonic())
-        check_at, conclude_at = 0.0, math.inf
+        check_at, conclude_at, spare_at = 0.0, math.inf, math.inf
         while not self._ended:
             held, running = self._held(), [part for part in self.parts if part.task is not None]
             if len(held) >= self._needed:
@@ -151,8 +151,11 @@ class QuorumAttempt(ABC):
                 answered = sum(part.answered for part in self.parts)
                 left_out = [part for part in self.parts if not (part.task or part.answered or part.error)]
                 possible = len(held) + len(running)
-                if possible < self._needed <= possible + len(left_out) or answered + len(running) < self._needed:
-                    for part in left_out:  # the others do not suffice
+                if answered:
+                    spare_at = min(spare_at, now + GRACE)
+                few = possible < self._needed <= possible + len(left_out) or answered + len(running) < self._needed
+                if few or (left_out and now >= spare_at):
+                    for part in left_out:  # the others do not suffice, or one of them does not answer
                         self._start(part, 0.0)
                     if left_out:
                         continue
@@ -163,7 +166,7 @@ class QuorumAttempt(ABC):
                     return False
                 if conclude_at == math.inf and answered >= self._needed:
                     conclude_at = now + GRACE
-                wake_at = conclude_at
+                wake_at = min(conclude_at, spare_at) if left_out else conclude_at
             tasks = [part.task for part in self.parts if part.task is not None]
             seconds = None if wake_at == math.inf else max(0.0, wake_at - monotonic())
             if tasks:

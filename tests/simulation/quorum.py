@@ -135,9 +135,10 @@ class QuorumHistory(History):
         on_lost = partial(self._told, thread)
         lock = SimulatedQuorumLock(process.links, NAME, on_lost=on_lost, **plan.options)  # type: ignore[arg-type]
         for step in plan.steps:
+            began = self.world.time
             if not await self._acquired(thread, lock, step.timeout):
                 continue
-            await self._hold(thread, lock, step)
+            await self._hold(thread, lock, step, began)
             if step.pause:
                 await asyncio.sleep(step.pause)
 
@@ -170,11 +171,11 @@ class QuorumHistory(History):
             if timeout is not None and took > most:
                 self.fail(f"{thread} came back after {took:.3f} s, though its timeout is {timeout} s")
         if not got:
-            self._is_given_back(thread, lock.attempt, asked)
+            self._is_given_back(thread, lock.attempt, asked, asked)
             await asyncio.sleep(0.05)
         return got
 
-    async def _hold(self, thread: TaskThread, lock: SimulatedQuorumLock, step: Round) -> None:
+    async def _hold(self, thread: TaskThread, lock: SimulatedQuorumLock, step: Round, began: float) -> None:
         world, lease = self.world, self.beliefs[thread]
         if step.held:
             await asyncio.sleep(step.held)
@@ -196,7 +197,7 @@ class QuorumHistory(History):
                 self._see_failure(thread, lock, "release", error)
                 await asyncio.sleep(0.05)
         self.number += 1
-        self._is_given_back(thread, lease, asked)
+        self._is_given_back(thread, lease, began, asked)
         self._is_taken(lease)
 
     # What must never be seen
@@ -208,8 +209,16 @@ class QuorumHistory(History):
         self.beliefs[thread] = lease
         self._see_overlap(thread, lease)
         for other, waiting in self.waiting.items():
-            if self.plan.calm and waiting.timeout is None and waiting.since < waited.since - QUIET:
+            earlier = self.plan.calm and waiting.timeout is None and waiting.since < waited.since - QUIET
+            if earlier and self._has_its_places(waiting):
                 self.fail(f"{thread} got the lock before {other}, who came earlier")
+
+    def _has_its_places(self, waiting: Waiting) -> bool:
+        """Whether it holds or waits wherever it asks. One that gave a part to an earlier one has to come back to the queue."""
+        attempt = waiting.lock.attempt
+        assert attempt is not None
+        asked = [part.server.host for part in attempt.parts if part.task is not None]  # type: ignore[attr-defined]
+        return all(self._holds(host, attempt.id) or self._waits(host, attempt.id) for host in asked)
 
     def _stands(self, thread: TaskThread, lease: QuorumLease) -> bool:
         """Whether the holder would say so itself."""
@@ -248,8 +257,13 @@ class QuorumHistory(History):
         if held >= self.needed:
             self.fail(f"{thread} was told of a loss that there was not")
 
-    def _is_given_back(self, thread: TaskThread, attempt: QuorumLease | None, asked: float) -> None:
-        """See that soon nothing is left of the attempt on the servers that have been well since it began."""
+    def _is_given_back(self, thread: TaskThread, attempt: QuorumLease | None, began: float, ended: float) -> None:
+        """See that soon nothing is left of the attempt on the servers that have been well since it ended.
+
+        A place in a queue is given up once, when its part is not asked for any more. Where a call got lost before, the place
+        may stay: it costs the next waiter less than a second, because nobody claims the reservation. So the server must have been
+        well since the attempt began.
+        """
         world, freezes = self.world, thread.process.freezes
         assert attempt is not None
 
@@ -258,15 +272,22 @@ class QuorumHistory(History):
                 return
             links: list[Link] = thread.process.links  # type: ignore[attr-defined]
             for link in links:
-                if link.well <= asked and self._has(link.host, attempt.id):
+                if link.well <= ended and self._holds(link.host, attempt.id):
                     self.fail(f"{attempt.id} of {thread} has ended, and is still on {link.host}")
+                if link.well <= began and self._waits(link.host, attempt.id):
+                    self.fail(f"{attempt.id} of {thread} has ended, and still waits at {link.host}")
 
         world.at(world.time + GIVEN_BACK, look)
 
-    def _has(self, host: Host, id: str) -> bool:
-        value, queue = host.server.peek(KEYS.lock), host.server.peek(KEYS.queue)
+    def _holds(self, host: Host, id: str) -> bool:
+        found, _, rest = (host.server.peek(KEYS.lock) or b"").partition(b"\n")
+        return found.startswith(id.encode() + b".") and not rest.startswith(b"0\n")
+
+    def _waits(self, host: Host, id: str) -> bool:
+        """Whether it has a place in the queue, or the lock is reserved for it."""
         root = id.encode() + b"."
-        return (value or b"").startswith(root) or any(b"\n" + root in entry for entry in queue or ())
+        entries = [entry.partition(b"\n")[2] for entry in host.server.peek(KEYS.queue) or ()]
+        return any(entry.startswith(root) for entry in [*entries, host.server.peek(KEYS.lock) or b""])
 
     def _is_taken(self, lease: QuorumLease) -> None:
         """See that somebody who waits gets the lock soon, where nothing goes wrong."""

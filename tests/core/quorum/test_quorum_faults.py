@@ -88,6 +88,15 @@ def test_a_server_that_was_left_out_is_asked_where_another_one_is_stuck(clients)
         assert QuorumLock(clients, "a").acquire(blocking=False)
 
 
+def test_a_server_that_was_left_out_is_asked_where_another_one_is_silent(servers, clients):
+    """Else a call that does not wait would come back after the socket timeout of the silent one."""
+    for client in clients[:2]:
+        server_of(client).left_out_until = monotonic() + 60
+    servers[4].pause()
+    with within(2):  # of five seconds
+        assert QuorumLock(clients, "a").acquire(blocking=False)
+
+
 def test_a_part_that_a_restarted_server_lost_is_taken_anew(servers, clients):
     lock = QuorumLock(clients, "a", expire=1.5)
     with lock:
