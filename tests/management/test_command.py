@@ -259,8 +259,7 @@ def test_a_user_without_a_name_may_release(client: redis.Redis, monkeypatch: pyt
 def test_a_release_that_redis_does_not_answer_says_what_is_known(
     own_server: RedisServer, settings: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    settings.DJANGO_REDISLOCK = {"URL": own_server.url}
-    monkeypatch.setattr("django_redislock.core.driver.retry.retry_for", 0.3)
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url, "RETRY_FOR": 0.2}
 
     class Late(io.StringIO):
         def readline(self, size: int = -1) -> str:
