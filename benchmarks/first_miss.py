@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 from common import server, table
 
@@ -28,7 +29,14 @@ PAIRS = {
 
 
 def first_miss(url: str, backend: str, number: int) -> float:
-    command = [sys.executable, "-c", PROGRAM.format(here=sys.path[0]), url, backend, f"{backend} {number}"]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM.format(here=str(Path(__file__).parent)),
+        url,
+        backend,
+        f"{backend} {number}",
+    ]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1000
 
 

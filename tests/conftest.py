@@ -14,6 +14,7 @@ import pytest
 import redis
 import redis.asyncio
 from django.conf import settings
+from hypothesis import HealthCheck, settings as hypothesis_settings
 
 from django_redislock.cache.lease import single_flight
 from django_redislock.core import held_locks
@@ -50,6 +51,10 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
+# A busy machine, or coverage, makes the first examples of hypothesis slowly.
+hypothesis_settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.load_profile("any machine")
 
 
 def pytest_report_header() -> str:

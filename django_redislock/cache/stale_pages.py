@@ -36,11 +36,9 @@ class StalePages:
 
     def save(self, request: HttpRequest, page: HttpResponseBase) -> None:
         """Save a copy of a page that was stored just now."""
-        timeout = self._rules.page_timeout  # type: ignore[attr-defined]
+        timeout: Any = self._rules.page_timeout  # type: ignore[attr-defined]
         if timeout is None:
-            timeout = get_max_age(page)
-        if timeout is None:
-            timeout = self._rules.cache_timeout
+            timeout = get_max_age(page)  # Django wrote it into the page that it stored
         expiry = timeout + self.stale
         self._cache.set(learn_cache_key(request, page, expiry, self._prefix, cache=self._cache), page, expiry)
         self._cache.delete(self._failures(request))

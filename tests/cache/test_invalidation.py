@@ -230,6 +230,15 @@ def test_a_deletion_when_redis_is_down_may_be_forgiven(own_server):
     assert not cache.delete("k")
     cache.delete_many(["k"])
     cache.set("k", 1, 0)
+    cache.set_many({"k": 1}, 0)
+    assert not cache.touch("k", 0)
+    assert not cache.incr_version("k")
+    assert not cache.clear()
+    own_server.start()
+    assert cache.get("k") is None, "it was not saved to disk"
+    cache.set("k", 1)
+    assert cache.clear()
+    assert cache.get("k") is None
 
 
 ONLY_DJANGO_REDIS = {

@@ -9,11 +9,12 @@ import threading
 
 import pytest
 from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
 
 from django_redislock import tasks
 from django_redislock.cache import cached, refreshable
 from tests.support import cache_programs, monitoring, wait_until
-from tests.support.cache_programs import Work, held, never, order, refreshable_never
+from tests.support.cache_programs import Work, cache_at, held, never, order, refreshable_never
 from tests.support.worker import Worker
 
 
@@ -25,6 +26,13 @@ def test_only_a_registered_function_can_be_refreshed_by_celery(get):
         refreshable(lambda: 1)
     with pytest.raises(TypeError, match="function of a module"):
         cached(60, key="k", stale=30, refresh="celery")(lambda: 1)
+
+
+def test_a_cache_that_no_worker_can_find_cannot_be_refreshed_by_celery(client, redis_url, backend):
+    cache = cache_at(redis_url, backend, KEY_PREFIX="elsewhere")
+    cache.set("k", "old", 25)
+    with pytest.raises(ImproperlyConfigured, match="one of CACHES"):
+        cache.get_or_set("k", cache_programs.celebrate, 60, stale=30, refresh="celery")
 
 
 @pytest.mark.parametrize("argument", ["default", "should_cache", "timeout_for"])

@@ -75,6 +75,18 @@ def test_a_copy_lives_longer_than_its_page(show, client):
     assert 600 < lives[-1] <= 660
 
 
+@pytest.mark.parametrize(("headers", "seconds"), [({"Cache-Control": "max-age=30"}, 30), ({}, 600)])
+def test_without_a_timeout_a_copy_lives_longer_than_the_page_or_the_caches_timeout_says(
+    redis_url, client, headers, seconds
+):
+    location = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": redis_url, "TIMEOUT": 600}
+    with override_settings(CACHES={"default": location}, CACHE_MIDDLEWARE_SECONDS=600):
+        cache_page(None, stale=600)(lambda request: HttpResponse("page", headers=headers))(RequestFactory().get("/"))
+    lives = [client.ttl(key) for key in client.keys("*redislock.stale*")]
+    assert lives
+    assert all(seconds + 590 < life <= seconds + 600 for life in lives)
+
+
 def test_without_stale_no_copy_is_kept(show, client):
     show(Origin(), on_error="stale")()
     assert not client.keys("*stale*")

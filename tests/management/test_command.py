@@ -235,6 +235,45 @@ def test_who_released_is_told(client: redis.Redis, answers: Any, caplog: pytest.
     assert data["user"].startswith("command line")
 
 
+def test_a_user_without_a_name_may_release(client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user id is in no list."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    hold(client, "stuck")
+    run("release", "stuck", "--yes")
+    assert not held(client, "stuck")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["stuck"], "It is unknown whether the lock was released"),
+        (["--task", "shop.build"], "Released 0 locks, then Redis failed"),
+    ],
+)
+def test_a_release_that_redis_does_not_answer_says_what_is_known(
+    own_server: RedisServer, settings: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url, "RETRY_FOR": 0.2}
+
+    class Late(io.StringIO):
+        def readline(self, size: int = -1) -> str:
+            own_server.kill()
+            return "y\n"
+
+    with own_server.client() as client:
+        hold(client, "stuck", auto_renewal=False)
+        hold(client, "celery:shop.build:1", kind="celery", label="shop.build[1]", auto_renewal=False)
+    monkeypatch.setattr(sys, "stdin", Late())
+    with pytest.raises(CommandError, match=message):
+        run("release", *arguments)
+
+
 # Connections
 
 

@@ -112,6 +112,32 @@ def test_a_loss_is_told_in_the_loop_of_the_holder(aclients, clients):
     asyncio.run(main())
 
 
+def test_a_block_whose_lock_was_taken_away_ends_with_the_loss_or_with_its_own_error(aclients, clients):
+    async def main():
+        with pytest.raises(LockLost):
+            async with AsyncQuorumLock(aclients, "a") as lock:
+                assert await AsyncQuorumLock(aclients, "a").reset(by="me")
+        with pytest.raises(ZeroDivisionError) as raised:
+            async with AsyncQuorumLock(aclients, "a") as lock:
+                await lock.reset(by="me")
+                raise ZeroDivisionError
+        assert isinstance(raised.value.__context__, LockLost)
+
+    asyncio.run(main())
+
+
+def test_a_block_that_another_task_ends_is_released(aclients, clients):
+    """As when an asynchronous generator is closed by the loop."""
+
+    async def main():
+        lock = AsyncQuorumLock(aclients, "a")
+        await lock.__aenter__()
+        await asyncio.create_task(lock.__aexit__(None, None, None))
+        assert await lock.owner() is None
+
+    asyncio.run(main())
+
+
 def test_a_part_that_was_lost_is_taken_anew(aclients, clients):
     async def main():
         async with AsyncQuorumLock(aclients, "a", expire=0.6) as lock:

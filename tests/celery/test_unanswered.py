@@ -1,0 +1,217 @@
+"""Redis or the broker goes away when the body has ended, or is about to be refused: nothing is raised over what is known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+import pytest
+from celery import Celery, signals
+from celery.app.task import Context
+from celery.app.trace import build_tracer
+from celery.exceptions import Reject
+from kombu.exceptions import OperationalError
+
+from django_redislock import TaskAlreadyRunning
+from django_redislock.celery import duplicates, single_instance
+from django_redislock.celery.message import KEY_HEADER, SCOPE_HEADER
+from django_redislock.core import Lock, held_locks
+from django_redislock.core.lease import Lease
+from tests.celery.test_duplicates import QUEUE, work
+from tests.support import free_port, name_of
+
+NUMBERS = itertools.count()
+ID = "of-the-message"
+
+
+@pytest.fixture
+def app():
+    with Celery("unanswered", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        app.conf.task_default_queue = QUEUE
+        with app.connection_for_write() as connection, connection.SimpleQueue(QUEUE) as queue:
+            queue.clear()
+        app.backend.forget(ID)  # its memory is that of the process, too
+        yield app
+
+
+@pytest.fixture
+def make(app, request):
+    def make(function=lambda self, a=1: "ran", *, task_options=None, **options):
+        function.__name__ = "body"
+        name = f"{request.node.originalname}.{next(NUMBERS)}"
+        marked = single_instance(**options)(function)
+        return app.task(name=name, bind=True, shared=False, lazy=False, **task_options or {})(marked)
+
+    return make
+
+
+@pytest.fixture
+def dead(settings):
+    """Nobody answers where the locks should be."""
+    settings.DJANGO_REDISLOCK = {"URL": f"redis://127.0.0.1:{free_port()}"}
+
+
+def come(task, headers=None):
+    """Bring a message of the task to a worker's tracer."""
+    sent = {"id": ID, "root_id": ID, "retries": 0, "single_instance_message": "one", **(headers or {})}
+    request = {**sent, "delivery_info": {}, "called_directly": False}
+    return build_tracer(task.name, task, app=task.app)(sent["id"], (), {}, request).info
+
+
+def undecorated():
+    return "ran"
+
+
+# What a worker reports
+
+
+def test_that_a_message_was_terminated_is_logged_when_it_cannot_be_recorded(make, dead, caplog):
+    task = make(scope="job", task_options={"acks_late": True})
+    request = Context(id=ID, args=(), kwargs={}, headers={"single_instance_message": "one"})
+    signals.task_revoked.send(sender=task, request=request, terminated=True)
+    assert f"Could not record that {ID} was terminated, so its lock may stay until it expires" in caplog.text
+
+
+def test_a_revoked_task_that_is_not_single_instance_is_none_of_ours(app, dead, caplog):
+    plain = app.task(name="plain", shared=False, lazy=False)(undecorated)
+    signals.task_revoked.send(sender=plain, request=Context(id=ID), terminated=True)
+    assert caplog.text == ""
+
+
+def test_that_a_message_was_processed_is_logged_when_it_cannot_be_recorded(own_server, make, settings, caplog):
+    """What remains to be recorded of a message that is acknowledged late, when its result is stored."""
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url}
+    task = make(task_options={"acks_late": True})
+    ends = lambda *args, **more: own_server.kill()  # noqa: E731
+    signals.task_success.connect(ends, sender=task)
+    come(task)
+    assert "completed (" in caplog.text
+    assert "if its message is delivered again, it runs again" in caplog.text
+    assert task.AsyncResult(ID).result == "ran"
+
+
+def test_a_worker_with_older_code_logs_when_it_cannot_release_the_lock_of_a_message(app, dead, caplog):
+    plain = app.task(name="once decorated", shared=False, lazy=False)(undecorated)
+    come(plain, {SCOPE_HEADER: "job", KEY_HEADER: "a key"})
+    assert "could not release the lock of its message, which ends by its expiry" in caplog.text
+    assert plain.AsyncResult(ID).result == "ran"
+
+
+# A message that is published again
+
+
+def test_a_message_comes_again_although_its_copies_could_not_be_marked(
+    own_server, app, make, settings, caplog, monkeypatch
+):
+    monkeypatch.setattr(Lease, "retry_for", 0.3)
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url}
+    task = make(on_conflict="reschedule")
+    with own_server.client() as client:
+        Lock(client, name_of(task), auto_renewal=False).acquire()
+    ends = lambda *args, **more: own_server.kill()  # noqa: E731
+    signals.after_task_publish.connect(ends)
+    come(task)
+    signals.after_task_publish.disconnect(ends)
+    assert "Could not mark the message of" in caplog.text
+    assert task.AsyncResult(ID).state == "RETRY"
+    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue:
+        assert queue.get(timeout=30).headers["single_instance_rescheduled"] == 1
+
+
+@pytest.fixture
+def no_broker(app):
+    """Nobody answers where the broker should be."""
+    app.conf.update(
+        broker_url=f"redis://127.0.0.1:{free_port()}/0",
+        broker_transport_options={"max_retries": 0, "interval_start": 0, "interval_step": 0},
+        task_publish_retry=False,
+    )
+
+
+def test_a_refusal_stands_when_its_message_cannot_be_published_again(client, make, no_broker):
+    task = make(on_conflict="reschedule")
+    with Lock(client, name_of(task)):
+        outcome = come(task)
+    assert (outcome.state, type(outcome.retval)) == ("FAILURE", TaskAlreadyRunning)
+    assert isinstance(outcome.retval.__cause__, OperationalError)
+
+
+def test_a_copy_that_cannot_be_published_again_stays_with_the_broker(client, make, no_broker):
+    task = make(task_options={"acks_late": True})
+    copy = Lock(client, name_of(task), id=f"{ID}:0:one:run")
+    copy.acquire()
+    outcome = come(task)
+    assert isinstance(outcome.retval, Reject)
+    assert outcome.retval.requeue
+    copy.release()
+
+
+# The end of a body that was not the end of its message
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, Reject("not now", requeue=True)])
+def test_a_job_whose_message_comes_again_keeps_its_lock(client, app, make, error):
+    def body(self):
+        if not ran:
+            ran.append(self.request.id)
+            raise error
+        return "ran"
+
+    ran = []
+    task = make(body, scope="job", task_options={"acks_late": True})
+    result = task.delay()
+    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue:
+        message = queue.get(timeout=30)
+        with nullcontext() if isinstance(error, Reject) else pytest.raises(error):
+            come(task, message.headers)
+        assert task.delay().id == result.id, "a duplicate"
+        come(task, message.headers)
+        message.ack()
+    assert list(held_locks(client)) == []
+
+
+def test_a_retry_with_arguments_that_have_no_key_leaves_no_lock(client, app, make):
+    def body(self, a=1):
+        raise self.retry(args=(1, 2), countdown=0)
+
+    task = make(body, scope="job", task_options={"typing": False})
+    result = task.delay()
+    work(app)
+    assert isinstance(result.result, Exception)
+    assert list(held_locks(client)) == []
+
+
+# What is written down of a message
+
+
+class Broken(Mapping):
+    def __getitem__(self, key):
+        raise ZeroDivisionError
+
+    __iter__ = __len__ = __getitem__
+
+
+def test_an_argument_that_cannot_be_shown_is_a_question_mark(make):
+    bound = make(lambda self, a=1, b=2: None)._signature.bind(Broken(), 7)
+    assert duplicates.describe_arguments(bound) == "a=?, b=7"
+
+
+def test_of_many_locks_only_the_latest_warnings_are_remembered(client, make, monkeypatch, caplog):
+    monkeypatch.setattr(duplicates, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(duplicates, "_warned_in", {})
+    for _ in range(5):
+        task = make(scope="job", on_conflict="skip")
+        task.delay()
+        task.delay()
+        assert len(duplicates._warned_in) <= 2
+    assert duplicates._warned_in
+
+
+def test_what_is_no_time_is_left_to_celery(client, make):
+    task = make(scope="job")
+    with pytest.raises(AttributeError, match="isoformat"):
+        task.apply_async(eta=object())
+    assert list(held_locks(client)) == []
+    task.apply_async(eta="no time")
+    assert task.lock_info().ttl > 3500, "as of a message without one"
