@@ -34,10 +34,10 @@ def at_node(cluster: Cluster, node: RedisServer, names: list[str] = NAMES) -> li
 def test_who_asks_where_a_slot_is_waits_for_two_silent_nodes_at_most_and_for_one_that_knows_an_owner(known, asked):
     """Each costs its caller a socket timeout, and a Cluster may have a hundred nodes."""
     table = server_of(
-        redis.asyncio.RedisCluster(startup_nodes=[ClusterNode("node", port) for port in range(1, 7)])
+        redis.asyncio.RedisCluster(startup_nodes=[ClusterNode(f"of-{asked}", port) for port in range(1, 7)])
     ).table
     if known:
-        table._owners[0] = table.node_at(("node", 1))
+        table._owners[0] = table.node_at((f"of-{asked}", 1))
     table.outdated = True
 
     def ask():
