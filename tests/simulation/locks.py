@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Generator
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ QUIET = 0.3
 """Seconds within which a free lock is held by somebody who waits for it, when nothing goes wrong."""
 PROMISED = 2.0
 """The same while something is wrong with others: a reservation that nobody claims, a roll call, two polls, and what packets take."""
+RESERVED_MS = 500
+"""For so long a lock is kept for the waiter that was woken, as core/lua/lib.lua says."""
 LOOK = 0.25
 
 
@@ -99,6 +102,8 @@ class LockHistory(History):
         self.lost = False
         """Whether a holder's lock ended before it released it."""
         self.free_since = 0.0
+        self.joined: dict[bytes, int] = {}
+        """When each waiter joined the queue, by the server's clock in us."""
         super().__init__(plan)
         self.world.gave_up = self._gave_up
         self.world.at(LOOK, self._look)
@@ -244,8 +249,10 @@ class LockHistory(History):
         """See whose turn it was, and who was force-released."""
         if not isinstance(what, ScriptCall):
             return
+        queue = self.server.data.get(KEYS.queue) or {}
+        self.joined = {entry: self.joined.get(entry, self.server._us) for entry in queue}
         if what.script is scripts.ACQUIRE and isinstance(reply, int) and reply > 0:
-            self._see_turn(what)
+            self._see_turn(what, before)
         elif what.script in (scripts.RESET, scripts.RELEASE) and reply == 1 and before is not None:
             id, fence = before.split(b"\n")[:2]
             if (self.server.peek(KEYS.lock) or b"").startswith(id + b"\n" + fence):  # an earlier call did it
@@ -261,14 +268,18 @@ class LockHistory(History):
                 if belief.lease.fence == int(fence) and belief.forced_at is None:
                     belief.forced_at = self.world.time
 
-    def _see_turn(self, call: ScriptCall) -> None:
-        """See that nobody who is well waited for longer."""
+    def _see_turn(self, call: ScriptCall, before: bytes | None) -> None:
+        """See that nobody who is well waited for longer, among those who were in the queue when the lock was reserved."""
         world, (id, _, _, _, channel, _, ticket) = self.world, call.args[:7]
         queue = self.server.data.get(call.keys[3])
         if not queue or id == b"given" or world.clock_stepped or world.troubled + PROMISED > world.time:
             return
-        mine = float(ticket) if ticket else self.server._us
+        mine, reserved = float(ticket) if ticket else self.server._us, math.inf
+        if before is not None and before.startswith(id + b"\n0\n"):
+            reserved = (int(before.split(b"\n")[2]) - RESERVED_MS) * 1000
         for entry, score in queue.items():
+            if self.joined[entry] > reserved + 1000:  # the reservation tells whole milliseconds
+                continue
             process = world.processes[int(entry.split(b"\n")[0].rpartition(b":")[2])]
             well = process.alive and not process.frozen and process.troubled + PROMISED < world.time
             if score < mine and (well or self.plan.calm) and entry != channel + b"\n" + id:

@@ -358,7 +358,7 @@ class ReplicatedHistory(LockHistory):
     def draw_round(cls, chance: random.Random, resets: bool) -> Round:
         return super().draw_round(chance, False)  # a forced release on the former primary would have two meanings
 
-    def _see_turn(self, call: ScriptCall) -> None:
+    def _see_turn(self, call: ScriptCall, before: bytes | None) -> None:
         """See nothing: who is refused joins the queue when the replica has answered, too, so one who came later may be earlier."""
 
     def _gave_up(self, call: ScriptCall) -> None:
