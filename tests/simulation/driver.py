@@ -9,7 +9,7 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from django_redislock.core.driver.effects import (
     Invoke,
@@ -28,6 +28,8 @@ from django_redislock.core.loss import UNKNOWN
 from django_redislock.core.operations import renew_call
 from django_redislock.core.renewals import Renewals, patience_of
 from django_redislock.exceptions import LockError
+
+from .requests import SOCKET_TIMEOUT
 
 if TYPE_CHECKING:
     from .world import Process
@@ -94,6 +96,9 @@ class Room:
         if fate != "well":
             process.trouble()
             process.soon(back, partial(answer, ConnectionError("no subscription")))
+            return
+        if host.silent_until > world.time + SOCKET_TIMEOUT:
+            process.soon(SOCKET_TIMEOUT, partial(answer, TimeoutError("no subscription")))
             return
 
         def execute() -> None:
