@@ -98,6 +98,8 @@ class QuorumLease(QuorumAttempt):
 
     def _renew(self, lease: Lease) -> Operation[bool]:
         if (yield from operations.renew(lease)):
+            if self._ended:  # the release came first, and did not ask for a part whose expiry was over here
+                yield from operations.release(lease)
             return True
         watchdog.remove(lease)
         lease.lose((yield from find_cause(lease)))

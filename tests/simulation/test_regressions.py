@@ -132,6 +132,18 @@ def test_a_quorum_lock_is_not_acquired_with_a_part_that_was_kept_until_its_end()
     assert failure_of("quorum", plan) is None
 
 
+def test_an_extension_that_is_late_at_one_server_does_not_outlive_the_release_of_the_quorum_lock():
+    """The release did not ask for a part whose expiry was over, and then the extension arrived there."""
+    rounds = [
+        Round(0.0, 0.0, None, 0.0),
+        Round(None, 2.964007809929895, 2.0, 0.0),
+        Round(2.0, 0.6708119530113702, None, 0.1),
+    ]
+    threads = [ThreadPlan(1, 0.13292682771205772, {"expire": 3.0, "auto_renewal": False}, rounds)]
+    plan = Plan(90014817, 2, threads, faulty_until=12.0, fates={(49, 2): "slow"}, options={"rates": [1.0] * 3})
+    assert failure_of("quorum", plan) is None
+
+
 def test_who_is_sent_a_value_late_leaves_the_queue_that_it_joined_again():
     """It looked while the next caller computed, and then the message of the caller before arrived. Its place made the next
     computation wait half a second for a waiter that had gone."""
