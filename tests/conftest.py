@@ -205,9 +205,8 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     """A Cluster of three primaries, which is empty. Its slots may be anywhere."""
     shared_cluster.wait_until_ok()  # a test may have moved slots
     shared_cluster.empty()
-    load_scripts(
-        *map(shared_cluster.client_of, shared_cluster.nodes)
-    )  # a client of the Cluster would take longer than the test
+    # By clients of the nodes, because to make one of the Cluster takes longer than many a test.
+    load_scripts(*map(shared_cluster.client_of, shared_cluster.nodes))
     yield shared_cluster
     close_unused()  # redis-py's clients of Clusters have cycles, and keep our connections until they are collected
 
