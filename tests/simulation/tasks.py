@@ -81,6 +81,7 @@ class CeleryHistory(Worker):
 
     def publish(self, thread: Thread, message: Message) -> Generator[Any, Any, None]:
         self.publishing.append(message.key)
+        self.published.append(message.key)
         try:
             yield from self._publish(thread, message)
         finally:
@@ -93,6 +94,7 @@ class CeleryHistory(Worker):
             lock = self.waiting_lock(thread, message)
             others: list[Any] = [other for other in self.messages if other.key == message.key and self._is_open(other)]
             others += [key for key in self.publishing if key == message.key][1:]
+            before = len(self.published)
             try:
                 taken = yield from call(thread, lock.take, fresh=not known)
             except LockBackendError as error:
@@ -101,10 +103,10 @@ class CeleryHistory(Worker):
                 return
             if not taken and not known:
                 world.tell(thread, f"{message} is a duplicate, and not published")
-                others += [key for key in self.publishing if key == message.key][1:]
-                others += [other for other in self.messages if other.key == message.key and self._is_open(other)]
+                # One that was published meanwhile may have run and ended already.
+                others += [key for key in self.published[before:] if key == message.key]
                 if self.plan.calm and not others:
-                    self.fail(f"{message} was not published, though no other message of its key waits or runs")
+                    self.fail(f"{message} was not published, though no other message of its key waited or ran")
                 return
             if step.broken and not known:
                 world.tell(thread, f"the broker refuses {message}")

@@ -102,6 +102,8 @@ class Worker(History):
         """By message: until when none of its copies may start, because one has ended, and the epoch."""
         self.publishing: list[str] = []
         """The keys of the messages that are just published."""
+        self.published: list[str] = []
+        """The keys of all messages that somebody has begun to publish, in this order."""
         self.begun: set[Thread] = set()
         """The copies that a worker has begun with."""
         self.chance = random.Random(plan.seed)
