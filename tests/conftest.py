@@ -66,13 +66,15 @@ COMBINATIONS = 2
 """Of the combinations of parameters of one test, the quick part of the suite has so many."""
 
 
+STARTING = {"cluster", "manage", "own_cluster", "own_server", "run_python", "server_kind", "wheel"}
+"""The fixtures that start servers or processes, or wait for those of a Cluster."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what the quick part of the suite leaves out: tests with servers or processes of their own, and many combinations."""
+    """Mark what the quick part of the suite leaves out: tests with more than the one server, and many combinations."""
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not {"manage", "own_cluster", "own_server", "run_python", "server_kind", "wheel"}.isdisjoint(
-            getattr(item, "fixturenames", ())
-        ):
+        if not STARTING.isdisjoint(getattr(item, "fixturenames", ())) or "ClusterCache" in item.nodeid:
             item.add_marker("processes")
         if item.get_closest_marker("processes"):
             item.add_marker("slow")

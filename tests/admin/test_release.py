@@ -238,6 +238,7 @@ def test_a_connection_that_is_down_is_told_and_the_others_are_released(
     assert not held(client, "near")
 
 
+@pytest.mark.slow
 def test_a_release_that_is_not_answered_is_unknown(
     web: Client, settings: Any, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_value_of_several_megabytes_arrives(cache):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.one_server("a client of a Cluster goes past the proxy, to the addresses that nodes name")
 @pytest.mark.parametrize("many", [False, True])
 def test_an_answer_that_takes_longer_than_the_socket_timeout_but_keeps_coming_arrives(redis_url, backend, many):
@@ -118,6 +119,7 @@ def test_an_answer_that_takes_longer_than_the_socket_timeout_but_keeps_coming_ar
     assert seconds > 0.9, "it took longer than the socket timeout"
 
 
+@pytest.mark.slow
 def test_an_answer_that_stops_coming_is_not_waited_for_for_ever(redis_url):
     cache_at(redis_url).set("k", "x" * 1_000_000)
     with Proxy(redis_url) as proxy:

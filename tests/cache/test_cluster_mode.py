@@ -139,6 +139,7 @@ def test_a_value_whose_lease_was_evicted_is_stored(get, cache, nodes):
     assert cache.get("k") == "v"
 
 
+@pytest.mark.slow
 def test_the_leases_of_one_process_are_renewed_whatever_their_slots(cache, nodes):
     works = [Work(number) for number in range(5)]
     before = cache.stats()

@@ -216,6 +216,7 @@ def test_lost_replies_are_asked_for_again(proxy, client, asynchronous, lost):
     assert not held(client)
 
 
+@pytest.mark.slow
 def test_cancelled_while_it_asks_for_the_right_to_compute_it_leaves_nothing(proxy, client):
     cache = cache_at(proxy.url)
 

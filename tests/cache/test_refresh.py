@@ -57,6 +57,7 @@ def test_one_refreshes_and_everybody_else_has_the_old_value_at_once(cache, clien
     assert not held(client)
 
 
+@pytest.mark.slow
 def test_what_another_process_refreshes_is_not_waited_for(cache, client, get):
     """Another process's lease is a lock of that name."""
     cache.set("k", "old", 25)

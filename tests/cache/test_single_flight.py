@@ -299,6 +299,7 @@ def test_a_thousand_different_keys_do_not_wait_for_each_other(cache):
 # When the wait is over
 
 
+@pytest.mark.slow
 def test_who_has_waited_long_enough_computes_for_itself_once_a_process(cache, pool):
     slow, fast = Computation("slow"), Computation("fast")
     first = pool.submit(cache.get_or_set, "k", slow, 60)

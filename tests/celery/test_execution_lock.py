@@ -131,6 +131,7 @@ def test_a_claim_whose_answer_was_lost_is_the_callers_all_the_same(client, lock)
     assert client.eval(CLAIM.text, 2, *keys, *args[:2], b"other", *args[3:]) == 0
 
 
+@pytest.mark.slow
 def test_a_marker_that_is_not_confirmed_ends_with_its_expiry(lock):
     """Whoever ran it died before its result was stored: then a copy may be the only one."""
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
@@ -222,6 +223,7 @@ def test_any_task_id_gives_an_owner_id(lock, task_id):
     execution.release()
 
 
+@pytest.mark.slow
 def test_a_message_that_waits_in_a_worker_lives_no_longer_than_the_worker(lock):
     """Its own life is that of a queue; should the process die in the wait, the message is lost."""
     message = lock(id="task", auto_renewal=False, expire=600)

@@ -24,6 +24,7 @@ def names(client):
     return [info.name for info in held_locks(client)]
 
 
+@pytest.mark.slow
 def test_a_lost_lock_is_told_to_the_body_and_its_result_stands(client, make, caplog):
     def body(self):
         self.single_instance.raise_if_lost()

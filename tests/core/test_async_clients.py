@@ -189,6 +189,7 @@ def test_a_cycle_is_two_commands_and_a_contended_one_at_most_four(aclient, clien
 KEYS = lock_keys("redislock", "a")
 
 
+@pytest.mark.slow
 def test_a_connection_that_fell_silent_is_left_and_what_was_asked_on_it_is_undone(redis_url, client):
     """The server does what it is told on that connection, but no answer comes."""
     aclient = async_client_at(redis_url, socket_timeout=1.5)

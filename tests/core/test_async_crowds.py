@@ -6,6 +6,8 @@ import asyncio
 import threading
 import time
 
+import pytest
+
 from django_redislock import LockBackendError
 from django_redislock.core import AsyncLock, Lock
 from tests.support import BUSY, async_client_at, lock_programs, queued, servers_of, until, wait_until
@@ -46,6 +48,7 @@ def test_tasks_threads_and_processes_are_served_first_come_first_served(aclient,
     assert order == list(range(9))
 
 
+@pytest.mark.slow
 def test_a_thousand_waiting_tasks_use_one_blocked_connection(aclient, client):
     names = [f"lock {i}" for i in range(10)]
     served = []

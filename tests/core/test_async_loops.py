@@ -30,6 +30,7 @@ def test_a_blocked_loop_loses_no_lock(aclient, client):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_loop_that_was_blocked_does_not_call_the_server_silent(redis_url):
     async def main():
         lock = AsyncLock(async_client_at(redis_url, socket_timeout=0.3), "a")
@@ -98,6 +99,7 @@ def test_loops_in_several_threads_at_once_share_one_lock(aclient, client):
 KEYS = lock_keys("redislock", "a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a task", "the loop"])
 def test_who_ends_without_releasing_leaves_nothing_renewed(aclient, client, caplog, name):
     lock = AsyncLock(aclient, "a", expire=1.5)
@@ -117,6 +119,7 @@ def test_who_ends_without_releasing_leaves_nothing_renewed(aclient, client, capl
     wait_until(lambda: "ended without releasing" in caplog.text)
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_closed_with_its_tasks_pending_leaves_nothing_renewed(aclient, client, caplog):
     async def hold():
         async with AsyncLock(aclient, "a", expire=1.5):

@@ -69,6 +69,7 @@ def test_one_task_twice_raises_instead_of_hanging(aclient):
 KEYS = lock_keys("redislock", "a")
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_tasks_that_ended_is_little_and_keeps_none_of_them(aclient, client):
     tasks = weakref.WeakSet()
 

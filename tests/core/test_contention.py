@@ -22,6 +22,7 @@ def kept(client: redis.Redis) -> list[bytes]:
     return [key for pattern in COUNTS for key in client.scan_iter(pattern, count=1000)]
 
 
+@pytest.mark.slow
 def test_waits_are_counted_by_name_and_minute(client: redis.Redis) -> None:
     for _ in range(2):
         wait_in_a_thread(client, "often")

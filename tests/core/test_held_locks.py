@@ -34,6 +34,7 @@ def test_an_expired_lock_is_not_listed(make_lock, client):
     wait_until(lambda: not list(held_locks(client)))
 
 
+@pytest.mark.slow
 def test_a_lost_index_is_mended_by_the_renewal(make_lock, client):
     lock = make_lock(client, "a", expire=6)
     with lock:

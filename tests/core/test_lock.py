@@ -67,6 +67,7 @@ def test_acquire_without_arguments_waits_as_the_object_was_made(make_lock, clien
     lock.release()
 
 
+@pytest.mark.slow
 def test_what_is_given_to_acquire_goes_before_what_the_object_was_made_with(make_lock, client):
     def ends(arguments, **made):
         """Return whether it ends while another one holds the lock."""
@@ -288,6 +289,7 @@ def test_an_rlock_left_through_another_object_is_forgotten_by_all(client):
     second.release()
 
 
+@pytest.mark.slow
 def test_max_hold_ends_the_renewal(make_lock, client, caplog):
     lock = make_lock(client, "a", expire=1.5, max_hold=2)
     lock.acquire()

@@ -40,6 +40,7 @@ def contention(client, name):
             other.join(10)
 
 
+@pytest.mark.slow
 def test_a_subscription_that_died_in_silence_starves_no_thread(client, redis_url, monkeypatch):
     monkeypatch.setattr(wakeups, "QUIET", 0.5)
     with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
@@ -52,6 +53,7 @@ def test_a_subscription_that_died_in_silence_starves_no_thread(client, redis_url
             lock.release()
 
 
+@pytest.mark.slow
 def test_a_subscription_that_died_in_silence_starves_no_task(client, redis_url, monkeypatch):
     monkeypatch.setattr(wakeups, "QUIET", 0.5)
 

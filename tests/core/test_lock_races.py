@@ -147,6 +147,7 @@ def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
         lock.raise_if_lost()
 
 
+@pytest.mark.slow
 def test_a_renewal_that_overlaps_a_shortening_does_not_let_the_belief_outlive_the_lock(client):
     """The watchdog's call was made with the old life, and is answered after the new one was set."""
     server = server_of(client)

@@ -22,6 +22,7 @@ def cycle(client: redis.Redis, name: str, times: int) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_ten_thousand_cycles_of_a_name_leave_no_more_keys_than_one(client: redis.Redis) -> None:
     cycle(client, "a", 1)
     before = client.dbsize()
@@ -73,6 +74,7 @@ def test_a_release_whose_reply_was_lost_says_released_while_the_next_one_holds(
         assert proxy.dropped == 1
 
 
+@pytest.mark.slow
 def test_a_release_that_is_answered_after_the_end_of_its_life_is_a_release(redis_url: str, client: redis.Redis) -> None:
     with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
         lock = Lock(behind, "a", expire=1, auto_renewal=False)

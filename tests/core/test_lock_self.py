@@ -66,6 +66,7 @@ def test_with_a_timeout_it_waits_and_says_why_once(client, caplog):
         assert not warnings(caplog), "who does not wait is not told"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"auto_renewal": False}, {"max_hold": 0.1}], ids=repr)
 def test_for_a_lock_that_ends_by_itself_it_waits_without_a_timeout(client, caplog, options):
     held = Lock(client, "a", expire=1, **options)
@@ -138,6 +139,7 @@ def test_a_forked_child_waits_for_its_parent(client):
         in_a_fork(child)
 
 
+@pytest.mark.slow
 def test_after_a_failed_release_it_waits_for_the_expiry(proxy):
     with client_at(proxy.url, socket_timeout=0.3) as through:
         held = Lock(through, "a", expire=2)

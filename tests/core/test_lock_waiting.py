@@ -56,6 +56,7 @@ def test_a_timeout_is_kept(make_lock, client, timeout):
     assert not client.exists(lock_keys("redislock", "a").queue), "who gives up leaves the queue"
 
 
+@pytest.mark.slow
 def test_the_deadline_holds_when_every_race_is_lost(make_lock, client):
     """A barger frees and retakes the lock in one step, so that each wake-up comes too late."""
     keys, stop = lock_keys("redislock", "a"), threading.Event()
@@ -290,6 +291,7 @@ def connect(make_lock, behind, proxy, pool, count):
     proxy.delay_replies(0)
 
 
+@pytest.mark.slow
 def test_one_thread_subscribes_for_all_and_its_failure_is_the_answer_for_all(make_lock, client, proxy):
     """Each of 12 threads would else connect in vain when the one before it has given up."""
     with (
@@ -306,6 +308,7 @@ def test_one_thread_subscribes_for_all_and_its_failure_is_the_answer_for_all(mak
         assert proxy.unheard <= 2, "one, and one for who came when that was over"
 
 
+@pytest.mark.slow
 def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(make_lock, proxy):
     with (
         client_at(proxy.url, socket_timeout=1, max_connections=1) as behind,
@@ -341,6 +344,7 @@ def test_a_subscription_that_cannot_be_renewed_does_not_keep_waiters_from_lookin
         assert proxy.unheard == 1
 
 
+@pytest.mark.slow
 def test_a_task_waits_no_longer_for_others_that_connect_and_are_cancelled(proxy):
     proxy.deafen()
     client = async_client_at(proxy.url, client_name="any", socket_timeout=1)  # it has to say its name

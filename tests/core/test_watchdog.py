@@ -232,6 +232,7 @@ def test_a_renewal_needs_no_connection_beyond_that_of_the_calls(client, own_serv
             assert [one["name"] for one in observer.client_list()].count("held") == 1
 
 
+@pytest.mark.slow
 def test_a_renewal_waits_for_no_connection_that_callers_use(redis_url):
     with client_at(redis_url, max_connections=1) as small:
         server = server_of(small)
@@ -318,6 +319,7 @@ def test_a_life_that_was_shortened_is_renewed_in_time(client):
         lock.raise_if_lost()
 
 
+@pytest.mark.slow
 def test_an_extension_that_is_not_answered_does_not_leave_a_belief_that_outlives_the_lock(client, redis_url):
     """The server may have set the shorter life, and it may not."""
     with Proxy(redis_url) as proxy, ExitStack() as stack:
@@ -364,6 +366,7 @@ def test_a_renewal_that_races_a_release_reports_nothing_and_revives_nothing(clie
     assert not client.exists(*(key_of(f"lock {i}") for i in range(8)))
 
 
+@pytest.mark.slow
 def test_a_server_that_renewed_a_lock_goes_with_its_last_lock_and_needs_no_garbage_collector(client):
     def renew():
         server = Server(client)

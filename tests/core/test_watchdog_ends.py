@@ -68,6 +68,7 @@ def test_tasks_of_a_foreign_task_factory_keep_their_locks_and_those_of_others(re
     other.release()
 
 
+@pytest.mark.slow
 def test_a_foreign_task_that_ends_without_releasing_is_noticed_and_told_in_its_loop(redis_url, client, caplog):
     told = []
 
@@ -126,6 +127,7 @@ def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(clien
 # Threads that Python did not start
 
 
+@pytest.mark.slow
 def test_the_end_of_a_raw_thread_is_noticed(client, caplog):
     """Python takes it for alive for ever, and gives its number to the next one."""
     lock, acquired = Lock(client, "a", expire=2), threading.Event()
@@ -217,6 +219,7 @@ def test_the_end_of_an_asyncio_lock_that_is_not_renewed_is_told_in_its_loop(redi
     assert [record.name for record in told] == ["a"]
 
 
+@pytest.mark.slow
 def test_after_max_hold_the_end_is_told(client, caplog, told):
     heard = []
     lock = Lock(client, "a", expire=2, max_hold=1, on_lost=heard.append)
@@ -228,6 +231,7 @@ def test_after_max_hold_the_end_is_told(client, caplog, told):
         lock.raise_if_lost()
 
 
+@pytest.mark.slow
 def test_the_end_of_what_an_ended_thread_left_is_told_to_those_who_go_on(client, caplog, told):
     """Its work may have been handed to another thread."""
     heard = []
@@ -240,6 +244,7 @@ def test_the_end_of_what_an_ended_thread_left_is_told_to_those_who_go_on(client,
     assert len(told) == 1
 
 
+@pytest.mark.slow
 def test_an_extension_puts_off_the_end_that_is_told(client, told):
     lock = Lock(client, "a", expire=0.8, auto_renewal=False)
     lock.acquire()
@@ -253,6 +258,7 @@ def test_an_extension_puts_off_the_end_that_is_told(client, told):
         lock.release()
 
 
+@pytest.mark.slow
 def test_nothing_is_told_of_a_lock_that_was_released_or_whose_object_is_gone(client, caplog, told):
     kept = Lock(client, "kept", expire=0.5, auto_renewal=False)
     with kept:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import gc
 import sys
+from weakref import WeakSet
 
 import pytest
 from django.apps import apps
@@ -11,14 +11,16 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 from django.core.management.base import SystemCheckError
 
+from django_redislock.celery import decorator
+
 NOWHERE = "redis://127.0.0.1:1/0"  # nobody answers there: a check that connected would fail
 REDIS = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": NOWHERE}
 
 
 @pytest.fixture(autouse=True)
-def _no_marks_of_other_tests():
+def _no_marks_of_other_tests(monkeypatch):
     """Functions that other tests marked as single-instance tasks are told of for as long as they live."""
-    gc.collect()
+    monkeypatch.setattr(decorator, "_declarations", WeakSet())
 
 
 @pytest.fixture

@@ -302,6 +302,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_a_server_that_is_away_is_tried_again_for_as_long_as_the_settings_say(door, settings, use):
     url, tries = door

@@ -57,6 +57,7 @@ def test_an_uncontended_lock_has_no_wait(client: redis.Redis, registry: Collecto
     assert registry.get_sample_value("redislock_wait_seconds_count", {"outcome": "timeout"}) is None
 
 
+@pytest.mark.slow
 def test_waits_by_outcome(client: redis.Redis, registry: CollectorRegistry) -> None:
     wait_in_a_thread(client, "a")
     with Lock(client, "b"):

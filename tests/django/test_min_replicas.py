@@ -26,6 +26,7 @@ def _one_replica_must_confirm(settings, redis_url):
     close_unused()
 
 
+@pytest.mark.slow
 def test_the_server_without_replicas_grants_no_lock(client):
     with pytest.raises(LockBackendError, match="0 of 1 replicas"):
         lock("a").acquire()

@@ -123,6 +123,7 @@ def test_keys_and_defaults_may_be_given_by_name(cache, tracer):
     assert len(spans_of(tracer, "redislock compute")) == 2
 
 
+@pytest.mark.slow
 def test_a_refresh_in_a_thread_leaves_the_ended_span_of_its_call_alone(cache, tracer, caplog):
     computed = threading.Event()
     cache.get_or_set("k", lambda: 1, 1, stale=60)

@@ -242,6 +242,7 @@ class TestUntilCommit:
                 pass
             assert not held()
 
+    @pytest.mark.slow
     def test_renewed_until_the_commit(self):
         with transaction.atomic():
             with lock(NAME, expire=1.5, until_commit=True) as mine:

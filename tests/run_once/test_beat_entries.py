@@ -139,6 +139,7 @@ def test_times_that_redis_did_not_get_are_sent_with_a_later_tick(
         assert b"nightly" in client.hkeys("{redislock:beat}:times:celery-beat:shop")
 
 
+@pytest.mark.slow
 def test_a_candidate_publishes_nothing_and_follows_a_closed_leader_at_once(start: Callable[..., Recording]) -> None:
     first, second = start(), start(HOUR)
     first.tick()

@@ -32,6 +32,7 @@ def test_a_term_is_a_held_lock_of_its_kind_whose_fence_grows() -> None:
     assert list(held_locks()) == []
 
 
+@pytest.mark.slow
 def test_a_term_is_renewed_whatever_the_settings_say_of_locks(settings: Any, redis_url: str) -> None:
     settings.DJANGO_REDISLOCK = {
         "URL": redis_url,

@@ -97,6 +97,7 @@ def test_a_late_call_of_an_execution_that_has_left_does_not_undo_that_its_end_wa
     assert client.pttl("marker") > 60000
 
 
+@pytest.mark.slow
 def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_is_entered_again(client, proxy):
     """The release was the last of its block, so the next block is the only one: its end releases."""
     lock = RLock(redis.Redis.from_url(proxy.url, socket_timeout=0.3), "a", expire=3)

@@ -100,6 +100,7 @@ class TestProxy:
         through.ping()
         assert time.monotonic() - before >= 0.1
 
+    @pytest.mark.slow
     def test_black_hole_loses_requests(self, proxy, through, client):
         proxy.black_hole()
         with pytest.raises(redis.TimeoutError):
@@ -107,6 +108,7 @@ class TestProxy:
         proxy.heal()
         assert through.incr("n") == 1
 
+    @pytest.mark.slow
     def test_stall_delivers_requests_late(self, proxy, through, client):
         proxy.stall()
         with pytest.raises(redis.TimeoutError):
@@ -271,6 +273,7 @@ sys.exit(3)
 
 
 class TestForkServer:
+    @pytest.mark.slow
     def test_nothing_of_ours_is_imported_before_a_fork(self):
         code = f"""
 import runpy, sys

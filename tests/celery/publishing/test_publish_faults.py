@@ -201,6 +201,7 @@ def test_one_of_many_threads_publishes(client, app, make, scope):
     assert sorted(messages(app, task)) == sorted(found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in destructors, it is swallowed
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 @pytest.mark.parametrize("error", [Interrupted, SoftTimeLimitExceeded])

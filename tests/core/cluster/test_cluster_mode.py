@@ -31,6 +31,7 @@ def client(shard):
         yield client
 
 
+@pytest.mark.slow
 def test_two_locks_of_one_process_are_both_renewed(make_lock, client):
     locks = [make_lock(client, name, expire=0.9) for name in NAMES]
     for lock in locks:
@@ -58,6 +59,7 @@ def test_held_locks_are_listed_and_counted(client):
     assert server.run(count(server, "redislock")) == len(NAMES)
 
 
+@pytest.mark.slow
 def test_waits_are_counted(client):
     wait_in_a_thread(client, "a")
     assert contention(client).names["a"].waits == 1

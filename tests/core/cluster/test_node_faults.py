@@ -137,6 +137,7 @@ def test_a_node_that_did_not_answer_lately_is_asked_last(client):
         node.failed = before
 
 
+@pytest.mark.slow
 def test_nodes_with_addresses_that_nobody_can_reach_are_an_error_at_the_first_call_that_says_what_to_do():
     with Cluster() as cluster:
         ports = {node.port: free_port() for node in cluster.nodes}

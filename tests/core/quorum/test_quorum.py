@@ -100,6 +100,7 @@ def test_without_most_servers_nothing_is_known(servers, clients):
             question()
 
 
+@pytest.mark.slow
 def test_a_release_that_most_servers_do_not_answer_may_be_repeated(servers, clients):
     lock = QuorumLock(clients, "a", expire=60)
     lock.acquire()
@@ -116,6 +117,7 @@ def test_a_release_that_most_servers_do_not_answer_may_be_repeated(servers, clie
         lock.release()
 
 
+@pytest.mark.slow
 def test_a_minority_may_lose_it(clients, caplog):
     told = []
     lock = QuorumLock(clients, "a", expire=3, on_lost=told.append)
@@ -207,6 +209,7 @@ def test_servers_that_stay_away_are_a_loss_at_the_deadline(servers, clients):
     wait_until(lambda: held_on(clients[:1]) == [0])
 
 
+@pytest.mark.slow
 def test_it_is_renewed_while_it_is_held_and_ends_without(clients):
     with QuorumLock(clients, "a", expire=1.8) as lock:
         assert not QuorumLock(clients, "a").acquire(timeout=2.5)

@@ -97,6 +97,7 @@ def test_a_server_that_was_left_out_is_asked_where_another_one_is_silent(servers
         assert QuorumLock(clients, "a").acquire(blocking=False)
 
 
+@pytest.mark.slow
 def test_a_part_that_a_restarted_server_lost_is_taken_anew(servers, clients):
     lock = QuorumLock(clients, "a", expire=1.5)
     with lock:
@@ -109,6 +110,7 @@ def test_a_part_that_a_restarted_server_lost_is_taken_anew(servers, clients):
     wait_until(lambda: held_on(clients) == [0] * 5)
 
 
+@pytest.mark.slow
 def test_a_part_that_was_force_released_is_not_taken_anew(clients):
     with QuorumLock(clients, "a", expire=0.6) as lock:
         Lock(clients[0], "a").reset()
@@ -201,6 +203,7 @@ def test_who_holds_too_few_parts_gives_them_to_who_came_earlier(servers, clients
     wait_until(lambda: held_on(clients[away:]) == [0] * (5 - away))
 
 
+@pytest.mark.slow
 def test_a_waiter_does_not_keep_the_parts_that_a_holder_lacks(servers, clients):
     """Otherwise the holder could not replace a part that a server lost, and a second such server would end its lock."""
     servers[4].stop()

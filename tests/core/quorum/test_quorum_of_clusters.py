@@ -61,6 +61,7 @@ def test_the_cluster_has_one_voice_and_its_part_is_renewed(nodes, clients):
     held.release()
 
 
+@pytest.mark.slow
 def test_without_the_node_of_its_slot_the_others_suffice(clients):
     with Cluster(cluster_require_full_coverage="no", cluster_node_timeout="60000") as cluster:
         nodes = redis.asyncio.RedisCluster.from_url(cluster.url, socket_timeout=1)
