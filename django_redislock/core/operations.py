@@ -79,14 +79,16 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
     waiter: Any = None
     ticket = b""
     began = 0.0
+    call: ScriptCall | None = None
+    listen = request.subscribed and request.timeout != 0
     try:
-        if request.subscribed and request.timeout != 0:
-            waiter = yield Subscribe(lease.keys.lock, lease.id.encode())
-        call = request.call(waiter.channel if waiter is not None else b"", waiter is not None, ticket)
         while True:
+            if listen and waiter is None:  # a process that was subscribed may have lost its connection since
+                subscribe = Subscribe(lease.keys.lock, lease.id.encode())
+                _, waiter = yield from with_retries(lease.name, subscribe, until, lease)
             last = until < math.inf and monotonic() >= until
-            if last and waiter is not None:
-                call = request.call(waiter.channel, False, ticket)
+            if last or call is None:
+                call = request.call(waiter.channel if waiter is not None else b"", listen and not last, ticket)
             sent, reply = yield from with_retries(lease.name, call, until, lease)
             if isinstance(reply, int):
                 held_before = (
@@ -101,10 +103,7 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
                 return False
             left_ms, ticket, *place = reply
             if waiter is None:
-                _, waiter = yield from with_retries(
-                    lease.name, Subscribe(lease.keys.lock, lease.id.encode()), until, lease
-                )
-                call = request.call(waiter.channel, True, ticket)
+                listen, call = True, None
                 continue
             began = began or monotonic()
             # Prepared now, so that nothing is built between the wake-up and the next try.

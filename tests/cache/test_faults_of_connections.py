@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from django_redislock.cache.lease import obtain
+from django_redislock.cache.lease import obtain, single_flight
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.core import held_locks
 from django_redislock.core.clock import monotonic
@@ -39,6 +39,21 @@ def test_a_lost_reply_loses_nothing(proxy, redis_url, client, backend, of):
     assert proxy.dropped == 1
     assert cache.get("k") == "v"
     assert not held(client)
+
+
+@pytest.mark.one_server("a client of a Cluster goes past the proxy, to the addresses that nodes name")
+def test_who_loses_the_subscription_before_it_is_used_subscribes_again(proxy, backend, monkeypatch):
+    asked = single_flight.get_or_compute
+    monkeypatch.setattr(
+        single_flight,
+        "get_or_compute",
+        lambda request, acquirer, until, listening, *rest: asked(request, acquirer, until, True, *rest),
+    )
+    cache = cache_at(proxy.url, backend)
+    cache.get("connected")
+    proxy.drop_next_reply(containing=b"SUBSCRIBE")
+    assert cache.get_or_set("k", lambda: "v", 60) == "v"
+    assert proxy.dropped == 1
 
 
 @pytest.fixture

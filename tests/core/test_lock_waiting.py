@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from django_redislock.core import AsyncLock
+from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
 from tests.support import (
@@ -271,6 +271,16 @@ def test_dead_waiters_are_passed_over_at_once(make_lock, client):
     client.zadd(keys.queue, {f"gone-{i}\nid-{i}": i for i in range(100)})
     lock.release()
     assert not client.exists(keys.queue, keys.lock)
+
+
+def test_who_loses_the_subscription_before_it_is_used_subscribes_again(make_lock, proxy, monkeypatch):
+    """The answer "subscribed" was right when it was given: its error reached the caller as one of redis-py."""
+    for kind in (Lock, AsyncLock):
+        monkeypatch.setattr(kind, "_is_subscribed", lambda self: True)
+    proxy.drop_next_reply(containing=b"SUBSCRIBE")
+    with client_at(proxy.url) as behind, make_lock(behind, "a") as lock:
+        assert lock.fence
+        assert proxy.dropped == 1
 
 
 # New connections that hang

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from redis.exceptions import RedisError
+
 from django_redislock.cache.lease import single_flight
 from django_redislock.celery import execution_lock
 from django_redislock.core import clock, keys, quorum_lease, renewals
@@ -137,6 +139,8 @@ class History:
                 self.fail(f"{[thread for thread in self.threads if thread.is_alive()]} did not come to an end")
             self._look_at_the_keys()
             self.look_at_the_end()
+        except RedisError as error:
+            self.fail(f"a caller got {error!r} in place of an error of the package")
         finally:
             for thread in self.threads:
                 thread.close()

@@ -169,12 +169,12 @@ def request_lease(
         )
 
     try:
-        if listening and until > monotonic():
-            waiter = yield Subscribe(keys.lock, id)
         while True:
             last = monotonic() >= until
             patience = monotonic() if request.ignore_errors else until
             level = log_level(request.server, request.ignore_errors)
+            if listening and waiter is None and not last:
+                _, waiter = yield from with_retries(name, Subscribe(keys.lock, id), patience, request.server, level)
             if reply is None or last:
                 effect = call(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
                 sent, reply = yield from with_retries(name, effect, patience, request.server, level)
@@ -191,8 +191,7 @@ def request_lease(
                 return b"large", b""
             if reply[0] == b"wait" and not last:
                 if waiter is None:
-                    _, waiter = yield from with_retries(name, Subscribe(keys.lock, id), patience, request.server, level)
-                    reply = None
+                    listening, reply = True, None
                     continue
                 if not lease.waited:
                     lease.waited = True
