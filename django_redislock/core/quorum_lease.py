@@ -98,8 +98,6 @@ class QuorumLease(QuorumAttempt):
 
     def _renew(self, lease: Lease) -> Operation[bool]:
         if (yield from operations.renew(lease)):
-            if self._ended:  # the release came first, and did not ask for a part whose expiry was over here
-                yield from operations.release(lease)
             return True
         watchdog.remove(lease)
         lease.lose((yield from find_cause(lease)))
@@ -114,7 +112,8 @@ class QuorumLease(QuorumAttempt):
             await self._give_back()
             return
         self._stop()
-        leases = {part: part.lease for part in self._held() if part.lease is not None}
+        # Also those whose expiry is over here: a renewal that arrived late may have kept one there.
+        leases = {part: part.lease for part in self.parts if part.lease is not None}
         releases = {lease.server: self._release(lease) for lease in leases.values()}
         replies, cause = await on_servers(
             releases, lambda replies, _: self._released + sum(replies.values()) >= self._needed

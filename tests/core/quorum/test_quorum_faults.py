@@ -13,7 +13,7 @@ from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import in_threads, queued, wait_until, within
+from tests.support import Proxy, client_at, in_threads, queued, wait_until, within
 from tests.support.locks import held_on
 
 KEYS = lock_keys("redislock", "a")
@@ -137,6 +137,22 @@ def test_what_is_lost_is_given_back_at_once(clients):
     with pytest.raises(LockLost):
         lock.extend()
     wait_until(lambda: told and held_on(clients)[3:] == [0, 0])
+
+
+@pytest.mark.parametrize("auto_renewal", [False, True])
+def test_a_part_that_a_late_renewal_kept_is_released(servers, clients, auto_renewal):
+    """It is over for its holder, but its server's clock is slow, and gets what was sent to it before the release."""
+    with Proxy(servers[0].url) as proxy, client_at(proxy.url) as behind:
+        lock = QuorumLock([behind, *clients[1:]], "a", expire=0.6, auto_renewal=auto_renewal)
+        lock.acquire()
+        clients[0].pexpire(KEYS.lock, 60_000)
+        proxy.stall()
+        if not auto_renewal:
+            lock.extend(30)
+        wait_until(lambda: lock._visible_lease().held_count == 4)
+        lock.release()
+        proxy.heal()
+        wait_until(lambda: not any(held_on(clients)), 20)
 
 
 def test_the_belief_ends_before_the_expiry_by_the_drift_of_clocks(clients):
