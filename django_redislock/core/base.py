@@ -210,6 +210,8 @@ class BaseLock(CallerView[Lease]):
                 raise
             if not released:
                 lease.lose((yield from find_cause(lease)))
+        elif lease.loss.code == "expired":
+            yield from operations.release_lost(lease)
         self._forget(lease)
         if lease.noted_loss is not None:
             self._raise_loss(lease)
@@ -248,9 +250,8 @@ class BaseLock(CallerView[Lease]):
         return None if stored is None else stored.info
 
     def _owned(self, acquirer: Any) -> Operation[bool]:
-        id = self._owner_id(acquirer)
         holder = yield from self._owner()
-        return holder is not None and holder.id == id
+        return holder is not None and holder.id == self._owner_id(acquirer)
 
     def _reset(self, fence: int | None, by: object, reason: str) -> Operation[bool]:
         check_reason(reason)

@@ -183,6 +183,16 @@ def release(lease: Lease) -> Operation[bool]:
     return bool(reply)
 
 
+def release_lost(lease: Lease) -> Operation[None]:
+    """Release what an extension that was answered late, or not at all, has kept after the holder's deadline.
+
+    By a shared id another holder may rely on it.
+    """
+    if lease.fence and not lease.shared:
+        with suppress(LockBackendError):
+            yield from release(lease)
+
+
 def renew(lease: Lease) -> Operation[bool]:
     """Set the expiry in Redis, of a shared id only to a later one; False when the lease does not hold the lock."""
     expire = lease.expire
@@ -191,6 +201,8 @@ def renew(lease: Lease) -> Operation[bool]:
     sent, reply = yield from with_retries(lease.name, call, until, lease)
     if reply[0]:
         lease.renewed(sent, expire)
+        if lease.loss is not None:  # the answer came after the deadline
+            yield from release_lost(lease)
     return bool(reply[0])
 
 

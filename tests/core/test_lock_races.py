@@ -35,6 +35,34 @@ def test_a_call_that_arrives_after_its_repetition_frees_nothing(client, redis_ur
         lock.release()
 
 
+@pytest.mark.slow
+def test_an_extension_that_is_answered_after_the_deadline_keeps_nobody_out(make_lock, client, proxy):
+    with client_at(proxy.url) as behind:
+        lock = make_lock(behind, "a", expire=0.5, auto_renewal=False)
+        lock.acquire()
+        proxy.delay_replies(0.6)
+        with pytest.raises(LockLost, match="expired|expiry"):
+            lock.extend(60)
+        assert make_lock(client, "a").acquire(blocking=False)
+
+
+@pytest.mark.slow
+def test_an_extension_that_is_not_answered_ends_with_the_release(make_lock, client, proxy):
+    """The holder cannot know that it arrived."""
+    with client_at(proxy.url, socket_timeout=0.5) as behind:
+        lock = make_lock(behind, "a", expire=2, auto_renewal=False)
+        lock.acquire()
+        proxy.delay_replies(0.8)
+        with pytest.raises(LockBackendError):
+            lock.extend(60)
+        proxy.delay_replies(0)
+        wait_until(lambda: lock.lost)
+        assert make_lock(client, "a").ttl() > 10
+        with pytest.raises(LockLost):
+            lock.release()
+        assert make_lock(client, "a").acquire(blocking=False)
+
+
 def test_an_unanswered_acquisition_with_a_given_id_does_not_undo_the_next_one(client, own_server):
     with Proxy(own_server.url) as proxy, client_at(proxy.url, socket_timeout=0.5) as behind:
         with Lock(behind, "b"):

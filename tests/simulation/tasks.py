@@ -120,9 +120,9 @@ class CeleryHistory(Worker):
             world.at(world.time + step.revoked, lambda: setattr(message, "revoked", message.ran == 0))
 
     def _is_open(self, message: Message) -> bool:
-        """Whether the message may still hold something."""
-        runs = any(body.message is message for body in self.bodies)
-        return runs or not (message.over or message.refused or message.excused)
+        """Whether the message may still hold something, perhaps only until its worker has released it."""
+        at_work = any(copy is message and thread.is_alive() for thread, copy in self.begun.items())
+        return at_work or not (message.over or message.refused or message.excused)
 
     def _quietly(self, thread: Thread, lock: Any) -> Generator[Any, Any, None]:
         try:

@@ -104,7 +104,7 @@ class Worker(History):
         """The keys of the messages that are just published."""
         self.published: list[str] = []
         """The keys of all messages that somebody has begun to publish, in this order."""
-        self.begun: set[Thread] = set()
+        self.begun: dict[Thread, Message] = {}
         """The copies that a worker has begun with."""
         self.chance = random.Random(plan.seed)
         super().__init__(plan)
@@ -141,7 +141,7 @@ class Worker(History):
 
     def execute(self, thread: Thread, message: Message, version: int, seen: int | None) -> Generator[Any, Any, None]:
         """Do with a copy what the task class does in a worker."""
-        self.begun.add(thread)
+        self.begun[thread] = message
         queued = self.waiting_lock(thread, message) if self.scope in ("queued", "queued+run") else None
         if message.revoked:
             self.world.tell(thread, f"{message} was revoked")
