@@ -161,8 +161,23 @@ class Cluster:
 
         wait_until(settled, message="the nodes of the Cluster agree")
 
+    def _epochs_are_known(self) -> bool:
+        """Whether all nodes know the epochs of all primaries, of which no two are the same.
+
+        A new owner takes the next epoch without asking the others. If another node has it already, one of the two takes a
+        later one, and its claim to a slot that it is about to give away goes before the claim of the new owner.
+        """
+        views = set()
+        for node in self.nodes:
+            if node.process is not None:
+                known = self.known_to(node).values()
+                primaries = [each for each in known if "master" in each["flags"] and "fail" not in each["flags"]]
+                views.add(tuple(sorted((int(each["epoch"]), each["node_id"]) for each in primaries)))
+        return len(views) == 1 and all(len({epoch for epoch, _ in view}) == len(view) for view in views)
+
     def begin_move(self, slot: int, to: RedisServer) -> RedisServer:
         """Let a slot begin to move; return its owner. Both nodes answer for their part of its keys from now on."""
+        wait_until(self._epochs_are_known, message="all nodes know the epochs of all primaries")
         owner = self.owner_of(slot)
         self.ask(to, "CLUSTER SETSLOT", slot, "IMPORTING", self.id_of(owner))
         self.ask(owner, "CLUSTER SETSLOT", slot, "MIGRATING", self.id_of(to))
