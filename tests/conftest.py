@@ -83,6 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for each in combinations.values():
         for item in sorted(each, key=lambda item: md5(item.nodeid.encode()).digest())[COMBINATIONS:]:
             item.add_marker("slow")
+    items.sort(
+        key=lambda item: item.get_closest_marker("long") is None
+    )  # or one would run on when all others have ended
 
 
 def pytest_collection_finish() -> None:

@@ -49,6 +49,7 @@ def contend(client: redis.Redis) -> None:
         count_duplicate(server_of(client), name, lock_keys("redislock", name))
 
 
+@pytest.mark.long
 def test_accessible(visit: Callable[..., Page], client: redis.Redis, listen: Callable[..., None]) -> None:
     """axe-core finds nothing serious in any page, in both schemes, wide and narrow."""
     late = hold(client, "late", label="payments.export", auto_renewal=True)

@@ -55,6 +55,7 @@ class Reaper:
             self._next = time.monotonic() + random.uniform(*self._pause)
 
 
+@pytest.mark.long
 def test_children_killed_at_random(server, client, tmp_path):
     with workers(server, tmp_path) as crew:
         crowd = [crew.start("prefork", number, concurrency=3) for number in range(2)]
@@ -84,6 +85,7 @@ def test_children_killed_at_random(server, client, tmp_path):
         assert len(starts) > len(ends) > 0, "no run was cut off"
 
 
+@pytest.mark.long
 def test_with_an_impatient_broker_each_message_runs_once_or_again_when_a_kill_hit_its_run(server, client, tmp_path):
     """Of what waits or runs for more than two seconds, the broker gives out a copy; every policy, acknowledged early and late."""
     with workers(server, tmp_path) as crew, impatient(crew, "soak") as crowd:

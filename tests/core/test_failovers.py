@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "failovers.py"
 NUMBER = int(os.environ.get("REDISLOCK_FAILOVERS", "2"))
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_with_confirmed_locks_no_two_threads_believe_to_hold_one(tmp_path):
     command = [sys.executable, str(SCRIPT), str(NUMBER), "--safe", "--parallel", "2", "--json"]

@@ -345,6 +345,7 @@ class Model(RuleBasedStateMachine):
                 actor.proxy.drop_next_reply(0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_any_steps_in_any_order(actors, client):
     Model.actors, Model.observer = actors, client

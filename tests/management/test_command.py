@@ -343,6 +343,7 @@ def test_djangos_own_options_may_follow_the_action(client: redis.Redis) -> None:
 # As a process
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_exit_status_and_streams(client: redis.Redis) -> None:
     hold(client, "stuck")

@@ -98,6 +98,7 @@ def contention_page(url: str) -> str:
     return text
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_demo_holds_and_serves_until_ctrl_c_and_leaves_nothing_behind(
     start_demo: Callable[..., Demo], tmp_path: Path
@@ -135,8 +136,9 @@ def test_without_serve_the_demo_ends_by_itself_and_its_status_says_whether_all_h
     assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=False).returncode == (not held)
 
 
+@pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_demo_ended_early_leaves_no_process_behind(start_demo: Callable[..., Demo], number: signal.Signals) -> None:
     if number == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux tells the children")
@@ -146,6 +148,15 @@ def test_the_demo_ended_early_leaves_no_process_behind(start_demo: Callable[...,
     demo.process.send_signal(number)
     assert demo.process.wait(timeout=90) == (-number if number == signal.SIGKILL else 128 + number), demo.text
     demo.wait_gone(20 if number == signal.SIGKILL else BUSY)
+
+
+@pytest.mark.processes
+def test_the_demo_ended_while_it_starts_leaves_no_process_behind(start_demo: Callable[..., Demo]) -> None:
+    demo = start_demo("--port", free_port())
+    wait_until(lambda: len(demo.alive()) >= 3)
+    demo.process.send_signal(signal.SIGINT)
+    assert demo.process.wait(timeout=90) == 128 + signal.SIGINT, demo.text
+    demo.wait_gone()
 
 
 def test_a_row_that_does_not_hold_says_what_was_expected_and_what_came(

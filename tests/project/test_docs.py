@@ -103,6 +103,7 @@ def test_the_code_of_the_pages_runs(redis_url):
     )
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_each_block_runs_alone(redis_url):
     """So a reader may begin anywhere on a page: each block has its imports, and what it uses."""

@@ -67,6 +67,7 @@ def check(times: list[float], take_overs: int) -> None:
     assert max(gaps) <= EXPIRE + 1 + 1 + 2 * BUSY, gaps
 
 
+@pytest.mark.long
 def test_the_leader_is_killed_frozen_cut_off_and_stopped_and_no_entry_is_lost_or_published_twice(
     stack: ExitStack,
     server: Server,

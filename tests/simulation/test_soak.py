@@ -181,6 +181,7 @@ def storm(tmp_path: Path, failovers: bool) -> Iterator[Storm]:
         yield Storm(server, deployment, proxies, tmp_path / "ledger", stack)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failovers", [False, True], ids=["restarts", "failovers"])
 def test_in_a_storm_nothing_overlaps_and_nothing_stale_is_stored(tmp_path, failovers):
     """What a replica confirmed survives each failover; of the rest, what is told in docs/safety.rst may be lost there."""
