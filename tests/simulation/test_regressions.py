@@ -15,8 +15,9 @@ from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
 from tests.simulation.cache import Change, Get
 from tests.simulation.explore import failure_of
-from tests.simulation.quorum import Round
-from tests.simulation.world import Plan, ThreadPlan
+from tests.simulation.locks import Round
+from tests.simulation.quorum import Round as QuorumRound
+from tests.simulation.world import Fault, Plan, ThreadPlan
 from tests.support import wait_until
 from tests.support.locks import listening
 
@@ -118,15 +119,18 @@ def test_a_quorum_lock_is_not_acquired_with_a_part_that_was_kept_until_its_end()
     """Who waits for the others kept its only part for nearly its whole expiry, without a renewal: the lock was lost as soon as
     it was acquired."""
     threads = [
-        ThreadPlan(0, 0.14341435679041925, {"expire": 0.6, "auto_renewal": True}, [Round(2.0, 3.5, None, 0.0)]),
+        ThreadPlan(0, 0.14341435679041925, {"expire": 0.6, "auto_renewal": True}, [QuorumRound(2.0, 3.5, None, 0.0)]),
         ThreadPlan(
             1,
             0.09382315930185009,
             {"expire": 3.0, "auto_renewal": True},
-            [Round(0.4, 0.7583776415661274, None, 0.0), Round(None, 0.01, 1.0, 0.0)],
+            [QuorumRound(0.4, 0.7583776415661274, None, 0.0), QuorumRound(None, 0.01, 1.0, 0.0)],
         ),
         ThreadPlan(
-            1, 0.11395248779680539, {"expire": 0.6, "auto_renewal": True}, [Round(None, 0.5905454559843215, None, 0.0)]
+            1,
+            0.11395248779680539,
+            {"expire": 0.6, "auto_renewal": True},
+            [QuorumRound(None, 0.5905454559843215, None, 0.0)],
         ),
     ]
     plan = Plan(1056, 2, threads, fates={}, options={"rates": [1.0] * 3})
@@ -136,13 +140,78 @@ def test_a_quorum_lock_is_not_acquired_with_a_part_that_was_kept_until_its_end()
 def test_an_extension_that_is_late_at_one_server_does_not_outlive_the_release_of_the_quorum_lock():
     """The release did not ask for a part whose expiry was over, and then the extension arrived there."""
     rounds = [
-        Round(0.0, 0.0, None, 0.0),
-        Round(None, 2.964007809929895, 2.0, 0.0),
-        Round(2.0, 0.6708119530113702, None, 0.1),
+        QuorumRound(0.0, 0.0, None, 0.0),
+        QuorumRound(None, 2.964007809929895, 2.0, 0.0),
+        QuorumRound(2.0, 0.6708119530113702, None, 0.1),
     ]
     threads = [ThreadPlan(1, 0.13292682771205772, {"expire": 3.0, "auto_renewal": False}, rounds)]
     plan = Plan(90014817, 2, threads, faulty_until=12.0, fates={(49, 2): "slow"}, options={"rates": [1.0] * 3})
     assert failure_of("quorum", plan) is None
+
+
+def test_an_extension_whose_answer_comes_after_the_deadline_keeps_nobody_out():
+    """It arrived in time, so the lock lasted for as long as it had asked for, though its holder had been told of the loss."""
+    own, shorter = {"expire": 1.0, "auto_renewal": False}, {"expire": 0.3, "auto_renewal": False}
+    threads = [
+        ThreadPlan(0, 0.22530945133864524, own, [Round(None, 0.9975859949884618, 0.5, False, 1, 0.0)]),
+        ThreadPlan(
+            1,
+            0.022534424960324807,
+            shorter,
+            [
+                Round(2.0, 0.7739590181592014, None, False, 1, 0.0),
+                Round(None, 0.9104583523121383, None, False, 1, 0.1),
+            ],
+        ),
+    ]
+    plan = Plan(110056406, 2, threads, fates={}, options={"min_to_write": False})
+    assert failure_of("replicas", plan) is None
+
+
+def test_a_subscription_that_fails_just_before_it_is_used_is_tried_again():
+    """The slot had moved to a node where the process had none."""
+    threads = [
+        ThreadPlan(
+            0,
+            0.29581445638189147,
+            {"expire": 1.0, "auto_renewal": True},
+            [Round(None, 3.8724111300042443, None, False, 1, 0.0)],
+        ),
+        ThreadPlan(
+            1,
+            0.0011888239690418523,
+            {"expire": 0.3, "auto_renewal": True},
+            [
+                Round(0.4, 3.4600716867293078, 0.5, False, 1, 0.1),
+                Round(None, 2.3551148607814034, None, False, 1, 0.001),
+            ],
+        ),
+        ThreadPlan(
+            1,
+            0.008073130680185803,
+            {"expire": 3.0, "auto_renewal": True},
+            [
+                Round(0.0, 0.9704623074835022, None, False, 1, 0.001),
+                Round(None, 2.5164974215909086, None, False, 1, 0.0),
+            ],
+        ),
+    ]
+    faults = [
+        Fault(7.506983009253167, "cut", 1, 0.3),
+        Fault(1.093310203710618, "move", 0, 0.002),
+        Fault(4.394322454111131, "move", 0, 1.0),
+        Fault(3.725421907944905, "silence", 0, 4.0),
+    ]
+    lost = {
+        (17, 1): "refused",
+        (33, 1): "slow",
+        (17, 11): "refused",
+        (33, 5): "late",
+        (33, 7): "late",
+        (33, 10): "lost",
+    }
+    plan = Plan(100053463, 3, threads, faults, faulty_until=12.0, fates=lost)
+    assert failure_of("cluster", plan) is None
 
 
 def test_who_is_sent_a_value_late_leaves_the_queue_that_it_joined_again():
