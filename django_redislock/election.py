@@ -145,9 +145,8 @@ class Leader:
                     if self._on_lost is not None:
                         self._on_lost(term)
             finally:
-                if not term.lost:
-                    with suppress(LockError):  # it is in the log, and the term ends by its expiry
-                        term.release()
+                with suppress(LockError):  # it is in the log, and the term ends by its expiry
+                    term.release()
 
     async def arun(self) -> None:
         """Stand for election until `stop` or until the task is cancelled.
@@ -170,9 +169,8 @@ class Leader:
                     if self._on_lost is not None:
                         await _awaited(self._on_lost(term))
             finally:
-                if not term.lost:
-                    with suppress(LockError):
-                        await term.release()
+                with suppress(LockError):
+                    await term.release()
 
 
 class Stopped(BaseException):

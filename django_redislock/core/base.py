@@ -210,7 +210,7 @@ class BaseLock(CallerView[Lease]):
                 raise
             if not released:
                 lease.lose((yield from find_cause(lease)))
-        elif lease.loss.code == "expired":
+        else:
             yield from operations.release_lost(lease)
         self._forget(lease)
         if lease.noted_loss is not None:

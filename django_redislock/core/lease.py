@@ -84,7 +84,7 @@ class Lease:
             "hold_count",
         ),
         *("acquired", "deadline", "next_renewal", "failures"),
-        *("renewing", "renewal_pending", "shared", "_end_of_acquirer", "_losses"),
+        *("renewing", "renewal_pending", "shared", "may_outlive", "_end_of_acquirer", "_losses"),
     )  # a thousand locks may be held at once
     reports_waits = True
     """Whether a wait for it is an event; a quorum lock reports one wait for all servers."""
@@ -118,6 +118,9 @@ class Lease:
         self.failures = 0
         self.shared = False
         """Whether its id held the lock before, so that another holder may rely on the expiry."""
+        self.may_outlive = False
+        """Whether Redis may keep the lock for longer than its holder believes: an extension had no answer, or an
+        extension or a renewal had one after the loss."""
         self.renewing = False
         """Whether the watchdog renews it; otherwise the watchdog only reports its end."""
         self.renewal_pending = False

@@ -184,13 +184,14 @@ def release(lease: Lease) -> Operation[bool]:
 
 
 def release_lost(lease: Lease) -> Operation[None]:
-    """Release what an extension that was answered late, or not at all, has kept after the holder's deadline.
+    """Release, by one try, what an extension that was answered late, or not at all, may have kept after the loss.
 
-    By a shared id another holder may rely on it.
+    Without one nothing is asked: a server that was silent would be waited for, and what is there may rely on an
+    extension by somebody who was given the id. By a shared id another holder may rely on it.
     """
-    if lease.fence and not lease.shared:
+    if lease.may_outlive and lease.fence and not lease.shared:
         with suppress(LockBackendError):
-            yield from release(lease)
+            yield from with_retries(lease.name, release_call(lease), monotonic(), lease)
 
 
 def renew(lease: Lease) -> Operation[bool]:
@@ -198,10 +199,15 @@ def renew(lease: Lease) -> Operation[bool]:
     expire = lease.expire
     until = max(lease.deadline, monotonic())
     call = renew_call([lease], shorten=bool(lease.fence) and not lease.shared)
-    sent, reply = yield from with_retries(lease.name, call, until, lease)
+    try:
+        sent, reply = yield from with_retries(lease.name, call, until, lease)
+    except BaseException:
+        lease.may_outlive = True
+        raise
     if reply[0]:
         lease.renewed(sent, expire)
         if lease.loss is not None:  # the answer came after the deadline
+            lease.may_outlive = True
             yield from release_lost(lease)
     return bool(reply[0])
 

@@ -87,6 +87,7 @@ class Renewals:
                     self._unanswered([lease], renewed)
                 elif renewed:
                     lease.renewed(sent, expire)
+                    lease.may_outlive |= lease.noted_loss is not None
                 elif self.remove(lease):  # else it was released meanwhile, and nothing is wrong
                     lost.append(lease)
             if lost:

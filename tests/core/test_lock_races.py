@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -13,9 +14,12 @@ from django_redislock.core import Lock, RLock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.connection import Connection
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.keys import milliseconds
+from django_redislock.core.keys import lock_keys, milliseconds
+from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import Proxy, client_at, in_a_fork, lived, queued, wait_until
+from tests.support import Proxy, client_at, in_a_fork, lived, queued, wait_until, within
+
+KEYS = lock_keys("redislock", "a")
 
 # Commands that arrive late
 
@@ -47,20 +51,87 @@ def test_an_extension_that_is_answered_after_the_deadline_keeps_nobody_out(make_
 
 
 @pytest.mark.slow
-def test_an_extension_that_is_not_answered_ends_with_the_release(make_lock, client, proxy):
+def test_a_server_that_goes_away_after_a_late_answer_is_not_waited_for(make_lock, own_server):
+    """The late answer had moved the deadline, until which the release was tried again."""
+    with Proxy(own_server.url) as proxy, client_at(proxy.url) as behind, own_server.client() as client:
+        lock = make_lock(behind, "a", expire=0.8, auto_renewal=False)
+        lock.acquire()
+        lock.extend()  # now the server knows the script
+        proxy.delay_replies(1)
+
+        def go_away():
+            wait_until(lambda: client.pttl(KEYS.lock) > 30_000)
+            own_server.kill()
+
+        with ThreadPoolExecutor(1) as thread, within(2):  # of the five seconds for which it is tried again
+            gone = thread.submit(go_away)
+            with pytest.raises(LockLost):
+                lock.extend(60)
+            with pytest.raises(LockLost):
+                lock.release()
+            gone.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("auto_renewal", [False, True])
+def test_an_extension_that_is_not_answered_ends_with_the_release(make_lock, client, proxy, auto_renewal):
     """The holder cannot know that it arrived."""
     with client_at(proxy.url, socket_timeout=0.5) as behind:
-        lock = make_lock(behind, "a", expire=2, auto_renewal=False)
+        lock = make_lock(behind, "a", expire=2, auto_renewal=auto_renewal)
         lock.acquire()
         proxy.delay_replies(0.8)
         with pytest.raises(LockBackendError):
             lock.extend(60)
-        proxy.delay_replies(0)
         wait_until(lambda: lock.lost)
+        proxy.delay_replies(0)
         assert make_lock(client, "a").ttl() > 10
         with pytest.raises(LockLost):
             lock.release()
         assert make_lock(client, "a").acquire(blocking=False)
+
+
+@pytest.mark.slow
+def test_a_renewal_that_is_answered_after_the_loss_ends_with_the_release(client, proxy):
+    with client_at(proxy.url) as behind:
+        lock = Lock(behind, "a", expire=8)
+        lock.acquire()
+        lease = lock._visible_lease()
+        proxy.delay_replies(1.2)
+        lease.next_renewal = monotonic()
+        watchdog.reschedule(lease)
+        wait_until(lambda: lease.renewal_pending)
+        lease.deadline = monotonic()  # as after seconds without an answer
+        assert lock.lost
+        wait_until(lambda: not lease.renewal_pending)
+        assert client.pttl(KEYS.lock) > 3_000
+        with pytest.raises(LockLost):
+            lock.release()
+        assert not client.exists(KEYS.lock)
+
+
+@pytest.mark.parametrize("by", ["extend", "acquire"])
+def test_the_release_of_a_lost_lock_frees_nothing_that_was_kept_by_its_id(make_lock, client, by):
+    lost = make_lock(client, "a", expire=0.3, auto_renewal=False)
+    lost.acquire()
+    other = make_lock(client, "a", id=lost.id, expire=20)
+    getattr(other, by)()
+    wait_until(lambda: lost.lost)
+    with pytest.raises(LockLost):
+        lost.release()
+    assert other.owned()
+    other.release()
+
+
+def test_the_release_of_a_lost_lock_that_was_not_extended_asks_nobody(make_lock, proxy):
+    """A server that is silent by then would be waited for."""
+    with client_at(proxy.url) as behind:
+        lock = make_lock(behind, "a", expire=0.3, auto_renewal=False)
+        lock.acquire()
+        wait_until(lambda: lock.lost)
+        proxy.drop_next_reply()
+        with pytest.raises(LockLost):
+            lock.release()
+        assert proxy.dropped == 0
 
 
 def test_an_unanswered_acquisition_with_a_given_id_does_not_undo_the_next_one(client, own_server):

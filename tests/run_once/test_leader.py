@@ -33,6 +33,23 @@ def test_a_term_is_a_held_lock_of_its_kind_whose_fence_grows() -> None:
 
 
 @pytest.mark.slow
+def test_a_lost_term_that_an_unanswered_extension_kept_is_handed_over(settings: Any, proxy: Proxy, client: Any) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": f"{proxy.url}?socket_timeout=0.5"}
+
+    def on_elected(term: Any) -> None:
+        proxy.delay_replies(0.8)
+        with pytest.raises(LockBackendError):
+            term.extend(60)
+        wait_until(lambda: term.lost)
+        proxy.delay_replies(0)
+        candidate.stop()
+
+    candidate = Leader("scheduler", on_elected=on_elected, expire=2)
+    candidate.run()
+    assert lock("scheduler").acquire(blocking=False)
+
+
+@pytest.mark.slow
 def test_a_term_is_renewed_whatever_the_settings_say_of_locks(settings: Any, redis_url: str) -> None:
     settings.DJANGO_REDISLOCK = {
         "URL": redis_url,

@@ -155,6 +155,19 @@ def test_a_part_that_a_late_renewal_kept_is_released(servers, clients, auto_rene
         wait_until(lambda: not any(held_on(clients)), 20)
 
 
+def test_a_silent_server_whose_part_is_over_does_not_delay_the_report_of_a_loss(servers, clients):
+    lock = QuorumLock(clients, "a", expire=0.6, auto_renewal=False)
+    lock.acquire()
+    wait_until(lambda: lock._visible_lease().held_count == 5)
+    for server in servers[:2]:
+        server.pause()
+    lock.extend(60)
+    wait_until(lambda: lock._visible_lease().held_count == 3)
+    Lock(clients[4], "a").reset()
+    with within(1), pytest.raises(LockLost):  # of five seconds
+        lock.release()
+
+
 def test_the_belief_ends_before_the_expiry_by_the_drift_of_clocks(clients):
     with QuorumLock(clients, "a", expire=100) as lock:
         for part in lock._visible_lease().parts:
