@@ -208,7 +208,7 @@ class SimulatedWatchdog:
         return self._leases.pop(id(lease), None) is not None
 
     def _look(self, lease: Lease) -> None:
-        if id(lease) not in self._leases or lease.renewal_pending:
+        if id(lease) not in self._leases:
             return
         world, now = self._process.world, self._process.clock()
         before, world.running = world.running, Thread(self._process, "watchdog", None)
@@ -221,6 +221,7 @@ class SimulatedWatchdog:
             world.running = before
         lease.renewal_pending = True
         life = lease.expire
+        self.reschedule(lease)  # a substitute sees its deadline
         self._process.request(renew_call([lease]), partial(self._answered, lease, now, life), patience_of(lease))
 
     def _answered(self, lease: Lease, sent: float, life: float, answer: Any) -> None:
@@ -232,7 +233,7 @@ class SimulatedWatchdog:
                 Renewals._unanswered(self, [lease], answer)  # type: ignore[arg-type]
             elif answer[0]:
                 lease.renewed(sent, life)
-                if lease in self.promised:
+                if lease in self.promised and not lease._losses:  # else the answer came after the deadline
                     self.promised[lease] = max(self.promised[lease], sent + life)
             elif self.remove(lease):
                 self._lost(lease)

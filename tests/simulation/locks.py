@@ -93,6 +93,8 @@ class LockHistory(History):
         self.waiting: dict[Thread, tuple[float | None, float]] = {}
         """The timeout, and since when."""
         self.last_fence = 0
+        self.fence_known = 0.0
+        """When somebody heard of it. Who had asked before may have got an earlier one, and hear of it later."""
         self.begun: set[tuple[str, int]] = set()
         """The owner id and the fence of each acquisition."""
         self.released: set[int] = set()
@@ -217,9 +219,11 @@ class LockHistory(History):
         self._see_overlap(thread, belief)
         again = (lease.id, lease.fence) in self.begun  # entered again, or by somebody who uses the same id
         early = belief.forced_at is not None  # it came earlier, and was released before its holder heard of it
-        if lease.fence <= self.last_fence and belief.stands and not again and not early:
+        asked = lease.acquired - thread.process.offset
+        if lease.fence <= self.last_fence and belief.stands and not again and not early and asked >= self.fence_known:
             self.fail(f"fence {lease.fence} came after {self.last_fence}")
-        self.last_fence = max(self.last_fence, lease.fence)
+        if lease.fence > self.last_fence:
+            self.last_fence, self.fence_known = lease.fence, self.world.time
         self.begun.add((lease.id, lease.fence))
         self.beliefs[thread] = belief
 
@@ -330,7 +334,8 @@ class LockHistory(History):
             if not lease._losses and process.troubled < world.time:
                 if process.clock() > lease.deadline + LOOK:
                     self.fail(f"{thread} was not told that its lock has ended")
-                if belief.forced_at is not None and lease.renewing:
+                undone = belief.epoch != world.epoch and (value or b"").startswith(lease.value_prefix)  # by a failover
+                if belief.forced_at is not None and lease.renewing and not undone:
                     untold = world.time - max(belief.forced_at, process.troubled, world.troubled)
                     if untold > lease.expire / 3 + LOOK:
                         self.fail(
