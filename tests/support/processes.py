@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import traceback
@@ -16,8 +17,9 @@ from .waiting import wait_until
 
 
 def say(**values: object) -> None:
-    """Print one JSON line for the test that started this process."""
-    print(json.dumps(values), flush=True)
+    """Print one JSON line for the test that started this process, in one piece: print() would write its end by itself."""
+    sys.stdout.write(f"{json.dumps(values)}\n")
+    sys.stdout.flush()
 
 
 class PythonProcess:

@@ -97,11 +97,17 @@ def held() -> list[list[str]]:
     return sorted([each.name, each.label, each.kind] for each in held_locks())
 
 
+def say(line: dict[str, Any]) -> None:
+    """Write a line at once: two threads may answer at the same time."""
+    sys.stdout.write(f"{json.dumps(line)}\n")
+    sys.stdout.flush()
+
+
 def compute(key: str, value: str, wait: bool) -> str:
     """Return the cached value; compute it here if need be, and wait for `open` first if asked to."""
 
     def default() -> str:
-        print(json.dumps({"computing": value}), flush=True)
+        say({"computing": value})
         if wait:
             gate.wait(60)
             gate.clear()
@@ -148,7 +154,7 @@ def main() -> None:
                 answer = {"answer": do(**request)}
             except Exception as error:
                 answer = {"error": type(error).__name__, "trace": traceback.format_exc()}
-            print(json.dumps(answer | {"number": number}), flush=True)
+            say(answer | {"number": number})
 
         if request.get("do") in ("open", "compute", "acquire"):
             threading.Thread(target=serve, daemon=True).start()
