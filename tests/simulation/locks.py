@@ -67,6 +67,8 @@ class Belief:
 
     def __init__(self, lease: Lease, epoch: float) -> None:
         self.lease = lease
+        self.expire = lease.expire
+        """Before an extension."""
         self.epoch = epoch
         self.forced_at: float | None = None
         """When somebody else released the lock."""
@@ -337,7 +339,7 @@ class LockHistory(History):
                 undone = belief.epoch != world.epoch and (value or b"").startswith(lease.value_prefix)  # by a failover
                 if belief.forced_at is not None and lease.renewing and not undone:
                     untold = world.time - max(belief.forced_at, process.troubled, world.troubled)
-                    if untold > lease.expire / 3 + LOOK:
+                    if untold > max(belief.expire, lease.expire) / 3 + LOOK:
                         self.fail(
                             f"{thread} was not told for {untold:.3f} s that its lock was released by somebody else"
                         )
