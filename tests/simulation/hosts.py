@@ -42,7 +42,7 @@ class Host:
     def restart(self, seconds: float, state: tuple[dict[bytes, Any], dict[bytes, int]] | None = None) -> None:
         """Be away for so long, and come back with the same data, or with others."""
         self.world.tell(self, f"away for {seconds:.3f} s{'' if state is None else ', with other data'}")
-        self.down_until = self.world.time + seconds
+        self.down_until = max(self.down_until, self.world.time + seconds)  # one that lost its data stays away
         self.trouble(seconds)
         if state is not None:
             self.server.data, self.server.ends = state
