@@ -105,7 +105,7 @@ class LockHistory(History):
         self.lost = False
         """Whether a holder's lock ended before it released it."""
         self.free_since = 0.0
-        self.first: dict[bytes, float] = {}  # when each first had a place, perhaps by a try that was not answered
+        self.first: dict[bytes, float] = {}  # when each id first had a place, perhaps by a try without an answer
         self.joined: dict[bytes, int] = {}
         """When each waiter joined the queue, by the server's clock in us."""
         super().__init__(plan)
@@ -257,7 +257,7 @@ class LockHistory(History):
             return
         queue = self.server.data.get(KEYS.queue) or {}
         self.joined = {entry: self.joined.get(entry, self.server._us) for entry in queue}
-        self.first = self.joined | self.first
+        self.first = {entry.partition(b"\n")[2]: joined for entry, joined in self.joined.items()} | self.first
         if what.script is scripts.ACQUIRE and isinstance(reply, int) and reply > 0:
             self._see_turn(what, before)
         elif what.script in (scripts.RESET, scripts.RELEASE) and reply == 1 and before is not None:
@@ -282,7 +282,7 @@ class LockHistory(History):
         if not queue or id == b"given" or world.clock_stepped or world.troubled + PROMISED > world.time:
             return
         asked = float(ticket) if ticket else self.server._us
-        mine, reserved = min(asked, self.first.get(channel + b"\n" + id, math.inf)), math.inf
+        mine, reserved = min(asked, self.first.get(id, math.inf)), math.inf
         if before is not None and before.startswith(id + b"\n0\n"):
             reserved = (int(before.split(b"\n")[2]) - RESERVED_MS) * 1000
         for entry, score in queue.items():
