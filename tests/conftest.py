@@ -83,9 +83,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for each in combinations.values():
         for item in sorted(each, key=lambda item: md5(item.nodeid.encode()).digest())[COMBINATIONS:]:
             item.add_marker("slow")
-    items.sort(
-        key=lambda item: item.get_closest_marker("long") is None
-    )  # or one would run on when all others have ended
+    # The longest tests begin first, so that none of them runs on alone at the end.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:

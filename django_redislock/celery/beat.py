@@ -100,7 +100,7 @@ class LeaderMixin:
             super().close()  # type: ignore[misc]
         finally:
             term, self._term = self._term, None
-            if term is not None and not term.lost:
+            if term is not None:
                 with suppress(LockError):  # it is in the log, and the term ends by its expiry
                     term.release()
 

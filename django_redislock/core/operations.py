@@ -184,10 +184,10 @@ def release(lease: Lease) -> Operation[bool]:
 
 
 def release_lost(lease: Lease) -> Operation[None]:
-    """Release, by one try, what an extension that was answered late, or not at all, may have kept after the loss.
+    """Release a lost lock by one try, if an extension or a renewal may have kept it in Redis after the loss.
 
-    Without one nothing is asked: a server that was silent would be waited for, and what is there may rely on an
-    extension by somebody who was given the id. By a shared id another holder may rely on it.
+    Otherwise the server is not asked, because it may be silent, and because another caller with the given id may have
+    extended the lock. A lock of a shared id stays, because another holder may rely on it.
     """
     if lease.may_outlive and lease.fence and not lease.shared:
         with suppress(LockBackendError):

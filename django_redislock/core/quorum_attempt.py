@@ -256,6 +256,9 @@ class QuorumAttempt(ABC):
         leases = [part.lease for part in parts if part.lease is not None]
         for part in parts:
             part.lease = None
+        await self._release_leases(leases)
+
+    async def _release_leases(self, leases: list[PartLease]) -> None:
         await on_servers({lease.server: operations.release(lease) for lease in leases}, lambda *_: True, GIVE_BACK)
 
     def _new_lease(self, server: Server) -> PartLease:

@@ -22,7 +22,7 @@ from .driver.server import Server
 from .driver.side_by_side import LEFT_OUT, in_background, on_servers
 from .lease import Lease
 from .loss import find_cause
-from .quorum_attempt import GIVE_BACK, QuorumAttempt
+from .quorum_attempt import QuorumAttempt
 from .quorum_parts import Part
 from .watchdog import watchdog
 
@@ -116,8 +116,7 @@ class QuorumLease(QuorumAttempt):
         # A renewal that arrived late may have kept a part whose expiry is over here; its server is not waited for.
         over = [part.lease for part in self.parts if part.lease is not None and part not in leases]
         if over:
-            given_back = {lease.server: operations.release(lease) for lease in over}
-            in_background(asyncio.ensure_future(on_servers(given_back, lambda *_: True, GIVE_BACK)))
+            in_background(asyncio.ensure_future(self._release_leases(over)))
         releases = {lease.server: self._release(lease) for lease in leases.values()}
         replies, cause = await on_servers(
             releases, lambda replies, _: self._released + sum(replies.values()) >= self._needed
