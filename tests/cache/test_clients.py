@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.test import override_settings
+from django_redis.pool import ConnectionFactory
 
 from django_redislock.core import held_locks
 from tests.support import RedisServer, monitoring, wait_until
@@ -234,7 +235,9 @@ def test_with_a_replica_that_lags_a_value_is_computed_once(replicated, backend):
 
 
 @pytest.mark.processes
-def test_with_sentinel_a_value_is_computed_once(sentinel):
+def test_with_sentinel_a_value_is_computed_once(sentinel, monkeypatch):
+    # django-redis keeps its pools by URL, whatever their Sentinels are: another test has the same URL.
+    monkeypatch.setattr(ConnectionFactory, "_pools", {})
     options = {
         "CLIENT_CLASS": "django_redis.client.SentinelClient",
         "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",

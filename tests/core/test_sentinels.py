@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack
 
 import pytest
+from django_redis.pool import ConnectionFactory
 
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver import sentinels
@@ -120,7 +121,9 @@ def test_a_killed_primary_loses_neither_the_lock_nor_a_waiter(deployment, client
     assert got == [True]
 
 
-def test_tasks_and_a_cache_go_on_after_the_primary_was_killed(deployment, client):
+def test_tasks_and_a_cache_go_on_after_the_primary_was_killed(deployment, client, monkeypatch):
+    # django-redis keeps its pools by URL, whatever their Sentinels are: another test has the same URL.
+    monkeypatch.setattr(ConnectionFactory, "_pools", {})
     options = {
         "CLIENT_CLASS": "django_redis.client.SentinelClient",
         "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
