@@ -91,6 +91,23 @@ def test_an_extension_that_is_not_answered_ends_with_the_release(make_lock, clie
 
 
 @pytest.mark.slow
+def test_an_extension_of_the_inner_acquisition_that_is_not_answered_ends_with_the_outer_release(client, proxy):
+    with client_at(proxy.url, socket_timeout=0.5) as behind:
+        lock = RLock(behind, "a", expire=2, auto_renewal=False)
+        lock.acquire()
+        lock.acquire()
+        proxy.delay_replies(0.8)
+        with pytest.raises(LockBackendError):
+            lock.extend(60)
+        wait_until(lambda: lock.lost)
+        proxy.delay_replies(0)
+        for _ in range(2):
+            with pytest.raises(LockLost):
+                lock.release()
+        assert RLock(client, "a").acquire(blocking=False)
+
+
+@pytest.mark.slow
 def test_a_renewal_that_is_answered_after_the_loss_ends_with_the_release(client, proxy):
     with client_at(proxy.url) as behind:
         lock = Lock(behind, "a", expire=8)

@@ -153,6 +153,19 @@ def test_a_renewal_that_is_confirmed_late_keeps_the_lock(client, replica, caplog
     held.release()
 
 
+def test_an_extension_that_no_replica_confirmed_ends_with_the_release(client, replica):
+    held = Lock(client, "a", expire=2, auto_renewal=False, min_replicas=1)
+    held.acquire()
+    replica.pause()
+    with pytest.raises(LockBackendError, match=TOO_FEW):
+        held.extend(60)
+    wait_until(lambda: held.lost, message="its holder may not rely on the primary alone")
+    assert client.pttl(key_of("a")) > 10_000
+    with pytest.raises(LockLost):
+        held.release()
+    assert not client.exists(key_of("a"))
+
+
 def test_a_script_that_the_server_does_not_know_is_sent_with_its_text(client):
     held = RLock(client, "a", expire=1.5, min_replicas=1)
     client.script_flush()

@@ -33,19 +33,31 @@ def test_a_term_is_a_held_lock_of_its_kind_whose_fence_grows() -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_term_that_an_unanswered_extension_kept_is_handed_over(settings: Any, proxy: Proxy, client: Any) -> None:
+@pytest.mark.parametrize("tasks", [False, True], ids=["thread", "task"])
+def test_a_lost_term_that_an_unanswered_extension_kept_is_handed_over(
+    settings: Any, proxy: Proxy, client: Any, tasks: bool
+) -> None:
     settings.DJANGO_REDISLOCK = {"URL": f"{proxy.url}?socket_timeout=0.5"}
+    lost = []
 
     def on_elected(term: Any) -> None:
         proxy.delay_replies(0.8)
         with pytest.raises(LockBackendError):
             term.extend(60)
-        wait_until(lambda: term.lost)
+
+    async def on_elected_async(term: Any) -> None:
+        proxy.delay_replies(0.8)
+        with pytest.raises(LockBackendError):
+            await term.extend(60)
+
+    def on_lost(term: Any) -> None:
+        lost.append(term.lost)
         proxy.delay_replies(0)
         candidate.stop()
 
-    candidate = Leader("scheduler", on_elected=on_elected, expire=2)
-    candidate.run()
+    candidate = Leader("scheduler", on_elected=on_elected_async if tasks else on_elected, on_lost=on_lost, expire=2)
+    asyncio.run(candidate.arun()) if tasks else candidate.run()
+    assert lost[0]
     assert lock("scheduler").acquire(blocking=False)
 
 
