@@ -207,9 +207,11 @@ class Lease:
     @property
     def ending(self) -> Cause:
         """The cause of the loss if no answer comes before its expiry."""
+        # After an extension without an answer it may have been the former expiry that ended.
+        expiry = "its expiry" if self.may_outlive else f"its expiry of {self.expire:g} s"
         if self.renewal_pending or self.failures:
-            return Cause("no_answer", f"Redis confirmed no renewal until its expiry of {self.expire:g} s ended")
-        return Cause("expired", f"its expiry of {self.expire:g} s ended without a renewal")
+            return Cause("no_answer", f"Redis confirmed no renewal until {expiry} ended")
+        return Cause("expired", f"{expiry} ended without a renewal")
 
     def lose(self, cause: Cause) -> None:
         """Note that the lock was lost, and report it once, if this process acquired it."""
