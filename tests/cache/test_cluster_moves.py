@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis
 from redis.crc import key_slot
 
 from tests.support import Cluster, cache_programs, wait_until
@@ -86,6 +87,41 @@ def test_a_value_that_is_stored_while_no_primary_has_its_slot_is_stored_after_th
     owner.kill()
     processes[0].send()
     all_have_the_value_of_the_first(processes)
+
+
+KEYS = [f"k{number}" for number in range(20)]
+VALUES = {key: f"v of {key}" for key in KEYS}
+SLOT_OF_ONE = key_slot(b":1:k7")
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["moving", "moved"])
+def test_many_values_are_read_where_one_of_their_slots_moves_to(cluster, moved):
+    cache = cache_at(cluster.url, "ClusterCache")
+    cache.set_many(VALUES, 60)
+    assert cache.get_or_set_many(KEYS, pytest.fail, 60) == VALUES
+    to = another_node(cluster, SLOT_OF_ONE)
+    owner = cluster.begin_move(SLOT_OF_ONE, to)
+    if not moved:  # the value is already there, so the owner sends its reader on
+        cluster.ask(owner, "MIGRATE", "127.0.0.1", to.port, ":1:k7", 0, 5000)
+    else:
+        cluster.end_move(SLOT_OF_ONE, owner, to)
+    assert cache.get_or_set_many(KEYS, pytest.fail, 60) == VALUES
+    if not moved:
+        cluster.end_move(SLOT_OF_ONE, owner, to)
+
+
+def test_to_read_many_values_fails_as_long_as_one_of_them_has_no_primary(own_cluster):
+    """As the reads of the base class do. The failure is also what makes the cache look for the new primary."""
+    cache = cache_at(own_cluster.url, "ClusterCache")
+    cache.set_many(VALUES, 60)
+    assert cache.get_or_set_many(KEYS, pytest.fail, 60) == VALUES
+    owner = own_cluster.owner_of(SLOT_OF_ONE)
+    assert own_cluster.ask(owner, "WAIT", 1, 5000) == 1
+    owner.kill()
+    with pytest.raises(redis.ConnectionError):
+        cache.get_or_set_many(KEYS, pytest.fail, 60)
+    wait_until(lambda: own_cluster.owner_of(SLOT_OF_ONE) is not owner)
+    assert cache.get_or_set_many(KEYS, pytest.fail, 60) == VALUES
 
 
 def test_while_slots_move_every_key_is_computed_once(cluster):
