@@ -36,6 +36,8 @@ def least_rights(alias: str, client: Client) -> Iterator[str]:
         yield f"{user} +cluster|slots +scan"  # by scans, reset_all() finds the leases of values
     if settings.min_replicas:
         yield f"{user} +wait"
+    if server.settings.get("client_name"):
+        yield f"{user} +client|setname"
 
 
 def _cache_keys(alias: str) -> str | None:

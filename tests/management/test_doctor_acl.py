@@ -23,6 +23,7 @@ from django_redislock.core.contention import contention
 from django_redislock.core.driver.registry import server_of
 from django_redislock.doctor import inspect
 from django_redislock.doctor_acl import CACHE, LISTS, LOCKS
+from django_redislock.exceptions import LockBackendError
 from tests.support import RedisServer, queue_of, wait_until
 from tests.support.cache_programs import cache_elsewhere
 
@@ -221,3 +222,14 @@ def commands_of(folder: str) -> set[str]:
 def test_confirmed_locks_need_one_more(admin: Any, settings: Any) -> None:
     settings.DJANGO_REDISLOCK = {"MIN_REPLICAS": 1}
     assert lines()[-1] == f"ACL SETUSER {USER} +wait"
+
+
+def test_connections_with_a_name_need_one_more(admin: Any, settings: Any) -> None:
+    settings.CACHES["default"]["LOCATION"] += "?client_name=web"
+    printed = lines()
+    assert printed[-1] == f"ACL SETUSER {USER} +client|setname"
+    give(admin, printed[:-1])
+    with pytest.raises(LockBackendError, match="setname"):
+        lock("a").acquire()
+    give(admin, printed)
+    use_locks(admin)
