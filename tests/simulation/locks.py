@@ -25,8 +25,6 @@ QUIET = 0.3
 """Seconds within which a free lock is held by somebody who waits for it, when nothing goes wrong."""
 PROMISED = 2.0
 """The same while something is wrong with others: a reservation that nobody claims, a roll call, two polls, and what packets take."""
-RESERVED_MS = 500
-"""For so long a lock is kept for the waiter that was woken, as core/lua/lib.lua says."""
 LOOK = 0.25
 
 
@@ -91,23 +89,20 @@ class LockHistory(History):
 
     def __init__(self, plan: Plan) -> None:
         self.beliefs: dict[Thread, Belief] = {}
-        self.waiting: dict[Thread, tuple[float | None, float]] = {}
-        """The timeout, and since when."""
+        self.waiting: dict[Thread, tuple[float | None, float]] = {}  # the timeout, and since when
         self.last_fence = 0
-        self.fence_known = 0.0
-        """When somebody heard of it. Who had asked before may have got an earlier one, and hear of it later."""
+        self.fence_known = 0.0  # when somebody heard of it: who had asked before may hear of an earlier one later
         self.begun: set[tuple[str, int]] = set()
         """The owner id and the fence of each acquisition."""
         self.released: set[int] = set()
         """The fences of the acquisitions that were released."""
         self.reset: set[int] = set()
         """The fences of those that were force-released."""
-        self.lost = False
-        """Whether a holder's lock ended before it released it."""
+        self.lost = False  # whether a holder's lock ended before it released it
         self.free_since = 0.0
         self.first: dict[bytes, float] = {}  # when each id first had a place, perhaps by a try without an answer
-        self.joined: dict[bytes, int] = {}
-        """When each waiter joined the queue, by the server's clock in us."""
+        self.joined: dict[bytes, int] = {}  # when each waiter joined the queue, by the server's clock in us
+        self.reserved: dict[bytes, int] = {}  # when each reservation was made, by the same clock
         super().__init__(plan)
         self.world.gave_up = self._gave_up
         self.world.at(LOOK, self._look)
@@ -258,11 +253,14 @@ class LockHistory(History):
         queue = self.server.data.get(KEYS.queue) or {}
         self.joined = {entry: self.joined.get(entry, self.server._us) for entry in queue}
         self.first = {entry.partition(b"\n")[2]: joined for entry, joined in self.joined.items()} | self.first
+        value = self.server.peek(KEYS.lock) or b""
+        if value.split(b"\n", 2)[1:2] == [b"0"]:
+            self.reserved.setdefault(value, self.server._us)
         if what.script is scripts.ACQUIRE and isinstance(reply, int) and reply > 0:
             self._see_turn(what, before)
         elif what.script in (scripts.RESET, scripts.RELEASE) and reply == 1 and before is not None:
             id, fence = before.split(b"\n")[:2]
-            if (self.server.peek(KEYS.lock) or b"").startswith(id + b"\n" + fence):  # an earlier call did it
+            if value.startswith(id + b"\n" + fence):  # an earlier call did it
                 return
             if what.script is scripts.RESET:
                 self.world.tell(process, f"force-released fence {fence.decode()}")
@@ -282,11 +280,10 @@ class LockHistory(History):
         if not queue or id == b"given" or world.clock_stepped or world.troubled + PROMISED > world.time:
             return
         asked = float(ticket) if ticket else self.server._us
-        mine, reserved = min(asked, self.first.get(id, math.inf)), math.inf
-        if before is not None and before.startswith(id + b"\n0\n"):
-            reserved = (int(before.split(b"\n")[2]) - RESERVED_MS) * 1000
+        mine = min(asked, self.first.get(id, math.inf))
+        reserved = self.reserved.get(before, math.inf) if before and before.startswith(id + b"\n") else math.inf
         for entry, score in queue.items():
-            if self.joined[entry] > reserved + 1000:  # the reservation tells whole milliseconds
+            if self.joined[entry] > reserved:
                 continue
             process = world.processes[int(entry.split(b"\n")[0].rpartition(b":")[2])]
             well = process.alive and not process.frozen and process.troubled + PROMISED < world.time
@@ -304,7 +301,10 @@ class LockHistory(History):
     def _is_free(self, fence: int) -> None:
         """See that somebody who waits for the lock gets it."""
         world = self.world
-        waiting = [thread for thread, (timeout, _) in self.waiting.items() if timeout is None]
+        # Who waits with the same given id in one process shares a place, which the first of them takes along.
+        plans = zip(self.threads, self.plan.threads, strict=True)
+        alone = [thread for thread, plan in plans if "id" not in plan.options]
+        waiting = [thread for thread in alone if self.waiting.get(thread, (0.0, 0.0))[0] is None]
         if not self.plan.calm or not waiting:
             return
 

@@ -91,10 +91,10 @@ class Trial:
             world.at(self.arrives, self.execute)
         if fate == "unknown":
             process.soon(back, partial(self.finish, NoScriptError("NOSCRIPT No matching script.")))
-        elif fate in ("refused", "unanswered", "late"):
-            broken = back if fate != "unanswered" else self.arrives + back - world.time
+        broken = back if fate in ("refused", "late") else self.arrives + back - world.time
+        if fate in ("refused", "unanswered", "late") and broken < patience:
             process.soon(broken, partial(self.finish, ConnectionError(f"the connection broke ({fate})")))
-        else:
+        elif fate != "unknown":
             process.soon(patience, self.give_up)
 
     def execute(self) -> None:
