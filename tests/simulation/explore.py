@@ -12,9 +12,10 @@ from .cache import CacheHistory, Change, Get
 from .cluster import ClusterHistory
 from .driver import Violation
 from .history import FAULTS_UNTIL, History, simulated
-from .locks import LockHistory, RLockHistory, Round
+from .locks import LockHistory, Round
 from .quorum import QuorumHistory, Round as QuorumRound
 from .replicas import ReplicatedHistory
+from .rlocks import RLockHistory
 from .tasks import CeleryHistory
 from .worker import Publish
 from .world import FATES, Plan, ThreadPlan

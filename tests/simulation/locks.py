@@ -1,4 +1,4 @@
-"""Histories of one lock, plain or re-entrant: what processes do with it, what goes wrong, and what must never be seen."""
+"""Histories of one lock: what processes do with it, what goes wrong, and what must never be seen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from django_redislock.core.base import BaseLock
 from django_redislock.core.driver.effects import ScriptCall, Sleep
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.lease import Lease
-from django_redislock.core.reentrant import Reentrant
 from django_redislock.exceptions import LockError, LockLost
 
 from .driver import Thread
@@ -56,10 +55,6 @@ class SimulatedLock(BaseLock):
         return lock
 
 
-class SimulatedRLock(Reentrant, SimulatedLock):
-    """The shipped re-entrant lock, driven by the world."""
-
-
 class Belief:
     """That a thread holds the lock."""
 
@@ -77,6 +72,11 @@ class Belief:
         """Whether the holder would say so itself."""
         lease = self.lease
         return self.process.alive and not lease._losses and self.process.clock() < lease.deadline
+
+    @property
+    def excludes(self) -> bool:
+        """Whether nobody else may hold the lock. The acquirer may cut it short, or end it, for all who use its id."""
+        return self.stands and self.forced_at is None and not (self.shortened and self.lease.shared)
 
 
 class LockHistory(History):
@@ -227,10 +227,10 @@ class LockHistory(History):
     def _see_overlap(self, thread: Thread, belief: Belief) -> None:
         """See that nobody else believes to hold the lock, unless data was lost, or a user ended the acquisition."""
         lease = belief.lease
-        if not belief.stands or belief.forced_at is not None:
+        if not belief.excludes:
             return
         for other, theirs in self.beliefs.items():
-            if other is thread or theirs.epoch != belief.epoch or theirs.forced_at is not None or not theirs.stands:
+            if other is thread or theirs.epoch != belief.epoch or not theirs.excludes:
                 continue
             if theirs.lease.id != lease.id or theirs.lease.fence != lease.fence:
                 self.fail(
@@ -301,7 +301,7 @@ class LockHistory(History):
     def _is_free(self, fence: int) -> None:
         """See that somebody who waits for the lock gets it."""
         world = self.world
-        # Who waits with the same given id in one process shares a place, which the first of them takes along.
+        # Waiters of one process and one given id share a place in the queue, and the first of them takes it along.
         plans = zip(self.threads, self.plan.threads, strict=True)
         alone = [thread for thread, plan in plans if "id" not in plan.options]
         waiting = [thread for thread in alone if self.waiting.get(thread, (0.0, 0.0))[0] is None]
@@ -354,47 +354,3 @@ class LockHistory(History):
             for key in self.server.live_keys():
                 if b":lock:" in key or b":queue:" in key:
                     self.fail(f"{key!r} is left")
-
-
-class RLockHistory(LockHistory):
-    """Some processes that want one re-entrant lock, and enter it again."""
-
-    kind = "rlock"
-    lock_kind = SimulatedRLock
-
-    @classmethod
-    def draw_round(cls, chance: random.Random, resets: bool) -> Round:
-        return super().draw_round(chance, resets)._replace(depth=chance.randint(1, 3))
-
-    def _hold(self, thread: Thread, lock: Any, step: Round) -> Generator[Any, Any, None]:
-        """Enter the lock again through an object of its own, and leave it, before the outer one is left."""
-        if step.depth > 1:
-            belief, asked, freezes = self.beliefs[thread], self.world.time, thread.process.freezes
-            inner = self.lock_kind.of(thread, NAME, expire=lock.expire)
-            try:
-                if not (yield from inner._acquire(thread, None)):
-                    self.fail(f"{thread} was refused by itself")
-            except LockError as error:
-                self.world.tell(thread, f"did not enter again: {error}")
-                if isinstance(error, LockLost):
-                    self._see_loss(thread, belief)
-            else:
-                yield from self._leave(thread, inner, step, belief)
-            took = self.world.time - asked - step.held / 2
-            if self.plan.calm and took > QUIET and freezes == thread.process.freezes:
-                self.fail(f"{thread} waited {took:.3f} s for itself")
-        yield from super()._hold(thread, lock, step)
-
-    def _leave(self, thread: Thread, inner: Any, step: Round, belief: Belief) -> Generator[Any, Any, None]:
-        if belief.lease.hold_count != 2:
-            self.fail(f"{thread} is in it {belief.lease.hold_count} times")
-        yield Sleep(step.held / 2)
-        try:
-            yield from inner._release(inner._require_lease(thread))
-        except LockError as error:
-            self.world.tell(thread, f"the inner release raised {error}")
-            if isinstance(error, LockLost):
-                self._see_loss(thread, belief)
-        stands = belief.stands and belief.forced_at is None and belief.epoch == self.world.epoch
-        if stands and not (self.server.peek(KEYS.lock) or b"").startswith(belief.lease.value_prefix):
-            self.fail(f"{thread} lost the lock when it left the inner block")
