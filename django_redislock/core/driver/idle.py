@@ -36,7 +36,7 @@ class Idling(Protocol):
 
 
 class Housekeeper:
-    """Closes idle connections, in a thread that ends when all that are left may stay."""
+    """Closes idle connections, in a thread that ends when all remaining connections may stay open."""
 
     def __init__(self) -> None:
         self._watched: set[ref[Idling]] = set()
@@ -44,7 +44,7 @@ class Housekeeper:
         """Token of the running thread; a thread that holds another token ends."""
 
     def watch(self, server: Idling) -> None:
-        """Close the server's connections in time, until all that are left may stay."""
+        """Close the server's connections in time, until all remaining ones may stay open."""
         try:
             server.watched = True  # first: once it is in the set, the thread decides
             self._watched.add(ref(server))
