@@ -45,7 +45,7 @@ def current_task() -> asyncio.Task[Any] | None:
 
 
 class AsyncLock(TokenLock):
-    """A lock for asyncio: what `Lock` is for threads, for tasks; see there for the arguments.
+    """A lock for the tasks of asyncio; `Lock`, its equivalent for threads, describes the arguments.
 
     `client` is a `redis.asyncio.Redis` or a `redis.Redis`: it says where the server is, and how to connect to it. Each
     event loop has two connections of its own to the server. `on_lost(lock)` is called in the event loop of the task
