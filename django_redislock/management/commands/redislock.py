@@ -127,7 +127,7 @@ class Command(BaseCommand):
 
     def _list(self, options: dict[str, Any]) -> None:
         rows, listing = self._read(options)
-        if rows or not listing.failed:  # "No held locks found." is not known of a connection that failed
+        if rows or not listing.failed:  # after a failure, "No held locks found." may be wrong
             self._print(rows, options, table)
         for remark in cut(listing):
             self.stderr.write(remark)
