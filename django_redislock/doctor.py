@@ -82,7 +82,7 @@ def inspect(server: Server) -> Iterator[Finding]:
             )
         if UNTRUSTED in str(error):
             advice = TRUST
-        yield Finding("connection", "problem", f"No node tells the slots: {sentence_of(error)}", advice)
+        yield Finding("connection", "problem", f"No node reports the slots: {sentence_of(error)}", advice)
         return
     by_check: dict[str, list[tuple[str, Finding]]] = {}
     for node in nodes:
