@@ -22,7 +22,7 @@ from .exceptions import LockBackendError, LockError
 from .locks import alock, lock
 
 SLICE = 1.0
-"""Seconds after which a candidate looks whether it was stopped."""
+"""Seconds after which a candidate checks whether it was stopped."""
 PAUSE = 0.5, 1.0
 """Seconds between two tries of a candidate while Redis does not answer, chosen at random in between."""
 

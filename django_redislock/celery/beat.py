@@ -62,7 +62,7 @@ class LeaderMixin:
     _reported = ""
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
-        """Publish the due entries if this beat leads; else stand for election. Return the seconds until the next tick."""
+        """Publish the due entries if this beat leads, else stand for election. Return the seconds to the next tick."""
         if self._term is not None and not self._term.lost:
             if self._unshared:
                 self._share_quietly()

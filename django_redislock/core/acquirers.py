@@ -38,13 +38,13 @@ MIN_ENTRIES = 16
 
 
 class Acquirers(dict[Any, A]):
-    """The acquisitions through one lock object, by acquirer, and how the ended ones ended."""
+    """The acquisitions through one lock object, by acquirer, and the losses of the ended ones."""
 
     _ended: dict[weakref.ref[Any], LossRecord | None] | None = None
     _limit = MIN_ENTRIES
 
     def end(self, acquirer: Any, loss: LossRecord | None) -> None:
-        """Forget the acquirer's acquisition, but not that there was one, nor its loss."""
+        """Forget the acquirer's acquisition, but remember that there was one, and its loss."""
         self.pop(acquirer, None)
         if self._ended is None:
             self._ended = {}

@@ -181,7 +181,7 @@ class AsyncLock(TokenLock):
     def _is_kept_waiting(self, acquirer: Any) -> bool:
         return (
             current_task() is acquirer
-        )  # not where another task runs the call, because the acquirer may let that one wait
+        )  # false where another task runs the call: the acquirer may do something else meanwhile
 
     def _release(self, lease: Lease) -> Operation[None]:
         try:
@@ -192,7 +192,7 @@ class AsyncLock(TokenLock):
 
     def _call_on_lost(self, lease: Lease) -> None:
         if hasattr(lease.acquirer, "get_loop"):  # not every task is one of asyncio's own
-            with suppress(RuntimeError):  # its loop is closed, and nobody is left to be notified
+            with suppress(RuntimeError):  # its loop is closed, and no task is left to be notified
                 lease.acquirer.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)
 
 

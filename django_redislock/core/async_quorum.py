@@ -112,5 +112,5 @@ class AsyncQuorumLock(BaseQuorumLock):
             chain(self.name, error, failure)
 
     def _call_on_lost(self, lease: QuorumLease) -> None:
-        with suppress(RuntimeError):  # its loop is closed, and nobody is left to be notified
+        with suppress(RuntimeError):  # its loop is closed, and no task is left to be notified
             lease.acquirer.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)

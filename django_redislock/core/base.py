@@ -161,7 +161,7 @@ class BaseLock(CallerView[Lease]):
     def _raise_if_held(self, acquirer: Any) -> None:
         """Raise AlreadyAcquired if this object holds the lock by the id that the acquirer would use.
 
-        Forget acquisitions that nobody asks for: released through another object, or lost by a thread or task that
+        Forget acquisitions that no caller needs: released through another object, or lost by a thread or task that
         ended.
         """
         for other, lease in list(self._leases.items()):

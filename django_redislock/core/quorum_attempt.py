@@ -1,4 +1,4 @@
-"""How a quorum lock is acquired.
+"""The acquisition of a quorum lock.
 
 The algorithm is Redlock of Redis' documentation ("Distributed Locks with Redis"): the parts are asked for at the same
 time, most of them suffice, and an allowance for the drift of clocks is taken from each expiry. Two things replace its

@@ -144,7 +144,7 @@ class _Run:
         try:
             for number in self.pending:
                 self.group.send(number)
-            if self.lock.lost and self._terminates:  # before there was a group to be terminated
+            if self.lock.lost and self._terminates:  # it was lost before there was a group
                 self.group.terminate()
             return self.group.wait()
         finally:

@@ -73,7 +73,7 @@ class Housekeeper:
                 self._running = None
                 if not self._watched:
                     return
-                self._running, pause = token, SOONEST  # one came meanwhile; if it started a thread, that one ends
+                self._running, pause = token, SOONEST  # a server came meanwhile; a thread that it started ends
 
     def _close(self) -> float:
         """Close idle connections, and return how long to sleep then."""
@@ -86,7 +86,7 @@ class Housekeeper:
             server.watched = False  # first, so that connections used from now on are watched again
             try:
                 since = server.close_idle(now - IDLE)
-            except Exception:  # those of the other servers must be closed all the same
+            except Exception:  # the connections of the other servers must still be closed
                 events.log.exception("Idle connections could not be closed. It is tried again after their next use.")
                 continue
             if since < math.inf:

@@ -96,7 +96,7 @@ class ReplicatedNode(Confirming, Node):
 
 
 class AsyncReplicatedServer(AsyncServer):
-    """The replicated server as an event loop sees it. WAIT stops a connection, so each task that acquires has its own."""
+    """The replicated server as an event loop sees it. WAIT blocks a connection, so each acquiring task has its own."""
 
     def __init__(self, server: Confirming) -> None:
         super().__init__(server)

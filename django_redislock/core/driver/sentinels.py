@@ -1,4 +1,4 @@
-"""Where the primary of a service is: all its Sentinels are asked side by side.
+"""The search for the primary of a service: all its Sentinels are asked side by side.
 
 redis-py asks one after another, and waits for each as long as its client's timeouts and retries allow. Here a dead
 Sentinel costs nothing while most of the others answer, and the newest configuration counts (Redis' documentation,

@@ -30,7 +30,7 @@ START_WITHIN = 10.0
 
 T = TypeVar("T")
 background: set[asyncio.Task[Any]] = set()
-"""The tasks that nobody waits for. An event loop refers to its tasks weakly only."""
+"""The tasks that no other task waits for, because an event loop refers to its tasks weakly only."""
 
 
 def in_background(task: asyncio.Task[Any]) -> None:

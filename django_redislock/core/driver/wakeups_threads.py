@@ -60,7 +60,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
 
     def admit(self, waiter: WaitingThread) -> None:
         """Take in a waiter, without subscribing."""
-        if not self._waiters:  # nobody polled while the room was empty, and there is no need to poll at once
+        if not self._waiters:  # no waiter polled while the room was empty, and there is no need to poll at once
             self._next_poll = monotonic() + POLL_INTERVAL
         self._waiters.add(waiter)
 
