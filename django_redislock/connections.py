@@ -30,8 +30,8 @@ def get_client(using: str | None = None) -> Client:
     """Return the redis-py client of the Redis that the settings name, or of the cache alias `using`.
 
     Use it with the functions and classes of ``django_redislock.core``, and give them the ``KEY_PREFIX`` of the settings
-    as `prefix`. That of a Cluster is a `redis.asyncio.RedisCluster`. Opens no connection. Raises ImproperlyConfigured
-    when the alias is missing or is not a Redis cache.
+    as `prefix`. The client of a Cluster is a `redis.asyncio.RedisCluster`. Opens no connection. Raises
+    ImproperlyConfigured when the alias is missing or is not a Redis cache.
     """
     return _client(conf.get(), using)
 
@@ -97,9 +97,9 @@ def connection_names() -> list[str]:
 
 
 def clients(connection: str | None = None) -> tuple[dict[str, Client], dict[str, str]]:
-    """Return the client of each connection (or of this connection only), and by connection why others have none.
+    """Return the client of each connection (or of this connection only), and for each one without a client the reason.
 
-    A database to which several connections lead comes once. With ``ENABLED: False`` there is no connection.
+    A database to which several connections lead is included once. With ``ENABLED: False`` there is no connection.
     Raises ImproperlyConfigured for wrong settings.
     """
     names = connection_names() if conf.get().enabled else []

@@ -82,7 +82,7 @@ def inspect(server: Server) -> Iterator[Finding]:
             )
         if UNTRUSTED in str(error):
             advice = TRUST
-        yield Finding("connection", "problem", f"No node tells the slots: {sentence_of(error)}", advice)
+        yield Finding("connection", "problem", f"No node reports the slots: {sentence_of(error)}", advice)
         return
     by_check: dict[str, list[tuple[str, Finding]]] = {}
     for node in nodes:
@@ -178,7 +178,7 @@ def _replicas(info: dict[str, str]) -> Finding:
     if connected < wanted:
         advice = f"Connect more replicas, or lower {conf.NAME}['MIN_REPLICAS'] ({wanted}): no lock can be acquired now."
         return Finding("min_replicas", "problem", message, advice)
-    if not connected or "min_slaves_good_slaves" in info:  # which it tells only with min-replicas-to-write
+    if not connected or "min_slaves_good_slaves" in info:  # which it reports only with min-replicas-to-write
         return Finding(check, "ok", message)
     advice = (
         "Set min-replicas-to-write to 1 and min-replicas-max-lag to 2: a primary that is cut off, or that a failover "

@@ -85,7 +85,7 @@ def _try_lock(server: Server) -> Iterator[Finding]:
 
 
 def _heard(server: Server) -> Finding:
-    """Tell how the waiting thread learnt that the lock was free."""
+    """Report how the waiting thread noticed that the lock was free."""
     if not _may_not_subscribe(server):
         return Finding("wait", "ok", "A waiting thread got the lock after its release.")
     message = "The user may not subscribe, so a waiting thread got the lock only by trying again and again."

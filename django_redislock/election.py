@@ -22,7 +22,7 @@ from .exceptions import LockBackendError, LockError
 from .locks import alock, lock
 
 SLICE = 1.0
-"""Seconds after which a candidate looks whether it was stopped."""
+"""Seconds after which a candidate checks whether it was stopped."""
 PAUSE = 0.5, 1.0
 """Seconds between two tries of a candidate while Redis does not answer, chosen at random in between."""
 
@@ -78,7 +78,7 @@ def leader(
 ) -> Election:
     """Wait until this process is the leader of this name: ``with leader("scheduler") as term: ...``, or ``async with``.
 
-    The term is the held lock `name`: `term.fence` grows with each term, `term.lost` tells why the term ended early, and
+    The term is the held lock `name`: `term.fence` grows with each term, `term.lost` says why the term ended early, and
     `term.raise_if_lost()` raises LockLost. A process that ends its block hands over at once; the term of one that was
     killed ends by its `expire`. `expire`, `label`, `on_lost` and `using` are those of `lock`. The term is renewed for
     as long as the process lives, whatever ``MAX_HOLD`` says.
@@ -93,7 +93,7 @@ class Leader:
     """A candidate that is elected again and again, until it is stopped.
 
     `on_elected(term)` starts what a leader does, and returns; `on_lost(term)` stops it, when the term was lost
-    (`term.lost` tells why) and when the candidate is stopped, before the next leader is elected. Both run in the thread
+    (`term.lost` says why) and when the candidate is stopped, before the next leader is elected. Both run in the thread
     or task of `run` or `arun`; for `arun` they may be coroutine functions. An `on_elected` that does not return notices
     the end of its term by `term.lost` only. The term and the other arguments are those of `leader`.
     """
@@ -145,7 +145,7 @@ class Leader:
                     if self._on_lost is not None:
                         self._on_lost(term)
             finally:
-                with suppress(LockError):  # it is in the log, and the term ends by its expiry
+                with suppress(LockError):  # the error is logged, and the term ends by its expiry
                     term.release()
 
     async def arun(self) -> None:
@@ -178,7 +178,7 @@ class Stopped(BaseException):
 
 
 def elect(term: Lock, stopped: Callable[[], bool]) -> bool:
-    """Tell whether the term began before the candidate was stopped. Raises LockBackendError when Redis refuses."""
+    """Return whether the term began before the candidate was stopped. Raises LockBackendError when Redis refuses."""
     while not stopped():
         try:
             return term._server.run(_until_stopped(term._acquire(term._acquirer(), None), stopped))

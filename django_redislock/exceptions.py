@@ -110,7 +110,7 @@ class StaleFence(LockError):
 
 
 class LockBackendError(LockError):
-    """Redis did not answer a command of the lock, or refused it, so nobody knows whether the lock is held.
+    """Redis did not answer a command of the lock, or refused it, so it is unknown whether the lock is held.
 
     `cause` is the text of the client's error. `refused`: Redis answered with an error (such as NOPERM); otherwise no
     answer came. `name` is empty where all locks are meant.

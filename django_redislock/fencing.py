@@ -1,4 +1,4 @@
-"""Fenced writes: a row refuses the writes of earlier holders of its lock than the last one that wrote or claimed it.
+"""Fenced writes: once a holder has written or claimed a row, the row refuses writes of earlier holders of its lock.
 
 A lock in Redis cannot stop a holder that was frozen for longer than the lock's expiry from continuing and writing. The
 row can::
@@ -77,13 +77,13 @@ class FencedModel(models.Model):
         self._save_fenced(_name_and_fence(self, held), update_fields, using)
 
     async def aclaim(self, held: BaseLock | int, *, using: str | None = None) -> None:
-        """See `claim`."""
+        """Claim the row as `claim` does."""
         await sync_to_async(self._claim)(_name_and_fence(self, held), using)
 
     async def asave_fenced(
         self, held: BaseLock | int, *, update_fields: Iterable[str] | None = None, using: str | None = None
     ) -> None:
-        """See `save_fenced`."""
+        """Save the row as `save_fenced` does."""
         await sync_to_async(self._save_fenced)(_name_and_fence(self, held), update_fields, using)
 
     def _claim(self, name_and_fence: tuple[str, int], using: str | None) -> None:

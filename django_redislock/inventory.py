@@ -18,7 +18,7 @@ from .exceptions import LockBackendError
 LIMIT = 10_000
 """Locks read of one connection at most."""
 RETRY_FOR = 0.5
-"""Seconds for which a command is tried again; few, so that a dead server does not delay the page of the others."""
+"""Seconds for which a command is tried again; short, so that a dead server does not delay the page of the others."""
 
 
 class HeldLockRow(NamedTuple):
@@ -38,7 +38,7 @@ class Listing(NamedTuple):
 
     rows: list[HeldLockRow]
     failed: dict[str, str]
-    """By connection, or node of a connection to a Cluster: why it could not be read."""
+    """By connection, or by node of a connection to a Cluster: the reason why its locks could not be read."""
     cut: list[str]
     """Connections that hold more than `LIMIT` locks."""
 
@@ -95,7 +95,7 @@ def force_release(connection: str, name: str, fence: int, by: object, reason: st
 
 
 def of_nodes(connection: str, missing: dict[str, str]) -> dict[str, str]:
-    """Return by the name of each node of a connection why it could not be read."""
+    """Return the reasons why nodes of a connection could not be read, by the name of the node."""
     return {f"{connection} (node {node})": why for node, why in missing.items()}
 
 

@@ -96,12 +96,12 @@ class HeldLock(models.Model):
 
 
 def encode_key(connection: str, name: str) -> str:
-    """Return the primary key of a lock: safe in URLs and forms, whatever the name holds."""
+    """Return the primary key of a lock: safe in URLs and forms, whatever the name contains."""
     return b64encode(f"{connection}\0{name}".encode(), ALPHABET).decode().rstrip("=")
 
 
 def decode_key(key: str) -> tuple[str, str]:
-    """Return the connection and the name that a primary key stands for; raises ValueError for what is none."""
+    """Return the connection and the name that a primary key stands for; raises ValueError for a text that is no key."""
     connection, separator, name = b64decode(key + "=" * (-len(key) % 4), ALPHABET).decode().partition("\0")
     if not separator or encode_key(connection, check_name(name)) != key:
         raise ValueError(f"not the key of a lock: {key!r}")

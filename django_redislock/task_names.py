@@ -38,6 +38,6 @@ def waiting_id(task_id: str) -> str:
 
 
 def is_waiting(info: LockInfo) -> bool:
-    """Tell whether a waiting message holds the task's lock: it waits in a queue, or for its retry, or was purged."""
+    """Return whether a waiting message holds the task's lock: it waits in a queue, or for its retry, or was purged."""
     task_id = info.label.removeprefix(f"{task_of(info.name)}[").removesuffix("]")
     return task_id != info.label and info.id == waiting_id(task_id)

@@ -66,7 +66,7 @@ class UntilCommitLock(RLock):
         try:
             super().__exit__(None, None, None)
         except LockLost:
-            pass  # it was logged, and the commit was before
+            pass  # the error was logged, and the commit is done
         except LockError as error:
             events.log.warning(
                 "Lock %r could not be released after its transaction, so it stays held until it expires: %s",

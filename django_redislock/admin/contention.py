@@ -131,7 +131,7 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
 
 
 def _read() -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the waits of each connection, and by connection why others could not be read."""
+    """Return the waits of each connection, and for each unread connection the reason."""
     try:
         found, failed = clients()
     except ImproperlyConfigured as error:

@@ -187,7 +187,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
     def _prepare(
         self, key: Any, default: Any, timeout: Timeout, version: int | None, checked: CheckedOptions
     ) -> GetOrSetCall | None:
-        """Return the call with its request; None when the base class's method does for it."""
+        """Return the call with its request; None when the base class's method is enough."""
         settings = conf.get()
         redis_key = self._redis_key(key, version)
         server = self._lease_server(redis_key, timeout)

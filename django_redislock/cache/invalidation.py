@@ -1,11 +1,11 @@
 """The methods that change values end leases, so that no computation stores its result over a later change.
 
-A method that writes a value does not end its lease: the script that stores a computed value finds the written one, or
-a new expiry of the stale one. A written value that may expire before the computation ends is an exception: its lease
-is ended after the write. `delete` and `delete_many` let the base class delete, and then delete again and end the leases
-in one script: what was stored in between goes, too, and so does each computation that may be older than a value that
-was set in between. The other methods that may remove a value end the lease of its key first. A computation that starts
-afterwards has read the new state, so its result may be stored.
+A method that writes a value does not end its lease: the script that stores a computed value finds the written one, or a
+new expiry of the stale one. A written value that may expire before the computation ends is an exception: its lease is
+ended after the write. `delete` and `delete_many` let the base class delete; then one script deletes again and ends the
+leases. So a value that was stored in between is deleted, too, and no computation is stored that may be older than a
+value that was set in between. The other methods that may remove a value end the lease of its key first. A computation
+that starts afterwards has read the new state, so its result may be stored.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class InvalidatingMixin(RedisBackend):
         return super().incr_version(key, delta, version, *args, **kwargs)
 
     def clear(self) -> Any:
-        """Delete all keys of the database but the locks. Running computations are not stored."""
+        """Delete all keys of the database except the locks. Running computations are not stored."""
         if not conf.get().enabled:
             return super().clear()
         if not self._invalidate_pattern(self._all_clients(), "*"):
@@ -128,7 +128,7 @@ class InvalidatingMixin(RedisBackend):
         return True
 
     def _delete_all_but_locks(self, pattern: str, batch: int | None = None) -> int:
-        """Delete all keys that match the pattern but those of locks; return the number of deleted keys."""
+        """Delete all keys that match the pattern, except those of locks; return the number of deleted keys."""
         locks = b"{" + conf.get().key_prefix.encode()
         deleted = 0
         try:

@@ -195,7 +195,7 @@ class LocksMixin(RedisBackend):
     ) -> Any:
         """Do as python-redis-lock's method of this name. New code uses `get_or_set`.
 
-        `expire` is the expiry of the lock in seconds, `timeout` the one of the value. Raises ValueError when
+        `expire` is the expiry of the lock in seconds, `timeout` the expiry of the value. Raises ValueError when
         `value_creator` returns None, which counts as a missing value here, and the errors of `get_or_set` and `lock`.
         """
 

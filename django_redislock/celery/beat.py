@@ -39,18 +39,18 @@ class LeaderMixin:
 
     The times of the last runs are shared through Redis, because a new leader would not know them: after a take-over no
     entry that was due is forgotten, and each is published twice at most once. A beat that cannot be elected, because
-    Redis does not answer, publishes nothing and says so.
+    Redis does not answer, publishes nothing and logs that.
     """
 
     lock_name: str = ""
-    """The name of the lock; empty: ``celery-beat:`` and the name of the app. A site with several schedules needs
-    several."""
+    """The name of the lock; empty: ``celery-beat:`` and the name of the app. Each schedule of a site needs a name of
+    its own."""
     expire: Seconds | None = None
     """The expiry of a killed leader's term; None: as the settings say."""
     using: str | None = None
     """The cache alias of the lock's connection; None: as the settings say."""
 
-    if TYPE_CHECKING:  # what the scheduler has
+    if TYPE_CHECKING:  # attributes of the scheduler
         app: Any
         schedule: Any
         _heap: Any
@@ -62,7 +62,7 @@ class LeaderMixin:
     _reported = ""
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
-        """Publish what is due, if this beat leads; else stand for election. Return the seconds until the next tick."""
+        """Publish the due entries if this beat leads, else stand for election. Return the seconds to the next tick."""
         if self._term is not None and not self._term.lost:
             if self._unshared:
                 self._share_quietly()
@@ -84,7 +84,7 @@ class LeaderMixin:
             super().apply_entry(entry, producer=producer)  # type: ignore[misc]
 
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
-        """Publish the entry, and share when. A publication that failed is not shared: the next leader repeats it."""
+        """Publish the entry and share its time. A publication that failed is not shared: the next leader repeats it."""
         try:
             result = super().apply_async(entry, *args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -101,11 +101,11 @@ class LeaderMixin:
         finally:
             term, self._term = self._term, None
             if term is not None:
-                with suppress(LockError):  # it is in the log, and the term ends by its expiry
+                with suppress(LockError):  # the error is logged, and the term ends by its expiry
                     term.release()
 
     def _stand(self) -> bool:
-        """Tell whether this beat has been elected now."""
+        """Return whether this beat has been elected now."""
         if self._term is not None:
             self._report(
                 "lost", logger.error, "Beat has lost its term and publishes nothing until it is elected again."
@@ -139,7 +139,7 @@ class LeaderMixin:
         self._name = name
         self._times = f"{{{conf.get().key_prefix}:beat}}:times:{name}".encode()
         self._server = server_of(get_client(self.using)) if conf.get().enabled else None
-        self._initial_read = True  # of a DatabaseScheduler: what it has read is as old as its candidacy
+        self._initial_read = True  # a DatabaseScheduler reads again: its entries are as old as its candidacy
         (reply,) = self._ask((b"HGETALL", self._times))
         pairs = zip(reply[::2], reply[1::2], strict=True)
         times = {key.decode(): value.split() for key, value in pairs}
@@ -167,7 +167,7 @@ class LeaderMixin:
         """Forget that the entry was to run."""
 
     def _share_quietly(self) -> None:
-        with suppress(LockBackendError):  # it is in the log, and the next tick tries again
+        with suppress(LockBackendError):  # the error is logged, and the next tick tries again
             self._share()
 
     def _share(self) -> None:
@@ -193,7 +193,7 @@ class PersistentScheduler(LeaderMixin, beat.PersistentScheduler):
 
 
 def __getattr__(name: str) -> Any:
-    """Return `DatabaseScheduler`: it needs django-celery-beat, and the models of that."""
+    """Return `DatabaseScheduler`: it needs django-celery-beat and its models."""
     if name != "DatabaseScheduler":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     scheduler = globals()[name] = _database_scheduler()
@@ -213,12 +213,12 @@ def _database_scheduler() -> type[Any]:
         """The scheduler of django-celery-beat, of which one leads."""
 
         def _continue(self, entry: Any, last: float, count: int) -> None:
-            # The database may know better: a task that was disabled and enabled again continues from then.
+            # The database may have a later time: a task that was disabled and enabled again continues from there.
             if last > maybe_make_aware(entry.last_run_at).timestamp():
                 super()._continue(entry, last, count)
                 entry.model.last_run_at, entry.model.total_run_count = entry.last_run_at, count
 
         def _take_back(self, entry: Any) -> None:
-            self._dirty.discard(entry.name)  # so that the database does not learn of a run that was none
+            self._dirty.discard(entry.name)  # so that the database stores no run that did not happen
 
     return DatabaseScheduler

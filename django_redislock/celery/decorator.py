@@ -36,7 +36,7 @@ def single_instance(**options: Unpack[SingleInstanceOptions]) -> Callable[[F], F
 def single_instance(function: Any = None, /, **options: Any) -> Any:
     """Let one instance of a task run at a time: put it under ``@shared_task`` or ``@app.task``, bare or with options.
 
-    What is not given comes from ``DJANGO_REDISLOCK["CELERY"]``, which takes every option (in capitals), and else is::
+    Options that are not given come from ``DJANGO_REDISLOCK["CELERY"]``, which takes all of them in capitals, or are::
 
         scope="run"             when the lock is held: or "queued", "queued+run", "job"
         key=None                which executions exclude each other: those with the same arguments
@@ -53,7 +53,7 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
         on_backend_error="raise"  what happens when Redis does not answer: or "run", "reschedule"
         lock_direct_calls=False  whether task(...) takes the lock, too
         reschedule_delay=10     seconds until a rescheduled task tries again; later ones grow
-        reschedule_limit=None   seconds for which it tries; None: as long as its message lives
+        reschedule_limit=None   seconds for which it tries; None: until its message expires
 
     `SingleInstanceOptions` describes each. Times are seconds or a timedelta. When the lock is lost while the body runs,
     the task's result stands; ``self.single_instance.raise_if_lost()`` reports the loss to the body. Raises TypeError
@@ -131,7 +131,7 @@ def check_tasks() -> list[CheckMessage]:
     for app in apps:
         try:
             tasks = app.tasks if app.autofinalize else {}
-        except Exception as error:  # of any task; a worker would get it, too
+        except Exception as error:  # the error of any task; a worker would get it, too
             return [Error(f"{app!r} cannot make its tasks: {type(error).__name__}: {error}", id="redislock.E011")]
         # The mixin removes the options of its own tasks, so options that are still there have no effect.
         found += [

@@ -63,16 +63,16 @@ def waiting_expire(app: Celery, queue_life: float, countdown: object, eta: objec
 
 
 def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
-    """Tell whether a final state of the task was stored after this time; False when no results are kept."""
+    """Return whether a final state of the task was stored after this time; False when no results are kept."""
     if (
         isinstance(backend, DisabledBackend) or backend.as_uri() == "rpc://"
-    ):  # that one gives its states to one reader only
+    ):  # rpc:// gives its states to one reader only
         return False
     try:
         meta = backend.get_task_meta(task_id, cache=False)
         stored = meta.get("date_done")
         ended = maybe_iso8601(stored) if isinstance(stored, str) else stored
-        after = since + timedelta(milliseconds=1)  # a lock knows its time in whole milliseconds
+        after = since + timedelta(milliseconds=1)  # the time of a lock is in whole milliseconds
         return meta["status"] in states.READY_STATES and (ended is None or maybe_make_aware(ended, UTC) >= after)
     except SoftTimeLimitExceeded:
         raise

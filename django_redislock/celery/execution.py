@@ -11,8 +11,8 @@ from .execution_lock import ExecutionLock
 
 
 class Execution:
-    """One execution of a single-instance task, as its body sees it: ``self.single_instance``; it runs while in its
-    block."""
+    """One execution of a single-instance task, as its body sees it: ``self.single_instance``. It runs inside its
+    ``with`` block."""
 
     def __init__(self, task: str, task_id: str | None = None, lock: Lock | None = None) -> None:
         self.task = task

@@ -111,7 +111,7 @@ class ExecutionLock(Lock):
                 watchdog.remove(lease)
 
     def take(self, *, fresh: bool = False) -> bool:
-        """Acquire the lock for a message, without a wait, and tell whether it was acquired.
+        """Acquire the lock for a message, without a wait, and return whether it was acquired.
 
         This process does not watch or renew the lock. `fresh`: the given id is new. Raises LockBackendError when Redis
         cannot answer.
@@ -152,8 +152,8 @@ class ExecutionLock(Lock):
         return fence > 0
 
     def release_given_id(self) -> bool:
-        """Release what the given id holds, and tell whether it held it. Raises LockBackendError when Redis cannot
-        answer."""
+        """Release the lock if the given id holds it, and return whether it did. Raises LockBackendError when Redis
+        cannot answer."""
         return self._server.run(operations.release(self._new_lease(None, self._given_id or "")))
 
     def count_duplicate(self) -> None:
@@ -203,7 +203,7 @@ class ExecutionLock(Lock):
         return reply > 0
 
     def is_copy(self, holder: LockInfo | None) -> bool:
-        """Tell whether the holder of the lock is an execution of the same message."""
+        """Return whether the holder of the lock is an execution of the same message."""
         return holder is not None and self.delivery is not None and holder.id.startswith(f"{self.delivery.message}:")
 
     def _new_request(
@@ -251,7 +251,7 @@ class ExecutionLock(Lock):
                 b"done" if ending.complete else b"ending",
             ),
         )
-        # Also after a loss of the lock, because the message has been processed all the same.
+        # Also after a loss of the lock, because the message has been processed.
         _, reply = yield from with_retries(lease.name, call, lease.deadline, lease)
         return bool(reply)
 

@@ -69,7 +69,7 @@ def with_ours(headers: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, 
 def header(request: Context | None, name: str) -> Any:
     """Return this header of the message, or None.
 
-    Headers within the headers are all that Celery shows as ``request.headers``; the others are attributes of the
+    ``request.headers`` of Celery contains only the headers within the headers; the others are attributes of the
     request.
     """
     if request is None:

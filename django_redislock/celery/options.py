@@ -51,10 +51,10 @@ class SingleInstanceOptions(TypedDict, total=False):
     wait: Seconds
     """Seconds that ``on_conflict="wait"`` waits before it raises."""
     skip_result: Any
-    """What a task returns that ``on_conflict="skip"`` skipped."""
+    """The result of a task that ``on_conflict="skip"`` skipped."""
     on_duplicate: Literal["return", "raise"]
     """What publishing a duplicate does where the scope begins with it: return the holder's result as a
-    `DuplicateResult`, or raise TaskAlreadyRunning. What has an id already (the members of canvases, retries) is
+    `DuplicateResult`, or raise TaskAlreadyRunning. A message that has an id already (a member of a canvas, a retry) is
     published in any case."""
     queue_life: Seconds
     """Seconds that a message holds the lock at most while it waits in its queue; more by its countdown, less by its
@@ -63,7 +63,7 @@ class SingleInstanceOptions(TypedDict, total=False):
     """Seconds that the lock stays after the body has returned or failed, so that the task starts no more often than
     that."""
     on_backend_error: Literal["raise", "run", "reschedule"]
-    """What a task does that cannot start because Redis does not answer."""
+    """What a task does when it cannot start because Redis does not answer."""
     lock_direct_calls: bool
     """Whether ``task(...)``, a plain call of the function, takes the lock too."""
     reschedule_delay: Seconds
@@ -79,7 +79,7 @@ class TaskOptions(conf.CelerySettings):
     """Every option, with the value in force now."""
 
     settings: conf.Settings = field(repr=False)  # a URL may hold a password
-    """Those that the rest is completed from."""
+    """The settings that provide the options that are not given."""
 
     @cached_property
     def get_tenant(self) -> Callable[[], str] | None:

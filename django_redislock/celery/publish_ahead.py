@@ -50,7 +50,7 @@ class WaitingProducer:
 
 
 def is_celerys_own(app: Celery, apply_async: Any) -> bool:
-    """Tell whether nobody has wrapped or overridden the functions that publish a task."""
+    """Return whether the functions that publish a task are Celery's own: neither wrapped nor overridden."""
     methods = (apply_async, task_module), (app.send_task, app_module)
     for method, module in methods:
         function = getattr(method, "__func__", None)

@@ -85,9 +85,9 @@ class PublishingMixin(_Task):
         return next((info for info in found if info is not None), None)
 
     def unlock(self, *args: Any, **kwargs: Any) -> bool:
-        """Force-release the lock of these arguments, and tell whether it was held.
+        """Force-release the lock of these arguments, and return whether it was held.
 
-        The former holder is not stopped; it learns of the loss within a third of the lock's expiry. A message that
+        The former holder is not stopped; the loss is reported to it within a third of the lock's expiry. A message that
         waits in its queue is not withdrawn either. Raises LockBackendError when Redis cannot answer.
         """
         freed = [lock.reset() for lock in self._locks(args, kwargs)]
@@ -151,7 +151,7 @@ class PublishingMixin(_Task):
     ) -> DuplicateResult | None:
         """Take the lock for a message, or return the result of its holder; None when the message is to be published.
 
-        `refused`: it was just found to be held.
+        `refused`: the lock was just found to be held.
         """
         skipped = known and options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message)
         try:
@@ -209,7 +209,7 @@ class PublishingMixin(_Task):
         return result
 
     def _has_ended(self, holder: LockInfo) -> bool:
-        """Tell whether the holder is a message whose task has ended, because it was revoked, for example."""
+        """Return whether the holder is a message whose task has ended, because it was revoked, for example."""
         task_id = self._task_id_of(holder)
         return holder.id == waiting_id(task_id) and has_ended(self.backend, task_id, holder.acquired_at)
 
@@ -233,7 +233,7 @@ class PublishingMixin(_Task):
     def _withdraw(self, task_id: str, key: object) -> None:
         """Release the lock of a message that will not start."""
         options = self._options
-        if options.scope != "run" and isinstance(key, str):  # without a key, nobody took a lock for it
+        if options.scope != "run" and isinstance(key, str):  # without a key, no lock was taken for it
             leave_queue(self._waiting_lock(key, task_id, options, {}))
 
     def _details(self, arguments: str, ignored: bool | None) -> dict[str, Any]:

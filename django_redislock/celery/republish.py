@@ -59,9 +59,9 @@ class RepublishingMixin(PublishingMixin):
     ) -> NoReturn:
         """Publish the same message again for later, or raise the error where that cannot be done.
 
-        As `Task.retry` does, but without spending one of the task's retries. And the state is stored before the message
-        is out: for a Retry, Celery stores it afterwards, and so over the result of a successor that was faster.
-        `silent`: another run of the same id goes on, whose state stands.
+        Works like `Task.retry`, but spends none of the task's retries, and stores the state before the message is
+        published: Celery stores the state of a Retry afterwards, perhaps over the result of a faster successor.
+        `silent`: another run of the same id goes on, and its state stays.
         """
         before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
         since = header(request, FIRST_CONFLICT_HEADER) or now
@@ -74,7 +74,7 @@ class RepublishingMixin(PublishingMixin):
         delay *= random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:
             delay = min(delay, limit - waited)
-        if queued is not None:  # it waits again, and is still the one that waits
+        if queued is not None:  # the message waits again, and keeps its lock
             with suppress(LockBackendError):
                 queued._copy(expire=queued.expire + delay).acquire(blocking=False)
         try:
@@ -105,10 +105,10 @@ class RepublishingMixin(PublishingMixin):
     def _end_if_copy(self, lock: ExecutionLock, request: Context | None, options: TaskOptions) -> None:
         """End here and store nothing when the lock was refused because of a copy of the message.
 
-        The copy runs, or has died; which one is known when its lock has expired. So the message is published once more,
-        for that time. If the copy is alive, and the message was acknowledged at its start, that is all. One that is
-        acknowledged late stays with the broker until it has been processed; a broker that gave it away may have
-        forgotten it with the acknowledgement of this copy. So one message looks again, as long as the copy runs.
+        The copy runs, or its process has died; the expiry of its lock shows which. So the message is published once
+        more, for that time. If the copy runs, and the message was acknowledged at its start, that is all. A message
+        that is acknowledged late stays with the broker until it is processed; but a broker that redelivered it may
+        delete it when this copy is acknowledged. So one message checks again, as long as the copy runs.
         """
         if lock.processed:
             events.log.info("%s was processed before; this copy of its message is dropped.", lock.label)

@@ -133,7 +133,7 @@ class SingleInstanceMixin(RepublishingMixin):
                     return self._conflict(lock, holder, options, request, queued)
             if self._tracks_started:
                 self._store_started(request)
-            queued = leave_queue(queued)  # once: what holds the place later is the message of a retry
+            queued = leave_queue(queued)  # once: later, the message of a retry holds the place
             try:
                 with Execution(self.name, task_id, None if options.scope == "queued" else lock):
                     result = super().__call__(*args, **kwargs)
@@ -142,7 +142,7 @@ class SingleInstanceMixin(RepublishingMixin):
                 raise
             self._set_ending(lock, options, request)
             return result
-        except (HandledElsewhere, Retry):  # what holds the place from now on is another message, or a copy of this one
+        except (HandledElsewhere, Retry):  # from now on, another message or a copy of this one holds the place
             queued = None
             raise
         finally:
@@ -196,7 +196,7 @@ class SingleInstanceMixin(RepublishingMixin):
             request.update(single_instance_lock=lock)
 
     def _has_key(self, retry: Retry, lock: ExecutionLock) -> bool:
-        """Tell whether the message of a retry, which may have other arguments, is under this lock."""
+        """Return whether the message of a retry, which may have other arguments, is under this lock."""
         message = getattr(retry, "sig", None)
         if message is None:
             return True
@@ -216,7 +216,7 @@ class SingleInstanceMixin(RepublishingMixin):
     def _acquire(
         self, lock: ExecutionLock, options: TaskOptions, queued: ExecutionLock | None
     ) -> tuple[bool, LockInfo | None]:
-        """Return whether the lock was acquired, and its holder if it was not; None when there is none any more."""
+        """Return whether the lock was acquired, and its holder if it was not; None when it has no holder any more."""
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:
@@ -224,7 +224,7 @@ class SingleInstanceMixin(RepublishingMixin):
                 acquired = lock.acquire(timeout=wait)
         if acquired or lock.refused:
             return acquired, None
-        with suppress(LockBackendError):  # that the lock is held is known, so this is no reason to run without it
+        with suppress(LockBackendError):  # the lock is known to be held, so this is no reason to run without it
             holder = lock.owner()
             # It may have ended between the two calls. A run that retries publishes its successor before it ends.
             if holder is None or holder.label == lock.label:

@@ -1,5 +1,5 @@
-"""Acquisitions by the thread or task that acquired: those through one lock object, what that object shows its caller
-without asking Redis, and those of the whole process.
+"""Tables of acquisitions, by the thread or task that acquired: one table for each lock object, one for the process; and
+the view of its own acquisition that a lock object gives its caller without asking Redis.
 
 A lock object shows its caller the caller's own acquisition. A stale holder must not see its successor's acquisition,
 because with that fence its late write would pass.
@@ -38,13 +38,13 @@ MIN_ENTRIES = 16
 
 
 class Acquirers(dict[Any, A]):
-    """The acquisitions through one lock object, by acquirer, and how the ended ones ended."""
+    """The acquisitions through one lock object, by acquirer, and the losses of the ended ones."""
 
     _ended: dict[weakref.ref[Any], LossRecord | None] | None = None
     _limit = MIN_ENTRIES
 
     def end(self, acquirer: Any, loss: LossRecord | None) -> None:
-        """Forget the acquirer's acquisition, but not that there was one, nor its loss."""
+        """Forget the acquirer's acquisition, but remember that there was one, and its loss."""
         self.pop(acquirer, None)
         if self._ended is None:
             self._ended = {}
@@ -136,14 +136,14 @@ class CallerView(ABC, Generic[A]):
 
     @property
     def lost(self) -> LossRecord | None:
-        """Return why this acquisition was lost, or None while it is held; asks nobody and costs next to nothing."""
+        """Return why this acquisition was lost, or None while it is held. Sends no command and costs almost nothing."""
         lease = self._visible_lease()
         return self._leases.past_loss(self._acquirer()) if lease is None else lease.loss
 
     def raise_if_lost(self) -> None:
         """Raise LockLost if this acquisition was lost: call it before each irreversible step.
 
-        Asks nobody and costs next to nothing. Raises NotAcquired when there is no acquisition.
+        Sends no command and costs almost nothing. Raises NotAcquired when there is no acquisition.
         """
         lease = self._visible_lease()
         if lease is None:
@@ -151,7 +151,7 @@ class CallerView(ABC, Generic[A]):
         self._raise_loss(self._require_lease(self._acquirer()) if lease is None or lease.inherited_by_fork else lease)
 
     def _lease_of(self, acquirer: Any) -> A | None:
-        """Return the acquisition of the thread or task; one of the process that this one was forked from is none."""
+        """Return the acquisition of the thread or task, but none that this process inherited by a fork."""
         lease = self._leases.get(acquirer)
         return None if lease is None or lease.inherited_by_fork else lease
 
@@ -198,7 +198,7 @@ def chain(name: str, error: BaseException, failure: LockError) -> None:
 
 
 class Holders:
-    """The acquisitions of all threads and tasks of this process, for re-entrance and against waits for oneself."""
+    """The acquisitions of all threads and tasks of this process: for re-entrance, and so that none waits for itself."""
 
     def __init__(self) -> None:
         # By numbers and weak references, because this table must not keep the lease of a dropped lock object alive and

@@ -45,7 +45,7 @@ def current_task() -> asyncio.Task[Any] | None:
 
 
 class AsyncLock(TokenLock):
-    """A lock for asyncio: what `Lock` is for threads, for tasks; see there for the arguments.
+    """A lock for the tasks of asyncio; `Lock`, its equivalent for threads, describes the arguments.
 
     `client` is a `redis.asyncio.Redis` or a `redis.Redis`: it says where the server is, and how to connect to it. Each
     event loop has two connections of its own to the server. `on_lost(lock)` is called in the event loop of the task
@@ -181,7 +181,7 @@ class AsyncLock(TokenLock):
     def _is_kept_waiting(self, acquirer: Any) -> bool:
         return (
             current_task() is acquirer
-        )  # not where another task runs the call, because the acquirer may let that one wait
+        )  # false where another task runs the call: the acquirer may do something else meanwhile
 
     def _release(self, lease: Lease) -> Operation[None]:
         try:
@@ -192,7 +192,7 @@ class AsyncLock(TokenLock):
 
     def _call_on_lost(self, lease: Lease) -> None:
         if hasattr(lease.acquirer, "get_loop"):  # not every task is one of asyncio's own
-            with suppress(RuntimeError):  # its loop is closed, and nobody is left to be notified
+            with suppress(RuntimeError):  # its loop is closed, and no task is left to be notified
                 lease.acquirer.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)
 
 

@@ -19,9 +19,9 @@ from .validation import AS_MADE, AsMade, Seconds
 
 
 class AsyncQuorumLock(BaseQuorumLock):
-    """A quorum lock for asyncio: what `QuorumLock` is for threads, for tasks; see there for the arguments.
+    """A quorum lock for the tasks of asyncio; `QuorumLock`, its equivalent for threads, describes the arguments.
 
-    The clients are `redis.asyncio.Redis` or `redis.Redis`. Tasks hold it, and are cancelled, as for `AsyncLock`.
+    The clients are `redis.asyncio.Redis` or `redis.Redis`. Holder and cancellation are as for `AsyncLock`.
     """
 
     def _acquirer(self) -> Any:
@@ -112,5 +112,5 @@ class AsyncQuorumLock(BaseQuorumLock):
             chain(self.name, error, failure)
 
     def _call_on_lost(self, lease: QuorumLease) -> None:
-        with suppress(RuntimeError):  # its loop is closed, and nobody is left to be notified
+        with suppress(RuntimeError):  # its loop is closed, and no task is left to be notified
             lease.acquirer.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)

@@ -123,7 +123,7 @@ class BaseLock(CallerView[Lease]):
 
     def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
         turn = object()
-        # With an id of the caller's choice Redis cannot tell this object's threads or tasks apart: one would wait for
+        # With an id of the caller's choice Redis cannot distinguish this object's threads or tasks: one would wait for
         # itself. In a forked child, acquisitions that the parent's threads began never end.
         key = process.pid, acquirer if self._given_id is None else None
         lease = None
@@ -161,7 +161,7 @@ class BaseLock(CallerView[Lease]):
     def _raise_if_held(self, acquirer: Any) -> None:
         """Raise AlreadyAcquired if this object holds the lock by the id that the acquirer would use.
 
-        Forget acquisitions that nobody asks for: released through another object, or lost by a thread or task that
+        Forget acquisitions that no caller needs: released through another object, or lost by a thread or task that
         ended.
         """
         for other, lease in list(self._leases.items()):

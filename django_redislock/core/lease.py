@@ -40,7 +40,7 @@ _thread_local = threading.local()
 def _end_of_thread() -> weakref.ref[Any]:
     """Return a reference to an object that is gone, or `dead`, as soon as the calling thread or greenlet has ended.
 
-    Python takes a thread that it did not start for alive without end, and gives its number to the next one.
+    For Python, a thread that it did not start never ends, and the next such thread may get the same number.
     """
     greenlets = sys.modules.get("greenlet")
     current = None if greenlets is None else greenlets.getcurrent()
@@ -54,8 +54,8 @@ def _end_of_thread() -> weakref.ref[Any]:
 
 
 def end_of(acquirer: object) -> weakref.ref[Any] | None:
-    """Return a reference that shows the end of the calling thread, which acquired; None where Python knows of it."""
-    # Python knows whether a thread has ended that it started; a task knows it of itself.
+    """Return a reference that shows the end of the calling thread, which acquired; None where Python itself does."""
+    # Python knows the end of a thread that it started, and a task knows its own end.
     if isinstance(acquirer, _DummyThread) or not isinstance(acquirer, (threading.Thread, asyncio.Task)):
         return _end_of_thread()
     return None
@@ -126,7 +126,7 @@ class Lease:
         self.renewal_pending = False
         """Whether a renewal was sent, or is about to be, and has no reply yet."""
         self._end_of_acquirer: weakref.ref[Any] | None = None
-        # The first one counts. It is not guarded by a lock, which the code that a signal handler interrupts might hold.
+        # The first loss counts. No lock guards it, because code that a signal handler interrupts might hold that lock.
         self._losses: list[LossRecord] = []
 
     def note_acquired(self, fence: int, sent: float) -> None:
@@ -199,7 +199,7 @@ class Lease:
 
     @property
     def loss(self) -> LossRecord | None:
-        """Why and when the lock was lost, or None while it is held; asks nobody."""
+        """Why and when the lock was lost, or None while it is held; sends no command."""
         if not self._losses and monotonic() >= self.deadline and not self.inherited_by_fork:
             self.lose(self.ending)
         return self.noted_loss

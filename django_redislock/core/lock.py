@@ -35,8 +35,8 @@ class Lock(TokenLock):
         token, one holds the lock.
 
         Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this thread holds the lock through
-        this object, or through another one and would wait for itself without end. If the lock that it holds is not
-        renewed, or has `max_hold`, it waits for the end of that one.
+        this object, or holds it through another object and would wait for itself without end. If the held lock is not
+        renewed, or has `max_hold`, the thread waits for its end.
         """
         seconds, acquirer = self._wait.seconds(blocking, timeout, blocking_timeout), self._acquirer()
         if token is not None:

@@ -32,7 +32,7 @@ class NullServer(Server):
             return [None] * len(call.commands)
         match call.script:
             case scripts.ACQUIRE:
-                return int(time.time() * 1_000_000)  # a fence that grows all the same
+                return int(time.time() * 1_000_000)  # a fence that still grows
             case scripts.RENEW:
                 return [1] * (len(call.keys) // 2)
             case scripts.READ:

@@ -40,9 +40,9 @@ class BaseQuorumLock(CallerView[QuorumLease]):
     """A lock that is held on most of several independent servers, so that it outlives the loss of some of them.
 
     `clients` are redis-py clients of at least three servers that do not replicate each other. A Cluster is one of them,
-    by `redis.RedisCluster` or `redis.asyncio.RedisCluster`. The other arguments and
-    the methods are those of `Lock`, with two differences: there is no fence, because servers that do not know each
-    other cannot draw increasing numbers together, and there is no `id`.
+    by `redis.RedisCluster` or `redis.asyncio.RedisCluster`. The other arguments and the methods are those of `Lock`,
+    with two differences: there is no fence, because servers that do not know each other cannot draw increasing numbers
+    together, and there is no `id`.
 
     All servers are asked at the same time. Most of them suffice: the others are waited for during some milliseconds,
     and a server that did not answer is left out for two seconds. A part that a server lost is taken anew while the
@@ -103,7 +103,7 @@ class BaseQuorumLock(CallerView[QuorumLease]):
     def _attempts(
         self, acquirer: Any, seconds: float | None, kept_waiting: bool = True
     ) -> Iterator[tuple[QuorumLease, float]]:
-        """Yield the acquisitions to try, each with the time until when, as long as none succeeds.
+        """Yield the acquisitions to try, each with the time at which to give it up, until one succeeds.
 
         `kept_waiting`: the acquirer can do nothing else meanwhile.
         """
@@ -161,7 +161,7 @@ class BaseQuorumLock(CallerView[QuorumLease]):
         if count < needed:
             return None
         infos = [lock.info for (lock,) in stored.values() if lock is not None and root_of(lock.id) == id]
-        # The lock is free when this one of them has ended.
+        # The lock ends with this part: from then on, too few parts are held.
         return replace(sorted(infos, key=lambda info: info.ttl)[count - needed], id=id)
 
     async def _reset(self, by: object, reason: str) -> bool:

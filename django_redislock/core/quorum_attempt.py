@@ -1,4 +1,4 @@
-"""How a quorum lock is acquired.
+"""The acquisition of a quorum lock.
 
 The algorithm is Redlock of Redis' documentation ("Distributed Locks with Redis"): the parts are asked for at the same
 time, most of them suffice, and an allowance for the drift of clocks is taken from each expiry. Two things replace its
@@ -36,10 +36,10 @@ from .quorum_parts import Part, PartLease
 from .watchdog import watchdog
 
 SPLIT = 0.02
-"""Seconds after which who holds too few parts asks for earlier waiters; then after twice as many, and so on."""
+"""Seconds after which an acquisition with too few parts looks for earlier waiters; the time doubles with each look."""
 KEEP = 0.5
-"""Seconds for which too few parts are kept: then another acquisition seems to hold most of them. It is a third of a
-shorter expiry, because parts are not renewed before the lock is held."""
+"""Seconds for which an acquisition keeps too few parts: then another one seems to hold most of them. A third of the
+expiry if that is less, because parts are not renewed before the lock is held."""
 REST = 5.0
 """Seconds until a part that was given back is asked for again, unless another part is granted."""
 GIVE_BACK = 0.1
@@ -73,7 +73,7 @@ class QuorumAttempt(ABC):
         self.end_of_acquirer = end_of(acquirer)
         self.ticket = b""
         self.waited = 0.0
-        """Seconds for which it was waited, if a server refused it at first."""
+        """Seconds for which the acquisition waited, if a server refused it at first."""
         self.parts = [Part(server) for server in servers]
         self.loop: asyncio.AbstractEventLoop | None = None
         self._template = template
@@ -91,7 +91,7 @@ class QuorumAttempt(ABC):
         """Note that the part belongs to the lock that is held."""
 
     async def acquire(self, until: float) -> bool:
-        """Acquire most of the parts until this time; one call that cannot wait tries once.
+        """Acquire most of the parts until this time; a call that cannot wait tries once.
 
         Raises LockBackendError when too many servers cannot answer.
         """
@@ -100,7 +100,7 @@ class QuorumAttempt(ABC):
         try:
             won = await self._gain(until)
             if not won and until <= began and self._held():
-                # Of several who try at this moment, the one with the earliest ticket must get the lock.
+                # Of several acquisitions at this moment, the one with the earliest ticket must get the lock.
                 won = await self._gain(monotonic() + GIVE_BACK)
             unanswered = [part.task for part in self.parts if part.task is not None and not part.answered]
             if won and unanswered:
@@ -122,7 +122,7 @@ class QuorumAttempt(ABC):
         return True
 
     async def _gain(self, until: float) -> bool:
-        """Ask for the parts until most are held; False when they are not until this time, and answers came."""
+        """Ask for the parts until most are held; False when too few are at this time, although servers answer."""
         for part in self.parts:
             part.retry_at = part.server.left_out_until
         self._ask(until, monotonic())
@@ -226,7 +226,7 @@ class QuorumAttempt(ABC):
                     other.retry_at = other.server.left_out_until
 
     async def _give_to_earlier(self, held: list[Part]) -> None:
-        """Release each of the parts for which an acquisition waits that came earlier."""
+        """Release each part for which an earlier acquisition waits."""
         asked = {part.server: self._yield_to_earlier(part.lease) for part in held if part.lease is not None}
         gave, _ = await on_servers(asked, lambda *_: True, GIVE_BACK)
         for part in held:

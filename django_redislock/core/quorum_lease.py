@@ -31,7 +31,7 @@ MENDED = {"server_lost_data", "no_answer", "expired"}
 
 
 class QuorumLease(QuorumAttempt):
-    """One acquisition, from the first attempt to the release. `lock` is the quorum lock, which learns of the loss."""
+    """One acquisition, from the first attempt to the release. The loss is reported to `lock`, the quorum lock."""
 
     def __init__(self, servers: list[Server], template: BaseLock, acquirer: Any, lock: Any) -> None:
         super().__init__(servers, template, acquirer)
@@ -122,7 +122,7 @@ class QuorumLease(QuorumAttempt):
             releases, lambda replies, _: self._released + sum(replies.values()) >= self._needed
         )
         for part in leases:
-            # First this: of a part that is released meanwhile, a look at the loss counts one or the other in any case.
+            # `_released` first, so that a thread that reads the loss meanwhile counts the part at least once.
             self._released += replies.get(part.server, False)
             if replies.get(part.server):
                 part.lease = None
@@ -154,11 +154,11 @@ class QuorumLease(QuorumAttempt):
             if self.loop is not None:
                 self.loop.call_soon_threadsafe(function)
 
-    # Losing: any thread may call what follows.
+    # The loss: any thread may call the methods below.
 
     @property
     def loss(self) -> LossRecord | None:
-        """Why and when the quorum lock was lost, or None while it is held; asks nobody."""
+        """Why and when the quorum lock was lost, or None while it is held; sends no command."""
         if self._loss.value is None and not self.inherited_by_fork:
             self._report_loss()
         return self._loss.value
@@ -175,8 +175,8 @@ class QuorumLease(QuorumAttempt):
 
     def _report_loss(self) -> None:
         """Report the loss of the quorum lock, once, if too few servers hold it."""
-        # `held_count` may report, so it is read before the slot is used. It is read before `_released`: of a part that is
-        # released meanwhile, one of the two counts it in any case.
+        # `held_count` may report, so it is read before the slot is used. It is read before `_released`, so that one of
+        # the two counts a part that is released meanwhile.
         lost = self._complete and self.held_count + self._released < self._needed
         if not lost:
             return

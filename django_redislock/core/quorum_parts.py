@@ -14,7 +14,7 @@ DRIFT, SHORTEST_DRIFT = 0.01, 0.002
 
 
 def drift_of(expire: float) -> float:
-    """Return the seconds by which this process believes in an expiry for less long than its server."""
+    """Return the seconds by which an expiry ends earlier for this process than on the server."""
     return expire * DRIFT + SHORTEST_DRIFT
 
 
@@ -50,9 +50,9 @@ class Part:
         self.lease: PartLease | None = None
         """The lease that was granted last."""
         self.task: asyncio.Task[None] | None = None
-        """Asks for it."""
+        """The task that asks for the part."""
         self.answered = False
-        """Whether the server has answered to the last task."""
+        """Whether the server has answered the last task."""
         self.error: LockBackendError | None = None
         """Why the server did not answer."""
         self.retry_at = 0.0

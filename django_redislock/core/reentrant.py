@@ -12,7 +12,7 @@ from .records import Token
 
 
 class ReentrantLease(Lease):
-    """An acquisition that its acquirer may enter again; each lock object through which it did keeps the lease alive."""
+    """An acquisition that its acquirer may enter again; each lock object that it used keeps the lease alive."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ class Reentrant(BaseLock):
         self._raise_loss(lease)
         if lease in holders.leases_of(self._server, self._keys, acquirer):
             lease.hold_count += 1
-        else:  # Redis did not answer its last release: it is held still, but nobody watches it
+        else:  # Redis did not answer its last release: it is still held, but no longer watched
             holders.add(lease)
             self._watch(lease)
         self._leases[acquirer] = lease

@@ -143,7 +143,7 @@ def patience_of(lease: Lease) -> float:
 
 
 _unknown: set[type] = set()
-"""Types of acquirers for which the warning was logged that nobody knows whether they have ended."""
+"""Types of acquirers whose end cannot be detected, and for which the warning about that was logged."""
 
 
 def acquirer_ended(lease: Lease) -> bool:

@@ -1,8 +1,8 @@
 """The watchdog: one thread per process and server that renews all locks held there, and reports those that are lost.
 
-After Redisson's: a lock is renewed every third of its expiry, and the watchdog dies with its process. Beyond that, all
-locks that are due are renewed in one call; no answer is not yet a loss, because the renewal is tried again until the
-deadline; a loss is reported, also of a lock that is not renewed.
+It works like Redisson's: a lock is renewed every third of its expiry, and the watchdog dies with its process. Beyond
+that, all locks that are due are renewed in one call; a missing answer is not yet a loss, because the renewal is tried
+again until the deadline; a loss is reported, also of a lock that is not renewed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``redislock run --once KEY`` remembers: that a run of the key succeeded."""
+"""The notes of ``redislock run --once KEY``: that a run of the key succeeded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DoneRuns:
     def __init__(self, name: str, key: str, keep: float | None, using: str | None) -> None:
         self._name = name
         self._server = server_of(get_client(using))
-        # The length keeps apart what a colon joins.
+        # With the length, no two pairs of name and key make the same text, even if they contain colons.
         self._key = f"{{{conf.get().key_prefix}:run}}:done:{len(name)}:{name}:{key}".encode()
         self._keep = milliseconds(KEEP if keep is None else keep)
 

@@ -21,8 +21,9 @@ class LockedCommand(BaseCommand):
     """A management command that runs under a lock: ``class Command(LockedCommand): ...``.
 
     A command that finds the lock held ends with CommandError, which names the holder, and exit status 75; with
-    ``--skip-if-locked`` it ends with 0, and with ``--lock-timeout 5m`` it waits before. ``--no-lock`` runs it without.
-    When the lock was lost meanwhile the exit status is 74, and 69 when Redis did not answer before the command began.
+    ``--skip-if-locked`` it ends with 0, and with ``--lock-timeout 5m`` it first waits for the lock. ``--no-lock`` runs
+    it without. When the lock was lost meanwhile the exit status is 74, and 69 when Redis did not answer before the
+    command began.
     """
 
     lock_name: str = ""

@@ -37,7 +37,7 @@ class ProcessGroup:
             finally:
                 os.close(read)
             os.set_inheritable(write, True)
-            # What this process was given open, the command gets, too; what Python opened is not inherited.
+            # The command inherits the files that this process has inherited, and none that Python opened.
             self._process = subprocess.Popen(  # noqa: S603 - no shell
                 [*HELPER, "start", str(write), program, *command], env=environment, process_group=0, close_fds=False
             )
@@ -50,7 +50,7 @@ class ProcessGroup:
             self._terminal.lend(self.id)
 
     def send(self, number: int) -> bool:
-        """Send a signal to the group, and tell whether any process of it is left; 0 only tells."""
+        """Send a signal to the group, and return whether any process of it is left; 0 sends nothing."""
         if not self._running:
             return False
         try:
@@ -97,8 +97,7 @@ class ProcessGroup:
         self._guard.wait()
 
     def _on_stop(self, number: int) -> None:
-        """Do what the shell expects when the command was stopped: of the terminal's job control, this process is a
-        part."""
+        """Do what the shell expects when the command was stopped, because this process is part of the job control."""
         wants_terminal = number in (signal.SIGTTIN, signal.SIGTTOU)
         if wants_terminal and self._terminal.lend(self.id):
             self.send(signal.SIGCONT)
@@ -137,7 +136,7 @@ class Terminal:
         """Take the foreground back, if the group still has it."""
         if self._file is None or not self.lent:
             return
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # sent to who does this in the background
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # sent to a background process that does it
         with suppress(OSError):
             if os.tcgetpgrp(self._file) == self.lent:
                 os.tcsetpgrp(self._file, os.getpgrp())

@@ -24,7 +24,7 @@ from .process_group import ProcessGroup
 from .run_arguments import LABEL, LOST, UNAVAILABLE, USAGE, find_program
 
 REPORT_EVERY = 30.0
-"""Seconds between two reports for whom the command waits."""
+"""Seconds between two reports of the holder that the command waits for."""
 FORWARDED = [
     getattr(signal, f"SIG{name}")
     for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2")
@@ -82,7 +82,7 @@ class _Run:
         """Signals that came while the command was being started."""
 
     def run(self) -> int:
-        """Do it all and return the exit status."""
+        """Acquire the lock, run the command, release the lock, and return the exit status."""
         if not conf.get().enabled:
             self._say(f"Locks are switched off ({conf.NAME}['ENABLED'] is False): the command runs without one.")
         done = None
@@ -120,7 +120,7 @@ class _Run:
             return bool(self._interruptible(self.lock.acquire))
 
     def _interruptible(self, call: Any) -> Any:
-        """Call what a signal may end: it raises SystemExit there."""
+        """Call a function that a signal may end: the signal raises SystemExit in it."""
         self.waiting = True
         try:
             if self.pending:
@@ -144,7 +144,7 @@ class _Run:
         try:
             for number in self.pending:
                 self.group.send(number)
-            if self.lock.lost and self._terminates:  # before there was a group to be terminated
+            if self.lock.lost and self._terminates:  # it was lost before there was a group
                 self.group.terminate()
             return self.group.wait()
         finally:
@@ -185,7 +185,7 @@ class _Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Forward signals to the command's process group; what is ignored here stays ignored, as by nohup."""
+        """Forward signals to the command's process group; a signal that is ignored here stays ignored, as by nohup."""
         before = {number: signal.getsignal(number) for number in FORWARDED}
         before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide the exit status
@@ -207,7 +207,7 @@ class _Run:
 
     @contextmanager
     def _reports(self) -> Iterator[None]:
-        """Say for whom the command waits, now and then again and again."""
+        """Report the holder that the command waits for, at once and then at intervals."""
         acquired = threading.Event()
 
         def report() -> None:

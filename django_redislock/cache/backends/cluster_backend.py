@@ -98,7 +98,7 @@ class NodesClient(DefaultClient):  # type: ignore[misc]
 
 
 class Nodes:
-    """How to find the nodes of a Cluster, and the clients that do: one for each process.
+    """The addresses and options of a Cluster, and the clients that find its nodes: one for each process.
 
     `options` are those of the cache. Raises ImproperlyConfigured for wrong URLs and options.
     """
@@ -126,7 +126,7 @@ class Nodes:
     def client(self) -> CacheCluster:
         """Return the client that has asked one of the nodes for all nodes of the Cluster.
 
-        Raises ConnectionError when none answers, and ImproperlyConfigured when one does not know of a Cluster.
+        Raises ConnectionError when none answers, and ImproperlyConfigured when one refuses to name the nodes.
         """
         if self.connected is not None:
             return self.connected
@@ -147,7 +147,7 @@ class Nodes:
 
     @cached_property
     def unconnected(self) -> AsyncRedisCluster:
-        """A client for asyncio with the same settings, which nobody connects."""
+        """A client for asyncio with the same settings, which is never connected."""
         parts = parse_url(self._url)  # type: ignore[no-untyped-call]
         options = self._options | {name: value for name, value in parts.items() if name not in ("host", "port", "db")}
         options["ssl"] = "connection_class" in parts  # of a rediss URL
@@ -171,14 +171,14 @@ def _address_of(url: str) -> tuple[str, int]:
 
 
 def _chain(error: BaseException | None) -> Iterable[BaseException]:
-    """Yield the error and those that led to it."""
+    """Yield the error and the errors that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def as_redis_error(function: F) -> F:
-    """Return the function with errors of redis-py that are no RedisError replaced by a ConnectionError."""
+    """Return the function; it raises ConnectionError in place of an error of redis-py that is no RedisError."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +213,7 @@ class CacheCluster(RedisCluster):
 
 
 _known: dict[Any, Nodes] = {}
-"""By URLs and options, because Django makes a backend for every thread and task."""
+"""The nodes by URLs and options, because Django makes a backend for every thread and task."""
 _inherited: list[CacheCluster | None] = []
 """The parent's clients. A thread of the parent may hold one of their locks, so they are not even destroyed."""
 

@@ -52,7 +52,7 @@ class DummyCache(LocalBackend, DjangosDummyCache):
 
 
 _servers: dict[tuple[str, str], LocalServer] = {}
-"""By the kind and the LOCATION of the cache, because Django makes a backend for every thread and task."""
+"""The servers by kind and LOCATION of the cache, because Django makes a backend for every thread and task."""
 
 
 def _after_fork() -> None:

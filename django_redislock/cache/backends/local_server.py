@@ -117,7 +117,7 @@ class LocalServer(NullServer):
             return 0
         ends = now + expire_ms / 1000
         self._held[lock] = found._replace(ends=ends if shorten == b"1" else max(found.ends, ends))
-        self._changed.notify_all()  # waiters for its end have to look again
+        self._changed.notify_all()  # waiters for its end must check again
         return 1
 
     def _read(self, locks: tuple[bytes, ...], now: float) -> list[Any]:

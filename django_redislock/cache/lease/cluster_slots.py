@@ -38,7 +38,7 @@ def lease_keys(server: Server, prefix: str, name: str, key: str) -> LockKeys:
 
 @lru_cache(maxsize=4)
 def _numbers(prefix: str) -> dict[int, int]:
-    """Return for each slot a number whose hash tag is in it, without the numbers of the buckets."""
+    """Return for each slot a number whose hash tag is in that slot; none of them is the number of a bucket."""
     found: dict[int, int] = {}
     start, number = crc_hqx(prefix.encode() + b":", 0), BUCKETS
     while len(found) < SLOTS:

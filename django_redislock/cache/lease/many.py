@@ -64,7 +64,8 @@ def _lead_many(
     alone = ("alone",) if last else ()
     flights: dict[str, Flight] = {}
     outcomes: dict[str, Outcome] = {}
-    # A caller that computes another value waits for one value at a time: the scripts detect only such circles.
+    # A caller that computes another value waits for one value at a time, because the scripts detect only circles of
+    # such waits.
     nested = bool(enclosing_leases(requests[0].server))
 
     def note(request: ValueRequest, outcome: Outcome) -> None:
@@ -116,7 +117,7 @@ def _get_or_compute_many(
     """Get many values: compute those that no other caller computes, and wait for the others.
 
     `note` gets each outcome as soon as there is one. It gets none of a value that another caller still computes at
-    `until`, and none of the rest after a failure. `leave` gets the requests that the caller does not attend to while it
+    `until`, and none of the rest after a failure. `leave` gets the requests that the caller does not serve while it
     computes others: their followers ask Redis themselves. `last`: does not wait, and computes these values, too. Raises
     LockBackendError.
     """

@@ -220,7 +220,7 @@ def request_lease(
 
 
 def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[bool]:
-    """Acquire the lease for the replacement of a stale value, which another process computes: it receives the owner id.
+    """Acquire the lease to replace a stale value, for another process, which gets the owner id and computes.
 
     False when another process holds the lease.
     """

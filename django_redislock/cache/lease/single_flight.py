@@ -66,7 +66,7 @@ class Flight:
 
     @property
     def followers(self) -> int:
-        """The number of callers that have come to wait for it."""
+        """The number of callers that have begun to wait for it."""
         return len(self.waiting)
 
     def blocked_by(self, caller: Caller) -> bool:
@@ -83,11 +83,11 @@ class Flight:
 
 
 REFRESH_PAUSE = 1.0
-"""Seconds for which this process leaves a stale value alone that another process refreshes."""
+"""Seconds for which this process does not refresh a stale value that another process refreshes."""
 MAX_PAUSED = 1000
-"""Number of paused refreshes from which on the ended pauses are deleted."""
+"""Number of pauses at which the ended ones are deleted."""
 
-# Each change is one operation of a dict: a signal handler could find a lock taken by its own thread.
+# Each change is one operation of a dict, without a lock that a signal handler could find taken by its own thread.
 _flights: dict[Hashable, Flight] = {}
 _paused: dict[Hashable, float] = {}
 """The end of each pause, on the monotonic clock."""
@@ -155,7 +155,7 @@ def refresh(request: ValueRequest, caller: Caller, old: bytes, until: float) -> 
 
 
 def pause_refresh(request: ValueRequest) -> None:
-    """Leave the stale value alone for a moment, because another process refreshes it, or because a refresh failed."""
+    """Do not refresh the stale value for a moment, because another process does, or because a refresh failed."""
     now = monotonic()
     if len(_paused) >= MAX_PAUSED:
         for key, until in list(_paused.items()):
@@ -165,7 +165,7 @@ def pause_refresh(request: ValueRequest) -> None:
 
 
 def is_refresh_paused(request: ValueRequest) -> bool:
-    """Whether this process leaves the stale value alone now."""
+    """Whether this process does not refresh the stale value now."""
     return monotonic() < _paused.get((request.server.place, request.key), -math.inf)
 
 
@@ -253,7 +253,7 @@ def _lead_or_follow(
         followed = yield WaitForFuture(found.done, until)
         request.counters.count("seconds_waited", monotonic() - began)
         if followed is None:
-            close(key, found, wake=False)  # nobody waits again for a leader that may never come back
+            close(key, found, wake=False)  # so that no caller waits again for a leader that may never return
             return Outcome()
         if followed.shared:
             return followed  # type: ignore[no-any-return]

@@ -41,7 +41,7 @@ class AsyncCluster(AsyncServer):
             case AtEach(effects):
                 return await asyncio.gather(*[self._do(each, cancelled) for each in effects], return_exceptions=True)
             case ScriptCall() if cancelled:
-                node = self._table.last_owner(slot_of(effect.keys[0]))  # also after it did not answer
+                node = self._table.last_owner(slot_of(effect.keys[0]))  # even if the node did not answer
                 return None if node is None else await self._view(node)._do(effect, cancelled)
             case _ if isinstance(effect, Call):
                 return await self.call(effect)

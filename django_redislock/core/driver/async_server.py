@@ -57,9 +57,9 @@ class AsyncServer:
         self._ends = False
 
     async def run(self, steps: Operation[T]) -> T:
-        """Do what the steps ask for, and return their result.
+        """Carry out the effects of the operation, and return its result.
 
-        Cancelled, it tells the server what is to be undone, but does not wait for the answers.
+        After a cancellation, the scripts that undo its work are sent without waiting for their replies.
         """
         proceed: Callable[[Any], Effect] = steps.send
         result: Any = None

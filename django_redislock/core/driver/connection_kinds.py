@@ -1,7 +1,8 @@
 """redis-py's connections: of the same settings for threads and for asyncio, and all their private parts that we use.
 
-Own code on redis-py's sockets is a good part faster than redis-py's own, and the only way that bears signal handlers.
-A new version of redis-py may rename a private part: then only the functions at the end of this module change.
+Our own code on redis-py's sockets is clearly faster than redis-py's, and only our own can be interrupted by signal
+handlers without harm. A new version of redis-py may rename a private part: then only the functions at the end of this
+module change.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Subscribe(NamedTuple):
     lock: bytes
     id: bytes
     of: bytes | None = None
-    """The lock whose wake-ups it gets, if it is registered as if for another one."""
+    """The lock whose wake-ups the waiter gets, where `lock` is another one."""
 
 
 class WaitForWakeup(NamedTuple):

@@ -36,7 +36,7 @@ class Idling(Protocol):
 
 
 class Housekeeper:
-    """Closes idle connections, in a thread that ends when all that are left may stay."""
+    """Closes idle connections, in a thread that ends when all remaining connections may stay open."""
 
     def __init__(self) -> None:
         self._watched: set[ref[Idling]] = set()
@@ -44,7 +44,7 @@ class Housekeeper:
         """Token of the running thread; a thread that holds another token ends."""
 
     def watch(self, server: Idling) -> None:
-        """Close the server's connections in time, until all that are left may stay."""
+        """Close the server's connections in time, until all remaining ones may stay open."""
         try:
             server.watched = True  # first: once it is in the set, the thread decides
             self._watched.add(ref(server))
@@ -73,7 +73,7 @@ class Housekeeper:
                 self._running = None
                 if not self._watched:
                     return
-                self._running, pause = token, SOONEST  # one came meanwhile; if it started a thread, that one ends
+                self._running, pause = token, SOONEST  # a server came meanwhile; a thread that it started ends
 
     def _close(self) -> float:
         """Close idle connections, and return how long to sleep then."""
@@ -86,7 +86,7 @@ class Housekeeper:
             server.watched = False  # first, so that connections used from now on are watched again
             try:
                 since = server.close_idle(now - IDLE)
-            except Exception:  # those of the other servers must be closed all the same
+            except Exception:  # the connections of the other servers must still be closed
                 events.log.exception("Idle connections could not be closed. It is tried again after their next use.")
                 continue
             if since < math.inf:

@@ -156,7 +156,7 @@ class _Group(Generic[T]):
                 self._until = min(self._until, until, poll_at)
                 self._numbers[waiter] = number
                 waiter.group = self.waiter
-                if waiter.woken:  # before it had a group
+                if waiter.woken:  # it was woken before it had a group
                     woken.append(waiter)
         if not woken:
             yield from self._do([], WaitForWakeup(self.waiter, self._until, math.inf))

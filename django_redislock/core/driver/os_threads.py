@@ -1,4 +1,4 @@
-"""What no signal handler, destructor or greenlet can block: a slot in place of a lock, and threads of the operating system.
+"""A slot in place of a lock, and real threads: no signal handler, destructor or greenlet can block them.
 
 A signal handler or a destructor may run at any point of any function, in the thread that it interrupts, which
 continues only when the handler has returned. A lock that this thread holds would never be released; a handler that

@@ -132,7 +132,7 @@ class ConnectionPool:
                     return connection
                 if nested:
                     connection = self._new()
-                    # All other threads may have to wait until the caller has returned, and the caller for one of them.
+                    # Otherwise the caller could wait for a thread that has to wait until the caller has returned.
                     connection.pooled = True
                     return connection
                 left = give_up - monotonic()

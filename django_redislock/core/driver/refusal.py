@@ -18,7 +18,7 @@ REFUSED = (
 
 
 class Refusal:
-    """What all waiting rooms of a server know about their user's right to subscribe."""
+    """The refusal of a server to let its user subscribe, shared by all waiting rooms of that server."""
 
     def __init__(self) -> None:
         self._until = -math.inf

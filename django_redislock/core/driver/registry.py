@@ -55,7 +55,7 @@ def server_of(client: Client | Server) -> Server:
 
 
 def replicated(server: Server, min_replicas: int) -> Server:
-    """Return the server as locks see it that so many of its replicas must confirm; with 0 the server itself."""
+    """Return the server for locks that so many of its replicas must confirm; with 0 the server itself."""
     if not min_replicas or server.connection_class is None:  # the null server
         return server
     if isinstance(server, Cluster):
@@ -80,7 +80,7 @@ def _shared_cluster(cluster: Cluster) -> Server:
 
 
 def _shared(server: Server, *more: Any) -> Server:
-    """Return the known server with the same settings, or this one. Takes no lock: a destructor may come in."""
+    """Return the known server with the same settings, or this one. Takes no lock: a destructor may interrupt it."""
     key = server.connection_class, server.limit, identity(server.settings), server.min_replicas, *more
 
     def forget(gone: ref[Server]) -> None:

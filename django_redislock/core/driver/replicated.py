@@ -1,4 +1,4 @@
-"""A server whose replicas must have a lock before its holder may believe in it.
+"""A server whose replicas must have a lock before the lock counts as held.
 
 Redisson does this by default. Each command that grants or renews a lock is followed by WAIT, in the same write. It is
 no consensus: a replica may be promoted that was not among those that confirmed, and WAIT takes nothing back.
@@ -96,7 +96,7 @@ class ReplicatedNode(Confirming, Node):
 
 
 class AsyncReplicatedServer(AsyncServer):
-    """The replicated server as an event loop sees it. WAIT stops a connection, so each task that acquires has its own."""
+    """The replicated server as an event loop sees it. WAIT blocks a connection, so each acquiring task has its own."""
 
     def __init__(self, server: Confirming) -> None:
         super().__init__(server)

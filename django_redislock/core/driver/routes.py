@@ -2,8 +2,8 @@
 
 The rules are those of the Cluster specification. A node that does not have the slot answers MOVED: the slot is noted,
 and the call is sent again at once. While a slot moves, its owner answers ASK, and the next owner takes the call after
-ASKING. A script whose keys are at both nodes is answered by TRYAGAIN, and is tried again as while a server cannot be
-reached; so is CLUSTERDOWN.
+ASKING. A script whose keys are at both nodes is answered by TRYAGAIN. After TRYAGAIN and CLUSTERDOWN the call is
+repeated, as for a server that cannot be reached.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .slots import slot_of
 from .wakeups import Waiter
 
 MAX_REDIRECTIONS = 5
-"""Redirections of one call, before it is tried again as while a server cannot be reached."""
+"""Redirections of one call before the call is repeated as for a server that cannot be reached."""
 
 
 def route(table: SlotTable, call: ScriptCall | Pipeline, patience: float | None = None) -> Operation[Any]:

@@ -1,4 +1,4 @@
-"""Where the primary of a service is: all its Sentinels are asked side by side.
+"""The search for the primary of a service: all its Sentinels are asked side by side.
 
 redis-py asks one after another, and waits for each as long as its client's timeouts and retries allow. Here a dead
 Sentinel costs nothing while most of the others answer, and the newest configuration counts (Redis' documentation,
@@ -68,7 +68,7 @@ class SentinelService:
         ResponseError when no try can succeed.
         """
         manager, name = self._pool.sentinel_manager, self._pool.service_name
-        if type(manager).discover_master is not Sentinel.discover_master:  # a class that knows better
+        if type(manager).discover_master is not Sentinel.discover_master:  # a subclass with a search of its own
             return manager.discover_master(name)  # type: ignore[no-any-return]
         answers: list[Primary | RedisError | None] = []
         answered = os_threads.OsEvent(threading.Lock())
@@ -132,7 +132,7 @@ def _ask(
         answer = UnknownService(str(error)) if "No such master" in str(error) else error
     except RedisError as error:
         answer = error
-    except Exception as error:  # of a function that provides the password, say
+    except Exception as error:  # for example, of a function that provides the password
         answer = ConnectionError(f"{type(error).__name__}: {error}")
     finally:
         connection.close()

@@ -1,8 +1,7 @@
 """The synchronous driver: one Redis server, with our own connections to it.
 
-They are made as those of the given client, whose own connections may all be in use, may wait for hours by a retry
-policy, or may decode replies. A call borrows a connection for its duration. A thread that waits for a lock borrows
-none.
+They are made like the given client's own connections; those may all be in use, may wait for hours by a retry policy, or
+may decode replies. A call borrows a connection for its duration. A thread that waits for a lock borrows none.
 """
 
 from __future__ import annotations

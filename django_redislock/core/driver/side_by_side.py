@@ -24,13 +24,13 @@ LEFT_OUT = 2.0
 """Seconds for which a server that did not answer is left out where the others suffice."""
 
 GREENLET_PAUSE = 0.002
-"""Seconds between two looks of a greenlet at whether the loop's thread has carried out its work."""
+"""Seconds between two checks of a greenlet whether the loop's thread has done its work."""
 START_WITHIN = 10.0
 """Seconds for which the start of the thread is waited for."""
 
 T = TypeVar("T")
 background: set[asyncio.Task[Any]] = set()
-"""The tasks that nobody waits for. An event loop refers to its tasks weakly only."""
+"""The tasks that no other task waits for, because an event loop refers to its tasks weakly only."""
 
 
 def in_background(task: asyncio.Task[Any]) -> None:
@@ -51,8 +51,8 @@ async def on_servers(
 ) -> tuple[dict[Server, T], str]:
     """Run each operation on its server, and return the results by server, and the cause of a failure, "" without one.
 
-    Once ``enough(results, how many servers have not answered yet)``, the others are waited for during `grace` seconds
-    more. Their operations go on by themselves.
+    Once ``enough(results, number of servers without an answer)`` is true, the others get `grace` more seconds to
+    answer. Their operations go on by themselves.
     """
     tasks = {asyncio.create_task(async_server_of(server).run(todo)): server for server, todo in operations.items()}
     results: dict[Server, T] = {}

@@ -39,7 +39,7 @@ class Node(Server):
     reached = False
     """Whether it has ever answered."""
     failed = -math.inf
-    """When it last did not answer."""
+    """The last time when it did not answer."""
 
     def __init__(self, client: Any, address: Address, channel: bytes) -> None:
         self.address = address

@@ -30,7 +30,7 @@ from .resp import encode_command
 POLL_INTERVAL = 0.5
 """Seconds between two tries without a wake-up."""
 POLLERS = 16
-"""The processes that wait for one lock poll as often as so many would that poll in each interval."""
+"""All processes that wait for one lock together poll as often as this many processes that poll in each interval."""
 MAX_POLL_INTERVAL = 4.0
 """Seconds between two polls of one process at most, because a long queue may become short meanwhile."""
 QUIET = 10.0
@@ -38,7 +38,7 @@ QUIET = 10.0
 PONG_WITHIN = 1.0
 """Seconds for the reply to it."""
 FIRST_LOOK, LONGEST_LOOK = 0.02, 0.4
-"""Seconds until a waiter without wake-ups looks for the first time, and at most; a reservation lasts longer."""
+"""Seconds until the first look of a waiter without wake-ups, and at most between two; a reservation lasts longer."""
 
 
 class Waiter:
@@ -61,7 +61,7 @@ class Waiter:
         self.tried_at = 0.0
         """When it tried for the lock last."""
         self.queue_length = 0
-        """The number of all waiters for the lock then, of all processes; 0 when it is unknown."""
+        """The number of waiters for the lock at that time, in all processes; 0 when it is unknown."""
         self.look_pause = FIRST_LOOK
         """For how long it sleeps next if no wake-ups arrive."""
         self.woken = False
@@ -157,7 +157,7 @@ class Waiters(Generic[W]):
         return [waiter for waiter in [found() for found in list(self._by_id.values())] if waiter is not None]
 
     def dispatch(self, reply: Any) -> None:
-        """Wake the waiters that a message is for. It consists of their id and perhaps, after a newline, of more."""
+        """Wake the waiters of this message: it consists of their id and perhaps, after a newline, of data for them."""
         kind, *_, data = reply
         id, newline, message = data.partition(b"\n") if kind == b"message" else (b"", b"", b"")
         for number in list(self._numbers):

@@ -60,12 +60,12 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
 
     def admit(self, waiter: WaitingThread) -> None:
         """Take in a waiter, without subscribing."""
-        if not self._waiters:  # nobody polled while the room was empty, and there is no need to poll at once
+        if not self._waiters:  # no waiter polled while the room was empty, and there is no need to poll at once
             self._next_poll = monotonic() + POLL_INTERVAL
         self._waiters.add(waiter)
 
     def unregister(self, waiter: WaitingThread) -> None:
-        """Remove the waiter, and have another one read on."""
+        """Remove the waiter, and let another one continue the reading."""
         self._last_waited = monotonic()
         self._waiters.remove(waiter)
         self._stop_reading(waiter)
@@ -159,7 +159,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
                     continue
                 if keepalive.ping_due():
                     connection.send(encode_command(b"PING"))
-                # A read with a timeout is a system call less than to ask first whether there is data.
+                # A read with a timeout takes one system call less than a check for data before the read.
                 connection.set_read_timeout(min(until, self._next_poll) - now)
                 try:
                     reply = connection.receive()
@@ -204,7 +204,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
             attempt = self._attempt.put_if_empty(own)
             if attempt is own or attempt.over or attempt.thread == waiter.thread:
                 self._lead(own, waiter)
-                attempt.end()  # if this thread interrupted it: no thread has to wait for it any more
+                attempt.end()  # an attempt that this thread interrupted: no thread has to wait for it any more
             else:
                 self._follow(attempt, waiter, give_up)
 
@@ -223,7 +223,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
             attempt.end(error)
             self._attempt.remove(attempt)
         self._next_poll = monotonic() + POLL_INTERVAL
-        # Messages that were sent meanwhile are lost. There was none for a waiter that has just come.
+        # Messages that were sent meanwhile are lost. A waiter that has just come has missed none.
         self._waiters.wake_all(but=None if waiter.asleep else waiter)
 
     def _follow(self, attempt: Attempt, waiter: WaitingThread, give_up: float) -> None:

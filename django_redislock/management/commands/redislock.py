@@ -52,7 +52,7 @@ class Command(BaseCommand):
         form.add_argument("--format", choices=["table", "json"], default="table")
         output = CommandParser(add_help=False, parents=[form])
         output.add_argument(
-            "--id", action="store_true", help="show the owner ids; who knows an owner id can release the lock"
+            "--id", action="store_true", help="show the owner ids; with its owner id a lock can be released"
         )
         which = CommandParser(add_help=False)
         which.add_argument("--older-than", type=seconds, default=0.0, metavar="TIME", help="e.g. 90s, 5m, 1.5h, 2d")
@@ -127,7 +127,7 @@ class Command(BaseCommand):
 
     def _list(self, options: dict[str, Any]) -> None:
         rows, listing = self._read(options)
-        if rows or not listing.failed:  # "No held locks found." is not known of a connection that failed
+        if rows or not listing.failed:  # after a failure, "No held locks found." may be wrong
             self._print(rows, options, table)
         for remark in cut(listing):
             self.stderr.write(remark)
