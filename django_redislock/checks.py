@@ -144,8 +144,9 @@ def check_renewal_can_keep_up(**kwargs: object) -> list[CheckMessage]:
     return [
         Warning(
             f"{where}['EXPIRE'] is {section.expire:g} s, which is too short for a reliable renewal.",
-            hint=f"Use at least {SHORTEST_RENEWED:g} s: a lock is renewed every third of its expiry, and lost after a pause "
-            "of two thirds. A longer expiry costs only a longer wait after a crash. Or set 'AUTO_RENEWAL' to False.",
+            hint=f"Use at least {SHORTEST_RENEWED:g} s: a lock is renewed every third of its expiry, and lost after a "
+            "pause of two thirds. A longer expiry costs only a longer wait after a crash. Or set "
+            "'AUTO_RENEWAL' to False.",
             id="redislock.W002",
         )
         for where, section in _read()[0]

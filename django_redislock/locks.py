@@ -196,7 +196,7 @@ def _build(
     default_wait = timeout is None and blocking is True
     if timeout is None and blocking:
         timeout = settings.timeout
-    if expire is auto_renewal is max_hold is id is label is on_lost is min_replicas is None and kind == "lock":  # type: ignore[comparison-overlap]
+    if (expire, auto_renewal, max_hold, id, label, on_lost, min_replicas) == (None,) * 7 and kind == "lock":
         return _default_lock(kind_of_lock, settings, using)._like(
             name, None if default_wait else wait_of(blocking, timeout)
         )

@@ -52,8 +52,8 @@ class CacheLock(Lock):
 
         Waits up to `blocking_timeout` seconds (or `timeout`, where None is for ever); without `blocking` it tries once.
         Arguments that are not given come from the lock. `token` is the id of this acquisition; of two acquisitions by
-        one token, one holds the lock. `sleep` is ignored, because no waiter polls; True or False in its place are the
-        first argument of python-redis-lock's ``acquire(blocking, timeout)``.
+        one token, one holds the lock. `sleep` is ignored, because a release wakes the next waiter; True or False in its
+        place are the first argument of python-redis-lock's ``acquire(blocking, timeout)``.
 
         Raises what `Lock.acquire` does.
         """
@@ -126,8 +126,8 @@ class LocksMixin(RedisBackend):
         It takes the arguments of django-redis, in its order, and those of python-redis-lock: `expire`, or `timeout`,
         is the expiry in seconds. A lock with a given expiry ends then, unless `auto_renewal` is true; without one it
         is renewed while its holder lives. ``with`` and ``acquire()`` wait as `blocking` and `blocking_timeout`
-        (seconds) say. With ``thread_local=False`` any thread may release the lock. `sleep` is ignored, because no
-        waiter polls. A loss is reported to `on_lost`, as for `Lock`.
+        (seconds) say. With ``thread_local=False`` any thread may release the lock. `sleep` is ignored, because a
+        release wakes the next waiter. A loss is reported to `on_lost`, as for `Lock`.
 
         Raises TypeError and ValueError for bad arguments, and TypeError when both `expire` and `timeout` are given.
         """
@@ -138,7 +138,7 @@ class LocksMixin(RedisBackend):
             warn_once(OF_TIMEOUT)
         name = self._redis_key(key, version)
         settings = conf.get()
-        if client is expiry is auto_renewal is max_hold is id is label is on_lost is None and thread_local:  # type: ignore[comparison-overlap]
+        if (client, expiry, auto_renewal, max_hold, id, label, on_lost) == (None,) * 7 and thread_local:
             of, plain = self._plain
             if of is not settings:
                 plain = self._plain_lock(settings)

@@ -205,8 +205,8 @@ def _database_scheduler() -> type[Any]:
         from django_celery_beat import schedulers
     except ImportError as error:
         raise ImportError(
-            f"{__name__}:DatabaseScheduler needs django-celery-beat ({error}): pip install 'django-redislock[beat]', and add "
-            "'django_celery_beat' to INSTALLED_APPS."
+            f"{__name__}:DatabaseScheduler needs django-celery-beat ({error}): pip install 'django-redislock[beat]', "
+            "and add 'django_celery_beat' to INSTALLED_APPS."
         ) from error
 
     class DatabaseScheduler(LeaderMixin, schedulers.DatabaseScheduler):  # type: ignore[misc]

@@ -180,8 +180,8 @@ class ExecutionLock(Lock):
     def mark_processed(self, expire: float, version: int | None = None, *, alone: bool = True) -> None:
         """Mark the message as processed, or as published again in this version, for so many seconds.
 
-        `alone`: no copy of it may exist; otherwise a marker that says more is kept. Raises LockBackendError when Redis
-        cannot answer.
+        A version does not replace the marker of a later one, or of an end. `alone`: no copy of the message may exist,
+        so it may replace the marker that a copy is about to end. Raises LockBackendError when Redis cannot answer.
         """
         if self.delivery is not None and self.delivery.message:
             state = b"done" if version is None else b"%d" % version

@@ -216,7 +216,7 @@ class SingleInstanceMixin(RepublishingMixin):
     def _acquire(
         self, lock: ExecutionLock, options: TaskOptions, queued: ExecutionLock | None
     ) -> tuple[bool, LockInfo | None]:
-        """Return whether the lock was acquired, and its holder if it was not; None when it has no holder any more."""
+        """Return whether the lock was acquired, and else its holder, if it has one that Redis can name."""
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:

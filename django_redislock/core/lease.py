@@ -119,8 +119,8 @@ class Lease:
         self.shared = False
         """Whether its id held the lock before, so that another holder may rely on the expiry."""
         self.may_outlive = False
-        """Whether Redis may keep the lock for longer than its holder believes, because an extension was not answered, or
-        because an answer came after the loss."""
+        """Whether Redis may keep the lock for longer than its holder believes, because an extension was not answered,
+        or because an answer came after the loss."""
         self.renewing = False
         """Whether the watchdog renews it; otherwise the watchdog only reports its end."""
         self.renewal_pending = False

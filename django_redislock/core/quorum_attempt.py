@@ -2,8 +2,8 @@
 
 The algorithm is Redlock of Redis' documentation ("Distributed Locks with Redis"): the parts are asked for at the same
 time, most of them suffice, and an allowance for the drift of clocks is taken from each expiry. Two things replace its
-random pauses. An acquisition waits in the queues of the servers that refuse it, everywhere with the first ticket that it
-drew. And one that holds too few parts gives them to earlier waiters, so that no acquisitions wait in a circle: the
+random pauses. An acquisition waits in the queues of the servers that refuse it, everywhere with the first ticket that
+it drew. And one that holds too few parts gives them to earlier waiters, so that no acquisitions wait in a circle: the
 earliest one gives nothing to others, and gets the parts of all.
 
 All of this runs in one event loop.
@@ -176,7 +176,7 @@ class QuorumAttempt(ABC):
         return False
 
     def _ask(self, until: float, now: float) -> float:
-        """Ask for the parts that are due, and return when the next one is. Servers are left out if the others suffice."""
+        """Ask for the parts that are due, and return when the next one is. Servers may be left out."""
         if sum(part.error is None and part.retry_at <= now for part in self.parts) < self._needed:
             for part in self.parts:
                 if part.error is None:

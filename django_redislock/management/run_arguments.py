@@ -42,8 +42,9 @@ def add_parser(actions: Any, parents: list[CommandParser]) -> None:
         help="run a command while holding a lock",
         usage="manage.py redislock run NAME [options] -- COMMAND [ARGUMENTS]",
         description=(
-            "Waits for the lock NAME, runs the command, and passes its exit status on (128 + n for signal n). Exit status "
-            "75: busy; 74: the lock was lost; 69: Redis did not answer; 126, 127: the command cannot be executed."
+            "Waits for the lock NAME, runs the command, and passes its exit status on (128 + n for signal n). Exit "
+            "status 75: busy; 74: the lock was lost; 69: Redis did not answer; 126, 127: the command cannot be "
+            "executed."
         ),
     )
     parser.set_defaults(command=[])

@@ -15,7 +15,8 @@ end
 local value = redis.call('GET', lock)
 if not (value and is_of(value, id .. '\n' .. fence)) then
   local released = redis.call('ZSCORE', receipts, fence)
-  redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)  -- a replica may lack the lock; it refuses writes, and is not believed
+  -- A replica may lack the lock. It refuses this write, and so it is not believed.
+  redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)
   return released and 1 or 0
 end
 keep_receipt(receipts, fence, fence)

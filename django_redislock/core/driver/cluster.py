@@ -56,7 +56,7 @@ class Cluster(Server):
 
     @property
     def retry_for(self) -> float:
-        """Seconds for which calls are repeated while a node cannot be reached, unless the caller's deadline is nearer."""
+        """Seconds for which calls are repeated while a node cannot be reached, or until the caller's deadline."""
         return RETRY_FOR_BY_CLUSTER if retry.retry_for is None else retry.retry_for
 
     def call(self, call: Call) -> Any:

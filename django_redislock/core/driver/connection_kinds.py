@@ -37,8 +37,9 @@ def sync_connection_kind(kind: type, settings: dict[str, Any]) -> tuple[type, di
     """
     if kind not in _THREADS:
         raise TypeError(
-            f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no counterpart for threads; "
-            "give the synchronous client of the same server instead: asyncio connections of its own will be made"
+            f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no counterpart for "
+            "threads; give the synchronous client of the same server instead: asyncio connections of its own will be "
+            "made"
         )
     return _THREADS[kind], {key: value for key, value in settings.items() if key not in _ONE_KIND_ONLY}
 
@@ -50,8 +51,8 @@ def new_async_connection(kind: type, settings: dict[str, Any]) -> Any:
     """
     if kind not in _ASYNCIO:
         raise TypeError(
-            f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no counterpart for asyncio; "
-            "use a redis.asyncio.Redis, or connections of redis-py's own classes"
+            f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no counterpart for "
+            "asyncio; use a redis.asyncio.Redis, or connections of redis-py's own classes"
         )
     async_kind = _ASYNCIO[kind]
     known = _parameters_of(async_kind)

@@ -14,8 +14,8 @@ LOCK_SCRIPTS = files(__package__.rpartition(".")[0]) / "lua"
 class Script:
     """One Lua script: the texts of the parts that it uses, followed by the text of its own file.
 
-    The files are in the folder ``lua`` of the package `home`, or of the lock. `granted` takes a reply and returns whether
-    it grants or renews a lock; it is None for a script that does neither.
+    The files are in the folder ``lua`` of the package `home`, or of the lock. `granted` takes a reply and returns
+    whether it grants or renews a lock; it is None for a script that does neither.
     """
 
     def __init__(self, name: str, *parts: str, home: str = "", granted: Callable[[Any], bool] | None = None) -> None:

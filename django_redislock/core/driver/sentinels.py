@@ -99,8 +99,8 @@ class SentinelService:
         unknown = sum(isinstance(error, UnknownService) for error in errors)
         if unknown > number // 2:
             return UnknownService(
-                f"{unknown} of {number} Sentinels know no service {name!r}: give the name of their line 'sentinel monitor "
-                "NAME ...', which SENTINEL MASTERS lists."
+                f"{unknown} of {number} Sentinels know no service {name!r}: give the name of their line 'sentinel "
+                "monitor NAME ...', which SENTINEL MASTERS lists."
             )
         if None in answers:
             return ConnectionError(
@@ -110,8 +110,8 @@ class SentinelService:
         reasons = {f"{type(error).__name__}: {error}" for error in errors} or {f"no answer within {ASK_FOR:g} s"}
         refused = [error for error in errors if isinstance(error, (ResponseError, AuthenticationError))]
         return (ResponseError if refused else ConnectionError)(
-            f"None of {number} Sentinels of {name!r} answers ({'; '.join(sorted(reasons))}): correct their addresses or "
-            "passwords, or start them."
+            f"None of {number} Sentinels of {name!r} answers ({'; '.join(sorted(reasons))}): correct their addresses "
+            "or passwords, or start them."
         )
 
 

@@ -30,7 +30,8 @@ from .resp import encode_command
 POLL_INTERVAL = 0.5
 """Seconds between two tries without a wake-up."""
 POLLERS = 16
-"""All processes that wait for one lock together poll as often as this many processes that poll in each interval."""
+"""All processes that wait for one lock poll together as often as this many would with that pause; many processes poll
+more often, because of the longest pause."""
 MAX_POLL_INTERVAL = 4.0
 """Seconds between two polls of one process at most, because a long queue may become short meanwhile."""
 QUIET = 10.0

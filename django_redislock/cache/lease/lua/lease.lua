@@ -9,8 +9,8 @@
 --   {'value', value, owns}   owns: 1 if the caller holds the lock and has to release it, else 0
 --   {'large', '', owns}      there is a value, which the caller fetches by other commands
 --   {'compute', fence, expiry of the stale value (ms, '': there is none)}
---   {'wait', fence of the lease that another caller holds, ms until another call makes sense (negative: unknown), length
---       of the queue (missing: the caller did not join it)}
+--   {'wait', fence of the lease that another caller holds, ms until another call makes sense (negative: unknown),
+--       length of the queue (missing: the caller did not join it)}
 --   {'cycle'}                the other computation waits for the caller
 --   {'paused'}               a computation failed a moment ago, and the caller can return the stale value
 --
