@@ -1,8 +1,9 @@
 """Does what the README says, as a new user would: python3 .ci/first_hour.py PYTHON...
 
-For each of these interpreters: an empty environment, the README's line to install (but from a wheel of this tree), a new Django
-project with the README's settings, every block of code, a Celery worker with Redis as its broker, and every command. Needs
-`redis-server` and the standard library. Prints what it does; ends with 1 and the output of the step that failed.
+For each of these interpreters: an empty environment, the README's line to install (but from a wheel of this tree), a
+new Django project with the README's settings, every block of code, a Celery worker with Redis as its broker, and every
+command. Needs `redis-server` and the standard library. Prints what it does; ends with 1 and the output of the step that
+failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What do many keys, stale values and misses cost? Each beside what the base class does, by turns: CPU time of this process, and of the server."""
+"""What do many keys, stale values and misses cost?
+
+Each is measured beside what the base class does, by turns: CPU time of this process, and of the server.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def server_seconds(client: redis.Redis) -> float:
 def ratios(
     client: redis.Redis, base: Callable[[], Any], ours: Callable[[], Any], calls: int, rounds: int = ROUNDS
 ) -> tuple[str, str, str]:
-    """Return how often ours takes the CPU time of the base, here and in the server, and the base's milliseconds here."""
+    """Return how often ours takes the base's CPU time, here and in the server, and the base's milliseconds here."""
     here, there, times = [], [], []
     for _ in range(rounds):
         spent = []

@@ -1,6 +1,7 @@
 """Many processes want one key that is not in the cache: how often is it computed, and when has the last one its value?
 
-First on loopback, 100 processes and 0.2 s of work; then 50 processes behind a round trip of 5 ms, from when the value is ready.
+First on loopback, 100 processes and 0.2 s of work; then 50 processes behind a round trip of 5 ms, from when the value
+is ready.
 """
 
 from __future__ import annotations
@@ -89,7 +90,10 @@ def process(url: str, get, rounds: int, ready, go, ended) -> None:
 
 
 def run(url: str, get, processes: int, rounds: int = ROUNDS) -> tuple[list[int], list[float], list[float]]:
-    """Return for each round how often it was computed, and when the last had its value: since the start, since it was ready."""
+    """Return for each round how often it was computed, and when the last had its value.
+
+    The first times count since the start, the second ones since the value was ready.
+    """
     rounds += 1  # the last one does not count: those who are done end their processes then
     ready, go, ended = FORK.Semaphore(0), [FORK.Event() for _ in range(rounds)], FORK.SimpleQueue()
     children = [FORK.Process(target=process, args=(url, get, rounds, ready, go, ended)) for _ in range(processes)]

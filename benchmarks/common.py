@@ -120,7 +120,10 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> 
 
 
 def commands(client: redis.Redis, work: Callable[[], int]) -> float:
-    """Return how many commands a unit of the work sends; it returns how many units it did. Those inside scripts do not count."""
+    """Return how many commands a unit of the work sends, without those inside scripts.
+
+    The work returns how many units it did.
+    """
     end, sent = uuid.uuid4().hex, 0
     with client.monitor() as monitor:
         thread_result: list[int] = []

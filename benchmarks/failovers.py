@@ -208,7 +208,8 @@ def main() -> None:
         longest, median = (of_kind[-1].seconds, of_kind[len(of_kind) // 2].seconds) if of_kind else (0.0, 0.0)
         reported, grew = (sum(overlap[place] for overlap in of_kind) for place in (2, 3))
         print(
-            f"{kind:9}  {kinds.count(kind):9}  {len(of_kind):8}  {longest:5.1f} s  {median:5.1f} s  {reported:8}  {grew:10}"
+            f"{kind:9}  {kinds.count(kind):9}  {len(of_kind):8}  {longest:5.1f} s  {median:5.1f} s  "
+            f"{reported:8}  {grew:10}"
         )
 
 

@@ -20,7 +20,10 @@ FILL = "for i = tonumber(ARGV[1]), tonumber(ARGV[2]) do redis.call('set', 'other
 
 
 def setup(url: str) -> tuple:
-    """Start Django with a table of as many columns as the list of held locks has; return a client that is logged in, and both."""
+    """Start Django with a table of as many columns as the list of held locks has.
+
+    Return a client that is logged in, and the addresses of both pages.
+    """
     os.environ["REDISLOCK_TEST_URL"] = url
     import django
 

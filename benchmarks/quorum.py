@@ -1,4 +1,4 @@
-"""How long does a cycle of a lock on five independent servers take: near them, 5 ms away, and with one of them frozen?"""
+"""How long does a cycle of a lock on five independent servers take: near them, 5 ms away, with one of them frozen?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Very many waiters on one lock: how busy is the server while they wait, and what does a hand-over take of it, and in all?"""
+"""Very many waiters on one lock: how busy is the server meanwhile, and what does a hand-over take of it, and in all?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where are the walls? What one lock, waiter and connection cost here, and what 1,000 hosts would need by these figures."""
+"""Where are the walls? What one lock, waiter and connection cost here, and what 1,000 hosts would need by that."""
 
 from __future__ import annotations
 

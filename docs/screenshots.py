@@ -1,6 +1,7 @@
-"""Make the pictures of the pages: ``python docs/screenshots.py``, with the dependency groups ``demo`` and ``test`` and Chromium.
+"""Make the pictures of the pages: ``python docs/screenshots.py``.
 
-The example site runs for it, with a worker that rebuilds reports and locks that this program holds.
+It needs the dependency groups ``demo`` and ``test``, and Chromium. The example site runs for it, with a worker that
+rebuilds reports and locks that this program holds.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def keep_busy() -> list:
 
 
 def contend(urls: list[str]) -> None:
-    """Have what the page about contention shows: waits that end, waits given up, duplicates refused, values waited for."""
+    """Have what the contention page shows: waits that end, waits given up, duplicates refused, values waited for."""
     from clock_changes.tasks import rebuild_report
     from django_redislock import lock
     from django_redislock.connections import get_client

@@ -2,8 +2,8 @@
 
     python example_project/demo.py [--serve] [--port N]
 
-It needs no Redis and no certain port. Everything that it starts lives in a temporary folder and ends with it. Exit status 0
-means that every line of the table held.
+It needs no Redis and no certain port. Everything that it starts lives in a temporary folder and ends with it. Exit
+status 0 means that every line of the table held.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def stop(number: int, frame: object) -> None:
 
 
 def end_if_told() -> None:
-    """End after a signal; asked again between the steps, for a destructor swallows what a signal handler raises in it."""
+    """End after a signal. Asked again between the steps: a destructor swallows what a signal handler raises in it."""
     if told_to_stop:
         sys.exit(128 + told_to_stop[0])
 

@@ -1,4 +1,7 @@
-"""The main job: what the locks are for, done for real and measured. Imported when Django is set up and all processes run."""
+"""The main job: what the locks are for, done for real and measured.
+
+It is imported when Django is set up and all processes run.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ def clients_on_a_cold_report(addresses: list[tuple[str, int]]) -> Outcome:
         computed == roles["computed"] == values == 1 and servers == 2,
         "computed: 1, different values: 1, over 2 processes",
         [
-            f"computed: {computed}, waited: {roles['waited']}, came later: {roles['cached']}, different values: {values}",
+            (
+                f"computed: {computed}, waited: {roles['waited']}, came later: {roles['cached']}, "
+                f"different values: {values}"
+            ),
             f"computation {report['seconds']:.2f} s, slowest client {max(seconds):.2f} s, site processes: {servers}",
         ],
     )

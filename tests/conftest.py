@@ -43,11 +43,13 @@ from tests.support import (
     wait_until,
 )
 
-# For xdist's workers and all other processes: development mode searches C code for overruns of memory, and there is none here.
+# For xdist's workers and all other processes: development mode searches C code for overruns of memory, and there is
+# none here.
 os.environ.setdefault("PYTHONMALLOC", "pymalloc")
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    # Or each of hundreds of processes would compile everything again: whoever wants no bytecode beside the code has it elsewhere.
+    # Or each of hundreds of processes would compile everything again: whoever wants no bytecode beside the code has it
+    # elsewhere.
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
@@ -144,9 +146,9 @@ redis.ConnectionPool.__init__ = _init_and_note_pool
 def _close_pools() -> Iterator[None]:
     """Close the connections that a test made and that only the garbage collector would close.
 
-    Django's cache and Celery leave theirs so, and an error that a test keeps refers to its locks. The collector finalizes
-    the objects of a cycle in any order, now and then a socket before its connection: then it reports an unclosed socket, in
-    whatever test runs at that time.
+    Django's cache and Celery leave theirs so, and an error that a test keeps refers to its locks. The collector
+    finalizes the objects of a cycle in any order, now and then a socket before its connection: then it reports an
+    unclosed socket, in whatever test runs at that time.
     """
     before = set(_pools)
     yield
@@ -157,7 +159,7 @@ def _close_pools() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _empty_database(_flushing: redis.Redis) -> None:
-    """Every test starts with an empty database of a server that knows all scripts, and hears of no lock that another left."""
+    """Every test gets an empty database of a server that knows all scripts, and hears of no lock that another left."""
     for each in list(watchdog.of_servers):
         each._leases.clear()
     single_flight._paused.clear()

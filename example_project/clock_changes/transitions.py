@@ -1,7 +1,7 @@
 """The heavy job: every change of the clock, in every time zone of the tzdata package, in one year.
 
-Each zone is asked hour by hour, or more finely, what its clock shows, and the second of each change is found by bisection. Nothing here
-knows of Django, Redis or Celery.
+Each zone is asked hour by hour, or more finely, what its clock shows, and the second of each change is found by
+bisection. Nothing here knows of Django, Redis or Celery.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def report_json(request: HttpRequest, year: int) -> HttpResponse:
 @require_safe
 @never_cache
 def metrics(request: HttpRequest) -> HttpResponse:
-    """Answer Prometheus with the metrics of this process; a site that is not a demo would not show them to everybody."""
+    """Answer Prometheus with the metrics of this process; a site that is no demo would not show them to everybody."""
     return HttpResponse(generate_latest(), content_type=CONTENT_TYPE_LATEST)
 
 

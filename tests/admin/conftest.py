@@ -1,4 +1,7 @@
-"""Django's test client and a real browser for the tests of the admin pages; the browser under a strict Content-Security-Policy."""
+"""Django's test client and a real browser for the tests of the admin pages.
+
+The browser works under a strict Content-Security-Policy.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 PATIENCE = 90_000
-"""Milliseconds for which the browser waits for what is to come; Playwright's own 5 and 30 s are for machines that do nothing else."""
+"""Milliseconds for which the browser waits for what is to come; Playwright's own 5 and 30 s are for idle machines."""
 
 
 @pytest.fixture

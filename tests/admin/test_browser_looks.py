@@ -198,7 +198,7 @@ def test_the_page_of_contention_sorts_links_and_is_as_wide_as_its_table(
 def test_looks(
     visit: Callable[..., Page], client: redis.Redis, listen: Callable[..., None], look: dict[str, Any]
 ) -> None:
-    """Nothing sticks out of the window, and colours follow the scheme. REDISLOCK_SCREENSHOTS names a folder to look at."""
+    """Nothing sticks out of the window; colours follow the scheme. REDISLOCK_SCREENSHOTS names a folder to look at."""
     shown = f"{look['color_scheme']}-{'phone' if len(look) > 1 else 'desk'}"
     hold(client, "celery:reports.tasks.rebuild:5f1c9a", kind="celery", label="reports.tasks.rebuild[0b6c8f0e-3b60]")
     hold(client, "x" * 300)

@@ -166,7 +166,7 @@ def test_filter_by_host(web: Client, client: redis.Redis) -> None:
 
 
 def test_filter_by_task(web: Client, client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All locks of the task: of its runs and of what waits; and of the many locks of a connection, only these are read."""
+    """All locks of the task: of its runs and of what waits; of the many locks of a connection, only these are read."""
     locks = [
         "celery:shop.build:1",
         "celery-queue:shop.build:2",
@@ -341,7 +341,7 @@ def test_actions_of_the_site_can_use_what_is_ticked(web: Client, client: redis.R
 def test_only_the_locks_that_are_shown_are_read_in_full(
     web: Client, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 10,000 locks a page shows a hundred; to read what the holders of all say would take most of the page's time."""
+    """Of 10,000 locks a page shows 100; to read what the holders of all say would take most of the page's time."""
     with client.pipeline(transaction=False) as pipe:
         value = client.get(hold(client, "pattern")._keys.lock)
         for name in (f"{number:03}" for number in range(249)):

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(params=["RedisCache", "DjangoRedisCache", "ClusterCache"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """The name of each of our cache backends; where it is a `ClusterCache`, `redis_url` and `client` are a Cluster's."""
+    """The name of each of our cache backends; for a `ClusterCache`, `redis_url` and `client` are a Cluster's."""
     return request.param  # type: ignore[no-any-return]
 
 

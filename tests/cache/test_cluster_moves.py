@@ -1,4 +1,4 @@
-"""One value wanted by many processes on a Cluster: computed by one of them, also while its slot moves or its primary dies."""
+"""One value wanted by many processes on a Cluster: one computes it, also while its slot moves or its primary dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about moving a cache here is true: its settings make caches, its code runs, and what it says of deploys holds."""
+"""The page about moving a cache is true: its settings make caches, its code runs, what it says of deploys holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that wait for a value look for it by themselves: in case a message is lost, and rarely where they are many."""
+"""Processes that wait for a value also look for it: in case a message is lost, and rarely where they are many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cache_page` with `stale`: copies that outlive their pages, for those who come while a new one is rendered, or fails to be."""
+"""`cache_page` with `stale`: copies that outlive their pages, for those who come while a new one is made, or fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.cache_programs import cache_elsewhere
 
 @pytest.fixture(params=["sync", "async"])
 def show(request, redis_url, backend):
-    """``show(render, …)`` returns a view that answers with what render(request) returns, for 60 s, as threads call it."""
+    """``show(render, …)`` is a view that answers with what render(request) returns, for 60 s, as threads call it."""
     location = {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}
 
     def make(render, **options):

@@ -1,7 +1,7 @@
 """The copies of a message come in any order, to several workers: one of them runs, and the others leave no trace.
 
-With real workers. A broker that waits no longer than two seconds for an acknowledgement gives out many copies of a message with
-a countdown; what a busy worker has in its memory is given to another one by the transport's own function.
+With real workers. A broker that waits no longer than two seconds for an acknowledgement gives out many copies of a
+message with a countdown; what a busy worker has in its memory is given to another one by the transport's own function.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_countdown_longer_than_the_broker_waits_is_one_run(crew):
 
 @pytest.fixture
 def busy(crew, request) -> Iterator[tuple[Stage, Stage]]:
-    """Two workers on one queue: the first runs something else until its gate opens, and has more messages in its memory."""
+    """Two workers on one queue: the first runs something else until its gate opens, and has more messages in memory."""
     name = f"busy-{abs(hash(request.node.name))}"
     first, second = (
         crew.start("prefork", number, "--prefetch-multiplier=20", name=name, concurrency=1).wait_ready()

@@ -46,7 +46,7 @@ def runs(stage: Stage, task) -> dict:
 def run_in_all(
     worker: Worker, task, how: str = "sleep", kinds: Sequence[str] = KINDS, gated: bool = False
 ) -> dict[str, tuple[Stage, Any]]:
-    """Have the worker run the task alone and in every canvas, and return the stages and the results when all have started."""
+    """Have the worker run the task alone and in every canvas; return the stages and results when all have started."""
     stages = {kind: Stage([worker], gated) for kind in kinds}
     running = {kind: (stage, published(kind, stage, task, how)) for kind, stage in stages.items()}
     for stage in stages.values():
@@ -92,7 +92,7 @@ def test_hard_time_limit(stage):
 
 @pytest.fixture
 def place(crew, client):
-    """Have a message wait in its body's start for one that runs, and return the stage and how to see the place it holds."""
+    """Have a message wait in its body's start for one that runs; return the stage and how to see the place it holds."""
     stage = Stage(crew.of("prefork"), gated=True)
     task = tasks.mortal_waiting
     stage.publish(task)

@@ -1,7 +1,7 @@
-"""The same message delivered again: neither dropped while it may be the only copy, nor run beside or after its first run.
+"""The same message delivered again: not dropped while it may be the only copy, nor run beside or after its first run.
 
-With real workers that acknowledge late. What a broker does when it has waited too long for the acknowledgement is done here
-at once, by the transport's own function.
+With real workers that acknowledge late. What a broker does when it has waited too long for the acknowledgement is done
+here at once, by the transport's own function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def copies(stage: Stage) -> dict[str, bytes]:
 
 
 def deliver_again(stage: Stage) -> None:
-    """Put the one message that is being worked off back into its queue, as for a worker that was silent for too long."""
+    """Put the one message that is worked off back into its queue, as for a worker that was silent for too long."""
     (tag,) = wait_until(lambda: copies(stage))
     with app.connection_for_write() as connection:
         connection.default_channel.qos.restore_by_tag(tag)

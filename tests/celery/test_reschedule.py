@@ -48,7 +48,7 @@ class Message:
         self.result = task.apply_async(**options)
 
     def run(self, waited=0.0):
-        """Run it as if its first conflict had been so many seconds earlier; return the delay of the next, if it comes again."""
+        """Run it as if its first conflict was so many seconds ago; return the delay of the next, if it comes again."""
         delays = []
         with self.task.app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue:
             message = queue.get(timeout=30)
@@ -129,7 +129,7 @@ def test_no_time_at_all_is_no_second_try(client, make, held):
 
 @pytest.mark.parametrize("headers", [{}, {"headers": {"trace": "1"}}])
 def test_a_retry_has_the_whole_time_again(client, make, headers):
-    """Its former run, which may have taken hours, is no conflict; also where a tracer has put headers within the headers."""
+    """Its former run, which may have taken hours, is no conflict; also where a tracer puts headers in the headers."""
 
     def body(self):
         if not self.request.retries:

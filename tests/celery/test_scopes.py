@@ -38,7 +38,8 @@ def stage(crew, pool, request) -> Iterator[Stage]:
     task = request.getfixturevalue("task") if "task" in request.fixturenames else None
     stage = Stage(crew.of(pool))
     yield stage
-    # With scope "queued" only what waits is unique: canvases, whose members are always published, may run at the same time.
+    # With scope "queued" only what waits is unique: canvases, whose members are always published, may run at the same
+    # time.
     if task is not tasks.queued:
         assert stage.diary.events("overlap") == []
 

@@ -115,7 +115,8 @@ class Kept(Transport):
     def capture_envelope(self, envelope):
         event = envelope.get_event()
         if event is not None:
-            told.append([event["exception"]["values"][-1]["type"] if "exception" in event else event["logentry"]["message"]])
+            failed = "exception" in event
+            told.append([event["exception"]["values"][-1]["type"] if failed else event["logentry"]["message"]])
 
 told = []
 sentry_sdk.init(dsn="http://a@localhost/1", transport=Kept, integrations=[CeleryIntegration()])

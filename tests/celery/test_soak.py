@@ -87,7 +87,10 @@ def test_children_killed_at_random(server, client, tmp_path):
 
 @pytest.mark.long
 def test_with_an_impatient_broker_each_message_runs_once_or_again_when_a_kill_hit_its_run(server, client, tmp_path):
-    """Of what waits or runs for more than two seconds, the broker gives out a copy; every policy, acknowledged early and late."""
+    """The broker gives out a copy of what waits or runs for more than two seconds.
+
+    Every policy is there, acknowledged early and late.
+    """
     with workers(server, tmp_path) as crew, impatient(crew, "soak") as crowd:
         stages = [(Stage(crowd.workers), task) for task in tasks.SOAKED for _ in range(2)]
         published: dict[str, AsyncResult] = {}

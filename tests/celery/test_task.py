@@ -1,4 +1,4 @@
-"""The lock around one execution, in this process: ``apply()`` runs a task as a worker does, through Celery's own tracer."""
+"""The lock around one execution, in this process: ``apply()`` runs a task as a worker does, by Celery's own tracer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that begin with the tenant: the page's recipe for a site with one schema for each, and the option without a worker."""
+"""Keys begin with the tenant: the page's recipe for a site with a schema for each, and the option without a worker."""
 
 from __future__ import annotations
 

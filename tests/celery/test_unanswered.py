@@ -1,4 +1,4 @@
-"""Redis or the broker goes away when the body has ended, or is about to be refused: nothing is raised over what is known."""
+"""Redis or the broker goes away when the body has ended, or will be refused: nothing is raised over what is known."""
 
 from __future__ import annotations
 

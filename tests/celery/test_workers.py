@@ -1,6 +1,7 @@
 """Single-instance tasks on real workers of every pool: every form, every policy, every canvas.
 
-The oracle is what the bodies note down: no two runs of one key overlap, every id ends in a terminal state, no lock is left.
+The oracle is what the bodies note down: no two runs of one key overlap, every id ends in a terminal state, no lock is
+left.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def test_every_order_and_form_runs_and_refuses_a_duplicate(gated, form):
     assert ended(gated.publish(task)).result == "ran", "and then it can run again"
 
 
-# The policies. In each test one run holds the lock, and then come a duplicate alone, one in a chain, one in a group and one
-# in a chord.
+# The policies. In each test one run holds the lock, and then come a duplicate alone, one in a chain, one in a group and
+# one in a chord.
 
 
 def canvases(stage: Stage, task) -> dict:
@@ -182,7 +183,7 @@ def kinds(heard, result):
 
 
 def test_flower_is_told_that_a_rescheduled_task_waits_again(watched):
-    """From the events of its worker, for which a task that is merely ignored runs for ever. The result stays the successor's."""
+    """From its worker's events, where a task that is merely ignored runs for ever. The result stays the successor's."""
     with events() as heard:
         first = watched.publish(tasks.reschedule)
         watched.diary.wait_for("start")
@@ -335,7 +336,8 @@ def test_the_same_id_delivered_twice_is_neither_dropped_nor_run_beside_itself(ga
 def test_a_crowd_on_few_keys(crew, pool):
     """Many messages of few keys at once, of every policy that may wait: nothing overlaps and every id ends."""
     stages = [(Stage(crew.of(pool)), task) for task in (tasks.refuse, tasks.reschedule, tasks.wait) for _ in range(2)]
-    # A retry waits for longer than Celery may take to store RETRY, which would cover that the retry was refused meanwhile.
+    # A retry waits for longer than Celery may take to store RETRY, which would cover that the retry was refused
+    # meanwhile.
     chance = random.Random(20261121)
     results = []
     for _ in range(45):

@@ -11,7 +11,9 @@ from tests.support.tasks import Tasks, lock_for_threads
 ONE_SERVER = {
     "cluster": "it starts Clusters of its own",
     "quorum": "it starts servers of its own",
-    "test_async_clients.py": "about clients of one server; test_clients.py and test_secure_clusters.py are about those of a Cluster",
+    "test_async_clients.py": (
+        "about clients of one server; test_clients.py and test_secure_clusters.py are about those of a Cluster"
+    ),
     "test_connection_kinds.py": "about redis-py's connections, which a Cluster's nodes have, too",
     "test_failovers.py": "it starts a Sentinel; test_node_faults.py has the failover of a Cluster",
     "test_greenlets.py": "its programs count the connections to one server",
@@ -30,7 +32,9 @@ ONE_SERVER = {
     ),
     "test_a_wait_is_counted_without_a_command_of_its_own": "a node that learns a script is asked twice",
     "test_a_call_has_its_own_time_after_a_renewal_used_its_connection": "it looks into the pool of one server",
-    "test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it": "each node has connections of its own",
+    "test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it": (
+        "each node has connections of its own"
+    ),
     "test_a_lock_in_another_database_is_not_waited_for": "a Cluster has one database",
     "test_a_quorum_lock_hears_the_cause_that_its_parts_agree_on": "its parts are in databases of one server",
     "test_a_hit_in_a_handler_ends_and_is_counted": "about caches of one server",
@@ -53,7 +57,9 @@ def tasks() -> Iterator[Tasks]:
 
 @pytest.fixture(params=["thread", "task"])
 def make_lock(request: pytest.FixtureRequest) -> type:
-    """``make_lock(client, name, …)``: a Lock, or what is used like one, but is an AsyncLock that a task of each thread uses for it.
+    """``make_lock(client, name, …)``: a Lock, or an AsyncLock that is used like one.
+
+    A task of each thread uses the AsyncLock for it.
 
     A test that asks for it holds for both; one that uses Lock itself is about threads, signals, forks or pickles.
     """

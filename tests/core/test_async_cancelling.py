@@ -20,7 +20,7 @@ KEYS = lock_keys("redislock", "a")
 
 @types.coroutine
 def cancelled_at(coroutine, nth, late):
-    """Run the coroutine in a task that is cancelled at its nth suspension: at once, or when what it waits for is there."""
+    """Run the coroutine in a task that is cancelled at its nth suspension: at once, or when what it awaits is there."""
     steps, count = coroutine.__await__(), 0
     proceed = steps.__next__
     while True:

@@ -57,7 +57,10 @@ def test_an_uncontended_lock_pays_nothing(client: redis.Redis) -> None:
 
 
 def test_a_wait_is_counted_without_a_command_of_its_own(client: redis.Redis) -> None:
-    """A first try where nobody listens yet, a place in the queue, the end of the wait: three calls at most, as without counts."""
+    """At most three calls, as without counts.
+
+    They are a first try where nobody listens yet, a place in the queue, and the end of the wait.
+    """
     with Lock(client, "a"):
         assert not Lock(client, "a").acquire(timeout=0.05)
         with counting(client) as counts:

@@ -1,4 +1,4 @@
-"""Under gevent and eventlet the watchdog is a thread of the operating system, so a greenlet that computes is renewed too."""
+"""With gevent and eventlet the watchdog is a thread of the operating system, so a computing greenlet is renewed too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What looks at all locks goes about it in pieces, so that no script keeps the server busy for long, whatever is held."""
+"""What looks at all locks works in pieces, so that no script keeps the server busy for long, whatever is held."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def many(client: redis.Redis) -> list[str]:
 
 
 def replies(client: redis.Redis, steps: Any) -> tuple[list[list[Any]], Any]:
-    """Do what the steps ask for, and return the replies to each request, of which a Cluster gets many at once, and what they return."""
+    """Do what the steps ask for; return the replies to each request, and what the steps return.
+
+    A Cluster gets many requests at once.
+    """
     server, all_of_them, reply = server_of(client), [], None
     while True:
         try:

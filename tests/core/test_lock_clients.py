@@ -101,7 +101,7 @@ def test_scripts_that_the_server_forgot_are_sent_again(make_lock, client):
 
 
 def test_error_replies_keep_no_connection_open_until_the_garbage_collector_runs(make_lock, client):
-    """An error that refers to a frame that refers to it is such a cycle, and in it a socket may end before its owner."""
+    """An error that refers to a frame that refers to it is such a cycle; in it a socket may end before its owner."""
 
     def errors():
         return [each for each in gc.get_objects() if isinstance(each, NoScriptError)]

@@ -1,4 +1,4 @@
-"""Processes that wait for a lock and do not answer any more: frozen ones hold it up once, killed ones are nobody who waits."""
+"""Processes that wait for a lock and no longer answer: frozen ones hold it up once, killed ones are no waiters."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_one_hundred_held_locks_are_kept_by_one_thread(make_lock, client):
 
 
 def test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins(client, redis_url, run_python):
-    """The promise of the SETNX + timestamp + GETSET recipe, and that a late holder never deletes its successor's lock."""
+    """The promise of the SETNX + timestamp + GETSET recipe; also, a late holder never deletes its successor's lock."""
     rounds, count = 60, 50
     racers = run_python(lock_programs.race, redis_url, count)
     wait_until(lambda: client.pubsub_numsub("go")[0][1] == count)

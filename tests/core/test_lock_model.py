@@ -150,7 +150,7 @@ class Model(RuleBasedStateMachine):
         self.held, self.holder, self.fence = True, actor, fence
 
     def end(self, fickle=False):
-        """The lock is free now: it goes to the first who waits and lives; the `fickle` gives up while it is handed to him."""
+        """The lock is free now: it goes to the first living waiter; the `fickle` gives up while it is handed to him."""
         self.held, self.holder = False, None
         while any(self.queue) and not self.held:
             heir = self.queue.pop(0)

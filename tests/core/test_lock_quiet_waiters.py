@@ -1,4 +1,7 @@
-"""Waiters whom nothing reaches: a subscription that died in silence, a frozen process, and how seldom waiters look by themselves."""
+"""Waiters whom nothing reaches, and how seldom waiters look by themselves.
+
+Nothing reaches them when a subscription died in silence, or when their process is frozen.
+"""
 
 from __future__ import annotations
 

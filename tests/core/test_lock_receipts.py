@@ -1,4 +1,4 @@
-"""A release that is repeated, because its reply was lost, gets the same answer; and what is kept for that stays small."""
+"""A release that is repeated, because its reply was lost, gets the same answer; what is kept for that stays small."""
 
 from __future__ import annotations
 

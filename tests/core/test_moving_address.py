@@ -1,4 +1,4 @@
-"""One address whose server becomes a replica while connections to it stay open: a managed failover, a moving IP, DNS."""
+"""One address whose server becomes a replica while its connections stay open: a managed failover, a moving IP, DNS."""
 
 from __future__ import annotations
 
@@ -226,7 +226,10 @@ def test_a_primary_without_enough_replicas_is_asked_for_anew(address, client):
     [
         "READONLY You can't write against a read only replica.",
         "READONLY You can't write against a read only replica. script: 67ed14c1, on @user_script:1.",
-        "ERR Error running script (call to f_67ed): @user_script:5: @user_script: 5: -READONLY You can't write against it.",
+        (
+            "ERR Error running script (call to f_67ed): "
+            "@user_script:5: @user_script: 5: -READONLY You can't write against it."
+        ),
         "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
         "NOREPLICAS Not enough good replicas to write. script: 67ed14c1, on @user_script:1.",
         "LOADING Redis is loading the dataset in memory",

@@ -214,8 +214,8 @@ def test_exceptions_ignored_everywhere(found, settings):
 
 def test_the_checks_of_tasks_import_no_celery(run_python):
     code = (
-        "import django, sys; django.setup(); from django.core.checks import run_checks; run_checks(tags=['redislock']); "
-        "say(imported='celery' in sys.modules)"
+        "import django, sys; django.setup(); from django.core.checks import run_checks; "
+        "run_checks(tags=['redislock']); say(imported='celery' in sys.modules)"
     )
     assert run_python(code, new=True).finish() == [{"imported": False}]
 

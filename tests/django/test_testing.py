@@ -130,7 +130,10 @@ def test_the_fixture_is_there_and_unlocks():
 
 
 def test_the_plugin_of_pytest_loads_nothing_of_django():
-    code = "import sys; before = set(sys.modules); import pytest, _pytest.fixtures; import django_redislock.pytest_plugin; "
+    code = (
+        "import sys; before = set(sys.modules); import pytest, _pytest.fixtures; "
+        "import django_redislock.pytest_plugin; "
+    )
     code += "assert not [name for name in sys.modules if name.partition('.')[0] in ('django', 'redis', 'celery')]"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,4 +1,4 @@
-"""Locks around transactions: losses before the commit, ``locked_atomic``, the warning about a release that is too early."""
+"""Locks around transactions: losses before commit, ``locked_atomic``, the warning about a release that is too early."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def work():
 
 
 class TestInTestCase(TestCase):
-    """Nothing is committed here: the lock is released at the end of its block, and the next call does not wait for it."""
+    """Nothing is committed here: the lock is released at its block's end, and the next call does not wait for it."""
 
     def test_released_with_its_block(self):
         with lock(NAME, until_commit=True):

@@ -202,7 +202,7 @@ def test_without_one_of_the_lines_its_feature_fails(admin: Any, fails: Any) -> N
 
 
 def test_the_rights_are_those_of_the_scripts_and_few_more() -> None:
-    """Some commands of scripts may fail, and then wake-ups come late, or counts are missing: no feature test sees that."""
+    """Some commands of scripts may fail; then wake-ups come late, or counts are missing: no feature test sees that."""
     of_scripts = {folder: commands_of(folder) for folder in ("core", "celery", "cache/lease")}
     locks, cache, lists = ({word[1:].split("|")[0] for word in rights.split()} for rights in (LOCKS, CACHE, LISTS))
     assert of_scripts["core"] | of_scripts["celery"] <= locks | lists

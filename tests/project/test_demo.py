@@ -49,7 +49,10 @@ class Demo:
         return self.output.read_text()
 
     def alive(self) -> list[psutil.Process]:
-        """Return every living process of this run. (Valkey's title hides its environment, but it runs in the demo's folder.)"""
+        """Return every living process of this run.
+
+        Valkey's title hides its environment, but it runs in the demo's folder.
+        """
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""The floors of the package: no module imports a module of a higher floor, and no modules import each other in a circle."""
+"""The floors of the package: no module imports one of a higher floor, and no modules import each other in a circle."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FLOORS = [
     },
     {"apps", "tasks", "pytest_plugin", ""},
 ]
-"""The modules and packages of each floor, from the lowest; the name that fits most exactly counts. "" is the package itself."""
+"""The modules and packages of each floor, from the lowest; the most exact name counts. "" is the package itself."""
 BESIDE = {
     ("checks", "doctor"),
     ("doctor_trials", "doctor"),

@@ -42,12 +42,20 @@ def links(question: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("question", "title", "answers"),
     [
-        ("Which Redis?", "Which Redis", ["Redis 6.2 or Valkey 7.2", "Sentinel", "Redis or Valkey Cluster", "noeviction"]),
+        (
+            "Which Redis?",
+            "Which Redis",
+            ["Redis 6.2 or Valkey 7.2", "Sentinel", "Redis or Valkey Cluster", "noeviction"],
+        ),
         ("How much memory, how many connections?", "How to size", ["400 bytes for a held lock", "maxclients"]),
         ("Does it work with Cluster, Sentinel, TLS, ElastiCache?", "Cluster", ["redis+cluster://"]),
         ("Does it work with Cluster, Sentinel, TLS, ElastiCache?", "Sentinel", ["redis+sentinel://"]),
         ("Does it work with Cluster, Sentinel, TLS, ElastiCache?", "TLS", ["rediss://"]),
-        ("Does it work with Cluster, Sentinel, TLS, ElastiCache?", "Managed services", ["ElastiCache", "is tested here"]),
+        (
+            "Does it work with Cluster, Sentinel, TLS, ElastiCache?",
+            "Managed services",
+            ["ElastiCache", "is tested here"],
+        ),
         (
             "What happens when Redis is away?",
             "When Redis is away",
@@ -56,7 +64,11 @@ def links(question: str) -> dict[str, str]:
         ("How do I test my code?", "Testing and tools", ["@unlocked()", "redislock_unlocked"]),
         ("What does Sentry show for a refused task?", "What other tools see", ["Sentry shows no error", "refused"]),
         ("How do I upgrade?", "How to upgrade", ["changelog", "check --tag redislock --deploy", "workers first"]),
-        ("A lock is stuck. What now?", "When something is stuck", ["redislock list", "redislock doctor", "redislock release"]),
+        (
+            "A lock is stuck. What now?",
+            "When something is stuck",
+            ["redislock list", "redislock doctor", "redislock release"],
+        ),
         ("How fast is it?", "Figures", ["Command:", "``cycle``", "redis-py's Lock"]),
         (
             "Is it safe?",
@@ -64,7 +76,11 @@ def links(question: str) -> dict[str, str]:
             ["lease", "At most one holder", "A frozen holder", "raise_if_lost()", "fence"],
         ),
         ("How do I begin?", "Start", ["pip install", "redislock doctor"]),
-        ("Lock, decorator, task or cache: which one? And when none of them?", "Which tool when", ["get_or_set", "@single_instance"]),
+        (
+            "Lock, decorator, task or cache: which one? And when none of them?",
+            "Which tool when",
+            ["get_or_set", "@single_instance"],
+        ),
     ],
 )  # fmt: skip
 def test_a_question_of_the_front_page_is_answered_on_the_first_screen_of_its_link(question, title, answers):
@@ -92,8 +108,11 @@ def test_every_page_begins_with_what_the_reader_gets():
         assert re.match(r"[A-Z*`:]", lead), f"{page}: {lead[:60]}"
 
 
-@pytest.mark.parametrize("path", [*DOCS.glob("*.rst"), *(DOCS.parent / name for name in ("README.rst", "benchmarks/README.rst"))],
-                         ids=lambda path: path.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [*DOCS.glob("*.rst"), *(DOCS.parent / name for name in ("README.rst", "benchmarks/README.rst"))],
+    ids=lambda path: path.name,
+)
 def test_a_table_has_no_cell_in_its_first_column_that_takes_two_lines(path):
     """A line with text in the first column begins a new row, so the rest of such a cell would be a row of its own."""
     for border, body in re.findall(

@@ -35,8 +35,8 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         ),
         (
             (
-                "import celery, django; celery.VERSION = celery.VERSION._replace(major=5, minor=4); celery.__version__ = '5.4.0'; "
-                "django.setup(); import django_redislock.celery"
+                "import celery, django; celery.VERSION = celery.VERSION._replace(major=5, minor=4); "
+                "celery.__version__ = '5.4.0'; django.setup(); import django_redislock.celery"
             ),
             (
                 "django_redislock.celery needs Celery 5.6 or newer, and 5.4.0 is installed: "

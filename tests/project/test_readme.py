@@ -22,7 +22,10 @@ def block(word):
 
 
 def test_the_lock_and_the_cache_run_as_printed(redis_url):
-    code = f"import django; django.setup()\n{block('rebuild(7)')}\n{block('locked_atomic')}\n{block('cache.get_or_set')}\n{block('load_user')}"
+    code = (
+        f"import django; django.setup()\n{block('rebuild(7)')}\n{block('locked_atomic')}\n"
+        f"{block('cache.get_or_set')}\n{block('load_user')}"
+    )
     run = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"DJANGO_SETTINGS_MODULE": "tests.settings"},

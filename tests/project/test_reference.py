@@ -1,4 +1,4 @@
-"""The tables of the reference page are those of the code: settings, checks, command, signals, metrics, errors, extras."""
+"""The tables of the reference are those of the code: settings, checks, command, signals, metrics, errors, extras."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Beat:
 
 
 class Published:
-    """The messages in the queue, in the order in which they came. Use it in a with statement: a thread looks for them."""
+    """The messages in the queue, in the order they came. Use it in a with statement: a thread looks for them."""
 
     def __init__(self, broker: redis.Redis) -> None:
         self._broker = broker

@@ -123,10 +123,13 @@ def test_the_command_inherits_open_files_and_no_connection(manage: Callable[...,
 
 @contextmanager
 def terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int, Callable[[], bytes]]]:
-    """Start the program as the leader of a terminal of its own, 40 lines of 123 columns; yield it, its end, and what it wrote."""
+    """Start the program as leader of its own terminal, 40 lines of 123 columns; yield it, its end and what it wrote."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 123, 0, 0))
-    lead = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+    lead = (
+        "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "os.execvp(sys.argv[1], sys.argv[1:])"
+    )
     process = subprocess.Popen(
         [MANAGE[0], "-c", lead, *arguments],
         cwd=ROOT,

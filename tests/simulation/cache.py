@@ -1,4 +1,4 @@
-"""Histories of computed values: one of all callers computes, the others wait, and nothing stale is stored over a change."""
+"""Histories of computed values: one caller computes, the others wait, and nothing stale is stored over a change."""
 
 from __future__ import annotations
 

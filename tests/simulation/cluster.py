@@ -1,4 +1,4 @@
-"""Histories of one lock in a Cluster of two nodes, between which its slot moves. The routing of calls is the shipped one."""
+"""Histories of one lock in a Cluster of two nodes, between which its slot moves. The routing of calls is as shipped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ BUS = 0.001
 
 
 class NodeModel(ModelServer):
-    """The data of a node. It answers as the Cluster specification says to a call for a slot that it has not, or that moves."""
+    """The data of a node.
+
+    It answers as the Cluster specification says to a call for a slot that it has not, or that moves.
+    """
 
     def __init__(self, node: NodeHost, now: Callable[[], int]) -> None:
         super().__init__(now)
@@ -329,4 +332,4 @@ class ClusterHistory(LockHistory):
         return short and not (plan.rate or plan.fates or plan.pauses)
 
     def _gave_up(self, call: ScriptCall) -> None:
-        """See nothing: the undo of a call goes to the node that the call went to, and the slot may have moved meanwhile."""
+        """See nothing: the undo of a call goes to the same node as the call, and the slot may have moved meanwhile."""

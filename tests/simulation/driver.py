@@ -40,7 +40,7 @@ class Violation(AssertionError):
 
 
 class Killed(BaseException):
-    """What ends the generators of a killed process. Not GeneratorExit, after which Python lets them do no more effects."""
+    """Ends the generators of a killed process. Not GeneratorExit, after which Python lets them do no more effects."""
 
 
 class SimulatedWaiter(Waiter):
@@ -304,7 +304,7 @@ class Thread:
         PERFORM[type(effect)](self, effect)
 
     def close(self) -> None:
-        """End what a killed process left, without a word of it: its generators would complain when they are collected."""
+        """End what a killed process left, without a word: its generators would complain when they are collected."""
         world = self.process.world
         before, world.running = world.running, self
         try:

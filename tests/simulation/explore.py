@@ -1,4 +1,7 @@
-"""The search for histories that go wrong: at random by seeds, exhaustively in a small world; and how a found one is made small."""
+"""The search for histories that go wrong, and how a found one is made small.
+
+The search is at random, by seeds, or exhaustive in a small world.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,10 @@ class LinkWatchdog(SimulatedWatchdog):
 
 
 class Link(Process):
-    """What a process has of one of several servers: its requests, its subscription, its watchdog. It lives as its process does."""
+    """What a process has of one of several servers: its requests, its subscription, its watchdog.
+
+    It lives as its process does.
+    """
 
     def __init__(self, owner: Machine, host: Host) -> None:
         self.views = {}

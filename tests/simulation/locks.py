@@ -23,7 +23,8 @@ KEYS = lock_keys("redislock", NAME)
 QUIET = 0.3
 """Seconds within which a free lock is held by somebody who waits for it, when nothing goes wrong."""
 PROMISED = 2.0
-"""The same while something is wrong with others: a reservation that nobody claims, a roll call, two polls, and what packets take."""
+"""The same while something is wrong with others: a reservation that nobody claims, a roll call, two polls, and what
+packets take."""
 LOOK = 0.25
 
 
@@ -274,7 +275,7 @@ class LockHistory(History):
                     belief.forced_at = self.world.time
 
     def _see_turn(self, call: ScriptCall, before: bytes | None) -> None:
-        """See that nobody who is well waited for longer, among those who were in the queue when the lock was reserved."""
+        """See that nobody who is well waited for longer, of those who were in the queue when the lock was reserved."""
         world, (id, _, _, _, channel, _, ticket) = self.world, call.args[:7]
         queue = self.server.data.get(call.keys[3])
         if not queue or id == b"given" or world.clock_stepped or world.troubled + PROMISED > world.time:

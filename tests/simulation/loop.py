@@ -1,4 +1,4 @@
-"""An event loop in virtual time: one for each process. The tasks that run in it are asyncio's, and so are the futures."""
+"""An event loop in virtual time: one for each process. The tasks in it are asyncio's, and so are the futures."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _end(task: asyncio.Task[Any]) -> None:
 
 
 class View(AsyncServer):
-    """A server as the event loop of a simulated process sees it: `run` is the shipped one, the connections are the world's."""
+    """A server seen by the event loop of a simulated process: `run` is as shipped, the connections are the world's."""
 
     def __init__(self, server: Any) -> None:
         self._server = server

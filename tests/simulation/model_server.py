@@ -17,7 +17,7 @@ class Status(bytes):
 
 
 class Interpreter:
-    """One Lua interpreter for all servers: a script is compiled once. The server whose script runs is the current one."""
+    """One Lua interpreter for all servers compiles a script once. The server whose script runs is the current one."""
 
     def __init__(self) -> None:
         self.server: ModelServer | None = None

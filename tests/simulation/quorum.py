@@ -22,8 +22,8 @@ from .world import SOCKET_TIMEOUT, Fault, Plan, Process, ThreadPlan
 
 KEYS = lock_keys("redislock", NAME)
 PROMISED = 8.0
-"""Seconds within which a lock that is free on most servers is held by somebody who is well and waits: a server that was left
-out, a part that rests, and two polls."""
+"""Seconds within which a lock that is free on most servers is held by somebody who is well and waits: a server that was
+left out, a part that rests, and two polls."""
 GIVEN_BACK = 0.5
 """Seconds after which nothing is left of an acquisition that failed or ended, on servers that are well."""
 MOST_EXTENDED = 2.0
@@ -256,7 +256,7 @@ class QuorumHistory(History):
             self.fail(f"{thread}: {what} raised {error}, though nothing was wrong")
 
     def _told(self, thread: TaskThread, lock: Any) -> None:
-        """See that a loss that was reported is one: most of the servers still have the lock, and have said so in time."""
+        """See that a reported loss is one: most of the servers still have the lock, and have said so in time."""
         lease = self.beliefs.get(thread)
         if lease is None:
             return
@@ -272,9 +272,9 @@ class QuorumHistory(History):
     def _is_given_back(self, thread: TaskThread, attempt: QuorumLease | None, began: float, ended: float) -> None:
         """See that soon nothing is left of the attempt on the servers that have been well since it ended.
 
-        A place in a queue is given up once, when its part is not asked for any more. Where a call got lost before, the place
-        may stay: it costs the next waiter less than a second, because nobody claims the reservation. So the server must have been
-        well since the attempt began.
+        A place in a queue is given up once, when its part is not asked for any more. Where a call got lost before, the
+        place may stay: it costs the next waiter less than a second, because nobody claims the reservation. So the
+        server must have been well since the attempt began.
         """
         world, freezes = self.world, thread.process.freezes
         assert attempt is not None
@@ -302,7 +302,7 @@ class QuorumHistory(History):
         return any(entry.startswith(root) for entry in [*entries, host.server.peek(KEYS.lock) or b""])
 
     def _is_taken(self) -> None:
-        """See that somebody who waits gets the lock soon, where nothing goes wrong, and nobody else has it after a loss."""
+        """See that somebody who waits gets the lock soon, if nothing goes wrong and nobody else has it after a loss."""
         taken = self.taken
         waiting = [(thread, call) for thread, call in self.waiting.items() if call.timeout is None]
         if not self.plan.calm or not waiting or self.beliefs:

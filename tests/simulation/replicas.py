@@ -302,7 +302,10 @@ class ReplicatedWorld(World):
 
 
 def confirmed(operation: Operation[T]) -> Operation[T]:
-    """Do what the operation does, as the driver of a `ReplicatedServer` does: with WAIT behind each call that may grant a lock."""
+    """Do what the operation does, with WAIT behind each call that may grant a lock.
+
+    The driver of a `ReplicatedServer` does the same.
+    """
     wait = Wait(1, SOCKET_TIMEOUT)
     step: Callable[[], Effect] = partial(next, operation)
     while True:
@@ -359,7 +362,10 @@ class ReplicatedHistory(LockHistory):
         return super().draw_round(chance, False)  # a forced release on the former primary would have two meanings
 
     def _see_turn(self, call: ScriptCall, before: bytes | None) -> None:
-        """See nothing: who is refused joins the queue when the replica has answered, too, so one who came later may be earlier."""
+        """See nothing: one who came later may be earlier in the queue.
+
+        The reason: who is refused joins the queue when the replica has answered, too.
+        """
 
     def _gave_up(self, call: ScriptCall) -> None:
         """See nothing: the undo may have gone to the former primary."""

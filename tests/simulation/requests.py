@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 SOCKET_TIMEOUT = 5.0
 FATES = ("refused", "unanswered", "late", "slow", "lost", "unknown")
-"""refused: never executed, the connection breaks; unanswered: executed, the connection breaks; late: the connection breaks, and
-it is executed afterwards; slow: executed after the patience is over; lost: never executed, and nobody says so; unknown: the
-server has lost its scripts."""
+"""refused: never executed, the connection breaks; unanswered: executed, the connection breaks; late: the connection
+breaks, and it is executed afterwards; slow: executed after the patience is over; lost: never executed, and nobody says
+so; unknown: the server has lost its scripts."""
 
 
 def delay_of(chance: float) -> float:
@@ -112,7 +112,10 @@ class Trial:
             self.answer(result)
 
     def give_up(self) -> None:
-        """Let the answer be a time-out, and send what undoes the request: on the same connection, so it is executed afterwards."""
+        """Let the answer be a time-out, and send what undoes the request.
+
+        It goes on the same connection, so it is executed afterwards.
+        """
         if self.over:
             return
         world, effect = self.process.world, self.effect

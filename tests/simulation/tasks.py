@@ -1,7 +1,7 @@
 """Histories of task messages: copies arrive in any order, one of them runs, and no other one after it has ended.
 
-Real are the operations of `ExecutionLock` and their scripts. What `SingleInstanceMixin` and the broker do with them is told
-again here, without Celery.
+Real are the operations of `ExecutionLock` and their scripts. What `SingleInstanceMixin` and the broker do with them is
+told again here, without Celery.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class CeleryHistory(Worker):
     """Copies that are on their way."""
 
     def _guard(self, thread: Thread, message: Message, number: int, version: int, seen: int | None) -> None:
-        """Let the broker deliver it again when its worker died; one that is acknowledged early is gone once it has begun."""
+        """Let the broker deliver it again when its worker died; one acknowledged early is gone once it has begun."""
 
         def look() -> None:
             self.pending -= 1

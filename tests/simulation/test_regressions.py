@@ -29,8 +29,8 @@ def run(client: redis.Redis, script: Script, keys: tuple[bytes, ...], *args: byt
 
 
 def test_a_given_id_that_takes_its_turn_in_the_place_of_another_caller_leaves_no_place_in_the_queue(client, listen):
-    """Two processes wait by one id. The lock is reserved for the first, the second takes it: its own place is to go, too, or the
-    next release would reserve the lock for nobody."""
+    """Two processes wait by one id. The lock is reserved for the first, the second takes it: its own place is to go,
+    too, or the next release would reserve the lock for nobody."""
     listen("one", "two")
 
     def acquire(id: bytes, channel: bytes) -> Any:
@@ -71,7 +71,7 @@ def test_who_waits_by_the_id_by_which_another_caller_releases_is_woken(client):
 def test_a_late_mark_that_a_message_was_published_again_does_not_undo_that_a_copy_has_ended(
     client, before, after, careful
 ):
-    """The call was on its way for longer than the expiry of the claim before it. A copy ran meanwhile, and has ended."""
+    """The call was on its way for longer than the expiry of the claim before it. A copy ran meanwhile and has ended."""
     if before is not None:
         client.set("marker", before)
     run(client, DONE, (b"marker",), b"2", b"60000", careful)
@@ -116,8 +116,8 @@ def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_
 
 
 def test_a_quorum_lock_is_not_acquired_with_a_part_that_was_kept_until_its_end():
-    """Who waits for the others kept its only part for nearly its whole expiry, without a renewal: the lock was lost as soon as
-    it was acquired."""
+    """Who waits for the others kept its only part for nearly its whole expiry, without a renewal: the lock was lost as
+    soon as it was acquired."""
     threads = [
         ThreadPlan(0, 0.14341435679041925, {"expire": 0.6, "auto_renewal": True}, [QuorumRound(2.0, 3.5, None, 0.0)]),
         ThreadPlan(
@@ -150,7 +150,7 @@ def test_an_extension_that_is_late_at_one_server_does_not_outlive_the_release_of
 
 
 def test_an_extension_whose_answer_comes_after_the_deadline_keeps_nobody_out():
-    """It arrived in time, so the lock lasted for as long as it had asked for, though its holder had been told of the loss."""
+    """It arrived in time, so the lock lasted as long as it had asked, though its holder had been told of the loss."""
     own, shorter = {"expire": 1.0, "auto_renewal": False}, {"expire": 0.3, "auto_renewal": False}
     threads = [
         ThreadPlan(0, 0.22530945133864524, own, [Round(None, 0.9975859949884618, 0.5, False, 1, 0.0)]),
@@ -215,8 +215,8 @@ def test_a_subscription_that_fails_just_before_it_is_used_is_tried_again():
 
 
 def test_who_is_sent_a_value_late_leaves_the_queue_that_it_joined_again():
-    """It looked while the next caller computed, and then the message of the caller before arrived. Its place made the next
-    computation wait half a second for a waiter that had gone."""
+    """It looked while the next caller computed, and then the message of the caller before arrived. Its place made the
+    next computation wait half a second for a waiter that had gone."""
 
     def get(wait: float | None, computes: float, pause: float, fails: bool = False) -> Get:
         return Get(("a",), wait, computes, fails, "", False, pause)

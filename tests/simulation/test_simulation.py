@@ -14,7 +14,7 @@ from tests.simulation.history import simulated
 from tests.simulation.planted import PLANTED
 
 SECONDS = float(os.environ.get("REDISLOCK_SIMULATION_SECONDS", "0"))
-"""How long further histories are drawn at random; 0: the same ones are run each time, so that the test is repeatable."""
+"""How long further histories are drawn at random; 0: the same ones are run each time, so the test is repeatable."""
 SAME = 300
 
 

@@ -1,7 +1,7 @@
-"""Eight real processes that take locks and compute values while everything fails: what the simulation promises, on real servers.
+"""Eight real processes take locks and compute values while everything fails: the simulation's promises on real servers.
 
-For some seconds: one half on one server that restarts, the other half on a primary and a replica, which Sentinels fail over.
-For ten minutes with REDISLOCK_SOAK_SECONDS=600 and pytest's ``-o faulthandler_timeout=900``.
+For some seconds: one half on one server that restarts, the other half on a primary and a replica, which Sentinels fail
+over. For ten minutes with REDISLOCK_SOAK_SECONDS=600 and pytest's ``-o faulthandler_timeout=900``.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Storm:
         self.failovers.append((began, monotonic()))
 
     def follow(self) -> None:
-        """Lead new connections to the primary, and perhaps the open ones, too: a busy machine may fail over by itself."""
+        """Lead new connections to the primary, perhaps the open ones, too: a busy machine may fail over by itself."""
         primary = self.primary if self.deployment is None else self.deployment.primary
         if primary is not self.primary:
             self.failovers.append((self.seen, monotonic()))
@@ -184,7 +184,7 @@ def storm(tmp_path: Path, failovers: bool) -> Iterator[Storm]:
 @pytest.mark.long
 @pytest.mark.parametrize("failovers", [False, True], ids=["restarts", "failovers"])
 def test_in_a_storm_nothing_overlaps_and_nothing_stale_is_stored(tmp_path, failovers):
-    """What a replica confirmed survives each failover; of the rest, what is told in docs/safety.rst may be lost there."""
+    """What a replica confirmed survives each failover; of the rest, what docs/safety.rst tells may be lost there."""
     began = time.monotonic()
     with storm(tmp_path, failovers) as world:
         for process in world.processes:
@@ -251,7 +251,7 @@ def late(lines: list[dict[str, Any]], frozen: list[tuple[int, float, float]]) ->
 
 
 def stale(by_event: dict[str, list[dict[str, Any]]], world: Storm) -> list[Any]:
-    """Return the values that are older than their origin, though every change was carried through, and none near a failover."""
+    """Return values older than their origin, though each change was carried through, and none near a failover."""
     begun = [line["name"] for line in by_event["changes"]]
     carried = [line["name"] for line in by_event["changed"]]
     lost = {

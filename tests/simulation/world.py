@@ -1,4 +1,4 @@
-"""Virtual time, a network that fails, processes that are killed and frozen: one plan says all that happens in a history."""
+"""Virtual time, a network that fails, killed and frozen processes: one plan says all that happens in a history."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class World:
     def __init__(self, plan: Plan, executed: Callable[[Process, Any, Any, Any], None]) -> None:
         self.plan = plan
         self.executed = executed
-        """Is told of each script and command that the server executed: by whom, what, the value of its first key before, the reply."""
+        """Is told of each script and command that the server executed: by whom, what, the value of its first key
+        before, the reply."""
         self.time = 0.0
         self.running: Any = None
         self.server_clock = EPOCH

@@ -1,4 +1,4 @@
-"""What the tests stand on: real servers, real processes, a proxy that breaks connections, and waiting with a deadline."""
+"""What the tests stand on: real servers, real processes, a proxy that breaks connections, waiting with a deadline."""
 
 from __future__ import annotations
 

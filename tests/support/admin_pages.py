@@ -28,7 +28,7 @@ def hold(client: redis.Redis, name: str, **options: Any) -> Lock:
 
 
 def rewrite(client: redis.Redis, lock: Lock, *, host: str | None = None, younger_by: int = 0) -> None:
-    """Have the lock say that another host took it, or that it was taken later (earlier, with a negative number of seconds)."""
+    """Have the lock say that another host took it, or that it was taken later (negative seconds: earlier)."""
     key = lock._keys.lock
     id, fence, acquired, raw = client.get(key).decode().split("\n", 3)  # type: ignore[union-attr]
     fields = json.loads(raw) | ({} if host is None else {"host": host})

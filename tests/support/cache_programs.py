@@ -164,7 +164,7 @@ def ask(
 
 
 def crowd(url: str, backend: str, key: str, size: int, tasks: bool = False) -> None:
-    """At a line, ask in many threads or tasks at once; who computes says so and waits for another line ("raise" fails)."""
+    """At a line, ask in many threads or tasks at once; who computes says so and awaits another line ("raise" fails)."""
     cache = cache_at(url, backend)
     counter: Any = (redis.RedisCluster if backend == "ClusterCache" else redis.Redis).from_url(url)
     outcomes: list[Any] = []

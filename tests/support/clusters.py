@@ -164,8 +164,8 @@ class Cluster:
     def _epochs_are_known(self) -> bool:
         """Whether all nodes know the epochs of all primaries, of which no two are the same.
 
-        A new owner takes the next epoch without asking the others. If another node has it already, one of the two takes a
-        later one, and its claim to a slot that it is about to give away goes before the claim of the new owner.
+        A new owner takes the next epoch without asking the others. If another node has it already, one of the two takes
+        a later one, and its claim to a slot that it is about to give away goes before the claim of the new owner.
         """
         views = set()
         for node in self.nodes:

@@ -11,7 +11,7 @@ import redis
 
 
 def command_counts(client: redis.Redis | redis.RedisCluster) -> Counter[str]:
-    """Return how often the servers ran each command (``"evalsha"``, ``"client|list"``), those inside scripts included."""
+    """Return how often the servers ran each command (``"evalsha"``, ``"client|list"``), also those inside scripts."""
     counts: Counter[str] = Counter()
     for server in servers_of(client):
         stats = server.info("commandstats")
@@ -48,7 +48,7 @@ def counting(client: redis.Redis | redis.RedisCluster) -> Iterator[Counter[str]]
 
 @contextmanager
 def monitoring(client: redis.Redis | redis.RedisCluster) -> Iterator[list[str]]:
-    """Give a list that holds, after the block, each command line that clients sent within it, without those of scripts."""
+    """Give a list that holds, after the block, each command line that clients sent in it, without those of scripts."""
     sent: list[str] = []
     timed: list[tuple[float, str]] = []
     with ExitStack() as stack:

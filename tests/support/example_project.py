@@ -28,7 +28,7 @@ class Site:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return the environment for the example's own settings, without Python's development mode, as its users have it."""
+    """Return the environment for the example's settings, without Python's development mode, as its users have it."""
     ours = ("DJANGO_SETTINGS_MODULE", "PYTHONDEVMODE")
     env = {name: value for name, value in os.environ.items() if name not in ours}
     return env | {"PYTHONPATH": str(PROJECT.parent)} | variables

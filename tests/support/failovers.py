@@ -12,8 +12,8 @@ from .servers import RedisServer, running_sentinels
 from .waiting import wait_until
 
 WATCHER, APP, PASSWORD = "watcher", "app", "secret"
-"""The users of Sentinels and replicas, and of the settings' URL. A server that refuses the first one is cut off from them,
-but not from its clients."""
+"""The users of Sentinels and replicas, and of the settings' URL. A server that refuses the first one is cut off from
+them, but not from its clients."""
 
 
 class Deployment:
@@ -84,12 +84,12 @@ class Deployment:
         return [int(self.ask(port, "GET-MASTER-ADDR-BY-NAME", "main")[1]) for port in self.sentinels]
 
     def wait_until_all_agree(self) -> None:
-        """Wait until every Sentinel names the same primary: redis-py asks one of them, and it may be behind the others."""
+        """Wait until every Sentinel names the same primary: redis-py asks one, which may be behind the others."""
         wait_until(lambda: len(set(self._named())) == 1, message="the Sentinels agree")
 
     @property
     def whole(self) -> bool:
-        """Whether every Sentinel knows the primary, the others and all servers, and every replica follows the primary."""
+        """Whether every Sentinel knows the primary, the others and all servers, and all replicas follow the primary."""
         with suppress(redis.RedisError, IndexError):
             for port in self.sentinels:
                 state = self.ask(port, "MASTER", "main")

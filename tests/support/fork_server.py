@@ -1,9 +1,9 @@
 """Starts Python processes that need not import the libraries: each is a fork of a process that has imported them.
 
-A process of a test used to spend most of its time with importing Django, Celery and redis-py. The fork server imports them once
-in a run of pytest and does nothing else. Its forks are as new processes are: with a session, an environment, arguments and files
-of their own they run their program from the beginning, and end as an interpreter ends. Nothing of the package, of the tests or
-of Django's settings is imported before.
+A process of a test used to spend most of its time with importing Django, Celery and redis-py. The fork server imports
+them once in a run of pytest and does nothing else. Its forks are as new processes are: with a session, an environment,
+arguments and files of their own they run their program from the beginning, and end as an interpreter ends. Nothing of
+the package, of the tests or of Django's settings is imported before.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def start_python(
 ) -> Forked | subprocess.Popen[Any]:
     """Start ``python -m module …`` or ``python -c code …`` in the project's directory, in a session of its own.
 
-    The files are those of `subprocess.Popen`. A process with variables for the interpreter itself is no fork, nor is one that
-    shall be new.
+    The files are those of `subprocess.Popen`. A process with variables for the interpreter itself is no fork, nor is
+    one that shall be new.
     """
     global _forks
     with _start:

@@ -18,8 +18,8 @@ from tests.support.cache_programs import cache_at
 
 
 def acquire_in_a_handler(url: str, main: str, inside: str, others: dict[str, str]) -> None:
-    """Wait for the lock `main`; at each SIGUSR1 the handler waits for the lock `inside`. Other threads wait for others, after
-    the main thread: it is the one that subscribes, and then reads, for all."""
+    """Wait for the lock `main`; at each SIGUSR1 the handler waits for the lock `inside`. Other threads wait for others,
+    after the main thread: it is the one that subscribes, and then reads, for all."""
     client = client_at(url)
 
     def acquire(name: str, who: str) -> None:
@@ -52,7 +52,7 @@ def acquire_in_a_handler(url: str, main: str, inside: str, others: dict[str, str
 
 @contextmanager
 def interrupted(handle: Callable[[int], object], times: int) -> Iterator[Callable[[], bool]]:
-    """Call the function in a signal handler again and again, at random points; yield what tells whether it was so often.
+    """Call the function in a signal handler again and again, at random points; yield what tells if it was so often.
 
     A handler may be interrupted by another one, but not by many; it is told how many it interrupts.
     """

@@ -57,8 +57,8 @@ def freeze_on_the_way_in(url: str, name: str, step: str) -> None:
 
 
 def race(url: str, count: int) -> None:
-    """Fork so many processes. At each call on the channel `go`, each of them tries once to take the lock that it names, and
-    reports whether it was taken."""
+    """Fork so many processes. At each call on the channel `go`, each of them tries once to take the lock that it names,
+    and reports whether it was taken."""
     children = []
     for _ in range(count):
         pid = os.fork()

@@ -17,7 +17,7 @@ from .waiting import wait_until
 
 
 def say(**values: object) -> None:
-    """Print one JSON line for the test that started this process, in one piece: print() would write its end by itself."""
+    """Print one JSON line for the test that started this process, in one piece: print() writes its end by itself."""
     sys.stdout.write(f"{json.dumps(values)}\n")
     sys.stdout.flush()
 
@@ -25,10 +25,11 @@ def say(**values: object) -> None:
 class PythonProcess:
     """A Python process of its own that runs a function of a module, or code, with Django set up.
 
-    It talks to the test in JSON lines (`say`); code finds `say` and its arguments as `args`. The test talks to it through
-    `send`, one line for one `input()`. Arguments travel as JSON.
+    It talks to the test in JSON lines (`say`); code finds `say` and its arguments as `args`. The test talks to it
+    through `send`, one line for one `input()`. Arguments travel as JSON.
 
-    A new one has imported nothing before (see `fork_server`), and has all apps of the settings; others do without the admin.
+    A new one has imported nothing before (see `fork_server`), and has all apps of the settings; others do without the
+    admin.
     """
 
     def __init__(

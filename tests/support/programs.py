@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-# Names of programs that must not be missing, as in "redis-server,chromium"; CI sets it so that nothing is skipped there.
+# Names of programs that must not be missing, as in "redis-server,chromium"; CI sets it so that nothing is skipped
+# there.
 REQUIRED = "REDISLOCK_REQUIRE"
 
 

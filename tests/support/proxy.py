@@ -53,7 +53,7 @@ class LateRequest:
 
 
 class Proxy:
-    """A TCP proxy in front of a server, or of each node of a Cluster, that loses replies, delays, swallows or cuts on demand.
+    """A TCP proxy before a server or each node of a Cluster, that loses replies, delays, swallows or cuts on demand.
 
     Use it in a with statement and connect to `url`.
     """
@@ -102,7 +102,7 @@ class Proxy:
     # Faults
 
     def drop_next_reply(self, n: int = 1, containing: bytes = b"") -> None:
-        """Let the server run the next n requests that contain these bytes, but close the connection instead of replying."""
+        """Let the server run the next n requests with these bytes, but close the connection instead of replying."""
         with self._lock:
             self._to_drop, self._containing = n, containing
 
@@ -111,12 +111,15 @@ class Proxy:
         self._delay = seconds
 
     def deliver_late(self, containing: bytes) -> LateRequest:
-        """Close the connection of the next request with these bytes, and bring it to the server only when the test says so."""
+        """Close the connection of the next request with these bytes; the server gets it only when the test says so."""
         self._late = late = LateRequest(containing)
         return late
 
     def forget_subscriptions(self) -> None:
-        """Let the connections of subscribers die as in a router that forgot them: the server has closed them, and the client hears nothing."""
+        """Let the connections of subscribers die as in a router that forgot them.
+
+        The server has closed them, and the client hears nothing.
+        """
         with self._lock:
             links = [link for link in self._links if link.subscribed]
         for link in links:

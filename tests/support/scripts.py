@@ -12,7 +12,8 @@ HOMES = ["core.scripts", "cache.lease.obtain", "cache.lease.invalidate", "cache.
 def load_scripts(*servers: redis.Redis) -> None:
     """Let these servers know every script, so that no test depends on what another one has run before.
 
-    A script that a server does not know yet is sent twice, by EVALSHA and by EVAL, and tests count commands or drop replies.
+    A script that a server does not know yet is sent twice, by EVALSHA and by EVAL, and tests count commands or drop
+    replies.
     """
     homes = [vars(import_module(f"django_redislock.{home}")) for home in HOMES]
     scripts = {each.sha: each.text for home in homes for each in home.values() if isinstance(each, Script)}

@@ -22,8 +22,8 @@ from .waiting import wait_until
 def free_port() -> int:
     """Return a TCP port of 127.0.0.1 that nobody listens on now.
 
-    It is below those that the system gives to outgoing connections, or one of them might take it before its server does, or
-    while that one restarts.
+    It is below those that the system gives to outgoing connections, or one of them might take it before its server
+    does, or while that one restarts.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)  # not seeded: each test would begin with the same

@@ -1,4 +1,4 @@
-"""What the processes of the soak do: they take locks, compute and change values, and note what they believe, and when."""
+"""What the soak's processes do: they take locks, compute and change values, and note what they believe, and when."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The catalogues: every text of the package, read without gettext's programs.
 
-``python -m tests.support.translations`` brings the .po files up to date with the texts and compiles them; what it leaves empty or marks
-fuzzy is to be translated, and then it is run again.
+``python -m tests.support.translations`` brings the .po files up to date with the texts and compiles them; what it
+leaves empty or marks fuzzy is to be translated, and then it is run again.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 BUSY = 1.5
-"""Seconds that a busy machine may add to a bound that a promise names. What a test looks for takes longer, or for ever."""
+"""Seconds that a busy machine may add to the bound of a promise. What a test looks for takes longer, or for ever."""
 
 
 def wait_until(condition: Callable[[], T], timeout: float = 60, message: str | Callable[[], str] = "") -> T:

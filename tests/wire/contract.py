@@ -1,6 +1,7 @@
 """What the package leaves in Redis and in messages, in a text that is the same in each run.
 
-``python -m tests.wire.contract --write`` writes it to contract.txt, after a change that the rules of docs/wire-contract.rst allow.
+``python -m tests.wire.contract --write`` writes it to contract.txt, after a change that the rules of
+docs/wire-contract.rst allow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A program that uses whichever version of the package is first on its path. It does what it is asked, one JSON line each.
+"""A program that uses whichever version of the package is first on its path.
 
-It uses documented names only, so that it runs with every version. ``{"do": "acquire", ...}`` calls the function of that name
-below; the answer is ``{"number": ..., "answer": ...}``, or has the name of an error.
+It does what it is asked, one JSON line each. It uses documented names only, so that it runs with every version.
+``{"do": "acquire", ...}`` calls the function of that name below; the answer is ``{"number": ..., "answer": ...}``, or
+has the name of an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is written into Redis and into messages is a contract between the versions of the package: docs/wire-contract.rst."""
+"""What is written into Redis and messages is a contract between the versions of the package: docs/wire-contract.rst."""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ from . import CANVASES, messages
 
 @pytest.fixture(params=["ahead", "first"], autouse=True)
 def form(request, monkeypatch):
-    """The lock answers while Celery makes the message; it is asked first where Celery's function is traced, as Sentry does it."""
+    """The lock answers while Celery makes the message.
+
+    It is asked first where Celery's function is traced, as Sentry does it.
+    """
     if request.param == "first":
         publish = Task.apply_async
         monkeypatch.setattr(Task, "apply_async", functools.wraps(publish)(lambda *args, **more: publish(*args, **more)))
@@ -135,7 +138,7 @@ def test_while_all_producers_are_in_use_publishing_waits_with_its_lock(client, a
 
 
 def test_nobody_is_told_of_a_message_that_is_not_published(client, app, make, scope, form, monkeypatch):
-    """No class of the project's, which would take it for a failure, nor whoever traces Celery's own publishing, as Sentry does."""
+    """No class of the project, which would see a failure, nor what traces Celery's own publishing, as Sentry does."""
     told, traced, publish, announced = [], [], Task.apply_async, []
 
     def announce(headers, **others):

@@ -66,7 +66,8 @@ def test_no_lock_is_lost_and_each_waiter_follows_within_a_second(make_lock, clus
     assert [lock.name for lock in locks if lock.lost] == []
     assert all(lock.locked() for lock in locks)
     print(
-        f"{sum(owner is not to for owner in owners.values())} slots moved; longest hand-over {max(gaps):.3f} s, {sum(gap > 0.1 for gap in gaps)} over 0.1 s"
+        f"{sum(owner is not to for owner in owners.values())} slots moved; longest hand-over {max(gaps):.3f} s, "
+        f"{sum(gap > 0.1 for gap in gaps)} over 0.1 s"
     )
     assert max(gaps) < 1 + BUSY
     for lock in locks:

@@ -244,7 +244,7 @@ def test_a_forked_child_owns_nothing(clients):
 
 
 def test_a_look_at_it_during_its_release_sees_no_loss(clients):
-    """One who asks whether a part that was lost was one too many counts the others, while their holder releases them."""
+    """One who asks if a part that was lost was one too many counts the others, while their holder releases them."""
     told = []
     lock = QuorumLock(clients, "a", on_lost=told.append)
     lock.acquire()

@@ -1,4 +1,4 @@
-"""What a quorum lock on five servers survives: servers that are away, slow, stuck or empty, and many who want it at once."""
+"""What a quorum lock on five servers survives: some are away, slow, stuck or empty, and many want it at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Code as users write it, for their type checkers: mypy --strict and pyright read it in CI, and nothing runs it.
 
-A line with ``# type: ignore`` is a mistake that both must find; that they do find it is checked, too, because an ignore that
-is not needed is an error.
+A line with ``# type: ignore`` is a mistake that both must find; that they do find it is checked, too, because an ignore
+that is not needed is an error.
 """
 
 from __future__ import annotations

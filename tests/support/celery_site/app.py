@@ -20,7 +20,7 @@ app.conf.update(
 
 
 class Keepalive(bootsteps.StartStopStep):
-    """Turns the loop of a solo worker: with RabbitMQ it acknowledges a message, and gets the next, no sooner than at a turn."""
+    """Turns the loop of a solo worker: with RabbitMQ it acknowledges a message, and gets the next, only at a turn."""
 
     requires = {"celery.worker.components:Timer"}
 

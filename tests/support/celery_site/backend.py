@@ -12,8 +12,8 @@ from redis.exceptions import WatchError
 class Backend(RedisBackend):
     """Stores no RETRY over the result of the retry.
 
-    Celery publishes a retry first and stores RETRY then. It does look whether there is a result, but on a busy machine the
-    retry may end between the look and the storing, and its result would be gone for ever.
+    Celery publishes a retry first and stores RETRY then. It does look whether there is a result, but on a busy machine
+    the retry may end between the look and the storing, and its result would be gone for ever.
     """
 
     def _set_with_state(self, key: Any, value: Any, state: str) -> Any:

@@ -56,8 +56,8 @@ class Diary:
     def run(self, task_id: str | None) -> Iterator[None]:
         """Note the start and the end of a run, and every other run that it finds going on.
 
-        Of two that overlap, one at least finds the other: each notes its start before it looks. A run whose process died
-        has ended.
+        Of two that overlap, one at least finds the other: each notes its start before it looks. A run whose process
+        died has ended.
         """
         run = uuid.uuid4().hex
         self.note("start", run=run, id=task_id)

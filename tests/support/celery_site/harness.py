@@ -1,4 +1,4 @@
-"""What the tests with workers stand on: workers that are kept for a whole module, and questions about what came of a task."""
+"""What tests with workers stand on: workers kept for a whole module, and questions about what came of a task."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ POOLS = {"prefork": (1, 4), "threads": (1, 4), "solo": (2, 1), "gevent": (1, 4)}
 class ListeningWorker(Worker):
     """A worker that hears what it is told from the start.
 
-    Celery says that it is ready before it listens for commands, with gevent some time before; one that comes too early is lost.
+    Celery says that it is ready before it listens for commands, with gevent some time before; one that comes too early
+    is lost.
     """
 
     _listens = False
@@ -156,7 +157,10 @@ class Stage:
         return task.apply_async((self.name, *args), queue=self.queue, **options)
 
     def kill_child(self, run: dict[str, Any]) -> None:
-        """Kill the child that runs the task, once its worker knows so: what it does not know to be accepted, it gives to another."""
+        """Kill the child that runs the task, once its worker knows so.
+
+        What the worker does not know to be accepted, it gives to another child.
+        """
         inspect = app.control.inspect([worker.hostname for worker in self.workers])
 
         def known() -> bool:
@@ -232,7 +236,7 @@ def member(kind: str, result: Any) -> Any:
 
 
 def ended_with_its_canvas(kind: str, result: Any) -> Any:
-    """Wait until the task and the rest of its canvas have ended, and return the task's result, on which the rest depends."""
+    """Wait until the task and the rest of its canvas ended; return the task's result, on which the rest depends."""
     one = ended(member(kind, result))
     failed = isinstance(one.result, Exception)
     match kind:

@@ -116,7 +116,8 @@ def note_error(request: Any, error: BaseException, traceback: object, name: str 
     Diary(name).note("errback", error=type(error).__name__)
 
 
-# One for each policy. A life of ten minutes, so that a lock that is left behind does not look like one that is released.
+# One for each policy. A life of ten minutes, so that a lock that is left behind does not look like one that is
+# released.
 @shared_task(bind=True)
 @single_instance(key="{name}", expire=600, reschedule_delay=0.3)
 def refuse(self: Any, name: str, how: str = "return") -> Any:
@@ -300,8 +301,8 @@ def short_queue(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
-# Acknowledged late: one for each scope under which a message that is delivered again must not run beside its first run, and
-# those whose first run dies: all with a life that a test can wait for, as a copy looks again at its end.
+# Acknowledged late: one for each scope under which a message that is delivered again must not run beside its first run,
+# and those whose first run dies: all with a life that a test can wait for, as a copy looks again at its end.
 def late_task(name: str, scope: str, expire: float = 5) -> Any:
     def body(self: Any, name: str, how: str = "return") -> Any:
         return act(self, name, how)
