@@ -84,7 +84,7 @@ class Lease:
             "hold_count",
         ),
         *("acquired", "deadline", "next_renewal", "failures"),
-        *("renewing", "renewal_pending", "shared", "may_outlive", "_end_of_acquirer", "_losses"),
+        *("renewing", "renewal_pending", "shared", "may_outlive", "shortens", "_end_of_acquirer", "_losses"),
     )  # a thousand locks may be held at once
     reports_waits = True
     """Whether a wait for it is an event; a quorum lock reports one wait for all servers."""
@@ -121,6 +121,9 @@ class Lease:
         self.may_outlive = False
         """Whether Redis may keep the lock for longer than its holder believes, because an extension was not answered,
         or because an answer came after the loss."""
+        self.shortens = False
+        """Whether the next extension may set an earlier expiry in Redis. Only if the caller asked for one: an extension
+        that arrives late, after its repetition, must not cut a later one short."""
         self.renewing = False
         """Whether the watchdog renews it; otherwise the watchdog only reports its end."""
         self.renewal_pending = False
@@ -153,6 +156,7 @@ class Lease:
     def change(self, expire: float) -> None:
         """Note that a command with another expiry will be sent: without an answer, the earlier of the two counts."""
         now = monotonic()
+        self.shortens = now + expire < self.deadline or self.may_outlive
         self.expire = expire
         self.deadline = min(self.deadline, now + expire)
         self.next_renewal = min(self.next_renewal, now + expire / 3)

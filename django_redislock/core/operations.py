@@ -195,16 +195,17 @@ def release_lost(lease: Lease) -> Operation[None]:
 
 
 def renew(lease: Lease) -> Operation[bool]:
-    """Set the expiry in Redis, of a shared id only to a later one; False when the lease does not hold the lock."""
+    """Set the expiry in Redis, to an earlier one if the lease shortens; False when the lease does not hold the lock."""
     expire = lease.expire
     until = max(lease.deadline, monotonic())
-    call = renew_call([lease], shorten=bool(lease.fence) and not lease.shared)
+    call = renew_call([lease], shorten=lease.shortens and bool(lease.fence) and not lease.shared)
     try:
         sent, reply = yield from with_retries(lease.name, call, until, lease)
     except BaseException:
         lease.may_outlive = True
         raise
     if reply[0]:
+        lease.shortens = False
         lease.renewed(sent, expire)
         if lease.loss is not None:  # the answer came after the deadline
             lease.may_outlive = True

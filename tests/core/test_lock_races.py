@@ -39,6 +39,36 @@ def test_a_call_that_arrives_after_its_repetition_frees_nothing(client, redis_ur
         lock.release()
 
 
+@pytest.mark.parametrize("again", ["extend", "enter"])
+def test_an_extension_that_arrives_after_a_later_one_does_not_cut_it_short(client, redis_url, again):
+    """Else the holder would believe in an expiry that Redis does not have, and a second holder would come."""
+    with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
+        lock = RLock(behind, "a", expire=5, auto_renewal=False)
+        lock.acquire()
+        lock.extend()  # now the server knows the script
+        late = proxy.deliver_late(containing=b"EVALSHA")
+        assert lock.extend() if again == "extend" else lock.acquire()
+        assert late.held.wait(30), "it was repeated on another connection"
+        assert lock.extend(60)
+        late.deliver.set()
+        assert late.delivered.wait(30)
+        assert lock.ttl() > 50
+
+
+def test_the_acquirer_shortens_its_lock_again_when_it_got_no_answer(client, proxy):
+    with client_at(proxy.url, socket_timeout=0.5) as behind:
+        lock = Lock(behind, "a", expire=60, auto_renewal=False)
+        lock.acquire()
+        proxy.black_hole()
+        with pytest.raises(LockBackendError):
+            lock.extend(20)
+        proxy.heal()
+        assert lock.extend()
+        assert 15 < lock.ttl() <= 20
+        assert lock.extend(60)
+        assert lock.ttl() > 50
+
+
 @pytest.mark.slow
 def test_an_extension_that_is_answered_after_the_deadline_keeps_nobody_out(make_lock, client, proxy):
     with client_at(proxy.url) as behind:

@@ -77,6 +77,12 @@ class Computation:
             lease is not None and process.alive and not lease._losses and process.clock() < lease.deadline
         ) and not self.superseded
 
+    @property
+    def lasts(self) -> bool:
+        """Whether its lease does not end while its value is on the way to the server, because `max_hold` is over."""
+        lease = self.lease
+        return lease is not None and (lease.renewing or lease.deadline > self.thread.process.clock() + QUIET)
+
 
 class CacheHistory(History):
     """Some processes that want some values, and change them."""
@@ -224,7 +230,8 @@ class CacheHistory(History):
             return
         waiting = [each for each in self.waiting.items() if each[1][0].keys == (key,) and each[1][0].wait is None]
         alone = not self.plan.options["unkept"] and not any(other.key == key for other in self.running)
-        if alone and computation.stands and not any(isinstance(step, Change) or step.needs for step in self.steps):
+        stands = computation.stands and computation.lasts
+        if alone and stands and not any(isinstance(step, Change) or step.needs for step in self.steps):
             # Whoever has waited for a moment has joined those who are sent the value.
             joined = [(thread, since) for thread, (_, since) in waiting if since < world.time - QUIET]
             known = world.time + (QUIET if self.waiting[computation.thread][0].fails else 0.0)

@@ -214,6 +214,34 @@ def test_a_subscription_that_fails_just_before_it_is_used_is_tried_again():
     assert failure_of("cluster", plan) is None
 
 
+def test_an_entry_that_arrives_after_a_later_extension_does_not_cut_it_short():
+    """The inner acquisition was sent twice, and the first try arrived after the lock had been extended to twice its
+    expiry. Then Redis had an earlier end than the holder believed."""
+    threads = [
+        ThreadPlan(
+            1,
+            0.22948612843905622,
+            {"expire": 1.0, "auto_renewal": True},
+            [Round(None, 0.1020750187543173, 2.0, False, 2, 0.001)],
+        ),
+        ThreadPlan(
+            1,
+            0.18360372235033656,
+            {"expire": 3.0, "auto_renewal": True},
+            [Round(None, 2.9845915421772196, None, True, 1, 0.0)],
+        ),
+        ThreadPlan(
+            2,
+            0.007707633861646168,
+            {"expire": 1.0, "auto_renewal": True},
+            [Round(2.0, 0.8850770694408659, None, False, 1, 0.001)],
+        ),
+    ]
+    fates = {3: "refused", 5: "lost", 7: "refused", 10: "late", 12: "unknown", 13: "slow", 14: "refused", 16: "lost"}
+    plan = Plan(220051882, 3, threads, faulty_until=12.0, fates={(1, number): fate for number, fate in fates.items()})
+    assert failure_of("rlock", plan) is None
+
+
 def test_who_is_sent_a_value_late_leaves_the_queue_that_it_joined_again():
     """It looked while the next caller computed, and then the message of the caller before arrived. Its place made the
     next computation wait half a second for a waiter that had gone."""
