@@ -27,6 +27,8 @@ from .world import SOCKET_TIMEOUT, Plan, Process, ThreadPlan
 KEYS = ("a", "b", "c")
 QUIET = 0.3
 """Seconds within which those who wait for a value have it, when nothing goes wrong."""
+RESERVED = 0.5
+"""Seconds for which a lease is kept for the waiter whose turn it is, as core/lua/lib.lua says."""
 LIFE = 60_000
 """Milliseconds, unless values become stale."""
 STALE = 2_000
@@ -240,11 +242,14 @@ class CacheHistory(History):
         busy = [computation.thread, *(other.thread for other in self.running)]
         waiting = [(thread, call) for thread, call in waiting if thread not in busy]
 
-        def look() -> None:
+        def look(again: bool = True) -> None:
             if self.last_end[key] > ended or any(other.key == key for other in self.running):
                 return
             late = [thread for thread, call in waiting if self.waiting.get(thread) is call and not call[0].needs]
-            if late:
+            if late and again and any(key in self.waiting[other.thread][0].keys for other in self.running):
+                # A caller of many keys computes another one. The lease of this key may be reserved for it meanwhile.
+                world.at(world.time + RESERVED, partial(look, again=False))
+            elif late:
                 self.fail(f"{late} wait for {key}, which nobody computes")
 
         world.at(world.time + QUIET, look)
