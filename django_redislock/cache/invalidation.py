@@ -2,10 +2,11 @@
 
 A method that writes a value does not end its lease: the script that stores a computed value finds the written one, or a
 new expiry of the stale one. A written value that may expire before the computation ends is an exception: its lease is
-ended after the write. `delete` and `delete_many` let the base class delete; then one script deletes again and ends the
-leases. So a value that was stored in between is deleted, too, and no computation is stored that may be older than a
-value that was set in between. The other methods that may remove a value end the lease of its key first. A computation
-that starts afterwards has read the new state, so its result may be stored.
+ended after the write, and if the value was gone by then, an older one may be stored, and is deleted. `delete` and
+`delete_many` let the base class delete; then one script deletes again and ends the leases. So a value that was stored
+in between is deleted, too, and no computation is stored that may be older than a value that was set in between. The
+other methods that may remove a value end the lease of its key first. A computation that starts afterwards has read the
+new state, so its result may be stored.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from .. import conf
+from ..core.clock import monotonic
 from ..core.driver.server import Server
 from ..exceptions import LockBackendError
 from .backends.base import RedisBackend
@@ -68,9 +70,10 @@ class InvalidatingMixin(RedisBackend):
             [self._redis_key(key, version)]
         ):  # the base class deletes
             return IGNORED
+        began = monotonic()
         answer = super().set(key, value, timeout, version, *args, **kwargs)
-        if self._may_expire_first(timeout) and not self._was_ignored(answer):
-            self._invalidate([self._redis_key(key, version)])
+        if not self._was_ignored(answer):
+            self._invalidate_brief([self._redis_key(key, version)], timeout, began)
         return answer
 
     def add(
@@ -83,9 +86,10 @@ class InvalidatingMixin(RedisBackend):
         **kwargs: Any,
     ) -> bool:
         """Store the value if there is none; a running computation does not overwrite it."""
+        began = monotonic()
         added = super().add(key, value, timeout, version, *args, **kwargs)
-        if added and self._may_expire_first(timeout):
-            self._invalidate([self._redis_key(key, version)])
+        if added:
+            self._invalidate_brief([self._redis_key(key, version)], timeout, began)
         return added
 
     def set_many(
@@ -99,9 +103,9 @@ class InvalidatingMixin(RedisBackend):
         """Store the values; running computations do not overwrite them. A timeout of 0 deletes them."""
         if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version) for key in data]):
             return IGNORED
+        began = monotonic()
         answer = super().set_many(data, timeout, version, *args, **kwargs)
-        if self._may_expire_first(timeout):
-            self._invalidate([self._redis_key(key, version) for key in data])
+        self._invalidate_brief([self._redis_key(key, version) for key in data], timeout, began)
         return answer
 
     def touch(
@@ -147,13 +151,15 @@ class InvalidatingMixin(RedisBackend):
                 raise
         return deleted
 
-    def _may_expire_first(self, timeout: float | None) -> bool:
-        """Whether the value may expire before a running computation ends, that is before its waiters give up."""
+    def _invalidate_brief(self, keys: list[str], timeout: float | None, began: float) -> None:
+        """End the leases of values that were written since `began`, if they may expire before a computation ends."""
         seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
-        if seconds is None or not self._stores(timeout):
-            return False
-        wait = self._settings.wait
-        return wait is None or seconds < wait
+        wait = self._settings.wait  # then the waiters for the computation give up
+        if seconds is None or not self._stores(timeout) or (wait is not None and seconds >= wait):
+            return
+        self._invalidate(keys)
+        if monotonic() >= began + seconds:
+            self._invalidate(keys, delete=True)
 
     @property
     def _settings(self) -> conf.CacheSettings:

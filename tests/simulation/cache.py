@@ -313,6 +313,7 @@ class CacheHistory(History):
         server: Any = thread.process
         versions = self.versions[key]
         versions.begin()
+        began = clock.monotonic()
         try:
             if step.how == "delete":
                 command: tuple[bytes, ...] = (b"DEL", key.encode())
@@ -321,6 +322,8 @@ class CacheHistory(History):
             yield from with_retries(key, Pipeline((command,)), clock.monotonic())
             if step.how != "set":
                 yield from invalidate(server, "redislock", [key], delete=step.how == "delete")
+            if step.how == "brief" and clock.monotonic() >= began + 0.5:
+                yield from invalidate(server, "redislock", [key], delete=True)
             if epoch == world.epoch and versions.tell(step.how, world.time, version, epoch):
                 stored = self.server.peek(key.encode())
                 if stored is not None:

@@ -280,6 +280,8 @@ class LockHistory(History):
         queue = self.server.data.get(call.keys[3])
         if not queue or id == b"given" or world.clock_stepped or world.troubled + PROMISED > world.time:
             return
+        if not channel and id in self.first:  # its first try arrives late, and takes what is reserved for its place
+            return
         asked = float(ticket) if ticket else self.server._us
         mine = min(asked, self.first.get(id, math.inf))
         reserved = self.reserved.get(before, math.inf) if before and before.startswith(id + b"\n") else math.inf
