@@ -85,8 +85,8 @@ class LockHistory(History):
 
     kind = "lock"
     lock_kind: type[SimulatedLock] = SimulatedLock
-    patience = 2 * SOCKET_TIMEOUT
-    """Seconds: one socket timeout may pass before the last try is sent, and one in it."""
+    patience = 3 * SOCKET_TIMEOUT
+    """Seconds: a socket timeout may pass before the last try is sent, one in it, and one in its repetition."""
 
     def __init__(self, plan: Plan) -> None:
         self.beliefs: dict[Thread, Belief] = {}
