@@ -103,7 +103,7 @@ class ExecutionLock(Lock):
         try:
             mine.acquire(blocking=False)
             for lease in mine._leases.values():
-                lease.shared = False  # no other process relies on the longer expiry
+                lease.shared, lease.shortens = False, True  # no other process relies on the longer expiry
                 self._server.run(mine._renew(lease))
             yield
         finally:
