@@ -72,7 +72,8 @@ class Lock(TokenLock):
     def extend(self, expire: Seconds | None = None) -> Literal[True]:
         """Set the expiry of the held lock to `expire` seconds from now (None: to its own), and return True.
 
-        Only the object that acquired the lock shortens its expiry: by a given id, a later expiry stays.
+        Only the object that acquired the lock shortens its expiry, by an `expire` that ends earlier. By a given id, and
+        without `expire`, a later end in Redis stays.
 
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
