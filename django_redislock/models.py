@@ -96,7 +96,7 @@ class HeldLock(models.Model):
 
 
 def encode_key(connection: str, name: str) -> str:
-    """Return the primary key of a lock: safe in URLs and forms, whatever the name contains."""
+    """Return the primary key of a lock: for any name, it is safe in URLs and forms."""
     return b64encode(f"{connection}\0{name}".encode(), ALPHABET).decode().rstrip("=")
 
 

@@ -154,11 +154,11 @@ class InvalidatingMixin(RedisBackend):
     def _invalidate_brief(self, keys: list[str], timeout: float | None, began: float) -> None:
         """End the leases of values that were written since `began`, if they may expire before a computation ends."""
         seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
-        wait = self._settings.wait  # then the waiters for the computation give up
+        wait = self._settings.wait  # seconds after which the waiters for a computation give up
         if seconds is None or not self._stores(timeout) or (wait is not None and seconds >= wait):
             return
         self._invalidate(keys)
-        if monotonic() >= began + seconds:
+        if monotonic() >= began + seconds:  # the value has expired: an older one may have been stored before this
             self._invalidate(keys, delete=True)
 
     @property

@@ -102,6 +102,14 @@ def test_a_server_that_goes_away_after_a_late_answer_is_not_waited_for(make_lock
             gone.result()
 
 
+def lose_by_an_extension_without_an_answer(lock, proxy):
+    proxy.delay_replies(0.8)
+    with pytest.raises(LockBackendError):
+        lock.extend(60)
+    wait_until(lambda: lock.lost)
+    proxy.delay_replies(0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("auto_renewal", [False, True])
 def test_an_extension_that_is_not_answered_ends_with_the_release(make_lock, client, proxy, auto_renewal):
@@ -109,11 +117,7 @@ def test_an_extension_that_is_not_answered_ends_with_the_release(make_lock, clie
     with client_at(proxy.url, socket_timeout=0.5) as behind:
         lock = make_lock(behind, "a", expire=2, auto_renewal=auto_renewal)
         lock.acquire()
-        proxy.delay_replies(0.8)
-        with pytest.raises(LockBackendError):
-            lock.extend(60)
-        wait_until(lambda: lock.lost)
-        proxy.delay_replies(0)
+        lose_by_an_extension_without_an_answer(lock, proxy)
         assert make_lock(client, "a").ttl() > 10
         with pytest.raises(LockLost, match="until its expiry ended" if auto_renewal else "its expiry ended without"):
             lock.release()
@@ -126,11 +130,7 @@ def test_an_extension_of_the_inner_acquisition_that_is_not_answered_ends_with_th
         lock = RLock(behind, "a", expire=2, auto_renewal=False)
         lock.acquire()
         lock.acquire()
-        proxy.delay_replies(0.8)
-        with pytest.raises(LockBackendError):
-            lock.extend(60)
-        wait_until(lambda: lock.lost)
-        proxy.delay_replies(0)
+        lose_by_an_extension_without_an_answer(lock, proxy)
         for _ in range(2):
             with pytest.raises(LockLost):
                 lock.release()
