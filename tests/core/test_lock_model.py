@@ -150,13 +150,17 @@ class Model(RuleBasedStateMachine):
         self.held, self.holder, self.fence = True, actor, fence
 
     def end(self, fickle=False):
-        """The lock is free now: it goes to the first living waiter; the `fickle` gives up while it is handed to him."""
+        """The lock is free now: it goes to the first living waiter; a `fickle` one gives up while it is handed to him.
+
+        Who gives up may be too late. Then he releases it, so that one history has one end, however fast the machine is.
+        """
         self.held, self.holder = False, None
         while any(self.queue) and not self.held:
             heir = self.queue.pop(0)
             if heir is DEAD:
                 continue
-            if fickle and heir.may_give_up:
+            gives_up = fickle and heir.may_give_up
+            if gives_up:
                 heir.give_up()
                 fickle = False
             waiting, heir.waiting = heir.waiting, None
@@ -166,6 +170,9 @@ class Model(RuleBasedStateMachine):
                 heir.lock = None
             else:
                 self.begin(heir)
+                if gives_up:
+                    heir.do(heir.lock.release)
+                    heir.lock, self.held, self.holder = None, False, None
 
     # What they do
 
