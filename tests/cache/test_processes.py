@@ -61,6 +61,8 @@ def test_200_clients_in_8_processes_compute_once(client, redis_url, run_python, 
         crowd.wait_for(event="ready")
     for crowd in crowds:
         crowd.send()
+    for crowd in crowds:
+        crowd.wait_for(event="asked")
     wait_until(lambda: waiting(client) == 7, timeout=30)
     (computing,) = wait_until(lambda: [crowd for crowd in crowds if only(crowd.lines, "computing")])
     computing.send()
@@ -143,6 +145,8 @@ def test_those_who_waited_for_a_failure_get_it(client, redis_url, run_python, ba
         crowd.wait_for(event="ready")
     for crowd in crowds:
         crowd.send()
+    for crowd in crowds:  # a thread that asks after the failure computes anew
+        crowd.wait_for(event="asked")
     wait_until(lambda: waiting(client) == 3, timeout=30)
     (computing,) = wait_until(lambda: [crowd for crowd in crowds if only(crowd.lines, "computing")])
     computing.send("raise")

@@ -164,7 +164,10 @@ def ask(
 
 
 def crowd(url: str, backend: str, key: str, size: int, tasks: bool = False) -> None:
-    """At a line, ask in many threads or tasks at once; who computes says so and awaits another line ("raise" fails)."""
+    """At a line, ask in many threads or tasks at once, and say so when all have asked.
+
+    Who computes says so, too, and awaits another line ("raise" fails).
+    """
     cache = cache_at(url, backend)
     counter: Any = (redis.RedisCluster if backend == "ClusterCache" else redis.Redis).from_url(url)
     outcomes: list[Any] = []
@@ -188,9 +191,11 @@ def crowd(url: str, backend: str, key: str, size: int, tasks: bool = False) -> N
             outcomes.append(_told(error))
 
     async def all_at_once() -> None:
-        for outcome in await asyncio.gather(
-            *[cache.aget_or_set(key, compute, 60) for _ in range(size)], return_exceptions=True
-        ):
+        calls = [asyncio.ensure_future(cache.aget_or_set(key, compute, 60)) for _ in range(size)]
+        while followers() < size - 1:
+            await asyncio.sleep(0.01)
+        say(event="asked")
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
             outcomes.append(_told(outcome) if isinstance(outcome, Exception) else outcome)
 
     if tasks:
@@ -205,6 +210,8 @@ def crowd(url: str, backend: str, key: str, size: int, tasks: bool = False) -> N
     say(event="ready")
     input()
     start.wait()
+    wait_until(lambda: followers() == size - 1)
+    say(event="asked")
     for thread in threads:
         thread.join()
     say(event="done", outcomes=outcomes)
