@@ -22,7 +22,7 @@ from django_redislock.cache.lease.store import digest
 from django_redislock.core import Lock
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from django_redislock.core.driver.registry import server_of
-from tests.support import say
+from tests.support import say, wait_until
 
 
 def cache_at(location: Any, backend: str = "RedisCache", **params: Any) -> Any:
