@@ -43,6 +43,8 @@ from tests.support import (
     wait_until,
 )
 
+pytest_plugins = ["tests.support.stalls"]
+
 # For xdist's workers and all other processes: development mode searches C code for overruns of memory, and there is
 # none here.
 os.environ.setdefault("PYTHONMALLOC", "pymalloc")

@@ -215,7 +215,9 @@ class Lease:
         expiry = "its expiry" if self.may_outlive else f"its expiry of {self.expire:g} s"
         if self.renewal_pending or self.failures:
             return Cause("no_answer", f"Redis confirmed no renewal until {expiry} ended")
-        return Cause("expired", f"{expiry} ended without a renewal")
+        # A renewal that was due and not begun means that the watchdog did not run: the process or its machine stood still.
+        due = f", which was due {monotonic() - self.next_renewal:.1f} s earlier" if self.renewing else ""
+        return Cause("expired", f"{expiry} ended without a renewal{due}")
 
     def lose(self, cause: Cause) -> None:
         """Note that the lock was lost, and report it once, if this process acquired it."""

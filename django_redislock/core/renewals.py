@@ -34,6 +34,8 @@ class Renewals:
     """The watched leases of one server: renewed until they are removed, lost, or not to be renewed any more."""
 
     _leases: dict[int, weakref.ref[Lease]]
+    late = 0.0
+    """Seconds between the time at which the watchdog meant to wake last, and the time at which it did."""
 
     def remove(self, lease: Lease) -> bool:
         """Stop watching the lease; return whether it was watched until now."""
@@ -55,7 +57,10 @@ class Renewals:
         """Return whether to renew the lease now; report a lease that has ended, or that is not renewed any more."""
         if now >= lease.deadline:
             if self.remove(lease):
-                _report_lost(lease, lease.ending)
+                code, reason = lease.ending
+                if code == "expired" and lease.renewing:
+                    reason += f"; the watchdog woke {self.late:.1f} s late"
+                _report_lost(lease, Cause(code, reason))
             return False
         # Leases that are due soon are renewed together with it, so that many locks settle into few calls.
         if lease.renewal_pending or not lease.renewing or lease.next_renewal > now + lease.expire / 6:

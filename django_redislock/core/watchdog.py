@@ -151,6 +151,7 @@ class ServerWatchdog(Renewals):
                 leases.clear()  # the sleeping watchdog keeps no lease alive
                 thread.wakes_at = soonest
                 rung = thread.event.wait(min(soonest - now, LONGEST_SLEEP))
+                self.late = max(0.0, monotonic() - soonest)
                 continue
             try:
                 self._check(thread, now, leases)

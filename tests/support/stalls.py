@@ -1,0 +1,109 @@
+"""How long a process stood still: a test that failed meanwhile is not judged but repeated.
+
+A lock of a second is rightly lost when its process does not run for a second, and a bound on time says nothing about a
+machine that stands still. A thread of each process that runs tests sleeps 20 ms at a time and notes how much longer it
+took, and a process beside them does the same: the first finds a process that did not run, or whose other threads kept
+the GIL; the second a machine that stood still. Only a failed test is repeated, three times at most, and the run ends
+with the names of those that were. A lock that is lost without a stall fails its test at once.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+TICK, NOTED = 0.02, 0.1
+"""Seconds: a sleep; how much longer it has to take to be noted."""
+MARGIN = 0.3
+"""Seconds. The shortest locks of the tests live for half a second, and are renewed a third of a second before the end."""
+REPEATS = 3
+BESIDE = "REDISLOCK_TEST_STALLS"
+"""The environment variable that names the file of the process beside the tests."""
+
+_stalls: deque[tuple[float, float]] = deque(maxlen=1000)
+_repeated: list[str] = []
+
+
+def watch(note: Callable[[float, float], object]) -> None:
+    """Call ``note(end, seconds)`` after each stall, for ever."""
+    before = time.monotonic()
+    while True:
+        time.sleep(TICK)
+        now = time.monotonic()
+        if now - before - TICK > NOTED:
+            note(now, now - before - TICK)
+        before = now
+
+
+def longest_since(began: float) -> tuple[float, float]:
+    """Return the seconds of the longest stall since then: of this process, and of the one beside it."""
+    lines = Path(os.environ[BESIDE]).read_text().splitlines()
+    beside = [(float(end), float(seconds)) for end, seconds in map(str.split, lines)]
+    mine, other = (max([s for end, s in each if end > began], default=0.0) for each in (list(_stalls), beside))
+    return mine, other
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        handle, os.environ[BESIDE] = tempfile.mkstemp(prefix="redislock-stalls-")
+        os.close(handle)
+        process = subprocess.Popen([sys.executable, __file__, os.environ[BESIDE]], stdin=subprocess.PIPE)
+        config.add_cleanup(lambda: _end(process))
+    _thread.start_new_thread(watch, (lambda *stall: _stalls.append(stall),))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.communicate()
+    os.unlink(os.environ.pop(BESIDE))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    repeats = []
+    while True:
+        began = time.monotonic()
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        mine, beside = longest_since(began)
+        if len(repeats) == REPEATS or max(mine, beside) < MARGIN or not any(report.failed for report in reports):
+            break
+        repeats.append(f"after a stall of {mine:.1f} s of its process, and {beside:.1f} s of another one")
+    for report in reports:
+        report.user_properties = [*report.user_properties, *(("repeated", repeat) for repeat in repeats)]
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "setup":
+        _repeated.extend(f"{report.nodeid} {why}" for name, why in report.user_properties if name == "repeated")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _repeated:
+        terminalreporter.section("repeated, because a process stood still while they failed")
+        for line in _repeated:
+            terminalreporter.write_line(line)
+
+
+if __name__ == "__main__":
+
+    def _append(end: float, seconds: float) -> None:
+        with open(sys.argv[1], "a") as file:  # in one piece, because the tests may read at any time
+            file.write(f"{end} {seconds}\n")
+
+    _thread.start_new_thread(watch, (_append,))
+    with suppress(KeyboardInterrupt):
+        sys.stdin.read()  # it ends with the run of the tests
