@@ -215,7 +215,8 @@ class Lease:
         expiry = "its expiry" if self.may_outlive else f"its expiry of {self.expire:g} s"
         if self.renewal_pending or self.failures:
             return Cause("no_answer", f"Redis confirmed no renewal until {expiry} ended")
-        # A renewal that was due and not begun means that the watchdog did not run: the process or its machine stood still.
+        # A renewal that was due and did not begin means that the watchdog did not run, because the process or its
+        # machine stood still.
         due = f", which was due {monotonic() - self.next_renewal:.1f} s earlier" if self.renewing else ""
         return Cause("expired", f"{expiry} ended without a renewal{due}")
 

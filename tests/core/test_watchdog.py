@@ -24,7 +24,6 @@ from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import ON_A_CLUSTER, Proxy, RedisServer, client_at, key_of, lived, wait_until, watchdogs_of
 
-
 HOLDING = """
 from django_redislock.core import Lock
 from tests.support import client_at

@@ -26,7 +26,7 @@ from _pytest.runner import runtestprotocol
 TICK, NOTED = 0.02, 0.1
 """Seconds: a sleep; how much longer it has to take to be noted."""
 MARGIN = 0.3
-"""Seconds. The shortest locks of the tests live for half a second, and are renewed a third of a second before the end."""
+"""Seconds. The shortest locks of the tests live for half a second, and are renewed a third of a second before that."""
 REPEATS = 3
 BESIDE = "REDISLOCK_TEST_STALLS"
 """The environment variable that names the file of the process beside the tests."""
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
-    os.unlink(os.environ.pop(BESIDE))
+    Path(os.environ.pop(BESIDE)).unlink()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -101,7 +101,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 if __name__ == "__main__":
 
     def _append(end: float, seconds: float) -> None:
-        with open(sys.argv[1], "a") as file:  # in one piece, because the tests may read at any time
+        with Path(sys.argv[1]).open("a") as file:  # in one piece, because the tests may read at any time
             file.write(f"{end} {seconds}\n")
 
     _thread.start_new_thread(watch, (_append,))
