@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -120,3 +121,29 @@ def test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins(client, redis
         assert owner.pid == winner
     client.publish("go", "stop")
     assert racers.finish()[-1]["statuses"] == [0] * count
+
+
+HOLDING = """
+from django_redislock.core import Lock
+from tests.support import client_at
+
+lock = Lock(client_at(args[0]), "a", expire=1, on_lost=lambda lock: say(event="lost", reason=lock.lost.reason))
+lock.acquire()
+say(event="held")
+input()
+"""
+
+
+def test_the_loss_of_a_frozen_process_says_how_late_its_watchdog_woke(client, redis_url, run_python):
+    holder = run_python(HOLDING, redis_url)
+    holder.wait_for(event="held")
+    holder.pause()
+    wait_until(lambda: not Lock(client, "a").locked())
+    holder.resume()
+    reason = holder.wait_for(event="lost")["reason"]
+    due, late = re.fullmatch(
+        r"its expiry of 1 s ended without a renewal, which was due (.+) s earlier; the watchdog woke (.+) s late",
+        reason,
+    ).groups()
+    assert float(due) > 0.6
+    assert float(late) > 0.6
