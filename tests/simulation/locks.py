@@ -26,6 +26,8 @@ PROMISED = 2.0
 """The same while something is wrong with others: a reservation that nobody claims, a roll call, two polls, and what
 packets take."""
 LOOK = 0.25
+LONGEST_ASKED_MS = 6000 * 2**3
+"""The longest expiry, and an extension of a re-entrant holder by 2 in each of its rounds."""
 
 
 class Round(NamedTuple):
@@ -259,6 +261,8 @@ class LockHistory(History):
             self.reserved.setdefault(value, self.server._us)
         if what.script is scripts.ACQUIRE and isinstance(reply, int) and reply > 0:
             self._see_turn(what, before)
+        elif what.script is scripts.RENEW and self.server.ends.get(KEYS.lock, 0) > self.server._ms + LONGEST_ASKED_MS:
+            self.fail("a renewal left the lock an end later than any holder asked for")
         elif what.script in (scripts.RESET, scripts.RELEASE) and reply == 1 and before is not None:
             id, fence = before.split(b"\n")[:2]
             if value.startswith(id + b"\n" + fence):  # an earlier call did it
