@@ -115,7 +115,7 @@ LOCK: dict[str, Planted] = {
         N, "math.min(expire_ms, math.ceil(longest * 1000))", "expire_ms"
     ),
     "a holder takes the receipt of another release for its own": lambda: script(
-        R, "redis.call('ZSCORE', receipts, receipt)", "redis.call('ZCOUNT', receipts, fence, fence) > 0"
+        R, "redis.call('ZSCORE', receipts, receipt)", "(fence ~= '' and redis.call('ZCOUNT', receipts, fence, fence) > 0)"
     ),
     "a renewal asks for the id only": lambda: attribute(
         lease.Lease, "value_prefix", property(lambda self: self.id.encode())
