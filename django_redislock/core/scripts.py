@@ -5,7 +5,8 @@ from __future__ import annotations
 from .driver.script import Script
 
 ACQUIRE = Script(
-    "acquire", "index", "expiry", "take", "quick", "handover", "counts", "turns", granted=lambda reply: isinstance(reply, int)
+    *("acquire", "index", "expiry", "take", "quick", "handover", "counts", "turns"),
+    granted=lambda reply: isinstance(reply, int),
 )
 RELEASE = Script("release", "receipts", "handover")
 RENEW = Script("renew", "index", "expiry", granted=lambda reply: 1 in reply)

@@ -188,6 +188,8 @@ class Room:
 class SimulatedWatchdog:
     """What `core.watchdog` does, without a thread."""
 
+    late = 0.0
+
     def __init__(self, process: Process) -> None:
         self._process = process
         self._leases: dict[int, Lease] = {}

@@ -112,10 +112,12 @@ LOCK: dict[str, Planted] = {
     ),
     "a renewal gives no life": lambda: script(N, "redis.call('PEXPIRE', lock, expire_ms)", ""),
     "a renewal keeps an end that a step of the clock made late": lambda: script(
-        N, "math.min(expire_ms, math.ceil(longest * 1000))", "expire_ms"
+        N, "redis.call('PTTL', lock)), longest_ms)", "redis.call('PTTL', lock)), math.huge)"
     ),
     "a holder takes the receipt of another release for its own": lambda: script(
-        R, "redis.call('ZSCORE', receipts, receipt)", "(fence ~= '' and redis.call('ZCOUNT', receipts, fence, fence) > 0)"
+        R,
+        "redis.call('ZSCORE', receipts, receipt)",
+        "(fence ~= '' and redis.call('ZCOUNT', receipts, fence, fence) > 0)",
     ),
     "a renewal asks for the id only": lambda: attribute(
         lease.Lease, "value_prefix", property(lambda self: self.id.encode())
