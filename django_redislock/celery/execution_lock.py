@@ -36,7 +36,7 @@ from ..core.watchdog import watchdog
 from ..exceptions import LockBackendError
 
 START = Script(
-    *("start", "index", "take", "quick_start", "handover", "counts", "turns", "message"),
+    *("start", "index", "expiry", "take", "quick_start", "handover", "counts", "turns", "message"),
     home=__package__,
     granted=lambda reply: isinstance(reply, int) and reply > 0,
 )

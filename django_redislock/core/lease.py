@@ -84,7 +84,7 @@ class Lease:
             "hold_count",
         ),
         *("acquired", "deadline", "next_renewal", "failures"),
-        *("renewing", "renewal_pending", "shared", "may_outlive", "shortens", "_end_of_acquirer", "_losses"),
+        *("renewing", "renewal_pending", "shared", "mark", "may_outlive", "shortens", "_end_of_acquirer", "_losses"),
     )  # a thousand locks may be held at once
     reports_waits = True
     """Whether a wait for it is an event; a quorum lock reports one wait for all servers."""
@@ -118,6 +118,8 @@ class Lease:
         self.failures = 0
         self.shared = False
         """Whether its id held the lock before, so that another holder may rely on the expiry."""
+        self.mark = b""
+        """What distinguishes its release from that of another holder by the same given id."""
         self.may_outlive = False
         """Whether Redis may keep the lock for longer than its holder believes, because an extension was not answered,
         or because an answer came after the loss."""

@@ -95,7 +95,8 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
                     reply < 0 and request.script is scripts.ACQUIRE
                 )  # of another script it means something else
                 lease.note_acquired(-reply if held_before else reply, sent)
-                lease.shared = request.given_id and held_before
+                if request.given_id:
+                    lease.shared, lease.mark = held_before, b" " + new_id().encode()
                 _report_wait(lease, began, acquired=True)
                 return True
             if last:
@@ -171,7 +172,7 @@ def release_call(lease: Lease, channel: bytes = b"") -> ScriptCall:
     return ScriptCall(
         scripts.RELEASE,
         (keys.lock, keys.held, keys.queue, keys.receipts),
-        (id, lease.name.encode(), channel, fence),
+        (id, lease.name.encode(), channel, fence, fence + lease.mark if fence else b"id " + id),
     )
 
 

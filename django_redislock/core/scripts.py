@@ -5,10 +5,11 @@ from __future__ import annotations
 from .driver.script import Script
 
 ACQUIRE = Script(
-    "acquire", "index", "take", "quick", "handover", "counts", "turns", granted=lambda reply: isinstance(reply, int)
+    *("acquire", "index", "expiry", "take", "quick", "handover", "counts", "turns"),
+    granted=lambda reply: isinstance(reply, int),
 )
 RELEASE = Script("release", "receipts", "handover")
-RENEW = Script("renew", "index", granted=lambda reply: 1 in reply)
+RENEW = Script("renew", "index", "expiry", granted=lambda reply: 1 in reply)
 RESET = Script("reset", "receipts", "handover")
 CAUSE = Script("cause")
 READ = Script("read", "handover", "waiters")

@@ -139,7 +139,8 @@ def test_the_id_lets_another_object_release_and_extend(make_lock, client):
     assert lock.ttl() > 50
     other.release()
     assert not lock.locked()
-    lock.release()  # it was released, by its own id: nothing is wrong
+    with pytest.raises(LockLost):
+        lock.release()
     with pytest.raises(NotAcquired):
         make_lock(client, "a", id="nobody").release()
     with pytest.raises(NotAcquired):

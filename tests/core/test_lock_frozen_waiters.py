@@ -56,7 +56,7 @@ def try_for(client: redis.Redis, id: str, ticket: int | None = None, waits: bool
 
 
 def give_up(client: redis.Redis, id: str) -> None:
-    arguments = (id.encode(), b"a", id.encode(), b"")
+    arguments = (id.encode(), b"a", id.encode(), b"", b"id " + id.encode())
     call = ScriptCall(scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), arguments)
     server_of(client).call(call.with_text())
 

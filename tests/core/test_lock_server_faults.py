@@ -248,8 +248,8 @@ def test_when_the_servers_clock_jumps_fences_grow_and_a_loss_is_told(make_lock, 
             stale.release()
         clock.jump(0)
         assert not stale.acquire(blocking=False)
-        ahead.extend(30)  # sets an earlier end; a plain extension or a renewal keeps what may be a longer one
-        assert 20 < ahead.ttl() <= 30
+        ahead.extend()
+        assert 50 < ahead.ttl() <= 60
         fences = [ahead.fence]
         ahead.release()
         for offset in (0, -3600, 3600, 0):
@@ -258,6 +258,23 @@ def test_when_the_servers_clock_jumps_fences_grow_and_a_loss_is_told(make_lock, 
                 fences.append(lock.fence)
         assert fences == sorted(set(fences))
         assert told == ["stale"]
+
+
+@pytest.mark.parametrize("ahead", [3600, 365 * 86400])
+def test_a_renewal_after_the_servers_clock_stepped_back_sets_the_end(make_lock, clock, ahead):
+    """Renewals once kept the inflated end, so that a killed holder's lock stayed for the length of the step."""
+    with clock.client() as client:
+        clock.jump(ahead)
+        lock = make_lock(client, "a", expire=2)
+        lock.acquire()
+        clock.jump(0)
+        wait_until(lambda: lock.ttl() <= 2)
+        lock.extend(9)
+        assert 5 < lock.ttl() <= 9, "the longest expiry that the holder asked for"
+        assert make_lock(client, "a", id=lock.id, expire=30).acquire(blocking=False)
+        lock.extend()
+        assert 25 < lock.ttl() <= 30, "another holder by the same id asked for it"
+        lock.release()
 
 
 def test_a_reservation_ends_although_the_servers_clock_stepped_back(make_lock, clock):

@@ -124,6 +124,26 @@ def test_who_is_released_by_its_id_elsewhere_hears_that(client: redis.Redis) -> 
     assert raised.value.record.code == "released"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("taken", [False, True])
+def test_release_after_release_by_id_elsewhere_raises_lock_lost(
+    make_lock: Any, client: redis.Redis, shared: bool, taken: bool
+) -> None:
+    """It once took the receipt of the other release for its own, and ended without a word while a third one held."""
+    lock, third = make_lock(client, "a", id="given" if shared else None), make_lock(client, "a")
+    lock.acquire()
+    other = make_lock(client, "a", id=lock.id)
+    if shared:
+        other.acquire()
+    other.release()
+    if taken:
+        third.acquire(blocking=False)
+    with pytest.raises(LockLost) as raised:
+        lock.release()
+    assert raised.value.record.code == "released"
+    assert third.owned() == taken
+
+
 def test_no_answer_until_the_end_of_its_life_is_no_answer(own_server: RedisServer) -> None:
     with own_server.client() as client:
         lock = Lock(client, "a", expire=0.6)

@@ -103,6 +103,8 @@ class LockHistory(History):
         self.free_since = 0.0
         self.first: dict[bytes, float] = {}  # when each id first had a place, perhaps by a try without an answer
         self.joined: dict[bytes, int] = {}  # when each waiter joined the queue, by the server's clock in us
+        self.asked: dict[bytes, int] = {}
+        """The longest expiry in ms that was asked for, by fence: that of a thread, or of an extension."""
         self.reserved: dict[bytes, int] = {}  # when each reservation was made, by the same clock
         super().__init__(plan)
         self.world.gave_up = self._gave_up
@@ -194,9 +196,12 @@ class LockHistory(History):
                 world.tell(thread, f"extend raised {error}")
         self._see_loss(thread, belief)
         del self.beliefs[thread]
+        forced = belief.forced_at is not None
         world.tell(thread, "releases")
         try:
             yield from lock._release(lease)
+            if forced:
+                self.fail(f"{thread} was not told that another release ended its acquisition")
         except LockError as error:
             world.tell(thread, f"release raised {error}")
             self.lost = True
@@ -243,6 +248,8 @@ class LockHistory(History):
         lease, process = belief.lease, belief.process
         promised = process.watchdog.promised.get(lease, 0.0)
         forced = belief.forced_at is not None or lease.fence in self.reset
+        # Its own release may arrive after that of another holder by the same id.
+        forced = forced or (lease.id == "given" and lease.fence in self.released)
         excused = forced or belief.shortened or belief.epoch != self.world.epoch
         if lease._losses and process.clock() < promised and not excused:
             self.fail(f"{thread} was told of a loss that there was not, {promised - process.clock():.3f} s too early")
@@ -259,6 +266,8 @@ class LockHistory(History):
             self.reserved.setdefault(value, self.server._us)
         if what.script is scripts.ACQUIRE and isinstance(reply, int) and reply > 0:
             self._see_turn(what, before)
+        elif what.script is scripts.RENEW and reply == [1]:
+            self._see_end(what, before)
         elif what.script in (scripts.RESET, scripts.RELEASE) and reply == 1 and before is not None:
             id, fence = before.split(b"\n")[:2]
             if value.startswith(id + b"\n" + fence):  # an earlier call did it
@@ -273,6 +282,13 @@ class LockHistory(History):
             for belief in self.beliefs.values():  # whoever uses the same id may release it, too
                 if belief.lease.fence == int(fence) and belief.forced_at is None:
                     belief.forced_at = self.world.time
+
+    def _see_end(self, call: ScriptCall, before: bytes | None) -> None:
+        """See that the lock ends no later than after the longest expiry that its holders asked for."""
+        fence = (before or b"").split(b"\n", 2)[1]
+        asked = self.asked[fence] = max(self.asked.get(fence, 3000), int(call.args[2]))
+        if self.server.ends.get(KEYS.lock, 0) > self.server._ms + asked:
+            self.fail(f"a renewal left the lock an end later than {asked} ms, which is the longest that was asked for")
 
     def _see_turn(self, call: ScriptCall, before: bytes | None) -> None:
         """See that nobody who is well waited for longer, of those who were in the queue when the lock was reserved."""

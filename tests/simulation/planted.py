@@ -94,7 +94,7 @@ LOCK: dict[str, Planted] = {
     "a newcomer overtakes those who wait": lambda: script(
         A, "redis.call('EXISTS', queue) == 1 and hand_over", "false and hand_over"
     ),
-    "a release keeps no receipt": lambda: script(R, "keep_receipt(receipts, held_fence, held_fence)", ""),
+    "a release keeps no receipt": lambda: script(R, "keep_receipt(receipts, receipt, held_fence)", ""),
     "fences do not grow": lambda: script(A, "local fence = whole(now)", "local fence = whole(1e15 - now % 1000)"),
     "fences come from the clock alone": lambda: script(A, "if last and tonumber(last) >= now then", "if false then"),
     "a lock has no expiry": lambda: script(A, "value, 'PX', expire_ms)", "value)"),
@@ -111,6 +111,14 @@ LOCK: dict[str, Planted] = {
         A, "value, 'PX', expire_ms)", "value, 'PX', math.floor(expire_ms / 2))"
     ),
     "a renewal gives no life": lambda: script(N, "redis.call('PEXPIRE', lock, expire_ms)", ""),
+    "a renewal keeps an end that a step of the clock made late": lambda: script(
+        N, "redis.call('PTTL', lock)), longest_ms)", "redis.call('PTTL', lock)), math.huge)"
+    ),
+    "a holder takes the receipt of another release for its own": lambda: script(
+        R,
+        "redis.call('ZSCORE', receipts, receipt)",
+        "(fence ~= '' and redis.call('ZCOUNT', receipts, fence, fence) > 0)",
+    ),
     "a renewal asks for the id only": lambda: attribute(
         lease.Lease, "value_prefix", property(lambda self: self.id.encode())
     ),

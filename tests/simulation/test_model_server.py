@@ -39,11 +39,11 @@ def _lock_steps(chance):
                 reply = yield (
                     scripts.ACQUIRE,
                     (*keys[:4], *more),
-                    (id, life, name, b"{}", channel, joins, ticket),
+                    (id, life, name, b'{"host":"h","expire":60.0}', channel, joins, ticket),
                 )
                 tickets[name, id, channel] = reply[1] if isinstance(reply, list) else b""
             case "release":
-                args = (id, name, channel, chance.choice([b"", b"1"]))
+                args = (id, name, channel, chance.choice([b"", b"1"]), chance.choice([b"1", b"1 mark", b"id " + id]))
                 yield scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipts), args
             case "renew":
                 yield scripts.RENEW, (keys.lock, keys.held), (chance.choice([b"0", b"1"]), id, life, name)
@@ -92,7 +92,7 @@ def _cache_steps(chance: random.Random) -> Generator[Any, Any, None]:
                 deletes = chance.choice([b"0", b"1"])
                 yield INVALIDATE, (keys.lock, keys.held, keys.queue, of_value[1], key), (deletes, name)
             case "release":
-                args = (id, name, channel, fences.get(name, b""))
+                args = (id, name, channel, fences.get(name, b""), fences.get(name, b"id " + id))
                 yield scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipts), args
 
 

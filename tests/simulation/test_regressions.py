@@ -39,7 +39,8 @@ def test_a_given_id_that_takes_its_turn_in_the_place_of_another_caller_leaves_no
     assert acquire(b"holder", b"") > 0
     assert isinstance(acquire(b"given", b"one"), list)
     assert isinstance(acquire(b"given", b"two"), list)
-    run(client, scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), b"holder", b"a", b"", b"")
+    of_lock = KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts
+    run(client, scripts.RELEASE, of_lock, b"holder", b"a", b"", b"", b"id holder")
     assert acquire(b"given", b"two") > 0
     assert client.zrange(KEYS.queue, 0, -1) == []
 
@@ -50,7 +51,8 @@ def test_who_waits_by_the_id_by_which_another_caller_releases_is_woken(client):
     client.set(KEYS.lock, value)
     client.zadd(KEYS.queue, {b"one\ngiven": 1})
     with listening(client, "one") as heard:
-        run(client, scripts.RELEASE, (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts), b"given", b"a", b"", b"7")
+        of_lock = KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts
+        run(client, scripts.RELEASE, of_lock, b"given", b"a", b"", b"7", b"7")
         assert heard() == ["given"]
     assert client.get(KEYS.lock).startswith(b"given\n0\n")
 

@@ -37,7 +37,7 @@ from .request import (
 )
 from .store import ComputeJob, compute, digest, failures_key, under_leases, waits_key, witness_keys
 
-LEASE = Script("lease", "index", "take", home=__package__)
+LEASE = Script("lease", "index", "expiry", "take", home=__package__)
 
 PIECE = 262144
 """Bytes of a large value that are fetched by one command."""

@@ -6,6 +6,6 @@ local causes = {}
 for i, fence in ipairs(ARGV) do
   local receipts, notes = KEYS[2 * i - 1], KEYS[2 * i]
   local note = redis.call('ZRANGEBYSCORE', notes, fence, fence, 'LIMIT', 0, 1)[1]
-  causes[i] = note or redis.call('ZSCORE', receipts, fence) and 'released' or ''
+  causes[i] = note or redis.call('ZCOUNT', receipts, fence, fence) > 0 and 'released' or ''
 end
 return causes

@@ -1,13 +1,14 @@
 -- The functions of all scripts; put in front of each script when it is loaded. Functions that only some scripts need
--- have files of their own (index, take, quick, receipts, handover, counts, turns, waiters), because each call makes
+-- have files of their own (index, expiry, take, quick, receipts, handover, counts, turns, waiters), because each call makes
 -- all functions of its script anew.
 --
 -- The value of a lock key is  id \n fence \n acquired (ms) \n record , and the expiry of the key is that of the lock.
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
 -- id \n 0 \n end (ms) \n channel , and it stays a while after its end: it shows which waiter did not come (turns.lua).
 -- A queue is a sorted set of  channel \n id  by the ticket (server clock, us) that each waiter drew.
--- The receipts of a lock are a sorted set, by fence, of the fences that were released, of  id <id>  where a release
--- named no fence, and of  reset <id of the call> : the newest 1024, until two minutes after the last one.
+-- The receipts of a lock are a sorted set, by fence: of the fence that its holder released (with a mark of this holder
+-- where others may use the same id), of  id <id>  where a release named no fence, and of  reset <id of the call> : the
+-- newest 1024, until two minutes after the last one.
 
 local RESERVED_MS = 500       -- a woken waiter claims the lock within this time, or the next one is served
 -- No script keeps the server busy for more than 5 ms, so it reads no more than so many entries of queues:

@@ -9,10 +9,7 @@ for i = 1, #KEYS / 2 do
   local value = redis.pcall('GET', lock)  -- a key of another type must not prevent the other locks' renewal
   renewed[i] = 0
   if type(value) == 'string' and is_of(value, value_prefix) and fence_of(value) ~= '0' then
-    if not shorten then  -- a renewal that arrives after an extension must not undo it
-      expire_ms = math.max(expire_ms, redis.call('PTTL', lock))
-    end
-    redis.call('PEXPIRE', lock, expire_ms)
+    expire_ms = set_end(lock, value, expire_ms, shorten)
     pcall(index, held, name, now, expire_ms)
     renewed[i] = 1
   else  -- a replica may lack the lock; it refuses writes, and is not believed

@@ -1,4 +1,4 @@
--- How a lock is taken; put in front of the scripts that do so, after index.lua.
+-- How a lock is taken; put in front of the scripts that do so, after index.lua and expiry.lua.
 
 -- Draw a fence larger than every earlier one, even when the server lost its data: then its clock has moved on. Return
 -- the last fence, too; it is about the time (us) when a lock of the bucket was taken last.
@@ -23,7 +23,7 @@ local function take(lock, held, counter, value, id, name, record, now, expire_ms
   local fence = value and fence_of(value) or '0'
   index(held, name, now, expire_ms)  -- first: if it fails, nothing is taken
   if fence ~= '0' then  -- an earlier call took it and its reply was lost, or somebody else uses the id
-    redis.call('PEXPIRE', lock, math.max(expire_ms, redis.call('PTTL', lock)))
+    set_end(lock, value, expire_ms)
     return fence, true
   end
   fence = next_fence(counter, now)
