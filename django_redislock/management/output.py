@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from django.core.management.base import OutputWrapper
@@ -35,7 +36,7 @@ class Speech(OutputWrapper):
         try:
             super().flush()
         except UNWRITABLE:
-            with suppress(*UNWRITABLE), open(os.devnull, "wb") as nothing:
+            with suppress(*UNWRITABLE), Path(os.devnull).open("wb") as nothing:
                 os.dup2(nothing.fileno(), self.fileno())
 
 
