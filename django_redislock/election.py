@@ -32,7 +32,7 @@ PAUSE = 0.5, 1.0
 TEMPORARY = re.compile(
     "BUSY|CLUSTERDOWN|ClusterDown|LOADING|MASTERDOWN|MasterDown|MISCONF|NOREPLICAS|OOM|OutOfMemory|TRYAGAIN|TryAgain"
 )
-"""What a server answers that will serve again: it runs a script, loads, is full, cannot save, or has lost its primary."""
+"""What a server answers that will serve again: it runs a script, loads, is full, cannot save, or has no primary."""
 
 
 class Election:
