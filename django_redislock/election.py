@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+import re
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,18 +26,27 @@ from .locks import alock, lock
 SLICE = 1.0
 """Seconds after which a candidate checks whether it was stopped."""
 PAUSE = 0.5, 1.0
-"""Seconds between two tries of a candidate while Redis does not answer, chosen at random in between."""
+"""Seconds between two tries of a candidate while Redis cannot serve it, chosen at random in between."""
+
+
+TEMPORARY = re.compile(
+    "BUSY|CLUSTERDOWN|ClusterDown|LOADING|MASTERDOWN|MasterDown|MISCONF|NOREPLICAS|OOM|OutOfMemory|TRYAGAIN|TryAgain"
+)
+"""What a server answers that will serve again: it runs a script, loads, is full, cannot save, or has no primary."""
 
 
 class Election:
-    """What `leader` returns: ``with`` and ``async with`` block until this process leads, and resign in the end."""
+    """What `leader` returns: ``with`` and ``async with`` block until this process leads, and resign in the end.
+
+    Several threads and tasks may use one object: each enters and leaves a term of its own.
+    """
 
     def __init__(self, name: str, **options: Any) -> None:
         self._name = name
         self._options = options | {"max_hold": MAX_SECONDS, "auto_renewal": True, "kind": "leader"}
         self.new_term()  # bad arguments raise here
-        self._terms: list[Lock] = []
-        self._async_terms: list[AsyncLock] = []
+        self._terms: dict[Any, Any] = {}
+        """The terms of the threads and tasks that are in the block."""
 
     def new_term(self, **options: Any) -> Lock:
         """Return the lock of a term that may begin."""
@@ -48,24 +59,24 @@ class Election:
     def __enter__(self) -> Lock:
         term = self.new_term()
         elect(term, lambda: False)
-        self._terms.append(term)
+        self._terms[threading.current_thread()] = term
         return term
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._terms.pop().__exit__(kind, error, trace)
+        self._terms.pop(threading.current_thread()).__exit__(kind, error, trace)
 
     async def __aenter__(self) -> AsyncLock:
         term = self.new_async_term()
         await aelect(term, lambda: False)
-        self._async_terms.append(term)
+        self._terms[asyncio.current_task()] = term
         return term
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._async_terms.pop().__aexit__(kind, error, trace)
+        await self._terms.pop(asyncio.current_task()).__aexit__(kind, error, trace)
 
 
 def leader(
@@ -83,8 +94,9 @@ def leader(
     killed ends by its `expire`. `expire`, `label`, `on_lost` and `using` are those of `lock`. The term is renewed for
     as long as the process lives, whatever ``MAX_HOLD`` says.
 
-    While Redis does not answer, the wait goes on. Raises LockBackendError when Redis refuses a command, and at the end
-    of the block LockLost when the term was lost.
+    While Redis does not answer, or refuses for a time (it is full or busy), the wait goes on. Raises
+    LockBackendError when Redis refuses for good, as without permissions, and at the end of the block LockLost when the
+    term was lost.
     """
     return Election(name, expire=expire, label=label, on_lost=on_lost, using=using)
 
@@ -117,12 +129,14 @@ class Leader:
         self._on_lost = on_lost
         self._election = Election(name, expire=expire, label=label, using=using)
         self._stopped = False
-        self._wake: Callable[[], object] = lambda: None
+        self._wakes: set[Callable[[], object]] = set()
+        """The functions that wake the threads and tasks that lead."""
 
     def stop(self) -> None:
         """End the term, if there is one, and the candidacy; from any thread, or from a signal handler."""
         self._stopped = True
-        self._wake()
+        for wake in list(self._wakes):
+            wake()
 
     def run(self) -> None:
         """Stand for election until `stop`. Raises the errors of the functions, after it has handed over."""
@@ -132,11 +146,12 @@ class Leader:
         while not self._stopped:
             # A signal handler may fill this queue. It could wait for itself in a threading.Event.
             woken: SimpleQueue[Any] = SimpleQueue()
-            self._wake = partial(woken.put, None)
+            wake = partial(woken.put, None)
             term = self._election.new_term(on_lost=woken.put)
             if not elect(term, lambda: self._stopped):
                 return
             try:
+                self._wakes.add(wake)
                 try:
                     self._on_elected(term)
                     while not self._stopped and not term.lost:
@@ -145,6 +160,7 @@ class Leader:
                     if self._on_lost is not None:
                         self._on_lost(term)
             finally:
+                self._wakes.discard(wake)
                 with suppress(LockError):  # the error is logged, and the term ends by its expiry
                     term.release()
 
@@ -156,11 +172,12 @@ class Leader:
         loop = asyncio.get_running_loop()
         while not self._stopped:
             woken = asyncio.Event()
-            self._wake = partial(loop.call_soon_threadsafe, woken.set)
+            wake = partial(loop.call_soon_threadsafe, woken.set)
             term = self._election.new_async_term(on_lost=partial(_set, woken))
             if not await aelect(term, lambda: self._stopped):
                 return
             try:
+                self._wakes.add(wake)
                 try:
                     await _awaited(self._on_elected(term))
                     if not self._stopped and not term.lost:
@@ -169,6 +186,7 @@ class Leader:
                     if self._on_lost is not None:
                         await _awaited(self._on_lost(term))
             finally:
+                self._wakes.discard(wake)
                 with suppress(LockError):
                     await term.release()
 
@@ -178,14 +196,15 @@ class Stopped(BaseException):
 
 
 def elect(term: Lock, stopped: Callable[[], bool]) -> bool:
-    """Return whether the term began before the candidate was stopped. Raises LockBackendError when Redis refuses."""
+    """Return whether the term began before the candidate was stopped. Raises LockBackendError when Redis refuses
+    for good."""
     while not stopped():
         try:
             return term._server.run(_until_stopped(term._acquire(term._acquirer(), None), stopped))
         except Stopped:
             break
         except LockBackendError as error:
-            if error.refused:
+            if refused_for_good(error):
                 raise
             time.sleep(random.uniform(*PAUSE))  # noqa: S311
     return False
@@ -199,10 +218,15 @@ async def aelect(term: AsyncLock, stopped: Callable[[], bool]) -> bool:
         except Stopped:
             break
         except LockBackendError as error:
-            if error.refused:
+            if refused_for_good(error):
                 raise
             await asyncio.sleep(random.uniform(*PAUSE))  # noqa: S311
     return False
+
+
+def refused_for_good(error: LockBackendError) -> bool:
+    """Return whether another try would be refused, too, until somebody changes the configuration."""
+    return error.refused and not TEMPORARY.search(error.cause.partition(";")[0])  # names of keys may follow
 
 
 def _until_stopped(acquire: Operation[bool], stopped: Callable[[], bool]) -> Operation[bool]:

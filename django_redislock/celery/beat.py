@@ -17,6 +17,7 @@ from celery.utils.time import maybe_make_aware
 
 from .. import conf
 from ..connections import get_client
+from ..core.clock import monotonic
 from ..core.driver.effects import Pipeline
 from ..core.driver.registry import server_of
 from ..core.driver.retry import with_retries
@@ -30,6 +31,8 @@ logger = get_logger(__name__)
 
 KEEP = 90 * 86400.0
 """Seconds for which the last times are kept after the last publication of a beat."""
+Run = tuple[float, int]
+"""The time of the last run of an entry, in seconds since 1970, and the number of its runs."""
 PAUSE = 1.0
 """Seconds after which a beat stands for election again when Redis did not answer."""
 
@@ -38,7 +41,8 @@ class LeaderMixin:
     """Makes a scheduler publish only while it is the leader: ``class Mine(LeaderMixin, Scheduler): ...``.
 
     The times of the last runs are shared through Redis, because a new leader would not know them: after a take-over no
-    entry that was due is forgotten, and each is published twice at most once. A beat that cannot be elected, because
+    entry that was due is forgotten, and each is published twice at most once. Who waits follows these times, so that
+    the newest that any beat remembers counts after Redis has lost its data. A beat that cannot be elected, because
     Redis does not answer, publishes nothing and logs that.
     """
 
@@ -53,12 +57,16 @@ class LeaderMixin:
     if TYPE_CHECKING:  # attributes of the scheduler
         app: Any
         schedule: Any
-        _heap: Any
+        old_schedulers: Any
 
     _term: Lock | None = None
     _reserved: Any = None
-    _unshared: dict[str, Any] = {}  # never changed in place before there is a term
-    """The entries that were published, and whose times Redis has not got yet."""
+    _last_runs: dict[str, Run] = {}  # this one and the next are never changed in place before there is a term
+    """The last run of each entry, as far as this beat knows."""
+    _unshared: dict[str, Run] = {}
+    """The runs that Redis has not got yet."""
+    _quiet_until = 0.0
+    """Until when a leader publishes nothing, because other beats may remember later runs than Redis; 0: it may."""
     _reported = ""
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
@@ -68,6 +76,14 @@ class LeaderMixin:
                 self._share_quietly()
         elif not self._stand():
             return 0.0 if self._reported == "waits" else PAUSE
+        if self._quiet_until:
+            if monotonic() < self._quiet_until:
+                return min(PAUSE, self._quiet_until - monotonic())
+            try:
+                self._load()
+            except LockBackendError:  # the error is logged
+                return PAUSE
+            self._quiet_until = 0.0
         wait: float = super().tick(*args, **kwargs)  # type: ignore[misc]
         return wait
 
@@ -90,7 +106,7 @@ class LeaderMixin:
         except BaseException:
             self._take_back(entry)
             raise
-        self._unshared[entry.name] = self._reserved
+        self._last_runs[entry.name] = self._unshared[entry.name] = run_of(self._reserved)
         self._share_quietly()
         return result
 
@@ -111,13 +127,17 @@ class LeaderMixin:
                 "lost", logger.error, "Beat has lost its term and publishes nothing until it is elected again."
             )
         self._term = None
-        name = self.lock_name or f"celery-beat:{self.app.main or 'app'}"
-        term = leader(name, expire=self.expire, using=self.using).new_term()
+        self._name = name = self.lock_name or f"celery-beat:{self.app.main or 'app'}"
+        self._key = f"{{{conf.get().key_prefix}:beat}}:times:{name}".encode()
+        self._server = server_of(get_client(self.using)) if conf.get().enabled else None
+        term = leader(name, expire=self.expire, using=self.using, on_lost=self._on_lost).new_term()
         try:
             if not term.acquire(timeout=SLICE):
                 self._report("waits", logger.info, f"Beat waits: lock {name!r} of the leader is held by another beat.")
+                self._follow()
                 return False
-            self._load(name)
+            # What Redis has lost, the former leader gives back as soon as it notices that.
+            self._quiet_until = monotonic() + term.expire / 3 + PAUSE if self._load() else 0.0
         except LockBackendError as error:
             self._report("away", logger.error, f"Beat publishes nothing, because it cannot be elected: {error}")
             with suppress(LockError):
@@ -134,34 +154,46 @@ class LeaderMixin:
 
     # The times of the last runs
 
-    def _load(self, name: str) -> None:
-        """Continue each entry from its last run, also if another beat published that run."""
-        self._name = name
-        self._times = f"{{{conf.get().key_prefix}:beat}}:times:{name}".encode()
-        self._server = server_of(get_client(self.using)) if conf.get().enabled else None
-        self._initial_read = True  # a DatabaseScheduler reads again: its entries are as old as its candidacy
-        (reply,) = self._ask((b"HGETALL", self._times))
-        pairs = zip(reply[::2], reply[1::2], strict=True)
-        times = {key.decode(): value.split() for key, value in pairs}
-        before = self._unshared
-        new = {}
+    def _load(self) -> bool:
+        """Continue each entry from its last run, whoever published it; return whether Redis has forgotten a run."""
+        shared = self._read()
+        forgotten = bool(self._last_runs.keys() - shared.keys())
+        self._last_runs = newest(self._last_runs, shared)
+        self._refresh()
         for entry in self.schedule.values():
-            if entry.name in before:
-                new[entry.name] = before[entry.name]
-            elif entry.name not in times:
-                new[entry.name] = entry
+            if entry.name in self._last_runs:
+                self._continue(entry, *self._last_runs[entry.name])
             else:
-                self._continue(entry, float(times[entry.name][0]), int(times[entry.name][1]))
-        self._unshared = new
+                self._last_runs[entry.name] = run_of(entry)
+        self._unshared = {name: run for name, run in self._last_runs.items() if shared.get(name) != run}
         self._share()
-        # The next tick makes the heap from these entries. A DatabaseScheduler would make it once more, with the times
-        # before that tick, because the schedule was read anew.
-        self._heap, self._heap_invalidated = None, False
+        # The next tick makes the heap from these entries, once: it asks for a comparison only if there is a heap.
+        self.populate_heap()  # type: ignore[attr-defined]
+        self.old_schedulers = None
+        return forgotten
+
+    def _refresh(self) -> None:
+        """Read the entries anew where they may have changed while this beat did not lead."""
 
     def _continue(self, entry: Any, last: float, count: int) -> None:
         zone = entry.last_run_at.tzinfo
         entry.last_run_at = datetime.fromtimestamp(last, zone or UTC).replace(tzinfo=zone)
         entry.total_run_count = count
+
+    def _follow(self) -> None:
+        """Remember the last runs while another beat leads, and give back those that it does not know."""
+        shared = self._read()
+        self._last_runs = newest(self._last_runs, shared)
+        if shared:  # else the leader is about to share what it knows, and must notice that Redis has lost something
+            self._unshared = {name: run for name, run in self._last_runs.items() if shared.get(name) != run}
+            self._share()
+
+    def _on_lost(self, term: Lock) -> None:
+        """Give back the last runs at once, perhaps long before the next tick: Redis may have lost its data."""
+        with suppress(LockBackendError):  # the error is logged, and the next tick does it
+            known, shared = dict(self._last_runs), self._read()
+            self._unshared |= {name: run for name, run in newest(known, shared).items() if shared.get(name) != run}
+            self._share()
 
     def _take_back(self, entry: Any) -> None:
         """Forget that the entry was to run."""
@@ -171,21 +203,44 @@ class LeaderMixin:
             self._share()
 
     def _share(self) -> None:
-        shared = dict(self._unshared)
-        if not shared:
+        unshared = dict(self._unshared)
+        if not unshared:
             return
         fields: list[bytes] = []
-        for name, entry in shared.items():
-            last = maybe_make_aware(entry.last_run_at).timestamp()
-            fields += (name.encode(), f"{last!r} {entry.total_run_count}".encode())
-        self._ask((b"HSET", self._times, *fields), (b"PEXPIRE", self._times, milliseconds(KEEP)))
-        self._unshared = {}
+        for name, (last, count) in unshared.items():
+            fields += (name.encode(), f"{last!r} {count}".encode())
+        self._ask((b"HSET", self._key, *fields), (b"PEXPIRE", self._key, milliseconds(KEEP)))
+        self._unshared = {name: run for name, run in self._unshared.items() if unshared.get(name) != run}
+
+    def _read(self) -> dict[str, Run]:
+        (reply,) = self._ask((b"HGETALL", self._key))
+        pairs = ((name.decode(), run.split()) for name, run in zip(reply[::2], reply[1::2], strict=True))
+        return {name: (float(run[0]), int(run[1])) for name, run in pairs}
 
     def _ask(self, *commands: tuple[bytes, ...]) -> list[Any]:
         if self._server is None:
             return [()] * len(commands)
         _, replies = self._server.run(with_retries(self._name, Pipeline(commands), math.inf, self._server))
         return replies  # type: ignore[no-any-return]
+
+
+def run_of(entry: Any) -> Run:
+    """Return the last run of the entry."""
+    return maybe_make_aware(entry.last_run_at).timestamp(), entry.total_run_count
+
+
+def newest(own: dict[str, Run], shared: dict[str, Run]) -> dict[str, Run]:
+    """Return the last run of each entry: the shared one, unless this beat knows one that is later by time and by count.
+
+    By the time alone, a former leader whose clock was ahead would be right; by the count alone, one who did not know
+    that an operator has set the count to 0.
+    """
+    later = {
+        name: run
+        for name, run in own.items()
+        if name not in shared or (run[0] > shared[name][0] and run[1] > shared[name][1])
+    }
+    return shared | later
 
 
 class PersistentScheduler(LeaderMixin, beat.PersistentScheduler):
@@ -212,13 +267,19 @@ def _database_scheduler() -> type[Any]:
     class DatabaseScheduler(LeaderMixin, schedulers.DatabaseScheduler):  # type: ignore[misc]
         """The scheduler of django-celery-beat, of which one leads."""
 
+        def _refresh(self) -> None:
+            self.schedule.update(self.all_as_schedule())  # the entries are as old as the candidacy
+
         def _continue(self, entry: Any, last: float, count: int) -> None:
-            # The database may have a later time: a task that was disabled and enabled again continues from there.
-            if last > maybe_make_aware(entry.last_run_at).timestamp():
+            # The database may have a later time: a task that was disabled and enabled again continues from there. But
+            # before the first run is stored, the time of an entry of beat_schedule is that of the last start of any
+            # beat, because each start stores the entry anew.
+            unknown = not entry.total_run_count and entry.name in self.app.conf.beat_schedule
+            if unknown or last > run_of(entry)[0]:
                 super()._continue(entry, last, count)
                 entry.model.last_run_at, entry.model.total_run_count = entry.last_run_at, count
 
         def _take_back(self, entry: Any) -> None:
-            self._dirty.discard(entry.name)  # so that the database stores no run that did not happen
+            getattr(self, "_dirty", set()).discard(entry.name)  # so that the database stores no run that did not happen
 
     return DatabaseScheduler

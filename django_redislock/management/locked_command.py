@@ -6,14 +6,15 @@ import shlex
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
+from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ..core.lock import Lock
 from ..core.validation import Seconds
 from ..exceptions import AcquireTimeout, LockBackendError, LockLost
 from ..locks import lock
+from ..texts import duration
 from .durations import seconds
-from .output import holder_of
+from .output import Speech, holder_of, sentence
 from .run_arguments import BUSY, LABEL, LOST, UNAVAILABLE
 
 
@@ -66,7 +67,7 @@ class LockedCommand(BaseCommand):
                 text = f"Lock {held.name!r} is held by {holder_of(held)}."
                 if not skip:
                     raise CommandError(text, returncode=BUSY) from error
-                (OutputWrapper(options["stderr"]) if options.get("stderr") else self.stderr).write(text)
+                Speech(options.get("stderr") or self.stderr).write(text)
                 return None
             except LockBackendError as error:
                 raise CommandError(str(error), returncode=UNAVAILABLE) from error
@@ -77,7 +78,9 @@ class LockedCommand(BaseCommand):
             except LockLost as error:
                 raise CommandError(str(error), returncode=LOST) from error
             except LockBackendError as error:
-                self.stderr.write(f"The lock could not be released and expires within {held.expire:g} s: {error}")
+                expiry = duration(held.expire)
+                text = f"The lock could not be released and ends by its expiry of {expiry}: {sentence(error)}"
+                Speech(self.stderr).write(text)
             return output
 
     def _lock_name(self, options: dict[str, Any]) -> str:

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from django.core.management.base import OutputWrapper
 
 from .. import inventory
 from ..core.lock import Lock
 from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, Listing
 from ..texts import duration, visible
+
+UNWRITABLE = OSError, ValueError, AttributeError
+"""What a stream raises that has no reader or no room, that was closed, or that was closed before Python started."""
+
+
+class Speech(OutputWrapper):
+    """A stderr whose failures change nothing."""
+
+    def __init__(self, out: Any) -> None:
+        super().__init__(out)
+
+    def write(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Write and flush a line, if that can be done."""
+        with suppress(*UNWRITABLE):
+            super().write(*args, **kwargs)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is left, or forget it: it would fail once more when Python ends, with the exit status 120."""
+        try:
+            super().flush()
+        except UNWRITABLE:
+            with suppress(*UNWRITABLE), Path(os.devnull).open("wb") as nothing:
+                os.dup2(nothing.fileno(), self.fileno())
 
 
 def table(rows: list[HeldLockRow], ids: bool, *, arguments: bool = False) -> str:
@@ -73,4 +102,9 @@ def holder_of(lock: Lock) -> str:
         info = lock.owner()
     except LockBackendError as error:
         return f"an unknown holder ({error.cause})"
-    return "nobody any more" if info is None else f"{info.holder} for {info.age:.0f} s"
+    return "nobody any more" if info is None else f"{info.holder} for {duration(info.age)}"
+
+
+def sentence(error: object) -> str:
+    """Return the text of the error as a sentence; many errors of the system end with a full stop."""
+    return f"{str(error).rstrip('.')}."

@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from .guard import ENDED, PAUSE, is_alive
 
 HELPER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 
@@ -19,12 +20,11 @@ class ProcessGroup:
     """A command and the processes that it starts.
 
     The command gets this process's standard streams and, where this process has it, the foreground of the terminal. A
-    guard, a process in a session of its own, ends the group when this process is killed.
+    guard, a process in a session of its own, ends the group when it is told to, when the time is over that it was told
+    last, and when this process is killed: SIGTERM and, after the grace, SIGKILL.
     """
 
     def __init__(self, program: str, command: Sequence[str], environment: Mapping[str, str], grace: float) -> None:
-        self.grace = grace
-        self._kill: threading.Timer | None = None
         self._running = True
         self._terminal = Terminal()
         read, write = os.pipe()
@@ -49,25 +49,25 @@ class ProcessGroup:
         if all(map(os.isatty, range(3))):  # else a pager may be part of the job: the terminal is lent when it is read
             self._terminal.lend(self.id)
 
-    def send(self, number: int) -> bool:
-        """Send a signal to the group, and return whether any process of it is left; 0 sends nothing."""
-        if not self._running:
-            return False
-        try:
-            os.killpg(self.id, number)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # they run as another user, or only wait to be reaped (macOS)
-            pass
-        return True
+    def send(self, number: int) -> None:
+        """Send a signal to the group, if any process of it is left."""
+        if self._running:
+            with suppress(ProcessLookupError, PermissionError):  # they run as another user
+                os.killpg(self.id, number)
 
-    def terminate(self) -> None:
-        """Send SIGTERM now, and SIGKILL when the grace is over; from any thread."""
-        self.send(signal.SIGTERM)
-        self.send(signal.SIGCONT)  # a stopped process gets SIGTERM only when it goes on
-        self._kill = threading.Timer(self.grace, self.send, (signal.SIGKILL,))
-        self._kill.daemon = True
-        self._kill.start()
+    def end_at(self, until: float) -> None:
+        """Let the guard end the group at this time of the lock's clock, instead of the time that it was told before."""
+        self._tell(f"until {until!r}")
+
+    def end(self) -> None:
+        """Let the guard end the group now."""
+        self._tell("lost")
+
+    def _tell(self, line: str) -> None:
+        try:
+            os.write(self._pipe, f"{line}\n".encode())
+        except OSError:  # somebody killed the guard, and nobody else would end the command in time
+            self.send(signal.SIGKILL)
 
     def wait(self) -> int:
         """Wait for the end of the whole group, and return the command's exit status as a shell does: 128 + n for signal
@@ -78,23 +78,21 @@ class ProcessGroup:
                 break
             self._on_stop(os.WSTOPSIG(status))
         code = self._process.returncode = os.waitstatus_to_exitcode(status)
-        while self.send(0):
+        while is_alive(self.id):
             with suppress(ChildProcessError):  # process 1 of a container inherits the orphans
                 os.waitpid(-self.id, os.WNOHANG)
-            time.sleep(0.02)
+            time.sleep(PAUSE)
         self._running = False
         self._terminal.take_back()
         return code if code >= 0 else 128 - code
 
-    def close(self) -> None:
-        """Dismiss the guard after the end of the group."""
+    def close(self) -> bool:
+        """Dismiss the guard after the end of the group, and return whether it has ended the group."""
         self._terminal.close()
-        if self._kill is not None:
-            self._kill.cancel()
-        with suppress(BrokenPipeError):  # somebody killed it
+        with suppress(BrokenPipeError):  # it has ended the group, or somebody killed it
             os.write(self._pipe, b"done\n")
         os.close(self._pipe)
-        self._guard.wait()
+        return self._guard.wait() == ENDED
 
     def _on_stop(self, number: int) -> None:
         """Do what the shell expects when the command was stopped, because this process is part of the job control."""

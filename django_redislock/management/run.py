@@ -7,24 +7,28 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import CommandError, OutputWrapper
+from django.core.management.base import CommandError
 
 from .. import conf
-from ..core.lock import Lock
 from ..core.validation import check_expire, check_name
 from ..exceptions import LockBackendError, LockLost
 from ..locks import lock
+from ..texts import duration
 from .done_runs import DoneRuns
-from .output import holder_of
+from .output import Speech, holder_of, sentence
 from .process_group import ProcessGroup
 from .run_arguments import LABEL, LOST, UNAVAILABLE, USAGE, find_program
 
 REPORT_EVERY = 30.0
 """Seconds between two reports of the holder that the command waits for."""
+GRACE = 10.0
+"""Seconds between SIGTERM and SIGKILL, where nothing else was asked for."""
+LONGEST_LOOK = 0.25
+"""Seconds after which the lock of a running command is looked at again, or less with a short expiry."""
 FORWARDED = [
     getattr(signal, f"SIG{name}")
     for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2")
@@ -32,7 +36,7 @@ FORWARDED = [
 ]
 
 
-def run(options: dict[str, Any], stderr: OutputWrapper) -> int:
+def run(options: dict[str, Any], stderr: Speech) -> int:
     """Run the command under the lock, and return the exit status.
 
     Raises CommandError with the exit status when the command was not run, or the lock was lost.
@@ -41,6 +45,9 @@ def run(options: dict[str, Any], stderr: OutputWrapper) -> int:
         raise CommandError("'redislock run' needs process groups: it works on Linux, macOS and other Unix systems.")
     if threading.current_thread() is not threading.main_thread():
         raise CommandError("'redislock run' handles signals: call it in the main thread.")
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # a stream that was closed would be taken by a socket or a pipe of ours, and the command would get that
+    os.close(number)
     try:
         check_name(options["name"])
         if options["once"] is not None:
@@ -52,13 +59,13 @@ def run(options: dict[str, Any], stderr: OutputWrapper) -> int:
                 check_expire(options[option], f"--{option.replace('_', '-')}")
         return _Run(options, stderr, find_program(options["command"])).run()
     except LockBackendError as error:
-        raise CommandError(f"{error}. The command was not run.", returncode=UNAVAILABLE) from error
+        raise CommandError(f"{sentence(error)} The command was not run.", returncode=UNAVAILABLE) from error
     except (ValueError, ImproperlyConfigured) as error:
         raise CommandError(str(error), returncode=USAGE) from error
 
 
 class _Run:
-    def __init__(self, options: dict[str, Any], stderr: OutputWrapper, program: str) -> None:
+    def __init__(self, options: dict[str, Any], stderr: Speech, program: str) -> None:
         self.options = options
         self.stderr = stderr
         self.program = program
@@ -71,12 +78,17 @@ class _Run:
             max_hold=options["max_hold"],
             timeout=self.wait,
             label=options["label"] or shlex.join(self.command)[:LABEL],
-            on_lost=self._on_lost,
             using=options["connection"],
             kind="command",
             until_commit=False,
         )
+        # The command ends before its successor begins: the grace is before the deadline of a lock that is not renewed.
+        # It is half of the expiry at most, because the first renewals come after a third of it.
+        self.lead = self.lock.expire / 2
+        self.grace: float = min(GRACE, self.lead) if options["grace"] is None else options["grace"]
         self.group: ProcessGroup | None = None
+        self.ended_early = False
+        """Whether the guard had to end the command."""
         self.waiting = False
         self.pending: list[int] = []
         """Signals that came while the command was being started."""
@@ -85,6 +97,12 @@ class _Run:
         """Acquire the lock, run the command, release the lock, and return the exit status."""
         if not conf.get().enabled:
             self._say(f"Locks are switched off ({conf.NAME}['ENABLED'] is False): the command runs without one.")
+        elif self._terminates and self.grace > self.lead:
+            self._say(
+                f"--grace {duration(self.grace)} is longer than half of the lock's expiry of "
+                f"{duration(self.lock.expire)}: when the lock is not renewed, the command may run beside the next "
+                f"holder for {duration(self.grace - self.lead)}. Give a longer --expire."
+            )
         done = None
         if self.options["once"] is not None and conf.get().enabled:
             done = DoneRuns(self.name, self.options["once"], self.options["keep"], self.options["connection"])
@@ -103,6 +121,7 @@ class _Run:
                     status = self._remember(done)
             finally:
                 self._release()
+                self.stderr.flush()  # of what the log left there
             return status
 
     def _is_done(self, done: DoneRuns | None) -> bool:
@@ -140,15 +159,48 @@ class _Run:
         """Run the command to its end and return its exit status; raises CommandError when the lock was lost."""
         environment = os.environ | {"REDISLOCK_NAME": self.name, "REDISLOCK_FENCE": str(self.lock.fence)}
         self.lock.raise_if_lost()
-        self.group = ProcessGroup(self.program, self.command, environment, self.options["grace"])
-        try:
+        self.group = ProcessGroup(self.program, self.command, environment, self.grace)
+        with ExitStack() as stack:
+            stack.callback(self._close, self.group)
+            stack.enter_context(self._watched(self.group))
             for number in self.pending:
                 self.group.send(number)
-            if self.lock.lost and self._terminates:  # it was lost before there was a group
-                self.group.terminate()
-            return self.group.wait()
+            status = self.group.wait()
+        return LOST if self.ended_early else status
+
+    def _close(self, group: ProcessGroup) -> None:
+        self.ended_early = group.close()
+
+    @contextmanager
+    def _watched(self, group: ProcessGroup) -> Iterator[None]:
+        """Tell the guard again and again when to end the command, until the lock is lost; then say that.
+
+        Neither the log nor a function that listens to losses may keep the command running: each of them may stand still
+        or fail. Nor may this process: when it is stopped, the guard ends the command in time.
+        """
+        lease = self.lock._require_lease(self.lock._acquirer())
+        ended = threading.Event()
+
+        def watch() -> None:
+            told = 0.0
+            while (loss := lease.noted_loss) is None:
+                if self._terminates and (until := lease.deadline - min(self.grace, self.lead)) != told:
+                    group.end_at(until)
+                    told = until
+                if ended.wait(min(LONGEST_LOOK, self.lead / 10)):
+                    return
+            if self._terminates:
+                group.end()
+            what = "is being terminated" if self._terminates else "runs on without it"
+            self._say(f"Lock {self.name!r} was lost ({loss.reason}). The command {what}.")
+
+        watcher = threading.Thread(target=watch, name="redislock run: lock", daemon=True)
+        if conf.get().enabled:
+            watcher.start()
+        try:
+            yield
         finally:
-            self.group.close()
+            ended.set()
 
     def _remember(self, done: DoneRuns) -> int:
         if self.lock.lost and self._terminates:
@@ -156,7 +208,9 @@ class _Run:
         try:
             done.remember()
         except LockBackendError as error:
-            self._say(f"The command succeeded, but that could not be remembered: {error}. It may be run again.")
+            self._say(
+                f"The command succeeded, but that could not be remembered: {sentence(error)} It may be run again."
+            )
             return LOST
         return 0
 
@@ -167,21 +221,17 @@ class _Run:
             if self._terminates:
                 raise CommandError(str(error), returncode=LOST) from error
         except LockBackendError as error:
-            self._say(f"The lock could not be released and ends by its expiry of {self.lock.expire:g} s: {error}")
+            expiry = duration(self.lock.expire)
+            self._say(f"The lock could not be released and ends by its expiry of {expiry}: {sentence(error)}")
+        if self.ended_early:
+            self._say(f"Lock {self.name!r} was not renewed in time, so the command was ended before the expiry.")
 
     @property
     def _terminates(self) -> bool:
         return bool(self.options["on_loss"] == "terminate")
 
-    def _on_lost(self, lost: Lock) -> None:
-        what = "is being terminated" if self._terminates else "runs on without it"
-        self._say(f"Lock {self.name!r} was lost ({lost.lost.reason if lost.lost else ''}). The command {what}.")
-        if self._terminates and self.group is not None:
-            self.group.terminate()
-
     def _say(self, text: str) -> None:
         self.stderr.write(text)
-        self.stderr.flush()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

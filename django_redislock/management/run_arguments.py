@@ -69,7 +69,10 @@ def add_parser(actions: Any, parents: list[CommandParser]) -> None:
         help="what to do when the lock is lost: end the command, or only say so",
     )
     parser.add_argument(
-        "--grace", type=seconds, default=10.0, metavar="TIME", help="time between SIGTERM and SIGKILL (10s)"
+        "--grace",
+        type=seconds,
+        metavar="TIME",
+        help="time between SIGTERM and SIGKILL (10s, but half of the expiry at most)",
     )
     parser.add_argument("--label", metavar="TEXT", help="shown with the lock instead of the command line")
 

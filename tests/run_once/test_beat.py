@@ -146,6 +146,29 @@ def test_without_redis_no_beat_publishes_and_each_says_so_and_one_goes_on_afterw
         leader_of(client, beats)
 
 
+@pytest.mark.parametrize("leader", ["alive", "frozen"])
+def test_three_beats_publish_no_entry_early_when_the_locks_redis_loses_its_data(
+    stack: ExitStack, server: Server, own_server: RedisServer, broker: redis.Redis, tmp_path: Path, leader: str
+) -> None:
+    site = {"locks": own_server.url, "broker": server.url_of_db(1), "expire": EXPIRE, "entries": {"seldom": 5.0}}
+    beats = [Beat(tmp_path / str(number), PERSISTENT, **site) for number in range(3)]
+    for beat in beats:
+        stack.callback(beat.close)
+    published = stack.enter_context(Published(broker))
+    client = stack.enter_context(own_server.client())
+    leading = leader_of(client, beats)
+    published.wait_for_more("seldom", 1)
+    if leader == "frozen":
+        since = time.monotonic()
+        wait_until(lambda: time.monotonic() > since + 1.5)  # the others have seen that run
+        leading.process.send_signal(signal.SIGSTOP)
+    client.flushall()
+    leader_of(client, beats, *([leading] if leader == "frozen" else []))
+    published.wait_for_more("seldom", 1)
+    first, second = published.times("seldom")
+    assert second - first > 4.5  # and not as soon as the next leader was elected
+
+
 def test_a_beat_that_starts_without_redis_publishes_nothing(
     stack: ExitStack, server: Server, broker: redis.Redis, tmp_path: Path
 ) -> None:
@@ -172,18 +195,18 @@ def test_with_django_celery_beat_the_next_leader_continues_what_the_killed_one_p
     site = {"locks": server.url, "broker": server.url_of_db(1), "expire": EXPIRE, "database": database}
     migrate(**site)
     entries = {"second": 1.0, "seldom": 3600.0}
-    beats = [Beat(tmp_path / str(number), DATABASE, entries=entries, **site) for number in range(2)]
-    for beat in beats:
-        stack.callback(beat.close)
+    leading = Beat(tmp_path / "first", DATABASE, entries=entries, **site)
+    stack.callback(leading.close)
     published = stack.enter_context(Published(broker))
     published.wait_for_more("second", 3)
-    leading = leader_of(client, beats)
     leading.process.kill()
-    leader_of(client, beats, leading)
+    # Its start stores the entries anew, later than the last run, of which the database does not know.
+    following = Beat(tmp_path / "second", DATABASE, entries=entries, **site)
+    stack.callback(following.close)
+    leader_of(client, [following])
     published.wait_for_more("second", 2)
     assert published.count("seldom") == 0
     with django_db_blocker.unblock(), using_databases(default=database):
-        [following] = [beat for beat in beats if beat is not leading]
         following.process.send_signal(signal.SIGTERM)
         assert following.process.wait(60) == 0
         with connection.cursor() as cursor:

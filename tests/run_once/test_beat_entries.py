@@ -18,7 +18,7 @@ from celery.schedules import crontab
 
 from django_redislock import LockLost, held_locks, lock
 from django_redislock.celery import beat
-from django_redislock.celery.beat import LeaderMixin, PersistentScheduler
+from django_redislock.celery.beat import PAUSE, LeaderMixin, PersistentScheduler
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
 
@@ -157,6 +157,43 @@ def test_a_candidate_publishes_nothing_and_follows_a_closed_leader_at_once(start
     assert elected == [False]
     first.close()
     assert second._stand()
+
+
+@pytest.mark.slow
+def test_a_candidate_follows_the_last_runs_and_knows_them_when_redis_has_lost_its_data(
+    start: Callable[..., Recording], client: redis.Redis
+) -> None:
+    first, second = start(HOUR), start(HOUR)  # the file of the second one says that the entry is due
+    assert tick(first) == ["report"]
+    candidate = threading.Thread(target=second._stand)  # a thread would not wait for itself
+    candidate.start()
+    candidate.join()
+    client.flushall()
+    assert second._stand()
+    assert second._quiet_until
+    second._quiet_until = 1  # the time is over
+    assert tick(second) == []
+    assert b"nightly" in client.hkeys("{redislock:beat}:times:celery-beat:shop")
+
+
+@pytest.mark.slow
+def test_a_new_leader_takes_over_what_the_former_one_gives_back_after_a_loss_of_data(
+    start: Callable[..., Recording], client: redis.Redis
+) -> None:
+    first, second = start(HOUR), start(HOUR)
+    assert first._stand()
+    candidate = threading.Thread(target=second._stand)
+    candidate.start()
+    candidate.join()
+    assert tick(first) == ["report"]  # the second one has not seen that
+    client.flushall()
+    assert second._stand()
+    assert second.tick() == pytest.approx(PAUSE)
+    assert second.sent == []
+    with pytest.raises(LockLost):
+        first._term.extend()  # type: ignore[union-attr]
+    second._quiet_until = 1
+    assert tick(second) == []
 
 
 def test_the_times_are_kept_for_months_and_not_for_ever(start: Callable[..., Recording], client: redis.Redis) -> None:

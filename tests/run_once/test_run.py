@@ -104,16 +104,26 @@ def test_bad_input_is_said_before_the_lock_is_taken(
     assert client.keys("*") == []
 
 
-def test_a_program_that_the_system_refuses_has_the_status_of_a_shell(
+def test_run_runs_a_script_without_an_interpreter_line_by_the_shell(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script"
+    script.write_text('echo "$0" "$1"\nexit 3\n')
+    script.chmod(0o755)
+    assert run("x", "--", str(script), "two words")[0] == 3
+    assert capfd.readouterr().out == f"{script} two words\n"  # as with timeout and nohup
+
+
+def test_run_of_a_program_that_the_system_refuses_has_the_status_of_a_shell(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "program"
-    program.write_text("no script, no binary")
-    program.chmod(0o755)
-    assert run("x", "--", str(program))[0] == 126
-    assert "Exec format error" in capfd.readouterr().err
     program.write_text("#!/no/such/interpreter")
+    program.chmod(0o755)
     assert run("x", "--", str(program))[0] == 127
+    assert "No such file" in capfd.readouterr().err
+    program.write_text("#!/etc")
+    assert run("x", "--", str(program))[0] == 126
     assert list(held_locks()) == []
 
 
@@ -145,6 +155,17 @@ def test_a_waiter_says_for_whom_it_waits_and_runs_when_the_lock_is_free(manage: 
     assert process.wait() == 0
     assert process.out == "ran\n"
     assert process.err.count("Waiting") == 1
+
+
+def test_run_says_how_long_the_lock_is_held_as_the_lists_do(client: redis.Redis) -> None:
+    with lock("x", label="the other one"):
+        [key] = [
+            key for key in client.keys("*") if client.type(key) == b"string" and b"the other one" in client.get(key)
+        ]
+        id_, fence, acquired, record = client.get(key).split(b"\n", 3)
+        earlier = b"%d" % (int(acquired) - 548_000)
+        client.set(key, b"\n".join([id_, fence, earlier, record]), keepttl=True)
+        assert "for 9 min 8 s. The command was not run." in run("x", "--no-wait", "--", "true")[1]
 
 
 def test_it_is_said_again_while_the_wait_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,5 +247,5 @@ def test_without_redis_nothing_is_run(settings: Any, capfd: pytest.CaptureFixtur
     settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0", "RETRY_FOR": 0}
     for options in ((), ("--once", "v1"), ("--skip",)):
         status, said = run("x", *options, "--", "echo", "ran")
-        assert (status, "The command was not run." in said) == (69, True), said
+        assert (status, "The command was not run." in said, ".." in said) == (69, True, False), said
     assert capfd.readouterr().out == ""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
+import psutil
 import pytest
 
 from django_redislock import held_locks, lock
-from tests.support import RedisServer, wait_until
-from tests.support.managed import Managed
+from tests.support import Proxy, RedisServer, wait_until
+from tests.support.managed import MANAGE, Managed, environment
+from tests.support.processes import ROOT
 
 UNTIL_TERM = "trap 'echo terminated; exit 0' TERM; echo on; while :; do sleep 0.05; done"
 UNTIL_KILL = "trap '' TERM; echo on; while :; do sleep 0.05; done"
@@ -72,7 +79,52 @@ def test_redis_goes_away_while_the_command_runs(manage: Callable[..., Managed], 
     own_server.kill()
     assert process.wait() == 74
     assert process.out == "on\nterminated\n"
-    assert "Redis confirmed no renewal until its expiry of 1 s ended" in process.err
+    assert "was not renewed in time, so the command was ended before the expiry" in process.err
+
+
+# It needs most of its grace to stop, and says when it began and ended.
+SLOW_STOP = (
+    "import signal, sys, time\n"
+    "def stop(*_):\n"
+    "    time.sleep(1.2); print('ended', time.time(), flush=True); sys.exit()\n"
+    "signal.signal(signal.SIGTERM, stop)\n"
+    "print('on', time.time(), flush=True)\n"
+    "while True: time.sleep(0.05)\n"
+)
+
+
+@pytest.mark.parametrize("fault", ["cut off", "parent killed", "parent stopped"])
+def test_run_ends_a_command_that_stops_slowly_before_the_next_holder_begins(
+    manage: Callable[..., Managed], proxy: Proxy, redis_url: str, fault: str
+) -> None:
+    options = ("redislock", "run", "x", "--expire", "4s", "--grace", "1.8s", "--", sys.executable, "-c", SLOW_STOP)
+    first = manage(*options, DJANGO_REDISLOCK={"URL": proxy.url, "RETRY_FOR": 0.2})
+    first.wait_for("on")
+    second = manage(*options)
+    second.wait_for("Waiting")
+    if fault == "cut off":
+        proxy.black_hole()
+    else:
+        first.process.send_signal(signal.SIGKILL if fault == "parent killed" else signal.SIGSTOP)
+    second.wait_for_output("on")
+    first.wait_for_output("ended")
+    ended, began = (float(process.out.split()[position]) for process, position in ((first, 3), (second, 1)))
+    assert ended <= began
+    if fault == "parent stopped":
+        first.process.send_signal(signal.SIGCONT)
+        assert first.wait() == 74
+
+
+@pytest.mark.usefixtures("locks_by_url")
+def test_run_says_that_the_command_may_run_beside_the_next_holder_with_a_grace_longer_than_half_of_the_expiry(
+    manage: Callable[..., Managed],
+) -> None:
+    long = manage("redislock", "run", "x", "--expire", "4s", "--grace", "10s", "--", "true")
+    assert long.wait() == 0
+    assert "beside the next holder for 8.0 s. Give a longer --expire." in long.err
+    for options in (("--grace", "10s"), ("--expire", "4s"), ("--expire", "4s", "--grace", "10s", "--on-loss", "warn")):
+        quiet = manage("redislock", "run", "x", *options, "--", "true")
+        assert (quiet.wait(), quiet.err) == (0, "")
 
 
 def test_redis_is_away_when_the_command_ends(manage: Callable[..., Managed], own_server: RedisServer) -> None:
@@ -101,3 +153,63 @@ def test_redis_goes_away_while_the_command_waits_for_the_lock(
     assert waiter.wait() == 69
     assert waiter.out == ""
     assert "The command was not run." in waiter.err
+
+
+@pytest.fixture(params=["no reader", "full", "closed"])
+def silenced(
+    request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
+) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], Path]]]:
+    """Start ``redislock run`` with a stderr that cannot be written; return the process and the file of its output."""
+    with ExitStack() as stack:
+
+        def start(*arguments: str) -> tuple[subprocess.Popen[bytes], Path]:
+            read, write = os.pipe()
+            redirect = {"no reader": "", "full": "2>/dev/full", "closed": "2>&-"}[request.param]
+            output = tmp_path / "output"
+            process = subprocess.Popen(
+                ["sh", "-c", f'exec "$@" {redirect}', "sh", *MANAGE, "redislock", "run", "x", *arguments],
+                cwd=ROOT,
+                env=environment(DJANGO_REDISLOCK={"URL": redis_url}),
+                stdin=subprocess.DEVNULL,
+                stdout=stack.enter_context(output.open("wb")),
+                stderr=write,
+            )
+            os.close(write)
+            os.close(read)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process, output
+
+        yield start
+
+
+@pytest.mark.usefixtures("locks_by_url")
+def test_run_whose_stderr_cannot_be_written_ends_the_command_when_the_lock_is_lost(
+    silenced: Callable[..., tuple[subprocess.Popen[bytes], Path]],
+) -> None:
+    process, output = silenced("--expire", "1s", "--", "sh", "-c", f"exec 2>/dev/null; {UNTIL_TERM}")
+    wait_until(lambda: output.read_text() == "on\n")
+    assert lock("x").reset()
+    assert process.wait(60) == 74
+    assert output.read_text() == "on\nterminated\n"
+
+
+@pytest.mark.usefixtures("locks_by_url")
+def test_run_whose_stderr_cannot_be_written_is_killed_and_a_command_that_ignores_sigterm_ends(
+    silenced: Callable[..., tuple[subprocess.Popen[bytes], Path]],
+) -> None:
+    process, output = silenced("--grace", "0.3s", "--", "sh", "-c", f"echo $$; {UNTIL_KILL}")
+    wait_until(lambda: output.read_text().endswith("on\n"))
+    command = psutil.Process(int(output.read_text().split()[0]))
+    process.kill()
+    wait_until(lambda: not command.is_running() or command.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.usefixtures("locks_by_url")
+def test_run_whose_stderr_cannot_be_written_has_the_exit_status_of_a_busy_lock(
+    silenced: Callable[..., tuple[subprocess.Popen[bytes], Path]],
+) -> None:
+    with lock("x"):
+        process, output = silenced("--timeout", "0.1s", "--", "echo", "ran")
+        assert process.wait(60) == 75
+    assert output.read_text() == ""

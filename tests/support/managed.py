@@ -69,6 +69,10 @@ class Managed:
 
         wait_until(written, message=lambda: f"{text!r} in:\n{self.out}\n{self.err}")
 
+    def wait_for_output(self, text: str) -> None:
+        """Wait until the text is in its stdout, whether it has ended or not."""
+        wait_until(lambda: text in self.out, message=lambda: f"{text!r} in:\n{self.out}\n{self.err}")
+
     def end_input(self) -> None:
         """Close its standard input."""
         assert self.process.stdin is not None

@@ -23,7 +23,7 @@ from ...inventory import HeldLockRow, Listing, read
 from ...models import HeldLock
 from ...texts import visible
 from ..durations import seconds
-from ..output import cut, plain, record, table, words_of
+from ..output import Speech, cut, plain, record, table, words_of
 from ..release import release_lock, release_task
 from ..run import run
 from ..run_arguments import ActionParser, add_parser
@@ -97,6 +97,8 @@ class Command(BaseCommand):
     def handle(self, *args: Any, action: str, **options: Any) -> None:
         """Run one of the actions."""
         if action == "run":
+            # Django writes the text of an error to it, too, and then ends with the status of the error.
+            self.stderr = Speech(self.stderr)
             status = run(options, self.stderr)
             if status:
                 sys.exit(status)
