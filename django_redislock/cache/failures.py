@@ -41,12 +41,11 @@ def dump_failure(name: str, dumps: Callable[[Any], bytes], loads: Callable[[byte
 def load_failure(loads: Callable[[bytes], Any], data: bytes) -> Exception:
     """Return the exception from the bytes, or ComputationFailed where its class cannot be imported."""
     text, _, serialized = data[1:].partition(b"\n")
-    error: Any = None
+    found: Any = None
     if serialized:
         with suppress(Exception):
-            error = loads(serialized)
-    if not isinstance(error, Exception):
-        error = ComputationFailed(*json.loads(text))
+            found = loads(serialized)
+    error = found if isinstance(found, Exception) else ComputationFailed(*json.loads(text))
     error.add_note("It was raised in another process, which computed the value for all waiting callers.")
     return error
 

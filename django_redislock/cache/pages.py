@@ -100,7 +100,7 @@ def cache_page(
             @functools.wraps(view)
             async def async_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
                 page = _Page(rules, request, stale, on_error)
-                find, store, ask = map(sync_to_async, (page.find, page.store, page.ask))
+                find, store, ask = sync_to_async(page.find), sync_to_async(page.store), sync_to_async(page.ask)
 
                 async def render_once() -> Any:
                     try:
@@ -221,7 +221,7 @@ class _Page:
         if callable(render) and not getattr(response, "is_rendered", True):
             response = render()
         self.request._cache_update_cache = self.may_be_cached  # type: ignore[attr-defined]
-        self.response = response = self.rules.process_response(self.request, response)
+        self.response = response = self.rules.process_response(self.request, response)  # type: ignore[assignment]
         if self._stored is None:
             return
         if self._stored.stored:

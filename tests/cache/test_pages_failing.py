@@ -195,7 +195,8 @@ def test_a_failure_for_one_visitor_reaches_no_other_one(failure, stale, names_kn
         gate.end.set()
         ask("eve")
         pages = [key for key in client.keys("*cache_page*") if b"cache_header" not in key]
-        client.delete(*pages)  # the page has expired, and the names have not
+        assert all(client.ttl(key) > 3600 for key in client.keys("*cache_header*")), "the names outlive the page"
+        client.delete(*pages)
         gate.end.clear()
         gate.running.clear()
     with ThreadPoolExecutor(3) as pool:
