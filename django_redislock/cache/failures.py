@@ -1,65 +1,51 @@
-"""Failures of a computation or a view, in a form that can be sent to the waiters in other processes."""
+"""Failures of a computation: the form in which they are sent to the waiters, and what they mean for a transaction."""
 
 from __future__ import annotations
 
 import json
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
-from django.http import Http404, HttpResponse, HttpResponseBase
-from django.http.multipartparser import MultiPartParserError
+from django.db import connections
 
 from ..exceptions import ComputationFailed
 
-PERSONAL = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
-"""Errors that Django answers with a status 4xx: they are about one request, and another request may succeed."""
 MAX_TEXT = 1000
 """Number of characters of an error's text that are sent."""
 MAX_PICKLE = 32768
 """Number of bytes up to which an exception itself is sent."""
 
 
-def portable_error(name: str, error: Exception) -> Exception:
-    """Return the exception, or ComputationFailed in place of one that cannot be pickled and unpickled."""
-    try:
-        if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301  # pickled here
-            return error
-    except Exception:  # noqa: S110  # its own methods may raise anything
-        pass
-    return _as_text(name, error)
-
-
-def portable_response(response: HttpResponseBase) -> HttpResponseBase:
-    """Return the response, or one with its status alone if it is meant for one client only or cannot be pickled."""
-    control = response.get("Cache-Control", "")
-    if not (response.streaming or response.cookies or "private" in control or "no-store" in control):
-        try:
-            pickle.dumps(response)
-            return response
-        except Exception:  # noqa: S110
-            pass
-    plain = HttpResponse(status=response.status_code, reason=response.reason_phrase)
-    if "Retry-After" in response:
-        plain["Retry-After"] = response["Retry-After"]
-    return plain
+def roll_back_request() -> None:
+    """Roll back the request's transactions (ATOMIC_REQUESTS), as Django does for an error that leaves the view."""
+    for connection in connections.all(initialized_only=True):
+        if connection.settings_dict["ATOMIC_REQUESTS"] and connection.in_atomic_block:
+            connection.set_rollback(True)
 
 
 def dump_failure(name: str, dumps: Callable[[Any], bytes], loads: Callable[[bytes], Any], error: Exception) -> bytes:
-    """Return the exception as bytes for the waiters: serialized like a value of the cache, or else as text."""
+    """Return the exception as bytes for the waiters: as text, and serialized like a value of the cache if it can be."""
+    text = json.dumps(_as_text(name, error).args).encode()
     try:
-        data = dumps(portable_error(name, error))
-        if len(data) <= MAX_PICKLE and isinstance(loads(data), Exception):
-            return b"=" + data
-    except Exception:  # noqa: S110  # not every serializer takes exceptions
+        if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301  # pickled here
+            data = dumps(error)
+            if len(data) <= MAX_PICKLE and isinstance(loads(data), Exception):
+                return b"=%b\n%b" % (text, data)
+    except Exception:  # noqa: S110  # its own methods may raise anything, and not every serializer takes exceptions
         pass
-    return b"!" + json.dumps(_as_text(name, error).args).encode()
+    return b"!" + text
 
 
 def load_failure(loads: Callable[[bytes], Any], data: bytes) -> Exception:
-    """Return the exception from the bytes."""
-    error: Exception = loads(data[1:]) if data[:1] == b"=" else ComputationFailed(*json.loads(data[1:]))
+    """Return the exception from the bytes, or ComputationFailed where its class cannot be imported."""
+    text, _, serialized = data[1:].partition(b"\n")
+    found: Any = None
+    if serialized:
+        with suppress(Exception):
+            found = loads(serialized)
+    error = found if isinstance(found, Exception) else ComputationFailed(*json.loads(text))
     error.add_note("It was raised in another process, which computed the value for all waiting callers.")
     return error
 

@@ -1,35 +1,68 @@
-"""`cache_page`: Django's decorator, but a missing page is rendered once for all requests that wait for it."""
+"""`cache_page`: Django's decorator, but a missing page is rendered once for all requests that wait for it.
+
+Nothing that was made for one request is sent to another one, unless Django's own decorator would have sent it: a page
+from the cache. What the requests share about a rendering is a word (see `Said`).
+"""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
+from copy import copy
 from typing import Any, TypeVar, Unpack
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache import caches
-from django.http import Http404, HttpRequest, HttpResponseBase
+from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
+from django.http.multipartparser import MultiPartParserError
 from django.middleware.cache import CacheMiddleware
-from django.utils.cache import get_cache_key
 
+from ..core.clock import monotonic
 from ..core.events import log
 from .compute_once import ComputeOnceMixin
-from .failures import PERSONAL, portable_error, portable_response
+from .failures import roll_back_request
 from .lease.request import is_interruption
 from .options import PageOptions, validate
-from .stale_pages import StalePages
+from .page_cache import PageCache
 
 View = TypeVar("View", bound=Callable[..., Any])
 
 UNCACHEABLE_FOR = 60
 """Seconds for which each request renders a page that may not be stored, without a wait: Varnish's hit-for-pass."""
 PAUSE = 1
-"""Seconds for which a failed view is not called again: the requests of that time get the same failure."""
+"""Seconds for which a view that answered 5xx is not called again, and for which requests take turns at one that
+raises."""
 GONE = (404, 410)
 """The status codes that delete the stale copy of a page."""
 ROUNDS = 2
 """How often a request waits: first until the Vary header is known, then for the page of its own headers."""
+PERSONAL = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
+"""Errors that Django answers with a status 4xx: they are about one request, and another request may succeed."""
+
+
+class Said:
+    """What the request that called the view says to those that wait; a value of the cache, whatever its serializer."""
+
+    LOOK_AGAIN: Any = True
+    """The page is stored, or the names of its headers are known now."""
+    RENDER: Any = False
+    """The page may not be stored: each request renders its own."""
+    PERSONAL: Any = None
+    """An error for that request alone: each request renders its own."""
+    RAISED: Any = "raised"
+    """The view raised. A middleware may make anything of it, such as a redirect, so the requests call the view in
+    turn."""
+    FAILED: Any = "failed"
+    """The view answered 5xx."""
+    PAUSED: Any = "paused"
+    """The view failed, and there are stale copies until it is called again."""
+
+
+RENDERED_ELSEWHERE: Any = object()
+"""Returned by `get_or_set` when another request renders the page and there is a stale page."""
+TOO_LATE: Any = object()
+"""Returned by `get_or_set` when the turn of a request did not come."""
 
 
 def cache_page(
@@ -40,13 +73,15 @@ def cache_page(
     `timeout` is in seconds. Django's own rules decide which page is stored, for how long and for whom: GET and HEAD
     only, Vary, Cache-Control, status 200, no cookies for some. A page that may not be stored is rendered by each
     request; for the next `UNCACHEABLE_FOR` seconds no request waits for such a page. A view that raises or answers 5xx
-    is called by one request at a time: the requests that waited for it, or come within `PAUSE` seconds, get the same
-    answer or exception. An error that Django answers by 4xx (`Http404`, `PermissionDenied`, …) is for its own request
-    only. A template response is rendered within the decorator.
+    is called by one request at a time. After a 5xx the requests with the same headers that waited, or come within
+    `PAUSE` seconds, get a bare 503 with Retry-After. After an exception those that waited call the view in turn, and
+    get the bare 503 when it still raises after `PAUSE` seconds. An error that Django answers by 4xx (`Http404`,
+    `PermissionDenied`, …) is for its own request only. A template response is rendered within the decorator.
 
     With `stale` a copy of each page is kept that many seconds longer. While one request renders a new page, the others
     get the stale page at once. With ``on_error="stale"`` (or the setting) all requests get it when the view fails,
-    too. The failure is logged, and the next call of the view waits for a pause that grows from a second to a minute.
+    too, and an exception rolls back the request's transaction (ATOMIC_REQUESTS). The failure is logged, and the next
+    call of the view waits for a pause that grows from a second to a minute.
     The other `options` are those of `get_or_set` about waiting: `wait`, `expire`, `auto_renewal` and `max_hold`.
 
     Raises TypeError and ValueError for bad arguments. The loss of a lease is no error: another request may render, too.
@@ -58,14 +93,14 @@ def cache_page(
     options.pop("stale", None)
 
     def decorate(view: View) -> View:
-        rules = CacheMiddleware(view, page_timeout=timeout, cache_alias=cache, key_prefix=key_prefix)
+        rules = _Rules(view, page_timeout=timeout, cache_alias=cache, key_prefix=key_prefix)
 
         if iscoroutinefunction(view):
 
             @functools.wraps(view)
             async def async_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
                 page = _Page(rules, request, stale, on_error)
-                find, store = sync_to_async(page.find), sync_to_async(page.store)
+                find, store, ask = sync_to_async(page.find), sync_to_async(page.store), sync_to_async(page.ask)
 
                 async def render_once() -> Any:
                     try:
@@ -73,17 +108,14 @@ def cache_page(
                             await store(await view(request, *args, **kwargs))
                     except Exception as error:
                         page.fail(error)
-                    return await sync_to_async(page.finish)()
+                    return await sync_to_async(page.say)()
 
-                for _ in range(ROUNDS):
-                    if await find() is not None or not page.shared:
-                        break
-                    key = await sync_to_async(page.learn_key)()
-                    all_options = options | await sync_to_async(page.find_stale)()
-                    if page.accept(await page.cache.aget_or_set(key, render_once, page.remembered_for, **all_options)):
-                        break
-                else:
-                    await find()
+                while (asked := await ask()) is not None:
+                    key, waiting = asked
+                    all_options = options | waiting
+                    await sync_to_async(page.hear)(
+                        await page.cache.aget_or_set(key, render_once, page.said_for, **all_options)
+                    )
                 if not page.is_answered:
                     await store(await view(request, *args, **kwargs))
                 return page.answer()
@@ -100,16 +132,11 @@ def cache_page(
                         page.store(view(request, *args, **kwargs))
                 except Exception as error:
                     page.fail(error)
-                return page.finish()
+                return page.say()
 
-            for _ in range(ROUNDS):
-                if page.find() is not None or not page.shared:
-                    break
-                key, all_options = page.learn_key(), options | page.find_stale()
-                if page.accept(page.cache.get_or_set(key, render_once, page.remembered_for, **all_options)):
-                    break
-            else:
-                page.find()
+            while (asked := page.ask()) is not None:
+                key, waiting = asked
+                page.hear(page.cache.get_or_set(key, render_once, page.said_for, **(options | waiting)))
             if not page.is_answered:
                 page.store(view(request, *args, **kwargs))
             return page.answer()
@@ -119,32 +146,39 @@ def cache_page(
     return decorate
 
 
-RENDERED_ELSEWHERE: Any = object()
-"""Returned by `get_or_set` when another request renders the page and there is a stale page."""
+class _Rules(CacheMiddleware):
+    """Django's rules. For one request they have a cache of its own, in place of the property."""
+
+    cache: Any = None
 
 
 class _Page:
     """The answer to one request, by Django's rules: a page, or the error of the view."""
 
-    def __init__(self, rules: CacheMiddleware, request: HttpRequest, stale: float, on_error: str | None) -> None:
+    def __init__(self, rules: _Rules, request: HttpRequest, stale: float, on_error: str | None) -> None:
         if not hasattr(request, "META"):
             raise TypeError("cache_page didn't receive an HttpRequest: decorate methods with @method_decorator")
-        self.rules = rules
+        self.rules = copy(rules)
         self.request = request
         self.cache: Any = caches[rules.cache_alias]
+        self.rules.cache = self.cache
         self.response: HttpResponseBase | None = None
         self.error: Exception | None = None
         """The error of the view."""
-        self.stored = False
-        self.key = ""
-        """The key of the computation that the requests share."""
+        self._on_error = on_error
+        self._stored: PageCache | None = None
+        """None with a cache of another package: there all is as in Django."""
+        if isinstance(self.cache, ComputeOnceMixin):
+            self._stored = PageCache(self.cache, request, rules.key_prefix, stale)
+            self.rules.cache = self._stored
+        self._rounds = 0
+        self._alone = False
+        """Whether the request calls the view without a wait for another one."""
         self._refused = False
         """Whether another request found that the page may not be stored."""
-        self._stale_pages = (
-            StalePages(rules, self.cache, stale) if stale and isinstance(self.cache, ComputeOnceMixin) else None
-        )
+        self._raised_at: float | None = None
+        """When the request heard first that the view raised."""
         self._old: HttpResponseBase | None = None
-        self._on_error = on_error
         self._pause: float = PAUSE
 
     @property
@@ -153,62 +187,32 @@ class _Page:
         return bool(getattr(self.request, "_cache_update_cache", False))
 
     @property
-    def shared(self) -> bool:
-        """Whether to wait for another request; not with a cache of another package, where all is as in Django."""
-        return self.may_be_cached and isinstance(self.cache, ComputeOnceMixin)
-
-    @property
     def is_answered(self) -> bool:
         """Whether there is a page or an error."""
         return self.response is not None or self.error is not None
 
-    @property
-    def outcome(self) -> Any:
-        """The outcome for the waiting requests: whether the page is stored, its failure, or None: call the view."""
-        if isinstance(self.error, PERSONAL):
+    def ask(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the key and the options by which to wait for another request, or to be the one that renders.
+
+        None when there is an answer, or no other request to wait for.
+        """
+        if self.is_answered or self._alone or self.find() is not None:
             return None
-        if self.error is not None:
-            return portable_error(self.key, self.error)
-        if self.response is not None and self.response.status_code >= 500:
-            return portable_response(self.response)
-        return self.stored
-
-    def finish(self) -> Any:
-        """Return the outcome. After a failure, if there is a stale page, log the failure and set the next pause."""
-        outcome = self.outcome
-        if self._old is not None and self._stale_pages is not None and _is_failure(outcome):
-            self._pause = self._stale_pages.pause(self.request)
-            self.cache._counters.count("errors")
-            message = "The page %s could not be rendered again. The stale page is shown, and the next try is in %g s."
-            log.error(message, self.request.path, self._pause, exc_info=self.error)
-        return outcome
-
-    def remembered_for(self, outcome: Any) -> float:
-        """Return the timeout of the outcome in seconds; 0: only the waiting requests get it."""
-        if outcome is False:
-            return UNCACHEABLE_FOR
-        return self._pause if _is_failure(outcome) else 0
-
-    def find_stale(self) -> dict[str, Any]:
-        """Find a stale page, and return options of `get_or_set`: with a stale page the request does not wait."""
-        if self._stale_pages is not None:
-            self._old = self._stale_pages.find(self.request)
-        return {} if self._old is None else {"wait": 0, "on_wait_timeout": lambda: RENDERED_ELSEWHERE}
-
-    def learn_key(self) -> str:
-        """Return the key of the page for these headers, or for this address while the Vary header is unknown."""
-        method = str(self.request.method)
-        known = get_cache_key(self.request, self.rules.key_prefix, method, cache=self.cache)
-        if known is None:
-            address = hashlib.sha256(self.request.build_absolute_uri().encode()).hexdigest()
-            known = f"{self.rules.key_prefix}.{method}.{address}"
-        self.key = f"redislock.page.{known}"
-        return self.key
+        if self._stored is None or not self.may_be_cached or self._rounds == ROUNDS:
+            return None
+        key = self._stored.share_by("redislock.page.")
+        self._old = self._stored.find_stale()
+        if self._old is not None:
+            return key, {"wait": 0, "on_wait_timeout": lambda: RENDERED_ELSEWHERE}
+        if self._raised_at is not None:
+            return key, {"on_wait_timeout": lambda: TOO_LATE}
+        return key, {}
 
     def find(self) -> HttpResponseBase | None:
         """Return the page from the cache, if it is there."""
+        if self._stored is not None:
+            self._stored.forget()
         self.response = self.rules.process_request(self.request)
-        self.stored = self.response is not None
         return self.response
 
     def store(self, response: HttpResponseBase) -> None:
@@ -217,60 +221,103 @@ class _Page:
         if callable(render) and not getattr(response, "is_rendered", True):
             response = render()
         self.request._cache_update_cache = self.may_be_cached  # type: ignore[attr-defined]
-        self.response = self.rules.process_response(self.request, response)  # type: ignore[assignment]
-        key = get_cache_key(self.request, self.rules.key_prefix, str(self.request.method), cache=self.cache)
-        self.stored = self.may_be_cached and key is not None and self.cache.has_key(key)
-        if self.stored and self._refused:
-            self.cache.delete(self.key)  # otherwise no request would wait for this page after its expiry
-        if self._stale_pages is None or self.response is None:
+        self.response = response = self.rules.process_response(self.request, response)  # type: ignore[assignment]
+        if self._stored is None:
             return
-        if self.stored:
-            self._stale_pages.save(self.request, self.response)
-        elif self.response.status_code in GONE:
-            self._stale_pages.delete(self.request)
+        if self._stored.stored:
+            if self._refused:  # otherwise no request would wait for this page after its expiry
+                self.cache.delete(self._stored.lease_key)
+            self._stored.save_stale(response)
+        elif response.status_code in GONE:
+            self._stored.delete_stale()
 
     def fail(self, error: Exception) -> None:
         """Note the error of the view."""
         if is_interruption(error):
             raise error
         self.error = error
-        if self._stale_pages is not None and isinstance(error, Http404):
-            self._stale_pages.delete(self.request)
+        if isinstance(error, Http404) and self._stored is not None:
+            self._stored.delete_stale()
 
-    def accept(self, outcome: Any) -> bool:
-        """Note the outcome of the request that called the view; return whether there is nothing more to wait for."""
-        if not self.is_answered:
-            if outcome is RENDERED_ELSEWHERE or (self._old is not None and _is_failure(outcome)):
-                self._answer_with_stale()
-            elif isinstance(outcome, Exception):
-                self.error = outcome
-            elif isinstance(outcome, HttpResponseBase):
-                self.response = outcome
-            self._refused = outcome is False
-        return self.is_answered or outcome is not True
+    def say(self) -> Any:
+        """Return what the waiting requests may know of this one.
+
+        After a failure, if there is a stale page, log the failure and set the next pause.
+        """
+        assert self._stored is not None  # noqa: S101
+        if isinstance(self.error, PERSONAL):
+            return Said.PERSONAL
+        if not self._failed:
+            return Said.LOOK_AGAIN if self._stored.stored or not self.may_be_cached else Said.RENDER
+        if self._old is not None:
+            self._pause = self._stored.next_pause()
+            self.cache._counters.count("errors")
+            message = "The page %s could not be rendered again. The stale page is shown, and the next try is in %g s."
+            log.error(message, self.request.path, self._pause, exc_info=self.error)
+            return Said.PAUSED
+        if self.error is not None:
+            return Said.RAISED
+        asked = self._stored.lease_key
+        self._stored.learn_names(self.response)  # type: ignore[arg-type]
+        if self._stored.share_by("redislock.page.") == asked:
+            return Said.FAILED
+        # The requests asked by the address. Only those with the same headers may know that the view failed.
+        self.cache.set(self._stored.lease_key, Said.FAILED, PAUSE)
+        return Said.LOOK_AGAIN
+
+    def said_for(self, said: Any) -> float:
+        """Return for how many seconds later requests hear this, too; 0: only the waiting ones do."""
+        if said is Said.RENDER:
+            return UNCACHEABLE_FOR
+        return {Said.FAILED: PAUSE, Said.PAUSED: self._pause}.get(said, 0)
+
+    def hear(self, said: Any) -> None:
+        """Note what another request said, unless this one called the view itself."""
+        if self.is_answered:
+            return
+        self._refused = said is Said.RENDER
+        self._alone = said is Said.RENDER or said is Said.PERSONAL
+        if said is Said.LOOK_AGAIN:
+            self._rounds += 1
+        elif not self._alone and self._old is not None:
+            self._answer_with_stale()
+        elif said == Said.RAISED or said == Said.PAUSED:
+            self._take_turn(said)
+        elif not self._alone:
+            self._refuse()
+
+    def _take_turn(self, said: Any) -> None:
+        """Call the view next, unless it has raised for too long."""
+        if said == Said.PAUSED:  # the pause is meant for those who have a stale page
+            self.cache.delete(self._stored.lease_key)  # type: ignore[union-attr]
+        if self._raised_at is None:
+            self._raised_at = monotonic()
+        elif monotonic() - self._raised_at > PAUSE:
+            self._refuse()
 
     def answer(self) -> HttpResponseBase:
         """Return the page, or raise the error of the view."""
-        if (
-            self._old is not None
-            and self._hides_errors
-            and self.response is not self._old
-            and _is_failure(self.outcome)
-        ):
+        hides_errors = self._old is not None and (self._on_error or self.cache._settings.on_error) == "stale"
+        if hides_errors and self.response is not self._old and self._failed:
+            if self.error is not None:
+                roll_back_request()
             self._answer_with_stale()
         if self.error is not None:
             raise self.error
         return self.response  # type: ignore[return-value]
 
     @property
-    def _hides_errors(self) -> bool:
-        return (self._on_error or self.cache._settings.on_error) == "stale"
+    def _failed(self) -> bool:
+        """Whether the view raised, or answered 5xx."""
+        if self.error is not None:
+            return not isinstance(self.error, PERSONAL)
+        return self.response is not None and self.response.status_code >= 500
 
     def _answer_with_stale(self) -> None:
         self.response, self.error = self._old, None
         self.request._cache_update_cache = False  # type: ignore[attr-defined]  # no middleware may store it as new
         self.cache._counters.count("stale_served")
 
-
-def _is_failure(outcome: Any) -> bool:
-    return isinstance(outcome, (Exception, HttpResponseBase))
+    def _refuse(self) -> None:
+        self.response = HttpResponse(status=503, headers={"Retry-After": str(PAUSE)})
+        self.request._cache_update_cache = False  # type: ignore[attr-defined]

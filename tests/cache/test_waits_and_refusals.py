@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import sys
+import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.core.cache import caches
 
 from django_redislock.cache import cached
-from django_redislock.exceptions import AcquireTimeout
+from django_redislock.cache.failures import dump_failure, load_failure
+from django_redislock.exceptions import AcquireTimeout, ComputationFailed
 from tests.support import cache_programs, wait_until
 from tests.support.cache_programs import Work, cache_at, followers, held, lease_elsewhere, never, waiters
 
@@ -192,3 +197,44 @@ def test_a_failing_timeout_is_the_callers_error(get, client):
     with pytest.raises(ZeroDivisionError):
         get("k", lambda: "v", lambda value: 1 / 0)
     assert not held(client)
+
+
+def test_load_failure_of_a_class_that_cannot_be_imported_carries_its_text():
+    gone = type("Gone", (Exception,), {"__module__": "tests.gone_module"})
+    module = sys.modules["tests.gone_module"] = types.ModuleType("tests.gone_module")
+    module.Gone = gone
+    try:
+        data = dump_failure("k", pickle.dumps, pickle.loads, gone("sick"))
+    finally:
+        del sys.modules["tests.gone_module"]
+    assert data[:1] == b"=", "it was sent as it is"
+    error = load_failure(pickle.loads, data)
+    assert isinstance(error, ComputationFailed)
+    assert (error.kind, str(error.text)) == ("tests.gone_module.Gone", "sick")
+
+
+class OwnByAttribute(Exception):
+    callers_own = True
+
+
+JobTimeoutException = type("JobTimeoutException", (Exception,), {})
+TimeLimit = type("TimeoutError", (AssertionError,), {"__module__": "timeout_decorator.timeout_decorator"})
+
+
+@pytest.mark.parametrize("own", [OwnByAttribute, JobTimeoutException, TimeLimit])
+def test_get_or_set_gives_a_callers_own_time_limit_to_no_other_caller(cache, own):
+    running, end = threading.Event(), threading.Event()
+
+    def limited():
+        running.set()
+        assert end.wait(20)
+        raise own("mine")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(cache.get_or_set, "k", limited, 60)
+        assert running.wait(10)
+        other = pool.submit(cache.get_or_set, "k", lambda: "v", 60)
+        wait_until(lambda: followers() == 1)
+        end.set()
+        assert isinstance(first.exception(20), own)
+        assert other.result(20) == "v"

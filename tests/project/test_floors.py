@@ -143,11 +143,11 @@ def test_every_exception_from_the_floors_is_needed():
     assert {pair for pair in LAZY if pair not in seen} == set()
 
 
-def test_no_module_has_more_than_300_lines_and_no_test_file_more_than_400():
+def test_no_module_has_more_than_500_lines_and_no_test_file_more_than_400():
     tests = Path(__file__).parents[1]
     long = {
         str(path.relative_to(root.parent)): lines
-        for root, limit in ((PACKAGE, 300), (tests, 400))
+        for root, limit in ((PACKAGE, 500), (tests, 400))
         for path in root.rglob("*.py")
         if (lines := len(path.read_text().splitlines())) > limit
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -115,13 +116,22 @@ class Outcome(NamedTuple):
         return self.data is None and self.error is None and not self.absent
 
 
+CALLERS_OWN = ("SoftTimeLimitExceeded", "JobTimeoutException")
+"""The names of the time limits of Celery and RQ, which are Exceptions."""
+
+
 def is_interruption(error: BaseException) -> bool:
     """Whether the error ends the work of one caller only and says nothing about the value.
 
-    Celery's soft time limit is such an error, though it is an Exception.
+    Such an Exception is known by its name, by its package, or by a true attribute `callers_own` of it or its class.
     """
-    return not isinstance(error, Exception) or any(
-        kind.__name__ == "SoftTimeLimitExceeded" for kind in type(error).__mro__
+    return (
+        not isinstance(error, Exception)
+        or bool(getattr(error, "callers_own", False))
+        or any(
+            kind.__name__ in CALLERS_OWN or kind.__module__.startswith("timeout_decorator.")
+            for kind in type(error).__mro__
+        )
     )
 
 
@@ -154,6 +164,7 @@ ASK_AGAIN_AFTER_REFUSAL = 60.0
 """Seconds for which a server that refused a lease, because permissions are missing, is not asked again."""
 
 _logged: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
+_ignored: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()
 LOG_AGAIN_AFTER = 60.0
 """Seconds for which the next ignored error of the same server is logged as DEBUG only."""
 
@@ -164,9 +175,15 @@ def log_level(server: Server, ignore_errors: bool) -> int | None:
 
 
 def note_logged(server: Server) -> None:
-    """Remember that an error of the server was logged now."""
+    """Remember that an error of the server was ignored and logged now."""
+    _ignored[server] = monotonic()
     if log_level(server, True) is None:
         _logged[server] = monotonic() + LOG_AGAIN_AFTER
+
+
+def was_ignored_since(server: Server, began: float) -> bool:
+    """Whether an error of the server was ignored since this time on the monotonic clock."""
+    return _ignored.get(server, -math.inf) >= began
 
 
 def is_forbidden(server: Server) -> bool:
