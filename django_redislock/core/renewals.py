@@ -12,9 +12,8 @@ from redis.exceptions import ClusterCrossSlotError, NoScriptError, RedisError
 from . import events
 from .clock import monotonic
 from .driver import os_threads
-from .driver.by_slot import split
+from .driver.by_slot import is_crossing, split
 from .driver.effects import ScriptBatch, ScriptCall
-from .driver.slots import is_crossing
 from .lease import Cause, Lease
 from .loss import cause_call, causes_of
 from .operations import renew_call

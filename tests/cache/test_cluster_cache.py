@@ -15,7 +15,7 @@ from redis.crc import key_slot
 
 from django_redislock.cache.backends import cluster_backend
 from django_redislock.exceptions import LockBackendError
-from tests.support import Cluster, free_port, in_a_fork
+from tests.support import Cluster, Proxy, free_port, in_a_fork
 from tests.support.cache_programs import cache_at
 
 BACKEND = "ClusterCache"
@@ -253,6 +253,28 @@ def test_errors_of_a_cluster_that_went_away_are_ignored_if_the_settings_say_so()
         for use in (strict.get, strict.has_key, lambda key: strict.get_many([key]), strict.delete):
             with pytest.raises(redis.ConnectionError):
                 use("k")
+
+
+@pytest.mark.slow
+def test_a_cluster_whose_nodes_all_have_new_addresses_is_found_by_its_url():
+    """As after a restart of all pods: the name in the URL leads to one of the new ones."""
+    with Cluster(1) as old, Proxy(old.url) as door:
+        cache = cache_at(door.url, BACKEND, OPTIONS={"SOCKET_TIMEOUT": 1})
+        uses = {
+            "get": lambda: cache.get("k"),
+            "set_many": lambda: cache.set_many({"k": 1, "l": 2}),
+            "get_or_set": lambda: cache.get_or_set("m", lambda: 3, 60),
+            "lock": lambda: cache.lock("n").acquire(),
+        }
+        for use in uses.values():
+            use()
+        for name, use in uses.items():
+            with Cluster(1) as new:
+                for node in old.nodes:
+                    node.kill()
+                door.lead_to(new.url)
+                old = new
+                assert use() in {"get": (None,), "set_many": ([], None), "get_or_set": (3,), "lock": (True,)}[name]
 
 
 # One client for each process

@@ -10,9 +10,9 @@ from __future__ import annotations
 from binascii import crc_hqx
 from functools import lru_cache
 
-from ...core.driver import slots
+from ...core.driver import by_slot
 from ...core.driver.server import Server
-from ...core.driver.slots import SLOTS, slot_of
+from ...core.driver.slot_table import SLOTS, slot_of
 from ...core.keys import BUCKETS, LockKeys, lock_keys
 from ...core.slot_locks import keys_in
 from ...exceptions import LockBackendError
@@ -25,7 +25,7 @@ def is_clustered(server: Server) -> bool:
 
 def is_crossing(error: LockBackendError, server: Server) -> bool:
     """Whether the server refused keys of several slots. If so, leases have other keys from now on."""
-    return slots.is_crossing(error.__cause__, server)
+    return by_slot.is_crossing(error.__cause__, server)
 
 
 def lease_keys(server: Server, prefix: str, name: str, key: str) -> LockKeys:

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
-
-from redis.exceptions import RedisError
 
 from ...core.clock import monotonic
 from ...core.driver.effects import Invoke, Operation
 from ...core.driver.interleave import interleave
-from ...core.operations import release_call
 from ...exceptions import LockBackendError
 from .obtain import lookup
 from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases
 from .single_flight import Caller, Flight, close, failed, for_followers, get_value, own_copy, register
-from .store import ABSENT, ComputeJob, finish, under_leases
+from .store import ABSENT, ComputeJob, finish, give_back, under_leases
 
 DefaultForMany = Callable[[list[Any]], Any]
 """Takes keys in the caller's form, and returns a dict of their values."""
@@ -152,9 +148,7 @@ def _get_or_compute_many(
         yield from interleave(lookups, found, process_found)
         yield from process_found()
     except BaseException:
-        for number in found:
-            with suppress(RedisError):
-                yield release_call(leases[number]).with_text()
+        yield from give_back([leases[number] for number in found])
         raise
 
 

@@ -11,7 +11,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from ...core import events
 from ...core.clock import monotonic
-from ...core.driver.effects import Invoke, Operation, Pipeline, ScriptCall, T
+from ...core.driver.effects import Invoke, Operation, Pipeline, ScriptBatch, ScriptCall, T
 from ...core.driver.retry import with_retries
 from ...core.driver.script import Script
 from ...core.keys import witness_key
@@ -92,9 +92,7 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
     except BaseException:
         for _, lease, *_ in leading:
             watchdog.remove(lease)
-            if not lease.inherited_by_fork and not lease.ended:
-                with suppress(RedisError):
-                    yield release_call(lease).with_text()
+        yield from give_back([lease for _, lease, *_ in leading if not lease.inherited_by_fork and not lease.ended])
         raise
     finally:
         for _, lease, *_ in jobs:
@@ -102,6 +100,14 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
         if token is not None:
             with suppress(ValueError):  # the generator is closed by another task than the one that ran it
                 computing.reset(token)
+
+
+def give_back(leases: Sequence[ValueLease]) -> Operation[None]:
+    """Release the leases by one try for all, after an interruption or an error."""
+    calls = tuple(release_call(lease).with_text() for lease in leases)
+    if calls:
+        with suppress(RedisError):
+            yield calls[0] if len(calls) == 1 else ScriptBatch(calls)
 
 
 def compute(job: ComputeJob) -> Operation[Outcome]:

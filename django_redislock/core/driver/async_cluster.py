@@ -10,8 +10,7 @@ from .async_server import AsyncServer, async_server_of
 from .cluster import Cluster, operation_of
 from .effects import At, AtEach, Call, Effect, Operation, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
 from .routes import ClusterRoom, home_of, subscribe
-from .slot_table import Node
-from .slots import slot_of
+from .slot_table import Node, slot_of
 from .wakeups import new_channel
 
 
@@ -43,7 +42,7 @@ class AsyncCluster(AsyncServer):
             case ScriptCall() if cancelled:
                 node = self._table.last_owner(slot_of(effect.keys[0]))  # even if the node did not answer
                 return None if node is None else await self._view(node)._do(effect, cancelled)
-            case _ if isinstance(effect, Call):
+            case _ if isinstance(effect, Call) and not cancelled:
                 return await self.call(effect)
             case Subscribe():
                 return await self.run(subscribe(self._table, effect))

@@ -86,6 +86,8 @@ class AsyncServer:
         match effect:
             case ScriptCall():
                 return await (self._send_and_forget(effect) if cancelled else self.call(effect))
+            case ScriptBatch(calls) if cancelled:
+                return await asyncio.gather(*[self._do(call, cancelled) for call in calls])
             case ScriptBatch(calls):
                 return await asyncio.gather(*map(self.call, calls), return_exceptions=True)
             case Pipeline():

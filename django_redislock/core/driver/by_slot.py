@@ -5,17 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from redis.exceptions import ClusterCrossSlotError
+
 from ...exceptions import LockBackendError
+from .. import events
 from .cluster import Cluster
 from .effects import Operation, ScriptCall
 from .retry import with_retries, with_retries_each
 from .server import Server
-from .slots import is_crossing, slot_of
+from .slot_table import slot_of
 
 T = TypeVar("T")
 
 Missing = dict[str, str]
 """By node of a Cluster: why it did not answer."""
+
+
+def is_crossing(error: BaseException | None, server: Server) -> bool:
+    """Whether the server refused keys of several slots. If so, calls to it are split by slot from now on.
+
+    So a server in cluster mode behind a plain client is recognised: a Cluster of one shard, a proxy, or a serverless
+    service.
+    """
+    if not isinstance(error, ClusterCrossSlotError):
+        return False
+    if not server.splits:
+        server.splits = True
+        events.log.info(
+            "The server is in cluster mode: from now on, calls about many locks or values are split by slot."
+        )
+    return True
 
 
 def split(items: Iterable[T], key_of: Callable[[T], bytes]) -> dict[int, list[T]]:

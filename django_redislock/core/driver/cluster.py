@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from redis import ConnectionPool, Redis
-from redis.exceptions import AskError, ClusterDownError, RedisError, TryAgainError
+from redis.exceptions import AskError, ClusterDownError, RedisError, TimeoutError, TryAgainError
 
 from . import idle, retry
 from .connection_kinds import nodes_of
@@ -17,8 +17,7 @@ from .identity import inherited_settings
 from .replicated import ReplicatedNode
 from .routes import ClusterRoom, home_of, route, route_commands, route_each, subscribe
 from .server import Server
-from .slot_table import Address, Node, SlotTable
-from .slots import slot_of
+from .slot_table import Address, ClusterPlace, Node, SlotTable, slot_of
 
 RETRY_FOR_BY_CLUSTER = 40.0
 """Longer than a failover takes: by default the nodes wait 15 s before they consider a primary down."""
@@ -42,10 +41,10 @@ class Cluster(Server):
         self.nodes_like: tuple[Any, ...] = client.nodes_like if isinstance(client, Cluster) else _nodes_like(client)
         kind, settings, addresses, remap = self.nodes_like
         self.table = SlotTable(addresses, remap, partial(_new_node, min_replicas, kind, settings))
-        self.addresses, self.remap = frozenset(addresses), remap
-        self.place = "cluster", self.addresses
+        self.place, self.remap = self.table.place, remap
         node = self.table.node_at(min(addresses))
-        self.connection_class, self.settings, self.limit = node.connection_class, node.settings, node.limit
+        self.connection_class, self.limit = node.connection_class, node.limit
+        self.settings = {name: value for name, value in node.settings.items() if name not in ("host", "port")}
         self.timeout, self.patience = node.timeout, node.patience
         self.room: Any = ClusterRoom(self.table, lambda node: node.room)
 
@@ -109,7 +108,7 @@ class Cluster(Server):
             case At(node, call, patience):
                 return node.renew(call, patience)
             case AtEach(effects):
-                return [self._result_of(each) for each in effects]
+                return self._at_each(effects)
             case Subscribe():
                 return self.run(subscribe(self.table, effect))
             case WaitForWakeup(waiter):
@@ -120,6 +119,23 @@ class Cluster(Server):
             case Unsubscribe(waiter):
                 return waiter.home._do(effect)
         return super()._do(effect)
+
+    def _at_each(self, effects: tuple[At, ...]) -> list[Any]:
+        """Carry out each effect, one after the other.
+
+        After each node that is silent the next ones get a quarter of its time. So all of them together cost less than
+        one and a half socket timeouts, however many are silent. A node that was silent lately is asked last.
+        """
+        results: list[Any] = []
+        share = 1.0
+        for effect in effects:
+            if share < 1:
+                patience = self.timeout if effect.patience is None else effect.patience
+                effect = effect._replace(patience=patience * share)
+            results.append(self._result_of(effect))
+            if isinstance(results[-1], TimeoutError):
+                share /= 4
+        return results
 
     def _result_of(self, effect: At) -> Any:
         try:
@@ -141,15 +157,14 @@ def operation_of(table: SlotTable, call: Call, patience: float | None = None) ->
 
 def is_same(one: Server, other: Server) -> bool:
     """Whether two servers are the same one, or one of them is a node of the other, as far as their clients know."""
-    if not isinstance(one, Cluster) and not isinstance(other, Cluster):
-        return one.place == other.place
-    nodes = [
-        {(host, str(port)) for host, port in server.addresses}
-        if isinstance(server, Cluster)
-        else {(server.settings.get("host", "localhost"), str(server.settings.get("port", 6379)))}
+    mixed = isinstance(one, Cluster) is not isinstance(other, Cluster)
+    places = [
+        server.place
+        if isinstance(server, Cluster) or not mixed
+        else ClusterPlace([(server.settings.get("host", "localhost"), int(server.settings.get("port", 6379)))])
         for server in (one, other)
     ]
-    return not nodes[0].isdisjoint(nodes[1])
+    return bool(places[0] == places[1])
 
 
 def _nodes_like(client: Any) -> tuple[Any, ...]:

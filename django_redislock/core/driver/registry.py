@@ -72,10 +72,11 @@ def _cluster_of(client: RedisCluster | AsyncRedisCluster) -> Server:
 
 
 def _shared_cluster(cluster: Cluster) -> Server:
-    for known in _living():  # a client that was made at another time may know more nodes, or fewer
-        if isinstance(known, Cluster) and not known.addresses.isdisjoint(cluster.addresses):
-            cluster.place = known.place
-            break
+    place = cluster.place  # a client that was made at another time may know more nodes, or fewer
+    for known in _living():
+        if isinstance(known, Cluster) and known.place == place:
+            known.place.seeds |= place.seeds
+            cluster.place = cluster.table.place = known.place
     return _shared(cluster, cluster.place, identity(cluster.remap))
 
 

@@ -22,8 +22,7 @@ from redis.exceptions import (
 )
 
 from .effects import At, AtEach, Operation, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe
-from .slot_table import Node, NotNow, SlotTable
-from .slots import slot_of
+from .slot_table import Node, NotNow, SlotTable, is_unanswered, no_owner, slot_of
 from .wakeups import Waiter
 
 MAX_REDIRECTIONS = 5
@@ -44,8 +43,9 @@ def route(table: SlotTable, call: ScriptCall | Pipeline, patience: float | None 
         except (TryAgainError, ClusterDownError) as error:
             table.outdated = table.outdated or isinstance(error, ClusterDownError)
             raise NotNow(str(error)) from error
-        except (ConnectionError, TimeoutError):
-            yield from table.note_failure(node, patience)
+        except (ConnectionError, TimeoutError) as error:
+            node.reached = node.reached or not is_unanswered(error)
+            yield from table.note_failure([node], patience)
             raise
         else:
             node.reached = True
@@ -57,26 +57,14 @@ def route(table: SlotTable, call: ScriptCall | Pipeline, patience: float | None 
 
 def route_each(table: SlotTable, calls: tuple[ScriptCall, ...], patience: float | None = None) -> Operation[list[Any]]:
     """Carry out many calls, those to one node at once; the result has an error in place of each failed call."""
-    by_node: dict[Node, list[int]] = {}
-    for number, call in enumerate(calls):
-        slot = slot_of(_first_key(call))
-        node = table.known_owner(slot) or (yield from table.find_owner(slot, patience))
-        by_node.setdefault(node, []).append(number)
-    # Threads ask one node after the other: a node that did not answer lately keeps none of the others waiting.
-    by_node = dict(sorted(by_node.items(), key=lambda part: part[0].failed))
-    parts = tuple(
-        At(node, ScriptBatch(tuple(calls[number] for number in numbers)), patience) for node, numbers in by_node.items()
-    )
-    results = yield AtEach(parts)
-    replies: list[Any] = [None] * len(calls)
-    for (node, numbers), result in zip(by_node.items(), results, strict=True):
-        if isinstance(result, RedisError):
-            yield from table.note_failure(node, patience)
-            result = [result] * len(numbers)
-        for number, reply in zip(numbers, result, strict=True):
-            if isinstance(reply, (AskError, TryAgainError, ClusterDownError)):
-                reply = yield from _route_again(table, calls[number], patience)
-            replies[number] = reply
+
+    def batch(numbers: list[int]) -> ScriptBatch:
+        return ScriptBatch(tuple(calls[number] for number in numbers))
+
+    replies = yield from _at_each_node(table, [call.keys[0] for call in calls], batch, patience)
+    for number, reply in enumerate(replies):
+        if isinstance(reply, (AskError, TryAgainError, ClusterDownError)):
+            replies[number] = yield from _route_again(table, calls[number], patience)
     return replies
 
 
@@ -90,32 +78,55 @@ def _route_again(table: SlotTable, call: ScriptCall, patience: float | None) -> 
 def route_commands(table: SlotTable, pipeline: Pipeline) -> Operation[list[Any]]:
     """Carry out plain commands, each at the node of its first key, those to one node at once."""
     commands = pipeline.commands
-    slots = [slot_of(command[1]) for command in commands]
-    if len(set(slots)) == 1:
+    if len({slot_of(command[1]) for command in commands}) == 1:
         return (yield from route(table, pipeline))  # type: ignore[no-any-return]
-    by_node: dict[Node, list[int]] = {}
-    for number, slot in enumerate(slots):
-        node = table.known_owner(slot) or (yield from table.find_owner(slot))
-        by_node.setdefault(node, []).append(number)
-    parts = tuple(At(node, Pipeline(tuple(commands[each] for each in numbers))) for node, numbers in by_node.items())
-    results = yield AtEach(parts)
-    replies: list[Any] = [None] * len(commands)
-    result: Any = None
+
+    def batch(numbers: list[int]) -> Pipeline:
+        return Pipeline(tuple(commands[number] for number in numbers))
+
+    replies = yield from _at_each_node(table, [command[1] for command in commands], batch, None)
     try:
-        for (node, numbers), result in zip(by_node.items(), results, strict=True):
-            if isinstance(result, (AskError, TryAgainError, ClusterDownError)):
-                result = []
-                for number in numbers:
-                    result += yield from route(table, Pipeline((commands[number],)))
-            elif isinstance(result, RedisError):
-                if isinstance(result, (ConnectionError, TimeoutError)):
-                    yield from table.note_failure(node, None)
-                raise result
-            for number, reply in zip(numbers, result, strict=True):
-                replies[number] = reply
+        for number, reply in enumerate(replies):
+            if isinstance(reply, (AskError, TryAgainError, ClusterDownError)):
+                (replies[number],) = yield from route(table, Pipeline((commands[number],)))
+            elif isinstance(reply, RedisError):
+                raise reply
         return replies
     finally:
-        del result, results  # an error refers to this frame
+        del reply, replies  # an error refers to this frame
+
+
+def _at_each_node(
+    table: SlotTable, keys: list[bytes], batch: Callable[[list[int]], ScriptBatch | Pipeline], patience: float | None
+) -> Operation[list[Any]]:
+    """Carry out the batch for the numbers of the keys that each node has; return the replies by number.
+
+    The result has an error in place of each reply that failed.
+    """
+    slots = list(map(slot_of, keys))
+    yield from table.refresh(slots, patience)
+    replies: list[Any] = [None] * len(keys)
+    by_node: dict[Node, list[int]] = {}
+    for number, slot in enumerate(slots):
+        node = table.last_owner(slot)
+        if node is None:
+            replies[number] = no_owner(slot)
+        else:
+            by_node.setdefault(node, []).append(number)
+    # Threads ask one node after the other: a node that did not answer lately keeps none of the others waiting.
+    by_node = dict(sorted(by_node.items(), key=lambda part: part[0].failed))
+    results = yield AtEach(tuple(At(node, batch(numbers), patience) for node, numbers in by_node.items()))
+    failed = []
+    for (node, numbers), result in zip(by_node.items(), results, strict=True):
+        each = [result] * len(numbers) if isinstance(result, RedisError) else result
+        node.reached = node.reached or not all(map(is_unanswered, each))
+        if any(isinstance(reply, (ConnectionError, TimeoutError)) for reply in each):
+            failed.append(node)
+        for number, reply in zip(numbers, each, strict=True):
+            replies[number] = reply
+    if failed:
+        yield from table.note_failure(failed, patience)
+    return replies
 
 
 def _first_key(call: ScriptCall | Pipeline) -> bytes:
@@ -149,7 +160,7 @@ def _subscribe_at(table: SlotTable, effect: Subscribe) -> Operation[tuple[Node, 
     try:
         return node, (yield At(node, effect))
     except (ConnectionError, TimeoutError):
-        yield from table.note_failure(node, None)
+        yield from table.note_failure([node], None)
         raise
 
 

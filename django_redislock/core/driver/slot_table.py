@@ -1,9 +1,10 @@
-"""The slot table of a Cluster: its nodes, and which of them has which slot."""
+"""The slots of a Cluster, its nodes, and which of them has which slot."""
 
 from __future__ import annotations
 
 import math
 import random
+from binascii import crc_hqx
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,10 +12,11 @@ from redis.exceptions import AskError, ConnectionError, MovedError, RedisError, 
 
 from ..clock import monotonic
 from .effects import At, AtEach, Operation, Pipeline
+from .primary import NotPrimary
 from .server import Server
-from .slots import SLOTS
 from .wakeups import new_channel
 
+SLOTS = 16384
 REFRESH_PAUSE = 0.5
 """Seconds between two readings of the slot table."""
 TRIED = 2
@@ -25,8 +27,28 @@ PING = Pipeline(((b"PING",),))
 Address = tuple[str, int]
 
 
+def slot_of(key: bytes) -> int:
+    """Return the slot of a key, as the servers compute it."""
+    start = key.find(b"{")
+    if start >= 0:
+        end = key.find(b"}", start + 1)
+        if end > start + 1:
+            key = key[start + 1 : end]
+    return crc_hqx(key, 0) % SLOTS
+
+
 class NotNow(ConnectionError):
     """The Cluster cannot serve the slot at the moment, because the slot moves or a failover is under way."""
+
+
+def no_owner(slot: int) -> NotNow:
+    """Return the error for a slot that no node has."""
+    return NotNow(f"CLUSTERDOWN No node of the Cluster has the slot {slot}.")
+
+
+def is_unanswered(error: Any) -> bool:
+    """Whether this is an error, and no answer of the node."""
+    return isinstance(error, (ConnectionError, TimeoutError)) and not isinstance(error, NotPrimary)
 
 
 class NodesUnreachable(RedisError):
@@ -54,6 +76,27 @@ class Node(Server):
         self.room.channel = self.channel
 
 
+class ClusterPlace:
+    """Where a Cluster is, as far as this process knows: it is equal to another place that has a node in common.
+
+    Clients of one Cluster share it, so that each of them may ask the nodes that another one knows.
+    """
+
+    def __init__(self, seeds: Iterable[Address]) -> None:
+        self.seeds = set(seeds)
+        """The nodes that the clients were given."""
+        self.nodes: frozenset[Address] = frozenset()
+        """The nodes of the table that was read last."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, ClusterPlace) and not (self.seeds | self.nodes).isdisjoint(other.seeds | other.nodes)
+        )
+
+    def __hash__(self) -> int:
+        return hash(ClusterPlace)  # the nodes change
+
+
 class SlotTable:
     """Which node has which slot, as far as this process knows. Each change is one operation, so there is no lock."""
 
@@ -63,7 +106,7 @@ class SlotTable:
         remap: Callable[[Address], Address] | None,
         new_node: Callable[[Address, bytes], Node],
     ) -> None:
-        self._seeds = tuple(seeds)
+        self.place = ClusterPlace(seeds)
         self._remap = remap
         self._new_node = new_node
         self.channel = new_channel()
@@ -108,46 +151,59 @@ class SlotTable:
 
     def find_owner(self, slot: int, patience: float | None = None) -> Operation[Node]:
         """Return the owner of the slot, after reading the table if that is necessary or due. Raises RedisError."""
-        node = self.known_owner(slot)
+        yield from self.refresh([slot], patience)
+        node = self._owners[slot]
         if node is None:
-            yield from self._read(self._owners[slot] is None, patience)
-            node = self._owners[slot]
-        if node is None:
-            raise NotNow(f"CLUSTERDOWN No node of the Cluster has the slot {slot}.")
+            raise no_owner(slot)
         return node
+
+    def refresh(self, slots: Iterable[int], patience: float | None = None) -> Operation[None]:
+        """Read the table once, if it lacks the owner of a slot that has to be known, or if a reading is due."""
+        needed = any(self._owners[slot] is None for slot in slots)
+        if needed or (self.outdated and monotonic() >= self._next_reading):
+            yield from self._read(needed, patience)
 
     def read_anew(self) -> Operation[None]:
         """Read the table. Raises RedisError."""
         return self._read(True, None)
 
     def _read(self, needed: bool, patience: float | None) -> Operation[None]:
-        """Read the table from the first node that answers; if it is `needed`, raise the error when none does.
+        """Read the table from the first node that knows all slots; if it is `needed`, raise an error if none answers.
 
-        A silent node costs the caller a socket timeout. So the second one ends the reading, or the first one if the
-        table is not needed; the next reading begins with the others.
+        Other tables are taken only if they say as much as what is known: a node that left the Cluster, or that has just
+        joined it, knows no slots or some. A silent node costs the caller a socket timeout. So the second one ends the
+        reading, or the first one if the table is not needed; the next reading begins with the others.
         """
         self._next_reading = monotonic() + REFRESH_PAUSE
-        nodes = [*self.nodes.values(), *map(self.node_at, self._seeds)]
+        nodes = [*self.nodes.values(), *map(self.node_at, self.place.seeds | self.place.nodes)]
         random.shuffle(nodes)
         failure: RedisError | None = None
-        silent = 0
+        best: tuple[list[Any], Node] | None = None
+        silent, known = 0, max(1, SLOTS - self._owners.count(None))
         try:
             for node in sorted(dict.fromkeys(nodes), key=lambda node: node.failed):
                 try:
                     (reply,) = yield At(node, READ_SLOTS, patience)
                 except RedisError as error:
-                    node.failed, failure = monotonic(), error
+                    node.failed = monotonic()
+                    failure = error if failure is None or is_unanswered(failure) else failure  # an answer says more
                     silent += isinstance(error, TimeoutError)
                     if silent > needed:
                         break
                     continue
-                node.reached = True
-                self._fill(reply, node)
-                self.outdated = False
-                return
-            if needed and failure is not None:
+                node.reached, self.outdated = True, False
+                covered = sum(last + 1 - first for first, last, *_ in reply)
+                if covered >= known:
+                    best, known = (reply, node), covered + 1
+                if covered >= SLOTS:
+                    break
+            if best is not None:
+                self._fill(*best)
+            elif needed and failure is not None:
                 raise failure
         finally:
+            # Dated from its end, too: a reading may take longer than the pause, and each call would begin another one.
+            self._next_reading = monotonic() + REFRESH_PAUSE
             del failure  # it refers to this frame
 
     def _fill(self, reply: list[Any], asked: Node) -> None:
@@ -163,7 +219,8 @@ class SlotTable:
                     owners[first : last + 1] = [node] * (last + 1 - first)
         self._owners, self.primaries = owners, tuple(primaries)
         self.members = tuple(dict.fromkeys((*primaries, *nodes.values())))
-        self.nodes = {seed: self.node_at(seed) for seed in self._seeds} | nodes
+        self.place.nodes = frozenset(nodes)
+        self.nodes = {seed: self.node_at(seed) for seed in self.place.seeds} | nodes
 
     def _address(self, host: bytes | str | None, port: int, asked: Node) -> Address:
         """Return the address of a node that another one names; a node that does not know its own host sends none."""
@@ -181,16 +238,20 @@ class SlotTable:
             self.outdated = True
         return node
 
-    def note_failure(self, node: Node, patience: float | None) -> Operation[None]:
-        """Note that the node did not answer. Raises NodesUnreachable when it looks as if no node could be reached."""
-        node.failed = monotonic()
+    def note_failure(self, failed: Iterable[Node], patience: float | None) -> Operation[None]:
+        """Note that these nodes did not answer. Raises NodesUnreachable if it looks as if none could be reached."""
+        silent = list(failed)
+        for node in reversed(silent):  # those that were asked last had the least time: they are asked first next time
+            node.failed = monotonic()
         self.outdated = True
-        if node.reached or sum(other.reached for other in list(self.nodes.values())) > 1:
+        if any(node.reached for node in silent) or sum(node.reached for node in list(self.nodes.values())) > 1:
             return
-        others = [other for other in self.primaries if not other.reached and other is not node][:TRIED]
+        others = [other for other in self.primaries if not other.reached and other not in silent]
+        others = others[: max(0, 1 + TRIED - len(silent))]
         answers = yield AtEach(tuple(At(other, PING, patience) for other in others))
-        if answers and all(isinstance(answer, (ConnectionError, TimeoutError)) for answer in answers):
-            named = ", ".join(f"{host}:{port}" for host, port in (each.address for each in (node, *others)))
+        silent += others
+        if len(silent) > 1 and all(map(is_unanswered, answers)):
+            named = ", ".join(f"{host}:{port}" for host, port in (each.address for each in silent))
             raise NodesUnreachable(
                 f"the Cluster names its nodes {named}, and none of them can be reached from here. Give the client an "
                 "address_remap, or set cluster-announce-ip or cluster-announce-hostname of the nodes to what clients "

@@ -1,0 +1,140 @@
+"""All nodes are silent, as behind a firewall that drops: whatever a call is about, it ends after four socket timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from django_redislock.core import AsyncLock, Lock, held_locks, reset_all
+from django_redislock.core.contention import contention
+from django_redislock.core.driver.async_server import async_server_of
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.slot_table import Node
+from django_redislock.core.operations import count
+from django_redislock.exceptions import LockBackendError
+from tests.support import BUSY, Cluster
+from tests.support.cache_programs import cache_at
+
+TIMEOUT = 0.6
+"""Longer than the pause between two readings of the slot table."""
+NAMES = [f"lock-{number}" for number in range(100)]
+
+
+@pytest.fixture(scope="module")
+def silent_nodes() -> Iterator[Cluster]:
+    """Six nodes, which the tests freeze: no failover comes meanwhile."""
+    with Cluster(primaries=6, cluster_node_timeout="60000") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def freeze(silent_nodes):
+    def freeze() -> None:
+        for node in silent_nodes.nodes:
+            node.pause()
+
+    yield freeze
+    for node in silent_nodes.nodes:
+        node.resume()
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """The socket timeouts for which the calls of threads waited in vain."""
+    parts: list[float] = []
+    call, renew = Node.call, Node.renew
+
+    def counted_call(self, asked):
+        try:
+            return call(self, asked)
+        except redis.TimeoutError:
+            parts.append(1.0)
+            raise
+
+    def counted_renew(self, asked, patience):
+        try:
+            return renew(self, asked, patience)
+        except redis.TimeoutError:
+            parts.append(min(patience, TIMEOUT) / TIMEOUT)
+            raise
+
+    monkeypatch.setattr(Node, "call", counted_call)
+    monkeypatch.setattr(Node, "renew", counted_renew)
+    return parts
+
+
+def values_of(cluster: Cluster, **options: object):
+    return cache_at(cluster.url, "ClusterCache", OPTIONS={"SOCKET_TIMEOUT": TIMEOUT, **options})
+
+
+CALLS = {
+    "acquire": lambda client: Lock(client, "a").acquire(),
+    "list": lambda client: list(held_locks(client)),
+    "count": lambda client: server_of(client).run(count(server_of(client), "redislock")),
+    "count with missing nodes": lambda client: server_of(client).run(count(server_of(client), "redislock", 0, {})),
+    "contention": contention,
+    "reset_all": reset_all,
+}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["warm", "cold"])
+@pytest.mark.parametrize("call", CALLS)
+def test_silent_nodes_cost_a_call_four_socket_timeouts_at_most(silent_nodes, freeze, waited, call, known):
+    with silent_nodes.client(socket_timeout=TIMEOUT, client_name=f"{call} {known}".replace(" ", "-")) as client:
+        if known:
+            list(held_locks(client))
+        freeze()
+        server_of(client).table.outdated = True
+        with pytest.raises(LockBackendError):
+            CALLS[call](client)
+    assert 0 < sum(waited) <= 4
+
+
+ASYNC_CALLS = {
+    "acquire": lambda client: AsyncLock(client, "a").acquire(),
+    "count": lambda client: async_server_of(server_of(client)).run(count(server_of(client), "redislock")),
+}
+
+
+@pytest.mark.parametrize("call", ASYNC_CALLS)
+def test_silent_nodes_cost_a_task_four_socket_timeouts_at_most(silent_nodes, freeze, call):
+    async def use() -> float:
+        with silent_nodes.client(socket_timeout=TIMEOUT, client_name=f"task-{call}") as client:
+            await ASYNC_CALLS["count"](client)
+            freeze()
+            server_of(client).table.outdated = True
+            began = time.monotonic()
+            with pytest.raises(LockBackendError):
+                await ASYNC_CALLS[call](client)
+            return time.monotonic() - began
+
+    assert asyncio.run(use()) < 4 * TIMEOUT + BUSY
+
+
+@pytest.mark.parametrize("ignores", [False, True], ids=["raises", "ignores-exceptions"])
+@pytest.mark.parametrize("when", ["before", "while it computes"])
+def test_get_or_set_many_of_silent_nodes_waits_four_socket_timeouts_at_most(
+    silent_nodes, freeze, waited, ignores, when
+):
+    cache = values_of(silent_nodes, IGNORE_EXCEPTIONS=ignores, client_name=f"many-{ignores}-{when[:2]}")
+
+    names = [f"{ignores} {when} {name}" for name in NAMES]
+
+    def compute(keys):
+        if when != "before":
+            freeze()
+        return dict.fromkeys(keys, 1)
+
+    cache.get_or_set_many([f"warm {name}" for name in names], lambda keys: dict.fromkeys(keys, 1), 60)
+    if when == "before":
+        freeze()
+    if ignores:
+        assert cache.get_or_set_many(names, compute, 60) == dict.fromkeys(names, 1)
+    else:
+        with pytest.raises(redis.TimeoutError):
+            cache.get_or_set_many(names, compute, 60)
+    assert 0 < sum(waited) <= 4
