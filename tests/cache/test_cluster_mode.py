@@ -202,6 +202,26 @@ def test_many_keys(cache, nodes, asynchronous):
     assert not ours(nodes)
 
 
+@pytest.mark.parametrize("ignores", [False, True], ids=["raises", "ignores-exceptions"])
+def test_get_many_set_many_and_delete_many_of_keys_in_several_slots(clustered, nodes, backend, ignores):
+    if ignores and backend == "DjangoRedisCache":
+        pytest.skip("Django's own backend ignores no exceptions")
+    cache = cache_at(clustered.url, backend, OPTIONS={"IGNORE_EXCEPTIONS": True} if ignores else {})
+    values = {f"k{number}": number for number in range(20)}
+    for method, result in ((cache.get_many, {}), (cache.set_many, None), (cache.delete_many, None), (cache.get_many, {})):
+        for server in registry._living():  # each is the first one that is refused
+            vars(server).pop("splits", None)
+        assert method(values) in (result, [], len(values))
+    for timeout in (60, None):
+        assert not cache.set_many(values, timeout)
+        assert cache.get_many([*values, "missing"]) == values
+        assert all((nodes.pttl(f":1:{key}") > 0) is bool(timeout) for key in values)
+    assert cache.delete_many(["k0", "k1", "missing"]) in (2, None)
+    assert cache.get_many(values).keys() == set(values) - {"k0", "k1"}
+    cache.set_many(values, 0)
+    assert cache.get_many(values) == {}
+
+
 def test_what_is_many_keys_for_an_invalidation(cache):
     from django_redislock.cache.lease.invalidate import invalidate
     from django_redislock.core.driver.registry import server_of

@@ -61,7 +61,9 @@ class NodeModel(ModelServer):
             number = int(parts[2])
             return self.run(parts[1], parts[3 : 3 + number], parts[3 + number :])
         if parts == (b"CLUSTER", b"SLOTS"):
-            hosts = self._node.world.hosts
+            if self._node.left:
+                return []
+            hosts = self._node.world.hosts[:2]
             owner = next(host for host in hosts if host.owns)
             places = [[[b"node", host.number, b"id"]] for host in hosts]
             return [[0, SLOTS - 2, *places[0]], [SLOTS - 1, SLOTS - 1, *places[1]], [SLOT, SLOT, *places[owner.number]]]
@@ -89,6 +91,8 @@ class NodeHost(Host):
         self.owns = number == 0
         self.moves = False
         """Whether the slot is on its way to or from here."""
+        self.left = False
+        """Whether it is no member any more, and knows none."""
 
 
 class Node(Link):
@@ -153,7 +157,8 @@ class Member(Machine):
         super().__init__(world, number)
         self.links = []
         self._driver = Thread(self, "driver", None)
-        self.table = SlotTable([("node", 0), ("node", 1)], None, self._new_node)  # type: ignore[arg-type]
+        self.table = SlotTable([("node", 2)], None, self._new_node)  # type: ignore[arg-type]
+        self.table.place.nodes = frozenset({("node", 0), ("node", 1)})  # named to another client of this process
         self.table.channel = b"wake:%d" % number
         self.room: Any = Rooms(self)
 
@@ -217,13 +222,14 @@ class Member(Machine):
 
 
 class ClusterWorld(WideWorld):
-    """A world with a Cluster of two nodes."""
+    """A world with a Cluster of two nodes, and a third one without slots, which the URL names and which may leave."""
 
     hosts: list[NodeHost]  # type: ignore[assignment]
 
     def __init__(self, plan: Plan, executed: Callable[[Process, Any, Any, Any], None]) -> None:
-        self.hosts = [NodeHost(self, number) for number in range(2)]
-        self.hosts[0].other, self.hosts[1].other = self.hosts[1], self.hosts[0]
+        self.hosts = [NodeHost(self, number) for number in range(3)]
+        for host in self.hosts:
+            host.other = self.hosts[1 - host.number if host.number < 2 else 0]
         World.__init__(self, plan, executed)
 
     def new_process(self, number: int) -> Process:
@@ -248,6 +254,13 @@ class ClusterWorld(WideWorld):
             self.trouble(self.time + fault.seconds)
 
         self.at(fault.at, begin)
+
+    def _plan_leave(self, fault: Fault) -> None:
+        def leave() -> None:
+            self.hosts[2].left = True
+            self.tell(self.hosts[2], "leaves the Cluster")
+
+        self.at(fault.at, leave)
 
     def _plan_move(self, fault: Fault) -> None:
         self.at(fault.at, partial(self._move, fault.seconds))
@@ -303,6 +316,8 @@ class ClusterHistory(LockHistory):
         if plan.faulty_until:
             for _ in range(chance.choice([1, 1, 2, 3])):
                 faults.append(Fault(chance.uniform(0, FAULTS_UNTIL), "move", 0, chance.choice([0.002, 0.1, 1.0, 3.0])))
+            if chance.random() < 0.5:
+                faults.append(Fault(chance.uniform(0, FAULTS_UNTIL), "leave", 2, 0.0))
             if chance.random() < 0.3:
                 what, seconds = chance.choice([("silence", 0.3), ("silence", 4.0), ("restart", 0.3)])
                 faults.append(Fault(chance.uniform(0, FAULTS_UNTIL), what, chance.randrange(2), seconds))
@@ -327,7 +342,7 @@ class ClusterHistory(LockHistory):
     def _only_moves(self, seconds: float) -> bool:
         """Whether nothing happens but short moves."""
         plan = self.plan
-        short = all(fault.what == "move" and fault.seconds < seconds for fault in plan.faults)
+        short = all(fault.what in ("move", "leave") and fault.seconds < seconds for fault in plan.faults)
         return short and not (plan.rate or plan.fates or plan.pauses)
 
     def _gave_up(self, call: ScriptCall) -> None:

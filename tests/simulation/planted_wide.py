@@ -7,7 +7,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from django_redislock.core import quorum_attempt, quorum_parts, scripts
-from django_redislock.core.driver import replicated, routes
+from django_redislock.core.driver import replicated, routes, slot_table
 from django_redislock.core.driver.slot_table import SlotTable
 from django_redislock.core.operations import AcquireRequest
 from django_redislock.core.quorum_attempt import PartRequest, QuorumAttempt
@@ -81,5 +81,6 @@ REPLICAS: dict[str, Planted] = {
 }
 CLUSTER: dict[str, Planted] = {
     "a call does not follow its slot": lambda: attribute(SlotTable, "redirect", _moved_to_nobody),
+    "an empty table replaces a better one": lambda: attribute(slot_table, "slots_in", lambda reply: slot_table.SLOTS),
     "a slot that moves is an error": lambda: attribute(routes, "NotNow", RedisError),
 }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from django.core.cache.backends.base import BaseCache
 from redis import Redis
+from redis.client import Pipeline
+from redis.commands.helpers import list_or_args
+from redis.exceptions import ClusterCrossSlotError
 
+from ...core.driver.by_slot import is_crossing
 from ...core.driver.registry import server_of
 from ...core.driver.server import Server
 from ...core.events import log
@@ -133,6 +137,70 @@ class RedisBackend(Base):
             await self.aadd(key, value, timeout=timeout_for(timeout, value), version=version)
             value = await self.aget(key, value, version=version)
         return value
+
+
+class SplittingRedis(Redis):
+    """redis-py's client for a server that may be in cluster mode: it sends what is about many values slot by slot.
+
+    So the methods for many keys of the base classes work there. Such a server refuses (CROSSSLOT) one command, or one
+    transaction, for keys of several slots. Only reads, deletions and plain writes are split, for which the base
+    classes promise no more than a result for each key.
+    """
+
+    def mget(self, keys: Any, *args: Any) -> Any:
+        """Return the values of keys in any slots."""
+        names = list_or_args(keys, args)
+        found = self._in_one(super().mget, names)
+        return self._in_many([("GET", name) for name in names]) if found is None else found
+
+    def delete(self, *names: Any) -> Any:
+        """Delete keys in any slots; return their number."""
+        found = self._in_one(super().delete, names)
+        return sum(self._in_many([("DEL", name) for name in names])) if found is None else found
+
+    def _in_one(self, method: Callable[..., Any], names: Sequence[Any]) -> Any:
+        """Return the method's result, or None if the keys have to be sent one by one."""
+        if len(names) < 2 or not server_of(self).splits:
+            try:
+                return method(*names)
+            except ClusterCrossSlotError as error:
+                is_crossing(error, server_of(self))
+        return None
+
+    def _in_many(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        pipeline = Pipeline(self.connection_pool, self.response_callbacks, False, None)
+        for command in commands:
+            pipeline.execute_command(*command)
+        return pipeline.execute()
+
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Pipeline:
+        """Return a pipeline that gives up its transaction if it only writes values, and these are in several slots."""
+        pipeline = _SplittingPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+        pipeline.client = self
+        return pipeline
+
+
+class _SplittingPipeline(Pipeline):
+    client: SplittingRedis
+
+    def execute(self, raise_on_error: bool = True) -> list[Any]:
+        commands = [args for args, _ in self.command_stack]
+        plain = not (self.watching or self.explicit_transaction) and PLAIN_WRITES.issuperset(args[0] for args in commands)
+        try:
+            return super().execute(raise_on_error)
+        except ClusterCrossSlotError as error:
+            if not plain:
+                raise
+            is_crossing(error, server_of(self.client))
+        each: list[tuple[Any, ...]] = []
+        for args in commands:
+            pairs = zip(args[1::2], args[2::2], strict=True)
+            each += [("SET", *pair) for pair in pairs] if args[0] == "MSET" else [args]
+        return self.client._in_many(each)
+
+
+PLAIN_WRITES = frozenset({"SET", "MSET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE"})
+"""The commands that the base classes send in one transaction."""
 
 
 def as_bytes(value: Any) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.functional import cached_property
@@ -51,6 +51,8 @@ class ClusterCache(RedisCache):
 
     Raises ImproperlyConfigured for wrong URLs and options, and at the first use when a URL leads to no Cluster.
     """
+
+    more_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, server: Any, params: dict[str, Any]) -> None:
         super().__init__(server, params)

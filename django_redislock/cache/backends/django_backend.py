@@ -9,7 +9,7 @@ from django.utils.functional import cached_property
 from redis import Redis
 
 from ..compute_once import ComputeOnceMixin
-from .base import as_bytes
+from .base import SplittingRedis, as_bytes
 
 
 class DjangoRedisCache(ComputeOnceMixin, RedisCache):
@@ -49,6 +49,13 @@ class DjangoRedisCache(ComputeOnceMixin, RedisCache):
 
     def _loads(self, redis_key: str, data: bytes) -> Any:
         return self._serializer.loads(data)
+
+    @cached_property
+    def _cache(self) -> RedisCacheClient:
+        cache = self._class(self._servers, **self._options)
+        if cache._client is Redis:
+            cache._client = SplittingRedis
+        return cache
 
     @property
     def _serializer(self) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.utils.functional import cached_property
@@ -14,11 +14,19 @@ from redis import Redis
 from ..compute_once import ComputeOnceMixin
 from ..invalidation import DjangoRedisInvalidatingMixin
 from ..lease.request import MISSING
-from .base import as_bytes
+from .base import SplittingRedis, as_bytes
 
 
 class RedisCache(ComputeOnceMixin, DjangoRedisInvalidatingMixin, DjangoRedisBase):  # type: ignore[misc]
     """django-redis's backend, with a `get_or_set` that computes once."""
+
+    more_options: ClassVar[dict[str, Any]] = {
+        "REDIS_CLIENT_CLASS": f"{SplittingRedis.__module__}.{SplittingRedis.__qualname__}"
+    }
+    """Options of django-redis that hold unless the settings have others."""
+
+    def __init__(self, server: Any, params: dict[str, Any]) -> None:
+        super().__init__(server, {**params, "OPTIONS": self.more_options | (params.get("OPTIONS") or {})})
 
     def _client_for(self, redis_key: str, write: bool = True) -> Any:
         client = self.client

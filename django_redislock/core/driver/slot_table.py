@@ -41,6 +41,11 @@ class NotNow(ConnectionError):
     """The Cluster cannot serve the slot at the moment, because the slot moves or a failover is under way."""
 
 
+def slots_in(reply: list[Any]) -> int:
+    """Return how many slots have an owner in a table, as a node sends it."""
+    return sum(last + 1 - first for first, last, *_ in reply)
+
+
 def no_owner(slot: int) -> NotNow:
     """Return the error for a slot that no node has."""
     return NotNow(f"CLUSTERDOWN No node of the Cluster has the slot {slot}.")
@@ -192,7 +197,7 @@ class SlotTable:
                         break
                     continue
                 node.reached, self.outdated = True, False
-                covered = sum(last + 1 - first for first, last, *_ in reply)
+                covered = slots_in(reply)
                 if covered >= known:
                     best, known = (reply, node), covered + 1
                 if covered >= SLOTS:
