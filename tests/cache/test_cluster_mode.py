@@ -208,7 +208,12 @@ def test_get_many_set_many_and_delete_many_of_keys_in_several_slots(clustered, n
         pytest.skip("Django's own backend ignores no exceptions")
     cache = cache_at(clustered.url, backend, OPTIONS={"IGNORE_EXCEPTIONS": True} if ignores else {})
     values = {f"k{number}": number for number in range(20)}
-    for method, result in ((cache.get_many, {}), (cache.set_many, None), (cache.delete_many, None), (cache.get_many, {})):
+    for method, result in (
+        (cache.get_many, {}),
+        (cache.set_many, None),
+        (cache.delete_many, None),
+        (cache.get_many, {}),
+    ):
         for server in registry._living():  # each is the first one that is refused
             vars(server).pop("splits", None)
         assert method(values) in (result, [], len(values))

@@ -15,13 +15,13 @@ from .base import SplittingRedis, as_bytes
 class DjangoRedisCache(ComputeOnceMixin, RedisCache):
     """Django's own Redis backend, with a `get_or_set` that computes once."""
 
-    def _client_for(self, redis_key: str, write: bool = True) -> Redis:
+    def _client_for(self, redis_key: str, write: bool = True) -> Any:
         if not self._has_one_server:
             return self._cache.get_client(redis_key, write=write)
-        pool = self._cache._get_connection_pool(write)  # type: ignore[attr-defined]
+        pool = self._cache._get_connection_pool(write)
         client = self._clients.get(pool)
         if client is None:
-            client = self._clients[pool] = self._cache._client(connection_pool=pool)  # type: ignore[attr-defined]
+            client = self._clients[pool] = self._cache._client(connection_pool=pool)
         return client
 
     @cached_property
@@ -51,12 +51,13 @@ class DjangoRedisCache(ComputeOnceMixin, RedisCache):
         return self._serializer.loads(data)
 
     @cached_property
-    def _cache(self) -> RedisCacheClient:
-        cache = self._class(self._servers, **self._options)
+    def _cache(self) -> Any:
+        base: Any = self
+        cache = base._class(base._servers, **base._options)
         if cache._client is Redis:
             cache._client = SplittingRedis
         return cache
 
     @property
     def _serializer(self) -> Any:
-        return self._cache._serializer  # type: ignore[attr-defined]
+        return self._cache._serializer

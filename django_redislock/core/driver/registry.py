@@ -72,11 +72,11 @@ def _cluster_of(client: RedisCluster | AsyncRedisCluster) -> Server:
 
 
 def _shared_cluster(cluster: Cluster) -> Server:
-    place = cluster.place  # a client that was made at another time may know more nodes, or fewer
+    place = cluster.table.place  # a client that was made at another time may know more nodes, or fewer
     for known in _living():
         if isinstance(known, Cluster) and known.place == place:
-            known.place.seeds |= place.seeds
-            cluster.place = cluster.table.place = known.place
+            known.table.place.seeds |= place.seeds
+            cluster.place = cluster.table.place = known.table.place
     return _shared(cluster, cluster.place, identity(cluster.remap))
 
 

@@ -1,4 +1,4 @@
-"""All nodes are silent, as behind a firewall that drops: whatever a call is about, it ends after four socket timeouts."""
+"""All nodes are silent, as behind a firewall that drops: any call ends after four socket timeouts."""
 
 from __future__ import annotations
 
