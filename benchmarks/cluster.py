@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import redis
 from common import LIFE, table
 
-SECONDS, ROUNDS, PROCESSES, LOCKS, TASKS = 2.0, 3, 4, 200, 25
+SECONDS, ROUNDS, PROCESSES, LOCKS, TASKS, WAKEUPS = 2.0, 3, 4, 200, 25, 20_000
 FORK = multiprocessing.get_context("fork")
 
 
@@ -124,6 +124,42 @@ def measure(kind: Any, deployment: Deployment) -> Round:
     return Round(cycles / SECONDS, *(seconds / cycles * 1e6 for seconds in (max(used), sum(used), clients)))
 
 
+def wakeups() -> None:
+    """Print the CPU that all primaries together spend on a wake-up, by PUBLISH and by SPUBLISH (from Redis 7 on)."""
+    from redis.crc import key_slot
+
+    from tests.support import Cluster
+
+    rows = []
+    for primaries in (1, 3, 6):
+        with Cluster(primaries=primaries) as nodes, ExitStack() as stack:
+            clients = [stack.enter_context(node.client(protocol=2)) for node in nodes.nodes]
+            names = (f"{{{number}}}:wake" for number in range(1000))
+            channel = next(name for name in names if nodes.owner_of(key_slot(name.encode())) is nodes.nodes[0])
+            all_nodes, row = Deployment("", "", clients), [primaries]
+            for publish, subscribe in (("PUBLISH", "SUBSCRIBE"), ("SPUBLISH", "SSUBSCRIBE")):
+                listener = clients[0].connection_pool.get_connection()
+                listener.send_command(subscribe, channel)
+                listener.read_response()
+                before = sum(all_nodes.cpu())
+                time.sleep(1)
+                idle = sum(all_nodes.cpu()) - before
+                began, before = time.monotonic(), sum(all_nodes.cpu())
+                for _ in range(WAKEUPS // 1000):
+                    pipeline = clients[0].pipeline(transaction=False)
+                    for _ in range(1000):
+                        pipeline.eval(f"return redis.call('{publish}', KEYS[1], 'id')", 1, channel)
+                    pipeline.execute()
+                    for _ in range(1000):
+                        listener.read_response()
+                time.sleep(0.3)  # the others have heard it, too
+                spent = sum(all_nodes.cpu()) - before - idle * (time.monotonic() - began)
+                row.append(f"{spent / WAKEUPS * 1e6:.1f}")
+                listener.disconnect()
+            rows.append(row)
+    table("A wake-up: CPU of all primaries together", ["primaries", "PUBLISH, us", "SPUBLISH, us"], rows)
+
+
 def main() -> None:
     from tests.support import Cluster, RedisServer
 
@@ -164,6 +200,7 @@ def main() -> None:
         "clients us/cycle",
     ]
     table(f"{PROCESSES} processes acquire and release {LOCKS} locks each", head, rows)
+    wakeups()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from common import server, table
 
 FORK = multiprocessing.get_context("fork")
 HOSTS, PROCESSES, HELD, CYCLES = 1_000, 20, 1_000_000, 100_000
+BURST = 12
 LOCKS, WAITERS, CONNECTIONS, LISTED, WAITING, REPEATS = 20_000, 5_000, 500, 100_000, (16, 64), 5
 EXPIRE = 30.0
 """The default: a lock is renewed after every third of it."""
@@ -85,34 +86,52 @@ def connection(url: str, client: redis.Redis) -> float:
     return (after - before) / CONNECTIONS
 
 
-def at_rest(url: str, client: redis.Redis) -> int:
-    """Return the connections of a process that holds a lock, some time after a burst of threads."""
+def connections(url: str, client: redis.Redis) -> list[int]:
+    """Return the connections of a process after a burst of threads, with one waiter, and at rest."""
 
-    def process(ready: multiprocessing.synchronize.Event, end: multiprocessing.synchronize.Event) -> None:
+    def process(reached: multiprocessing.synchronize.Semaphore, go_on: multiprocessing.synchronize.Semaphore) -> None:
         from django_redislock.core import Lock
         from django_redislock.core.driver.registry import server_of
 
-        own = redis.Redis.from_url(url, max_connections=50)
-        threads = [threading.Thread(target=lambda: Lock(own, "burst").acquire(timeout=1)) for _ in range(30)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        Lock(own, "own").acquire()
-        server_of(own).close_idle(math.inf)  # as a minute later
-        ready.set()
-        end.wait()
+        def burst(number: int) -> None:
+            start.wait()
+            for _ in range(100):
+                with Lock(own, f"burst:{number}"):
+                    pass
 
-    before = len(client.client_list())
-    ready, end = FORK.Event(), FORK.Event()
-    child = FORK.Process(target=process, args=(ready, end))
+        own, start = redis.Redis.from_url(url, max_connections=50), threading.Barrier(BURST)
+        mine = Lock(own, "own")
+        mine.acquire()
+        threads = [threading.Thread(target=burst, args=(number,)) for number in range(BURST)]
+        waiter = threading.Thread(target=lambda: Lock(own, "own").acquire(timeout=60))
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        reached.release()
+        go_on.acquire()
+        server_of(own).close_idle(math.inf)  # as a minute later
+        waiter.start()
+        time.sleep(1)
+        reached.release()
+        go_on.acquire()
+        mine.release()
+        waiter.join()
+        server_of(own).close_idle(math.inf)
+        reached.release()
+        go_on.acquire()
+
+    before, counts = len(client.client_list()), []
+    reached, go_on = FORK.Semaphore(0), FORK.Semaphore(0)
+    child = FORK.Process(target=process, args=(reached, go_on))
     child.start()
-    ready.wait()
-    time.sleep(0.5)
-    count = len(client.client_list()) - before
-    end.set()
+    for _ in range(3):
+        reached.acquire()
+        time.sleep(0.5)
+        counts.append(len(client.client_list()) - before)
+        go_on.release()
     child.join()
-    return count
+    return counts
 
 
 def cycle(client: redis.Redis) -> tuple[float, float]:
@@ -214,7 +233,7 @@ def main() -> None:
         lock_bytes, renewal, client_renewal = held(client)
         waiter_bytes = asyncio.run(waiting(url, client))
         connection_bytes = connection(url, client)
-        resting = at_rest(url, client)
+        burst, waiter, resting = connections(url, client)
         script, whole = cycle(client)
         list_ms, count_ms = lists(url, client)
         tries = {number: looks(url, client, number) for number in WAITING}
@@ -230,6 +249,8 @@ def main() -> None:
             f"{connection_bytes / 1000:.1f} kB",
             f"{processes * resting * connection_bytes / 1e6:,.0f} MB",
         ],
+        ["connections of a process with a waiter", waiter, f"{processes * waiter:,} of maxclients"],
+        [f"connections after a burst of {BURST} threads", burst, f"{processes * burst:,}, if all have one in a minute"],
         ["connections of a process at rest", resting, f"{processes * resting:,} of maxclients"],
         ["the renewal of a lock, server", f"{renewal:.1f} us", f"{renewals * renewal / 1e6:.1f} cores"],
         [
