@@ -52,7 +52,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         # would stop them before our check reports it.
         self._lock_options = options.pop("LOCK", {})
         self._constructor_args = server, params
-        super().__init__(server, {**params, "OPTIONS": options})  # type: ignore[call-arg]
+        super().__init__(server, {**params, "OPTIONS": self.more_options | options})  # type: ignore[call-arg]
 
     def get_or_set(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.core.cache.backends.base import BaseCache
 from redis import Redis
@@ -43,6 +43,9 @@ class RedisBackend(Base):
     there. The wrappers of Sentry are not asynchronous. So `_report_read` calls them after a read by other means, in
     the same thread or task, and nothing is read again.
     """
+
+    more_options: ClassVar[dict[str, Any]] = {}
+    """Options of the base class that hold unless the settings have others."""
 
     def get(self, key: Any, default: Any = None, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Return the value of the key, or `default`."""

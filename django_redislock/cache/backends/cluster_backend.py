@@ -19,15 +19,9 @@ from redis import RedisCluster
 from redis.asyncio.cluster import ClusterNode as AsyncClusterNode, RedisCluster as AsyncRedisCluster
 from redis.cluster import REDIS_ALLOWED_KEYS, ClusterNode
 from redis.connection import parse_url
-from redis.exceptions import (
-    ClusterError,
-    ConnectionError,
-    RedisClusterException,
-    RedisError,
-    ResponseError,
-    TimeoutError,
-)
+from redis.exceptions import ClusterError, ConnectionError, RedisClusterException, RedisError, ResponseError
 
+from ...core.driver.connection_kinds import find_new_addresses
 from ...core.driver.fork import after_in_child
 from ...core.driver.identity import identity
 from .django_redis_backend import RedisCache
@@ -142,7 +136,7 @@ class Nodes:
         others = [ClusterNode(*address) for address in self._addresses[1:]]  # type: ignore[no-untyped-call]
         try:
             client = CacheCluster(url=self._url, startup_nodes=others, **self._options)
-            _find_new_addresses(client.nodes_manager, self._addresses)
+            find_new_addresses(client, self._addresses)
             self.connected = client
             return client
         except RedisClusterException as error:
@@ -166,26 +160,6 @@ class Nodes:
         return AsyncRedisCluster(
             startup_nodes=[AsyncClusterNode(host, port) for host, port in self._addresses], **known
         )
-
-
-def _find_new_addresses(manager: Any, addresses: list[tuple[str, int]]) -> None:
-    """Have redis-py ask the nodes of the URLs again when it reaches none of the nodes that it knows.
-
-    It forgets those of the URLs as soon as it knows others. After a restart all pods may have new addresses.
-    """
-    initialize = manager.initialize
-
-    def initialize_or_begin_anew(*args: Any, **options: Any) -> None:
-        try:
-            initialize(*args, **options)
-        except RedisClusterException as error:
-            if not isinstance(error.__cause__, (ConnectionError, TimeoutError, OSError)):
-                raise
-            nodes = [ClusterNode(*address) for address in addresses]  # type: ignore[no-untyped-call]
-            manager.startup_nodes = {node.name: node for node in nodes}
-            initialize()
-
-    manager.initialize = initialize_or_begin_anew
 
 
 def _address_of(url: str) -> tuple[str, int]:

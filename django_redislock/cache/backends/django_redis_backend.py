@@ -23,10 +23,6 @@ class RedisCache(ComputeOnceMixin, DjangoRedisInvalidatingMixin, DjangoRedisBase
     more_options: ClassVar[dict[str, Any]] = {
         "REDIS_CLIENT_CLASS": f"{SplittingRedis.__module__}.{SplittingRedis.__qualname__}"
     }
-    """Options of django-redis that hold unless the settings have others."""
-
-    def __init__(self, server: Any, params: dict[str, Any]) -> None:
-        super().__init__(server, {**params, "OPTIONS": self.more_options | (params.get("OPTIONS") or {})})
 
     def _client_for(self, redis_key: str, write: bool = True) -> Any:
         client = self.client

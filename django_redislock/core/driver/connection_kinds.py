@@ -13,12 +13,13 @@ import socket
 from functools import lru_cache, partial
 from typing import Any
 
-from redis import connection as for_threads, sentinel
+from redis import RedisCluster, connection as for_threads, sentinel
 from redis._parsers import BaseParser
 from redis.asyncio import connection as for_asyncio, sentinel as async_sentinel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.cluster import ClusterNode
+from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError
 
 _NAMES = ("Connection", "SSLConnection", "UnixDomainSocketConnection")
 _THREADS = {getattr(for_asyncio, name): getattr(for_threads, name) for name in _NAMES}
@@ -156,6 +157,27 @@ def nodes_of(client: Any) -> tuple[type, dict[str, Any], list[tuple[str, int]], 
 def _connect(then: Any, connection: Any) -> None:
     connection.on_connect()
     then(connection)
+
+
+def find_new_addresses(client: RedisCluster, addresses: list[tuple[str, int]]) -> None:
+    """Have the client ask the nodes at these addresses again, when it reaches none of the nodes that it knows.
+
+    It forgets those that it was given as soon as it knows others. After a restart all pods may have new addresses.
+    """
+    manager: Any = client.nodes_manager
+    initialize = manager.initialize
+
+    def initialize_or_begin_anew(*args: Any, **options: Any) -> None:
+        try:
+            initialize(*args, **options)
+        except RedisClusterException as error:
+            if not isinstance(error.__cause__, (ConnectionError, TimeoutError, OSError)):
+                raise
+            nodes = [ClusterNode(*address) for address in addresses]  # type: ignore[no-untyped-call]
+            manager.startup_nodes = {node.name: node for node in nodes}
+            initialize()
+
+    manager.initialize = initialize_or_begin_anew
 
 
 def parse_error(line: str) -> RedisError:

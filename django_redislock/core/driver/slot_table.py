@@ -8,7 +8,7 @@ from binascii import crc_hqx
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from redis.exceptions import AskError, ConnectionError, MovedError, RedisError, TimeoutError
+from redis.exceptions import AskError, AuthenticationError, ConnectionError, MovedError, RedisError, TimeoutError
 
 from ..clock import monotonic
 from .effects import At, AtEach, Operation, Pipeline
@@ -53,7 +53,8 @@ def no_owner(slot: int) -> NotNow:
 
 def is_unanswered(error: Any) -> bool:
     """Whether this is an error, and no answer of the node."""
-    return isinstance(error, (ConnectionError, TimeoutError)) and not isinstance(error, NotPrimary)
+    answers = (NotPrimary, AuthenticationError)
+    return isinstance(error, (ConnectionError, TimeoutError)) and not isinstance(error, answers)
 
 
 class NodesUnreachable(RedisError):
