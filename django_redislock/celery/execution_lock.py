@@ -31,7 +31,7 @@ from ..core.keys import LockKeys, lock_keys, milliseconds, record
 from ..core.lease import Lease
 from ..core.lock import Lock
 from ..core.loss import find_cause
-from ..core.records import LockInfo, Token
+from ..core.records import LockInfo, Token, parse
 from ..core.watchdog import watchdog
 from ..exceptions import LockBackendError
 
@@ -40,6 +40,13 @@ START = Script(
     home=__package__,
     granted=lambda reply: isinstance(reply, int) and reply > 0,
 )
+PUBLISH = Script(
+    *("acquire", "index", "take", "quick", "counts", "refuse", "handover", "turns"),
+    home=__package__,
+    granted=lambda reply: isinstance(reply, int),
+)
+"""Acquires a lock for a message. When another one holds it, the reply is the holder; and if the id is new, so that the
+message is not published, it counts as a prevented duplicate."""
 LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
 CLAIM = Script("claim", "message", home=__package__)
 DONE = Script("done", home=__package__)
@@ -87,6 +94,8 @@ class ExecutionLock(Lock):
     retry_in: float | None = None
     """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
     now."""
+    holder: LockInfo | None = None
+    """Who held the lock when `take` was refused; None when it was free, but kept for a waiter."""
 
     def with_name(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
         """Return a copy of this lock with another name and other attributes; nothing is checked again."""
@@ -111,10 +120,10 @@ class ExecutionLock(Lock):
                 watchdog.remove(lease)
 
     def take(self, *, fresh: bool = False) -> bool:
-        """Acquire the lock for a message, without a wait, and return whether it was acquired.
+        """Acquire the lock for a message, without a wait, and return whether it was acquired; if not, note the holder.
 
         This process does not watch or renew the lock. `fresh`: the given id is new. Raises LockBackendError when Redis
-        cannot answer.
+        cannot answer; then a lock of a new id is released if the call may arrive later.
         """
         try:
             _, reply = self._server.run(with_retries(self.name, self._take_call(fresh), 0.0, self._server))
@@ -128,27 +137,39 @@ class ExecutionLock(Lock):
     def take_ahead(self) -> Callable[[], bool | None] | None:
         """Send what `take` sends for a new id; None when no connection is free.
 
-        The function returned waits for the answer: call it once, in this thread. It returns None when there is no
-        answer; then `take` shall try again.
+        The function returned waits for the answer: call it once, in this thread. It returns None when `take` shall try
+        again, and raises LockBackendError when that makes no sense.
         """
-        receive = self._server.send_ahead(self._take_call(fresh=True))
-        return None if receive is None else partial(self._answer_of, receive)
+        call = self._take_call(fresh=True)
+        receive = self._server.send_ahead(call)
+        return None if receive is None else partial(self._answer_of, receive, call)
 
-    def _answer_of(self, receive: Callable[[], Any]) -> bool | None:
+    def _answer_of(self, receive: Callable[[], Any], call: ScriptCall) -> bool | None:
         try:
             return self._has_taken(receive())
-        except RedisError:
+        except RedisError as error:
+            tries = with_retries(self.name, call, 0.0)
+            next(tries)
+            tries.throw(error)  # raises LockBackendError, unless it asks for another try
+            tries.close()
             return None
 
     def _take_call(self, fresh: bool) -> ScriptCall:
         id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
         args = (id, milliseconds(self.expire), name, self._record(), b"", b"0", b"")
-        return ScriptCall(scripts.ACQUIRE, keys[:4] if fresh else keys, args)
+        # A known id may hold the lock by another message of its, so the call of this one must not be undone.
+        return ScriptCall(PUBLISH, keys[:4], args, self._undo) if fresh else ScriptCall(PUBLISH, keys, args)
 
-    def _has_taken(self, reply: object) -> bool:
-        fence = abs(reply) if isinstance(reply, int) else 0
+    def _undo(self) -> ScriptCall:
+        return operations.release_call(self._new_lease(None, self._given_id or ""))
+
+    def _has_taken(self, reply: Any) -> bool:
+        fence, self.holder = abs(reply) if isinstance(reply, int) else 0, None
         if fence:
             events.emit("acquired", MESSAGES["acquired"], self.name, fence, name=self.name, fence=fence)
+        elif isinstance(reply[0], bytes):
+            holder = parse(self.name, *reply)
+            self.holder = None if holder is None else holder.info
         return fence > 0
 
     def release_given_id(self) -> bool:
