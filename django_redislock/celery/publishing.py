@@ -240,11 +240,12 @@ class PublishingMixin(_Task):
             details=self._details(arguments, options.get("ignore_result")),
         )
 
-    def _withdraw(self, task_id: str, key: object) -> None:
-        """Release the lock of a message that will not start."""
+    def _lock_of_message(self, task_id: str, key: object) -> ExecutionLock | None:
+        """Return the lock that the message of this id holds while it waits, None if it took none."""
         options = self._options
-        if options.scope != "run" and isinstance(key, str):  # without a key, no lock was taken for it
-            leave_queue(self._waiting_lock(key, task_id, options, {}))
+        if options.scope == "run" or not isinstance(key, str):  # without a key, no lock was taken for it
+            return None
+        return self._waiting_lock(key, task_id, options, {})
 
     def _details(self, arguments: str, ignored: bool | None) -> dict[str, Any]:
         """Return further fields of the record; `ignored`: the message's own `ignore_result`."""
