@@ -40,13 +40,6 @@ START = Script(
     home=__package__,
     granted=lambda reply: isinstance(reply, int) and reply > 0,
 )
-PUBLISH = Script(
-    *("acquire", "index", "take", "quick", "counts", "refuse", "handover", "turns"),
-    home=__package__,
-    granted=lambda reply: isinstance(reply, int),
-)
-"""Acquires a lock for a message. When another one holds it, the reply is the holder; and if the id is new, so that the
-message is not published, it counts as a prevented duplicate."""
 LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
 CLAIM = Script("claim", "message", home=__package__)
 DONE = Script("done", home=__package__)
@@ -94,8 +87,6 @@ class ExecutionLock(Lock):
     retry_in: float | None = None
     """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
     now."""
-    holder: LockInfo | None = None
-    """Who held the lock when `take` was refused; None when it was free, but kept for a waiter."""
 
     def with_name(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
         """Return a copy of this lock with another name and other attributes; nothing is checked again."""
@@ -120,7 +111,7 @@ class ExecutionLock(Lock):
                 watchdog.remove(lease)
 
     def take(self, *, fresh: bool = False) -> bool:
-        """Acquire the lock for a message, without a wait, and return whether it was acquired; if not, note the holder.
+        """Acquire the lock for a message, without a wait, and return whether it was acquired.
 
         This process does not watch or renew the lock. `fresh`: the given id is new. Raises LockBackendError when Redis
         cannot answer; then a lock of a new id is released if the call may arrive later.
@@ -158,18 +149,15 @@ class ExecutionLock(Lock):
         id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
         args = (id, milliseconds(self.expire), name, self._record(), b"", b"0", b"")
         # A known id may hold the lock by another message of its, so the call of this one must not be undone.
-        return ScriptCall(PUBLISH, keys[:4], args, self._undo) if fresh else ScriptCall(PUBLISH, keys, args)
+        return ScriptCall(scripts.ACQUIRE, keys[:4], args, self._undo) if fresh else ScriptCall(scripts.ACQUIRE, keys, args)
 
     def _undo(self) -> ScriptCall:
         return operations.release_call(self._new_lease(None, self._given_id or ""))
 
-    def _has_taken(self, reply: Any) -> bool:
-        fence, self.holder = abs(reply) if isinstance(reply, int) else 0, None
+    def _has_taken(self, reply: object) -> bool:
+        fence = abs(reply) if isinstance(reply, int) else 0
         if fence:
             events.emit("acquired", MESSAGES["acquired"], self.name, fence, name=self.name, fence=fence)
-        elif isinstance(reply[0], bytes):
-            holder = parse(self.name, *reply)
-            self.holder = None if holder is None else holder.info
         return fence > 0
 
     def release_given_id(self) -> bool:
@@ -180,6 +168,15 @@ class ExecutionLock(Lock):
     def count_duplicate(self) -> None:
         """Count a prevented duplicate for the page about contention; errors of Redis are ignored."""
         count_duplicate(self._server, self.name, self._keys)
+
+    def prevented_by(self) -> LockInfo | None:
+        """Return the holder, who prevents a duplicate now, and count it; None when nobody holds the lock.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
+        _, reply = self._server.run(with_retries(self.name, _duplicate_call(self.name, self._keys), 0.0))
+        holder = parse(self.name, *reply) if isinstance(reply, list) else None
+        return None if holder is None else holder.info
 
     def claim(self, expire: float, state: Literal["ending", "done"]) -> bool:
         """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been
@@ -294,8 +291,9 @@ def _copies(delivery: Delivery) -> tuple[bytes, bytes]:
 def count_duplicate(server: Server, name: str, keys: LockKeys) -> None:
     """Count a prevented duplicate of a task. An error of Redis is ignored, because the count is for people only."""
     with suppress(LockBackendError):
-        server.run(_count_duplicate(name, keys))
+        server.run(with_retries(name, _duplicate_call(name, keys, always=True), monotonic()))
 
 
-def _count_duplicate(name: str, keys: LockKeys) -> Operation[None]:
-    yield from with_retries(name, ScriptCall(DUPLICATE, (keys.held,), (name.encode(),)), monotonic())
+def _duplicate_call(name: str, keys: LockKeys, always: bool = False) -> ScriptCall:
+    args = (name.encode(), b"1" if always else b"")
+    return ScriptCall(DUPLICATE, (keys.lock, keys.held, keys.queue), args)
