@@ -153,7 +153,9 @@ class PublishingMixin(_Task):
                 result = self._claim(lock, ours, send)
             if result is None:
                 result = publish(args, kwargs, task_id=task_id, producer=producer, **options)
+            lock.settle(published=not isinstance(result, DuplicateResult))
         except BaseException as error:
+            lock.settle(published=False)
             if not _is_about(error, lock):  # then another call would only take longer: see `ExecutionLock.take`
                 release_quietly(lock)
             raise

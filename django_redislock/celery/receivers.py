@@ -17,7 +17,7 @@ from ..core.clock import monotonic
 from ..exceptions import LockBackendError
 from ..task_names import waiting_id
 from . import options as options_of
-from .execution_lock import ExecutionLock
+from .execution_lock import ExecutionLock, confirm_published
 from .key import lock_name
 from .message import KEY_HEADER, SCOPE_HEADER, header
 from .publishing import PublishingMixin
@@ -55,6 +55,12 @@ def _release(lock: ExecutionLock | None) -> None:
             "%s could not release the lock of its message, which ends by its expiry: %s",
             lock.label,
         )
+
+
+@signals.worker_process_shutdown.connect
+def _on_child_exit(**kwargs: Any) -> None:
+    """Confirm the messages that a child of a worker has published: it ends without Python's exit."""
+    confirm_published()
 
 
 @signals.task_revoked.connect
