@@ -7,6 +7,7 @@ import logging
 import reprlib
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, states
@@ -51,6 +52,20 @@ class DuplicateResult(_AsyncResult):
         return super().get(*args, **kwargs)
 
 
+@cache
+def duplicate_kind(kind: type[AsyncResult[Any]]) -> type[DuplicateResult]:
+    """Return the class of duplicates for a task with results of its own kind, such as those that can be aborted."""
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _restore, (kind, self.__reduce_args__())
+
+    return type("DuplicateResult", (DuplicateResult, kind), {"__module__": __name__, "__reduce__": reduce})
+
+
+def _restore(kind: type[AsyncResult[Any]], args: tuple[Any, ...]) -> DuplicateResult:
+    return duplicate_kind(kind)(*args)
+
+
 def waiting_expire(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:
     """Return for how many seconds a message holds its lock: until it should have started, at most until the message
     expires."""
@@ -77,7 +92,9 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # each result backend has its own errors
-        events.log.warning(
+        # Once a minute: with django-db in a coroutine, for example, no duplicate can read it.
+        events.log.log(
+            log_level_of(f"state of {task_id}"),
             "The state of task %s could not be read (%s: %s); the task is treated as not ended.",
             task_id,
             type(error).__name__,

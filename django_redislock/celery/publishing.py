@@ -25,6 +25,7 @@ from . import options as options_of
 from .duplicates import (
     DuplicateResult,
     describe_arguments,
+    duplicate_kind,
     has_ended,
     log_level_of,
     waiting_expire,
@@ -240,7 +241,10 @@ class PublishingMixin(_Task):
         task_id = self._task_id_of(holder)
         if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
             raise TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
-        result = DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+        kind = DuplicateResult
+        if type(self).AsyncResult is not Task.AsyncResult:  # as of an AbortableTask
+            kind = duplicate_kind(type(self.AsyncResult(task_id)))
+        result = kind(task_id, backend=self.backend, task_name=self.name, app=self.app)
         result.ignored = holder.result_ignored
         result.elsewhere = (holder.host, holder.pid) != (HOST, os.getpid())
         return result

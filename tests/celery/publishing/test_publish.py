@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import signal
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -10,10 +11,12 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from celery.app.trace import build_tracer
 from celery.backends.base import DisabledBackend
+from celery.contrib.abortable import AbortableAsyncResult, AbortableTask
 from celery.signals import before_task_publish
+from django.core.exceptions import SynchronousOnlyOperation
 
 from django_redislock import TaskAlreadyRunning
-from django_redislock.celery import DuplicateResult, execution_lock, publishing
+from django_redislock.celery import DuplicateResult, duplicates, execution_lock, publishing
 from django_redislock.celery.execution_lock import Delivery, MessageLease
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
@@ -38,6 +41,34 @@ def test_the_first_owns_its_result_whoever_asks_later(client, make, scope):
     task = make(scope=scope)
     ids = {task.delay().id for _ in range(5)}
     assert len(ids) == 1
+
+
+def test_the_duplicate_of_an_abortable_task_can_be_aborted(client, make, scope):
+    task = make(scope=scope, task_options={"base": AbortableTask})
+    first, second = task.delay(), task.delay()
+    again = pickle.loads(pickle.dumps(second))
+    for result in second, again:
+        assert isinstance(result, DuplicateResult)
+        assert isinstance(result, AbortableAsyncResult)
+    second.abort()
+    assert first.is_aborted()
+
+
+def test_a_state_that_cannot_be_read_is_a_warning_once_a_minute(client, make, scope, monkeypatch, caplog):
+    """As with django-db in a coroutine, where the ORM raises for each duplicate."""
+    monkeypatch.setattr(duplicates, "_warned_in", {})
+    task = make(scope=scope)
+    task.delay()
+    monkeypatch.setattr(type(task.backend), "get_task_meta", lambda *args, **options: raise_asynchronous())
+    caplog.set_level(logging.INFO, logger="django_redislock")
+    for _ in range(3):
+        task.delay()
+    levels = [record.levelname for record in caplog.records if "could not be read" in record.getMessage()]
+    assert levels == ["WARNING", "INFO", "INFO"]
+
+
+def raise_asynchronous():
+    raise SynchronousOnlyOperation("You cannot call this from an async context - use a thread or sync_to_async.")
 
 
 def test_a_duplicate_may_be_an_error_instead(client, app, make, scope):
