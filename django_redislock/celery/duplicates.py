@@ -7,7 +7,6 @@ import logging
 import reprlib
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, states
@@ -52,18 +51,17 @@ class DuplicateResult(_AsyncResult):
         return super().get(*args, **kwargs)
 
 
-@cache
-def duplicate_kind(kind: type[AsyncResult[Any]]) -> type[DuplicateResult]:
-    """Return the class of duplicates for a task with results of its own kind, such as those that can be aborted."""
-
-    def reduce(self: Any) -> tuple[Any, ...]:
-        return _restore, (kind, self.__reduce_args__())
-
-    return type("DuplicateResult", (DuplicateResult, kind), {"__module__": __name__, "__reduce__": reduce})
+def duplicate_like(result: AsyncResult[Any]) -> DuplicateResult:
+    """Return the duplicate of a result whose task has results of its own kind, such as those that can be aborted."""
+    return _restore(type(result), result.__reduce_args__())
 
 
 def _restore(kind: type[AsyncResult[Any]], args: tuple[Any, ...]) -> DuplicateResult:
-    return duplicate_kind(kind)(*args)
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _restore, (kind, self.__reduce_args__())
+
+    made = type("DuplicateResult", (DuplicateResult, kind), {"__module__": __name__, "__reduce__": reduce})
+    return made(*args)  # type: ignore[no-any-return]
 
 
 def waiting_expire(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -123,7 +124,9 @@ class MessageLease(Lease):
         if MessageLease._pid != process.pid:
             self.published.clear()  # a forked child has its parent's
             MessageLease._pid = process.pid
-            Finalize(None, confirm_published, exitpriority=0)  # also in children of multiprocessing, where atexit is not
+            Finalize(
+                None, confirm_published, exitpriority=0
+            )  # also in children of multiprocessing, where atexit is not
         now = monotonic()
         self.published.add(self)
         self.expire = max(expire - (now - self.acquired) - CONFIRM_AFTER, PUBLISH_EXPIRE + 0.001)
@@ -238,14 +241,16 @@ class ExecutionLock(Lock):
         fence = abs(reply) if isinstance(reply, int) else 0
         if fence:
             if self.expire > PUBLISH_EXPIRE:
-                id = self._given_id or ""
-                args = (self._server, self.name, self._keys, id, PUBLISH_EXPIRE, None, None, lambda: None)
-                self.message_lease = lease = MessageLease(*args)
+                self.message_lease = lease = self._message_lease()
                 lease.note_acquired(fence, sent)
                 with suppress(RuntimeError):  # no further thread can be started: the message has its lock for a while
                     watchdog.add(lease)
             events.emit("acquired", MESSAGES["acquired"], self.name, fence, name=self.name, fence=fence)
         return fence > 0
+
+    def _message_lease(self) -> MessageLease:
+        thread, id = threading.current_thread(), self._given_id or ""
+        return MessageLease(self._server, self.name, self._keys, id, PUBLISH_EXPIRE, thread, None, lambda: None)
 
     def release_given_id(self) -> bool:
         """Release the lock if the given id holds it, and return whether it did. Raises LockBackendError when Redis

@@ -25,7 +25,7 @@ from . import options as options_of
 from .duplicates import (
     DuplicateResult,
     describe_arguments,
-    duplicate_kind,
+    duplicate_like,
     has_ended,
     log_level_of,
     waiting_expire,
@@ -145,8 +145,9 @@ class PublishingMixin(_Task):
         task_id = task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, describe_arguments(bound))
         try:
+            result = None
             if known:
-                result = self._claim_for_known_id(lock, ours, options)
+                self._claim_for_known_id(lock, ours, options)
             else:
                 own = producer is not None or not _OWN_PRODUCER.isdisjoint(options)
                 ahead = None if own or not is_celerys_own(self.app, publish) else publish
@@ -164,7 +165,7 @@ class PublishingMixin(_Task):
             warn_dropped_callbacks(self.name, result.id, options)
         else:
             self._published_in_a_row += 1
-        return result  # type: ignore[no-any-return]
+        return result
 
     def _prevented(self, key: str, options: TaskOptions) -> DuplicateResult | None:
         """Return the result of the holder of the lock, None when the lock is not held or its holder has ended."""
@@ -192,7 +193,8 @@ class PublishingMixin(_Task):
             holder = self._holder(lock, lock.prevented_by())
             return None if holder is None else self._duplicate(lock, holder, options)
         except LockBackendError as error:
-            return self._without_lock(lock, options, error)
+            self._without_lock(lock, options, error)
+            return None
 
     def _claim_for_known_id(self, lock: ExecutionLock, options: TaskOptions, message: dict[str, Any]) -> None:
         """Take the lock for a message that is published in any case; one to be skipped gets a header."""
@@ -241,10 +243,10 @@ class PublishingMixin(_Task):
         task_id = self._task_id_of(holder)
         if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
             raise TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
-        kind = DuplicateResult
-        if type(self).AsyncResult is not Task.AsyncResult:  # as of an AbortableTask
-            kind = duplicate_kind(type(self.AsyncResult(task_id)))
-        result = kind(task_id, backend=self.backend, task_name=self.name, app=self.app)
+        if type(self).AsyncResult is Task.AsyncResult:
+            result = DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+        else:
+            result = duplicate_like(self.AsyncResult(task_id))
         result.ignored = holder.result_ignored
         result.elsewhere = (holder.host, holder.pid) != (HOST, os.getpid())
         return result

@@ -23,10 +23,9 @@ from .message import KEY_HEADER, SCOPE_HEADER, header
 from .publishing import PublishingMixin
 from .running import SingleInstanceMixin, is_requeued
 
-
 SILENT_FOR = 10.0
-"""Seconds for which Redis is not asked here after it kept a call waiting. A worker's main process receives nothing while
-it waits, and messages often expire or are revoked by the hundred."""
+"""Seconds for which Redis is not asked here after it kept a call waiting. A worker's main process receives nothing
+meanwhile, and messages often expire or are revoked by the hundred."""
 SILENCE = 1.0
 """Seconds after which a call that failed counts as kept waiting; a refused connection costs nothing."""
 _silent_until = 0.0
@@ -34,7 +33,7 @@ _silent_until = 0.0
 
 def _tell(call: Callable[[], object], otherwise: str, whom: str) -> None:
     """Tell Redis something; log `otherwise`, with whom it is about and why, when Redis does not answer."""
-    global _silent_until  # noqa: PLW0603
+    global _silent_until
     began = monotonic()
     if began < _silent_until:
         events.log.warning(otherwise, whom, "Redis was silent a moment ago, so it was not asked")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -192,7 +190,7 @@ def test_a_connection_or_producer_that_is_given_is_used(client, app, make, scope
 
 
 def test_duplicates_close_no_connection_to_the_broker(client, make, own_server, scope):
-    """Each closed one, so that the next message of any task waited for another, and under gevent failed."""
+    """Each closed one, so that the next message of any task waited for another one."""
     with Celery("duplicates", set_as_current=False, broker=own_server.url) as app:
         function = lambda a=1: None  # noqa: E731
         function.__name__ = "body"
@@ -204,40 +202,6 @@ def test_duplicates_close_no_connection_to_the_broker(client, make, own_server, 
                 task.delay()
                 task.delay(number + 2)
             assert broker.info("stats")["total_connections_received"] == before
-
-
-GREENLETS = """
-from gevent import monkey; monkey.patch_all()
-import sys
-import django
-django.setup()
-import gevent
-from celery import Celery
-from django_redislock.celery import DuplicateResult, single_instance
-
-app = Celery("greenlets", broker=sys.argv[1], broker_pool_limit=2)
-def body(a): pass
-task = app.task(name="unique", shared=False)(single_instance(scope="queued")(body))
-plain = app.task(name="plain", shared=False)(body)
-
-def publish(number):
-    return [type(task.delay("same")), type(plain.delay(number)), type(task.delay(number))]
-
-task.delay("same")
-done = gevent.joinall([gevent.spawn(publish, number) for number in range(30)])
-for each in done:
-    each.get()
-print(sum(each.value[0] is DuplicateResult for each in done), sum(DuplicateResult in each.value[1:] for each in done))
-"""
-
-
-def test_greenlets_publish_beside_duplicates(client, own_server, form):
-    if form == "first":
-        pytest.skip("is the same in a program of its own")
-    ended = subprocess.run(
-        [sys.executable, "-c", GREENLETS, own_server.url], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.stdout == "30 0\n", ended.stderr
 
 
 def test_one_of_many_threads_publishes(client, app, make, scope):
