@@ -172,12 +172,10 @@ class ExecutionLock(Lock):
 
         After the block the lock is still held. Raises LockBackendError when Redis cannot answer.
         """
-        mine = self._copy(expire=expire, auto_renewal=True)
+        # As a new acquisition, or the publisher might still give it the life of a message that no worker has.
+        mine = self._copy(expire=expire, auto_renewal=True, delivery=Delivery(self._given_id or ""))
         try:
             mine.acquire(blocking=False)
-            for lease in mine._leases.values():
-                lease.shared, lease.shortens = False, True  # no other process relies on the longer expiry
-                self._server.run(mine._renew(lease))
             yield
         finally:
             for lease in mine._leases.values():
