@@ -1,4 +1,4 @@
-"""What does it cost to publish a unique task, next to a plain one?"""
+"""What does it cost to publish a unique task, a duplicate, and both in turn, next to a plain task?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS, SECONDS = 20, 0.25
 
 
 def makers(app: Any, url: str, client: redis.Redis) -> dict[str, Callable[[str], Any]]:
-    """Return how each package publishes a task of this key."""
+    """Return how each package publishes a task of this key, and a duplicate: a task of a key that waits already."""
     from django_redislock.celery import single_instance
 
     def body(key: str) -> None:
@@ -29,26 +29,46 @@ def makers(app: Any, url: str, client: redis.Redis) -> dict[str, Callable[[str],
     def by_hand(key: str) -> Any:
         if client.set(f"by-hand:{key}", uuid.uuid4().hex, nx=True, ex=3600):
             return plain.delay(key)
-        raise AssertionError("a key was there already")
+        return None
 
-    found: dict[str, Callable[[str], Any]] = {"plain delay()": plain.delay, "one SET NX by hand": by_hand}
+    by_name: dict[str, Callable[[str], Any]] = {"one SET NX by hand": by_hand}
     for scope in ("run", "queued", "queued+run", "job"):
 
         def marked(key: str) -> None:
             pass
 
-        found[f'django-redislock, "{scope}"'] = app.task(
+        by_name[f'django-redislock, "{scope}"'] = app.task(
             single_instance(scope=scope)(marked), name=scope, shared=False
         ).delay
     with suppress(ImportError):
-        from celery_once import QueueOnce
+        from celery_once import AlreadyQueued, QueueOnce
 
         app.conf.ONCE = {"backend": "celery_once.backends.Redis", "settings": {"url": url, "default_timeout": 3600}}
-        found["celery-once"] = app.task(body, name="once", base=QueueOnce, shared=False).delay
+        once = app.task(body, name="once", base=QueueOnce, shared=False)
+
+        def publish_once(key: str) -> Any:
+            with suppress(AlreadyQueued):
+                return once.delay(key)
+
+        by_name["celery-once"] = publish_once
     with suppress(ImportError):
         from celery_singleton import Singleton
 
-        found["celery-singleton"] = app.task(body, name="singleton", base=Singleton, shared=False).delay
+        by_name["celery-singleton"] = app.task(body, name="singleton", base=Singleton, shared=False).delay
+
+    found: dict[str, Callable[[str], Any]] = {"plain delay()": plain.delay, **by_name}
+    for name, publish in by_name.items():
+        if '"run"' not in name:  # its duplicates are published
+
+            def duplicate(_: str, publish: Callable[[str], Any] = publish) -> Any:
+                return publish("of all")
+
+            def alternate(key: str, publish: Callable[[str], Any] = publish) -> Any:
+                publish("of all")
+                return plain.delay(key)
+
+            found[f"a duplicate: {name}"] = duplicate
+            found[f"a duplicate, a plain delay(): {name}"] = alternate
     return found
 
 

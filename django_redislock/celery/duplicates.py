@@ -51,6 +51,19 @@ class DuplicateResult(_AsyncResult):
         return super().get(*args, **kwargs)
 
 
+def duplicate_like(result: AsyncResult[Any]) -> DuplicateResult:
+    """Return the duplicate of a result whose task has results of its own kind, such as those that can be aborted."""
+    return _restore(type(result), result.__reduce_args__())
+
+
+def _restore(kind: type[AsyncResult[Any]], args: tuple[Any, ...]) -> DuplicateResult:
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _restore, (kind, self.__reduce_args__())
+
+    made = type("DuplicateResult", (DuplicateResult, kind), {"__module__": __name__, "__reduce__": reduce})
+    return made(*args)  # type: ignore[no-any-return]
+
+
 def waiting_expire(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:
     """Return for how many seconds a message holds its lock: until it should have started, at most until the message
     expires."""
@@ -77,7 +90,9 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # each result backend has its own errors
-        events.log.warning(
+        # Once a minute: with django-db in a coroutine, for example, no duplicate can read it.
+        events.log.log(
+            log_level_of(f"state of {task_id}"),
             "The state of task %s could not be read (%s: %s); the task is treated as not ended.",
             task_id,
             type(error).__name__,

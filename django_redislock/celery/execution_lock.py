@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self
+from multiprocessing.util import Finalize
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from redis.exceptions import RedisError
 
 from ..core import events, operations, scripts
 from ..core.base import MESSAGES
 from ..core.clock import monotonic
+from ..core.driver import process
 from ..core.driver.effects import Operation, ScriptCall
 from ..core.driver.replicated import unconfirmed_grant
 from ..core.driver.retry import with_retries
@@ -31,7 +34,8 @@ from ..core.keys import LockKeys, lock_keys, milliseconds, record
 from ..core.lease import Lease
 from ..core.lock import Lock
 from ..core.loss import find_cause
-from ..core.records import LockInfo, Token
+from ..core.records import LockInfo, Token, parse
+from ..core.renewals import BATCH
 from ..core.watchdog import watchdog
 from ..exceptions import LockBackendError
 
@@ -74,6 +78,73 @@ class AfterRelease(NamedTuple):
     """Seconds until the lock expires then."""
 
 
+PUBLISH_EXPIRE = 30.0
+"""Seconds until the lock of a message expires whose publisher died before it published the message."""
+CONFIRM_AFTER = 1.0
+"""Seconds after which the lock of a published message gets the rest of its life, together with those of others."""
+
+
+class MessageLease(Lease):
+    """The lock of a message while it is published: renewed like any other until the message is sent, then given the
+    time for which the message may wait.
+
+    The watchdog does that, so it costs the publisher no call, and many messages share one. If the publisher dies in
+    between, no message may exist, and the lock ends soon. A worker that has the message takes the lock, which is no
+    loss.
+    """
+
+    __slots__ = ()
+    published: ClassVar[set[MessageLease]] = set()
+    """Those of messages that are sent, until Redis has confirmed the longer life."""
+    _pid: ClassVar[int] = 0
+    """The process whose exit gives the rest of them their life."""
+
+    def watch_acquirer(self) -> None:
+        """Watch no thread, because the message outlives it."""
+
+    @property
+    def acquirer_ended(self) -> bool:
+        """Whether its thread has ended, which is of no interest here."""
+        return False
+
+    def renewed(self, sent: float, expire: float) -> None:
+        """Note that the lock got a new expiry; nothing is left to be done after the longer one."""
+        super().renewed(sent, expire)
+        if expire > PUBLISH_EXPIRE:
+            watchdog.remove(self)
+            self.published.discard(self)
+
+    def ends_quietly(self) -> bool:
+        """Return that nobody is told, because most often a worker has the message."""
+        self.published.discard(self)
+        return True
+
+    def lengthen(self, expire: float) -> None:
+        """Give the lock this life soon: its message is sent."""
+        if MessageLease._pid != process.pid:
+            self.published.clear()  # a forked child has its parent's
+            MessageLease._pid = process.pid
+            Finalize(
+                None, confirm_published, exitpriority=0
+            )  # also in children of multiprocessing, where atexit is not
+        now = monotonic()
+        self.published.add(self)
+        self.expire = max(expire - (now - self.acquired) - CONFIRM_AFTER, PUBLISH_EXPIRE + 0.001)
+        self.next_renewal = min(self.next_renewal, now + CONFIRM_AFTER)
+        watchdog.reschedule(self)
+
+
+def confirm_published() -> None:
+    """Give the locks of all messages that this process has published their life now, because the process ends."""
+    by_server: dict[Server, list[Lease]] = {}
+    for lease in list(MessageLease.published):
+        if not lease.inherited_by_fork:
+            by_server.setdefault(lease.server, []).append(lease)
+    for server, leases in by_server.items():
+        for start in range(0, len(leases), BATCH):
+            server.watchdog.renew(server, leases[start : start + BATCH])
+
+
 class ExecutionLock(Lock):
     """The lock of a message, or of its execution."""
 
@@ -87,6 +158,8 @@ class ExecutionLock(Lock):
     retry_in: float | None = None
     """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
     now."""
+    message_lease: MessageLease | None = None
+    """What this process holds for a message that it publishes now, if the message may wait for long."""
 
     def with_name(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
         """Return a copy of this lock with another name and other attributes; nothing is checked again."""
@@ -99,57 +172,83 @@ class ExecutionLock(Lock):
 
         After the block the lock is still held. Raises LockBackendError when Redis cannot answer.
         """
-        mine = self._copy(expire=expire, auto_renewal=True)
+        # As a new acquisition, or the publisher might still give it the life of a message that no worker has.
+        mine = self._copy(expire=expire, auto_renewal=True, delivery=Delivery(self._given_id or ""))
         try:
             mine.acquire(blocking=False)
-            for lease in mine._leases.values():
-                lease.shared, lease.shortens = False, True  # no other process relies on the longer expiry
-                self._server.run(mine._renew(lease))
             yield
         finally:
             for lease in mine._leases.values():
                 watchdog.remove(lease)
 
     def take(self, *, fresh: bool = False) -> bool:
-        """Acquire the lock for a message, without a wait, and return whether it was acquired.
+        """Acquire the lock for a message, without a wait, and return whether it was acquired; then call `settle`.
 
-        This process does not watch or renew the lock. `fresh`: the given id is new. Raises LockBackendError when Redis
-        cannot answer.
+        `fresh`: the given id is new. Raises LockBackendError when Redis cannot answer; then a lock of a new id is
+        released if the call may arrive later, and otherwise it ends soon.
         """
         try:
-            _, reply = self._server.run(with_retries(self.name, self._take_call(fresh), 0.0, self._server))
+            sent, reply = self._server.run(with_retries(self.name, self._take_call(fresh), 0.0, self._server))
         except LockBackendError as error:
             if unconfirmed_grant(error) > 0:
                 with suppress(LockBackendError):
                     self.release_given_id()
             raise
-        return self._has_taken(reply)
+        return self._has_taken(sent, reply)
+
+    def settle(self, published: bool) -> None:
+        """Note that the message was published, or that it will not be."""
+        lease, self.message_lease = self.message_lease, None
+        if lease is not None and published:
+            lease.lengthen(self.expire)
+        elif lease is not None:
+            watchdog.remove(lease)
 
     def take_ahead(self) -> Callable[[], bool | None] | None:
         """Send what `take` sends for a new id; None when no connection is free.
 
-        The function returned waits for the answer: call it once, in this thread. It returns None when there is no
-        answer; then `take` shall try again.
+        The function returned waits for the answer: call it once, in this thread. It returns None when `take` shall try
+        again, and raises LockBackendError when that makes no sense.
         """
-        receive = self._server.send_ahead(self._take_call(fresh=True))
-        return None if receive is None else partial(self._answer_of, receive)
+        call, sent = self._take_call(fresh=True), monotonic()
+        receive = self._server.send_ahead(call)
+        return None if receive is None else partial(self._answer_of, receive, sent, call)
 
-    def _answer_of(self, receive: Callable[[], Any]) -> bool | None:
+    def _answer_of(self, receive: Callable[[], Any], sent: float, call: ScriptCall) -> bool | None:
         try:
-            return self._has_taken(receive())
-        except RedisError:
+            return self._has_taken(sent, receive())
+        except RedisError as error:
+            tries = with_retries(self.name, call, 0.0)
+            next(tries)
+            tries.throw(error)  # raises LockBackendError, unless it asks for another try
+            tries.close()
             return None
 
     def _take_call(self, fresh: bool) -> ScriptCall:
         id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
-        args = (id, milliseconds(self.expire), name, self._record(), b"", b"0", b"")
-        return ScriptCall(scripts.ACQUIRE, keys[:4] if fresh else keys, args)
+        args = (id, milliseconds(min(self.expire, PUBLISH_EXPIRE)), name, self._record(), b"", b"0", b"")
+        # A known id may hold the lock by another message of its, so the call of this one must not be undone.
+        if fresh:
+            return ScriptCall(scripts.ACQUIRE, keys[:4], args, self._undo)
+        return ScriptCall(scripts.ACQUIRE, keys, args)
 
-    def _has_taken(self, reply: object) -> bool:
+    def _undo(self) -> ScriptCall:
+        return operations.release_call(self._new_lease(None, self._given_id or ""))
+
+    def _has_taken(self, sent: float, reply: object) -> bool:
         fence = abs(reply) if isinstance(reply, int) else 0
         if fence:
+            if self.expire > PUBLISH_EXPIRE:
+                self.message_lease = lease = self._message_lease()
+                lease.note_acquired(fence, sent)
+                with suppress(RuntimeError):  # no further thread can be started: the message has its lock for a while
+                    watchdog.add(lease)
             events.emit("acquired", MESSAGES["acquired"], self.name, fence, name=self.name, fence=fence)
         return fence > 0
+
+    def _message_lease(self) -> MessageLease:
+        thread, id = threading.current_thread(), self._given_id or ""
+        return MessageLease(self._server, self.name, self._keys, id, PUBLISH_EXPIRE, thread, None, lambda: None)
 
     def release_given_id(self) -> bool:
         """Release the lock if the given id holds it, and return whether it did. Raises LockBackendError when Redis
@@ -159,6 +258,15 @@ class ExecutionLock(Lock):
     def count_duplicate(self) -> None:
         """Count a prevented duplicate for the page about contention; errors of Redis are ignored."""
         count_duplicate(self._server, self.name, self._keys)
+
+    def prevented_by(self) -> LockInfo | None:
+        """Return the holder, who prevents a duplicate now, and count it; None when nobody holds the lock.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
+        _, reply = self._server.run(with_retries(self.name, _duplicate_call(self.name, self._keys), 0.0))
+        holder = parse(self.name, *reply) if isinstance(reply, list) else None
+        return None if holder is None else holder.info
 
     def claim(self, expire: float, state: Literal["ending", "done"]) -> bool:
         """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been
@@ -273,8 +381,9 @@ def _copies(delivery: Delivery) -> tuple[bytes, bytes]:
 def count_duplicate(server: Server, name: str, keys: LockKeys) -> None:
     """Count a prevented duplicate of a task. An error of Redis is ignored, because the count is for people only."""
     with suppress(LockBackendError):
-        server.run(_count_duplicate(name, keys))
+        server.run(with_retries(name, _duplicate_call(name, keys, always=True), monotonic()))
 
 
-def _count_duplicate(name: str, keys: LockKeys) -> Operation[None]:
-    yield from with_retries(name, ScriptCall(DUPLICATE, (keys.held,), (name.encode(),)), monotonic())
+def _duplicate_call(name: str, keys: LockKeys, always: bool = False) -> ScriptCall:
+    args = (name.encode(), b"1" if always else b"")
+    return ScriptCall(DUPLICATE, (keys.lock, keys.held, keys.queue), args)

@@ -1,19 +1,19 @@
 """Publishing while Redis answers: the acquisition is sent, Celery makes the message, then the answer is read.
 
 That saves one round trip of two. When the lock is not acquired, an exception leaves Celery's functions, so this is done
-only where they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure.
+only where they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure. It does not reach a
+producer of kombu, which would close its connection to the broker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FunctionType
 from typing import Any
 
 from celery import Celery
 from celery.app import base as app_module, task as task_module
-from kombu.exceptions import LimitExceeded
 
 from .execution_lock import ExecutionLock
 
@@ -22,19 +22,21 @@ class NotPublished(BaseException):
     """The lock was not acquired, so the message is not published."""
 
 
-class WaitingProducer:
-    """Celery's producer, which first waits for the lock.
+class Gate:
+    """Stands for the producer from Celery's pool, and opens when the lock is acquired.
 
     Celery asks it for its connection when the message is made, before the result backend and the receivers of signals
-    are notified.
+    are notified. Only then it takes a producer: one that waited for Redis would be missed by other threads.
     """
 
-    producer: Any = None
     acquired: bool | None = None
     """Whether the lock was acquired; None: there is no answer."""
 
-    def __init__(self, answer: Callable[[], bool | None]) -> None:
+    def __init__(self, pool: Any, answer: Callable[[], bool | None], until_published: ExitStack) -> None:
+        self._pool = pool
         self._answer: Callable[[], bool | None] | None = answer
+        self._until_published = until_published
+        self._producer: Any = None
 
     def wait(self) -> None:
         """Wait for the answer, once."""
@@ -43,10 +45,12 @@ class WaitingProducer:
             self.acquired = answer()
 
     def __getattr__(self, name: str) -> Any:
-        self.wait()
-        if not self.acquired:
-            raise NotPublished
-        return getattr(self.producer, name)
+        if self._producer is None:
+            self.wait()
+            if not self.acquired:
+                raise NotPublished
+            self._producer = self._until_published.enter_context(self._pool.acquire(block=True))
+        return getattr(self._producer, name)
 
 
 def is_celerys_own(app: Celery, apply_async: Any) -> bool:
@@ -62,15 +66,16 @@ def is_celerys_own(app: Celery, apply_async: Any) -> bool:
 def publish_ahead(app: Celery, lock: ExecutionLock, publish: Callable[..., Any]) -> tuple[Any, bool | None]:
     """Take the lock and publish. Return the result, or None, and whether the lock was acquired, or None.
 
-    After any error the lock may be held, because the acquisition was sent.
+    After any error but LockBackendError the lock may be held, because the acquisition was sent.
     """
     answer, result = lock.take_ahead(), None
     if answer is None:
         return None, None
-    waiting = WaitingProducer(answer)
-    try:
-        with suppress(NotPublished, LimitExceeded), app.producer_pool.acquire(block=False) as waiting.producer:
-            result = publish(producer=waiting)
-    finally:
-        waiting.wait()
-    return result, waiting.acquired
+    with ExitStack() as until_published:
+        gate = Gate(app.producer_pool, answer, until_published)
+        try:
+            with suppress(NotPublished):
+                result = publish(producer=gate)
+        finally:
+            gate.wait()
+    return result, gate.acquired

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from . import options as options_of
 from .duplicates import (
     DuplicateResult,
     describe_arguments,
+    duplicate_like,
     has_ended,
     log_level_of,
     waiting_expire,
@@ -56,6 +57,10 @@ releasing."""
 CANVAS_OPTIONS = frozenset({"root_id", "parent_id", "group_id", "chord", "chain", "retries"})
 """Members of canvases and retries have at least one of these options; a message with a given id has none."""
 
+AHEAD_AFTER = 8
+"""So many messages of a task in a row must have been published before the next one is made while Redis answers: to make
+a message that is then refused costs five times what the wait for Redis saves."""
+
 _OWN_PRODUCER = frozenset({"connection", "publisher"})
 """Options by which a caller gives a producer of its own."""
 
@@ -74,6 +79,8 @@ class PublishingMixin(_Task):
     """Seconds after which the processed marker of a message expires."""
     _pydantic: Mapping[str, Any] | None = None
     """The last arguments of `models_of`, if Celery makes models of the arguments."""
+    _published_in_a_row = AHEAD_AFTER
+    """How many messages were published since the last one that was refused."""
 
     def lock_info(self, *args: Any, **kwargs: Any) -> LockInfo | None:
         """Return the holder of the lock of these arguments: a running execution or a waiting message; None when it is
@@ -122,59 +129,93 @@ class PublishingMixin(_Task):
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         ours = self._options
         key = self._key(bound, ours)
-        options["headers"] = new_message(options.get("headers"), key, ours.scope)
         publish = super().apply_async
-        if ours.scope == "run" or self.app.conf.task_always_eager:
+        known = task_id is not None
+        begins_here = ours.scope != "run" and not self.app.conf.task_always_eager
+        if begins_here and not known and self._published_in_a_row < AHEAD_AFTER:
+            # A message that is refused costs much less before it is made. So after a duplicate Redis is asked first.
+            duplicate = self._prevented(key, ours)
+            if duplicate is not None:
+                warn_dropped_callbacks(self.name, duplicate.id, options)
+                return duplicate
+        options["headers"] = new_message(options.get("headers"), key, ours.scope)
+        if not begins_here:
             return publish(args, kwargs, task_id=task_id, producer=producer, **options)
         # A message with a given id is always published, because a canvas, or the caller of a retry, waits for that id.
-        known, task_id = task_id is not None, task_id or uuid()
+        task_id = task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, describe_arguments(bound))
         try:
-            acquired = None
-            no_producer = producer is None and _OWN_PRODUCER.isdisjoint(options)
-            if no_producer and not known and is_celerys_own(self.app, publish):
-                send = partial(publish, args, kwargs, task_id=task_id, **options)
-                result, acquired = publish_ahead(self.app, lock, send)
-                if result is not None:
-                    return result  # type: ignore[no-any-return]
-            duplicate = None if acquired else self._claim(lock, ours, known, options, refused=acquired is False)
-            if duplicate is None:
-                return publish(args, kwargs, task_id=task_id, producer=producer, **options)
-        except BaseException:
-            release_quietly(lock)
+            result = None
+            if known:
+                self._claim_for_known_id(lock, ours, options)
+            else:
+                own = producer is not None or not _OWN_PRODUCER.isdisjoint(options)
+                ahead = None if own or not is_celerys_own(self.app, publish) else publish
+                send = ahead and partial(ahead, args, kwargs, task_id=task_id, **options)
+                result = self._claim(lock, ours, send)
+            if result is None:
+                result = publish(args, kwargs, task_id=task_id, producer=producer, **options)
+            lock.settle(published=not isinstance(result, DuplicateResult))
+        except BaseException as error:
+            lock.settle(published=False)
+            if not _is_about(error, lock):  # then another call would only take longer: see `ExecutionLock.take`
+                release_quietly(lock)
             raise
-        warn_dropped_callbacks(self.name, duplicate.id, options)
-        return duplicate
+        if isinstance(result, DuplicateResult):
+            warn_dropped_callbacks(self.name, result.id, options)
+        else:
+            self._published_in_a_row += 1
+        return result
 
-    def _claim(
-        self, lock: ExecutionLock, options: TaskOptions, known: bool, message: dict[str, Any], refused: bool
-    ) -> DuplicateResult | None:
-        """Take the lock for a message, or return the result of its holder; None when the message is to be published.
-
-        `refused`: the lock was just found to be held.
-        """
-        skipped = known and options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message)
+    def _prevented(self, key: str, options: TaskOptions) -> DuplicateResult | None:
+        """Return the result of the holder of the lock, None when the lock is not held or its holder has ended."""
+        lock = options.lock.with_name(self._waiting_name(key, options), label=self.name)
         try:
-            if (not refused and lock.take(fresh=not known)) or (known and not skipped):
-                return None
-            holder = self._holder(lock)
-            if holder is None:
-                return None
-            if not known:
-                return self._duplicate(lock, holder, options)
-            if holder.label != lock.label:
-                lock.count_duplicate()
-                message["headers"] = with_ours(message["headers"], {REFUSED_HEADER: holder.holder})
-            return None
+            holder = lock.prevented_by()
         except LockBackendError:
             if options.on_backend_error != "run":
                 raise
-            events.log.warning("%s is published without its lock, because Redis does not answer.", lock.label)
+            return None
+        if holder is None or self._has_ended(holder):
+            return None
+        return self._duplicate(lock, holder, options)
+
+    def _claim(
+        self, lock: ExecutionLock, options: TaskOptions, send: Callable[..., Any] | None
+    ) -> AsyncResult[Any] | None:
+        """Take the lock for a message and `send` it, or return the result of the holder; None when it is to be sent."""
+        try:
+            result, acquired = (None, None) if send is None else publish_ahead(self.app, lock, send)
+            if result is not None:
+                return result  # type: ignore[no-any-return]
+            if acquired is None and lock.take(fresh=True):
+                return None
+            holder = self._holder(lock, lock.prevented_by())
+            return None if holder is None else self._duplicate(lock, holder, options)
+        except LockBackendError as error:
+            self._without_lock(lock, options, error)
             return None
 
-    def _holder(self, lock: ExecutionLock) -> LockInfo | None:
+    def _claim_for_known_id(self, lock: ExecutionLock, options: TaskOptions, message: dict[str, Any]) -> None:
+        """Take the lock for a message that is published in any case; one to be skipped gets a header."""
+        try:
+            if lock.take() or options.on_conflict != "skip" or not CANVAS_OPTIONS.isdisjoint(message):
+                return
+            holder = self._holder(lock, lock.owner())
+            if holder is not None and holder.label != lock.label:
+                lock.count_duplicate()
+                message["headers"] = with_ours(message["headers"], {REFUSED_HEADER: holder.holder})
+        except LockBackendError as error:
+            self._without_lock(lock, options, error)
+
+    def _without_lock(self, lock: ExecutionLock, options: TaskOptions, error: LockBackendError) -> None:
+        """Raise the error, unless the task is to be published without its lock."""
+        if options.on_backend_error != "run" or not _is_about(error, lock):
+            raise error
+        events.log.warning("%s is published without its lock, because Redis does not answer.", lock.label)
+
+    def _holder(self, lock: ExecutionLock, holder: LockInfo | None) -> LockInfo | None:
         """Return the holder of the lock; None when the lock was acquired after all, or changes hands too fast."""
-        holder = lock.owner()
         if holder is None and not lock.acquire(timeout=HANDOVER_GRACE):
             holder = lock.owner()
         if holder is not None and self._has_ended(holder):
@@ -184,7 +225,7 @@ class PublishingMixin(_Task):
 
     def _duplicate(self, lock: ExecutionLock, holder: LockInfo, options: TaskOptions) -> DuplicateResult:
         """Return the result of the message that holds the lock."""
-        error = TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
+        self._published_in_a_row = 0
         events.emit(
             "conflict",
             "%s is not published, because the lock has been held for %.1f s by %s (on_duplicate: %s).",
@@ -199,11 +240,13 @@ class PublishingMixin(_Task):
             task_id=None,
             on_conflict=options.on_duplicate,
         )
-        lock.count_duplicate()
         task_id = self._task_id_of(holder)
         if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
-            raise error
-        result = DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+            raise TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
+        if type(self).AsyncResult is Task.AsyncResult:
+            result = DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
+        else:
+            result = duplicate_like(self.AsyncResult(task_id))
         result.ignored = holder.result_ignored
         result.elsewhere = (holder.host, holder.pid) != (HOST, os.getpid())
         return result
@@ -216,13 +259,16 @@ class PublishingMixin(_Task):
     def _task_id_of(self, holder: LockInfo) -> str:
         return holder.label.removeprefix(f"{self.name}[").removesuffix("]")
 
+    def _waiting_name(self, key: str, options: TaskOptions) -> str:
+        return lock_name(self.name, key, "celery" if options.scope == "job" else "celery-queue")
+
     def _waiting_lock(
         self, key: str, task_id: str, ours: TaskOptions, options: Mapping[str, Any], arguments: str = ""
     ) -> ExecutionLock:
         """Return the lock that a message of this id holds while it waits."""
         expires = options.get("expires", self.expires)
         return ours.lock.with_name(
-            lock_name(self.name, key, "celery" if ours.scope == "job" else "celery-queue"),
+            self._waiting_name(key, ours),
             label=f"{self.name}[{task_id}]",
             id=waiting_id(task_id),
             expire=waiting_expire(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
@@ -230,11 +276,12 @@ class PublishingMixin(_Task):
             details=self._details(arguments, options.get("ignore_result")),
         )
 
-    def _withdraw(self, task_id: str, key: object) -> None:
-        """Release the lock of a message that will not start."""
+    def _lock_of_message(self, task_id: str, key: object) -> ExecutionLock | None:
+        """Return the lock that the message of this id holds while it waits, None if it took none."""
         options = self._options
-        if options.scope != "run" and isinstance(key, str):  # without a key, no lock was taken for it
-            leave_queue(self._waiting_lock(key, task_id, options, {}))
+        if options.scope == "run" or not isinstance(key, str):  # without a key, no lock was taken for it
+            return None
+        return self._waiting_lock(key, task_id, options, {})
 
     def _details(self, arguments: str, ignored: bool | None) -> dict[str, Any]:
         """Return further fields of the record; `ignored`: the message's own `ignore_result`."""
@@ -287,3 +334,8 @@ class PublishingMixin(_Task):
         if options.scope == "queued":  # its runs may overlap, but not those of one message
             name = lock_name(self.name, delivery.message, "celery-message")
         return options.lock.with_name(name, label=f"{self.name}[{request.id}]", delivery=delivery, details=details)
+
+
+def _is_about(error: BaseException, lock: ExecutionLock) -> bool:
+    """Return whether Redis did not answer about this lock; a router may use a lock of its own."""
+    return isinstance(error, LockBackendError) and error.name == lock.name

@@ -3,6 +3,9 @@ ended."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from celery import signals, states
@@ -10,14 +13,53 @@ from celery.exceptions import WorkerLostError
 
 from .. import conf
 from ..core import events
+from ..core.clock import monotonic
 from ..exceptions import LockBackendError
 from ..task_names import waiting_id
 from . import options as options_of
-from .execution import leave_queue
+from .execution_lock import ExecutionLock, confirm_published
 from .key import lock_name
 from .message import KEY_HEADER, SCOPE_HEADER, header
 from .publishing import PublishingMixin
 from .running import SingleInstanceMixin, is_requeued
+
+SILENT_FOR = 10.0
+"""Seconds for which Redis is not asked here after it kept a call waiting. A worker's main process receives nothing
+meanwhile, and messages often expire or are revoked by the hundred."""
+SILENCE = 1.0
+"""Seconds after which a call that failed counts as kept waiting; a refused connection costs nothing."""
+_silent_until = 0.0
+
+
+def _tell(call: Callable[[], object], otherwise: str, whom: str) -> None:
+    """Tell Redis something; log `otherwise`, with whom it is about and why, when Redis does not answer."""
+    global _silent_until
+    began = monotonic()
+    if began < _silent_until:
+        events.log.warning(otherwise, whom, "Redis was silent a moment ago, so it was not asked")
+        return
+    try:
+        call()
+    except LockBackendError as error:
+        if monotonic() - began > SILENCE:
+            _silent_until = monotonic() + SILENT_FOR
+        events.log.warning(otherwise, whom, error)
+
+
+def _release(lock: ExecutionLock | None) -> None:
+    """Release the lock of a message that will not start."""
+    if lock is not None:
+        _tell(
+            lock.release_given_id,
+            "%s could not release the lock of its message, which ends by its expiry: %s",
+            lock.label,
+        )
+
+
+@signals.worker_process_shutdown.connect
+def _on_child_exit(**kwargs: Any) -> None:
+    """Confirm the messages that a child of a worker has published: it ends without Python's exit."""
+    confirm_published()
 
 
 @signals.task_revoked.connect
@@ -27,15 +69,15 @@ def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool =
     if not isinstance(sender, PublishingMixin) or request is None:
         return
     if terminated and sender._options.scope == "job" and sender.acks_late:
-        try:
+        with suppress(TypeError):  # without a key it had no lock
             name = lock_name(sender.name, sender._key_of(request.args, request.kwargs, request))
             lock = sender._running_lock(name, sender._options, request, (), {})
-            lock.mark_processed(sender._marker_expire)
-        except (LockBackendError, TypeError) as error:
-            events.log.warning(
-                "Could not record that %s was terminated, so its lock may stay until it expires: %s", request.id, error
+            _tell(
+                partial(lock.mark_processed, sender._marker_expire),
+                "Could not record that %s was terminated, so its lock may stay until it expires: %s",
+                request.id,
             )
-    sender._withdraw(request.id, header(request, KEY_HEADER))
+    _release(sender._lock_of_message(request.id, header(request, KEY_HEADER)))
 
 
 @signals.task_failure.connect
@@ -46,7 +88,7 @@ def _on_worker_lost(
     this signal."""
     if isinstance(exception, WorkerLostError) and isinstance(sender, PublishingMixin):
         # Celery 5.6 passes no request here, so the key of the producer is unknown.
-        sender._withdraw(task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top))
+        _release(sender._lock_of_message(task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top)))
 
 
 @signals.task_postrun.connect
@@ -60,7 +102,7 @@ def _on_undecorated_task_end(sender: Any = None, state: str | None = None, **kwa
     if scope is None or not isinstance(key, str):
         return
     name = lock_name(sender.name, key, "celery" if scope == "job" else "celery-queue")
-    leave_queue(options_of.complete({}, conf.get()).lock.with_name(name, label=name, id=waiting_id(request.id)))
+    _release(options_of.complete({}, conf.get()).lock.with_name(name, label=name, id=waiting_id(request.id)))
 
 
 @signals.task_postrun.connect

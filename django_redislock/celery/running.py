@@ -220,7 +220,8 @@ class SingleInstanceMixin(RepublishingMixin):
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:
-            with queued.keep_alive(options.expire):  # a hard time limit may end the wait, and its message for ever
+            # A hard time limit may end the wait, and its message for ever.
+            with queued._copy(details=lock.details).keep_alive(options.expire):
                 acquired = lock.acquire(timeout=wait)
         if acquired or lock.refused:
             return acquired, None

@@ -235,6 +235,10 @@ class Lease:
         self._losses.append(record)
         return self._losses[0] is record
 
+    def ends_quietly(self) -> bool:
+        """Return whether nobody is told that the lock has ended; called when Redis no longer has it for this holder."""
+        return False
+
     def report_loss(self) -> None:
         """Report the loss to the log, to listeners and to `on_lost`, which may take any time."""
         loss = self.noted_loss

@@ -92,7 +92,7 @@ class Renewals:
                 elif renewed:
                     lease.renewed(sent, expire)
                     lease.may_outlive |= lease.noted_loss is not None
-                elif self.remove(lease):  # else it was released meanwhile, and nothing is wrong
+                elif self.remove(lease) and not lease.ends_quietly():  # else it was released, and nothing is wrong
                     lost.append(lease)
             if lost:
                 self._lose(server, lost)
@@ -167,7 +167,7 @@ def acquirer_ended(lease: Lease) -> bool:
 
 def _report_lost(lease: Lease, cause: Cause) -> None:
     """Note the loss at once, and report it from another thread, because listeners may take long."""
-    if lease.note_loss(cause):
+    if not lease.ends_quietly() and lease.note_loss(cause):
         try:
             os_threads.start(lease.report_loss, "redislock-loss")
         except RuntimeError:  # no further thread can be started

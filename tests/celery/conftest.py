@@ -8,6 +8,8 @@ import redis
 from celery import Celery
 
 from django_redislock.celery import single_instance
+from django_redislock.celery.execution_lock import MessageLease
+from django_redislock.core.watchdog import watchdog
 from tests.support import Cluster, RedisServer, Server, leave_out
 
 ONE_SERVER: dict[str, str] = {}
@@ -48,6 +50,14 @@ def client(locks: Server | Cluster, _empty_database: None) -> Iterator[redis.Red
     with locks.client() as client:
         client.ping()
         yield client
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_to_confirm() -> Iterator[None]:
+    """What a test has published is not confirmed during the next one, which may count commands."""
+    yield
+    while MessageLease.published:
+        watchdog.remove(MessageLease.published.pop())
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ from celery.exceptions import Reject
 from kombu.exceptions import OperationalError
 
 from django_redislock import TaskAlreadyRunning
-from django_redislock.celery import duplicates, single_instance
+from django_redislock.celery import duplicates, receivers, single_instance
 from django_redislock.celery.message import KEY_HEADER, SCOPE_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.lease import Lease
 from tests.celery.test_duplicates import QUEUE, work
-from tests.support import free_port, name_of
+from tests.support import free_port, name_of, wait_until
 
 NUMBERS = itertools.count()
 ID = "of-the-message"
@@ -52,6 +52,11 @@ def dead(settings):
     settings.DJANGO_REDISLOCK = {"URL": f"redis://127.0.0.1:{free_port()}"}
 
 
+@pytest.fixture(autouse=True)
+def _forget_silence(monkeypatch):
+    monkeypatch.setattr(receivers, "_silent_until", 0.0, raising=False)
+
+
 def come(task, headers=None):
     """Bring a message of the task to a worker's tracer."""
     sent = {"id": ID, "root_id": ID, "retries": 0, "single_instance_message": "one", **(headers or {})}
@@ -71,6 +76,31 @@ def test_that_a_message_was_terminated_is_logged_when_it_cannot_be_recorded(make
     request = Context(id=ID, args=(), kwargs={}, headers={"single_instance_message": "one"})
     signals.task_revoked.send(sender=task, request=request, terminated=True)
     assert f"Could not record that {ID} was terminated, so its lock may stay until it expires" in caplog.text
+
+
+def test_of_many_messages_that_expire_only_the_first_waits_for_a_silent_redis(make, own_server, settings, caplog):
+    """In the worker's main process, which receives nothing meanwhile: 8 messages took 43 s."""
+    settings.DJANGO_REDISLOCK = {"URL": f"{own_server.url}?socket_timeout=1.2"}
+    task = make(scope="job")
+    task.delay()
+    headers = {KEY_HEADER: "", SCOPE_HEADER: "job"}
+    own_server.pause()
+    for number in range(8):
+        signals.task_revoked.send(sender=task, request=Context(id=f"expired-{number}", headers=headers))
+    own_server.resume()
+    said = [record.getMessage() for record in caplog.records if "could not release" in record.getMessage()]
+    assert len(said) == 8
+    assert [number for number, message in enumerate(said) if "Timeout" in message] == [0]
+
+
+def test_a_redis_that_refuses_connections_is_asked_for_each_message(make, dead, caplog):
+    """Because that costs no time, and it may be back at once."""
+    task = make(scope="job")
+    headers = {KEY_HEADER: "", SCOPE_HEADER: "job"}
+    for number in range(2):
+        signals.task_revoked.send(sender=task, request=Context(id=f"expired-{number}", headers=headers))
+    assert caplog.text.count("could not release") == 2
+    assert "was silent a moment ago" not in caplog.text
 
 
 def test_a_revoked_task_that_is_not_single_instance_is_none_of_ours(app, dead, caplog):
@@ -214,4 +244,4 @@ def test_what_is_no_time_is_left_to_celery(client, make):
         task.apply_async(eta=object())
     assert list(held_locks(client)) == []
     task.apply_async(eta="no time")
-    assert task.lock_info().ttl > 3500, "as of a message without one"
+    wait_until(lambda: task.lock_info().ttl > 3500, message="it lives as that of a message without one")

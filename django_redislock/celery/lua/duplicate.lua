@@ -1,7 +1,16 @@
--- Count a duplicate of a task that was not published, or did not run.
--- KEYS  1 index of held locks
--- ARGV  1 name
--- Returns 1.
-local held, name = KEYS[1], ARGV[1]
-count_saved(held, now_us(), name, 'd', 1)
-return 1
+-- Count a duplicate of a task that was not published, or did not run; and tell who holds its lock.
+-- KEYS  1 lock, 2 index of held locks, 3 queue
+-- ARGV  1 name, 2 '1' to count also when nobody holds the lock any more
+-- Returns {value of the lock key, ms left, waiters, now (ms)}, or nil when nobody holds the lock.
+local lock, held, queue = unpack(KEYS)
+local name, always = unpack(ARGV)
+local value, now = redis.call('GET', lock), now_us()
+local wrong = not_ours(lock, value)
+if wrong then
+  return wrong
+end
+local is_held = value and fence_of(value) ~= '0'
+if is_held or always == '1' then
+  count_saved(held, now, name, 'd', 1)
+end
+return is_held and {value, redis.call('PTTL', lock), redis.call('ZCARD', queue), math.floor(now / 1000)}

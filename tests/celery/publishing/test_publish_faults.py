@@ -12,7 +12,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
-from celery import Task
+from celery import Celery, Task
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import after_task_publish, before_task_publish
 from django.db import transaction
@@ -20,9 +20,8 @@ from kombu import Connection
 from kombu.exceptions import SerializerNotInstalled
 
 from django_redislock import LockBackendError, TaskAlreadyRunning, lock
-from django_redislock.celery import DuplicateResult, publishing
+from django_redislock.celery import DuplicateResult, publishing, single_instance
 from django_redislock.core import held_locks
-from django_redislock.core.lease import Lease
 from tests.support import BUSY, Interrupted, counting, interruptions, wait_until
 
 from . import CANVASES, messages
@@ -190,6 +189,21 @@ def test_a_connection_or_producer_that_is_given_is_used(client, app, make, scope
     assert len(messages(app, task)) == 3  # all connections to the memory broker of a process have the same queues
 
 
+def test_duplicates_close_no_connection_to_the_broker(client, make, own_server, scope):
+    """Each closed one, so that the next message of any task waited for another one."""
+    with Celery("duplicates", set_as_current=False, broker=own_server.url) as app:
+        function = lambda a=1: None  # noqa: E731
+        function.__name__ = "body"
+        task = app.task(name="duplicated", shared=False)(single_instance(scope=scope)(function))
+        with own_server.client() as broker:
+            task.delay()
+            before = broker.info("stats")["total_connections_received"]
+            for number in range(2 * publishing.AHEAD_AFTER):
+                task.delay()
+                task.delay(number + 2)
+            assert broker.info("stats")["total_connections_received"] == before
+
+
 def test_one_of_many_threads_publishes(client, app, make, scope):
     task = make(scope=scope)
     start = threading.Barrier(8)
@@ -243,8 +257,8 @@ def test_an_interruption_at_any_point_leaves_a_message_or_no_lock_and_no_reply_u
     assert held - set(noted) == set()
 
 
-def test_without_redis_publishing_is_a_typed_error_and_never_none(make, scope, settings, monkeypatch):
-    monkeypatch.setattr(Lease, "retry_for", 0.3)
+def test_without_redis_publishing_is_a_typed_error_and_never_none(make, scope, settings, caplog):
+    """It comes at once: nothing was sent, so nothing is released, which took 4.7 s of tries."""
     settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
     task = make(scope=scope)
     with pytest.raises(LockBackendError):
@@ -252,6 +266,7 @@ def test_without_redis_publishing_is_a_typed_error_and_never_none(make, scope, s
     for canvas in CANVASES.values():
         with pytest.raises(LockBackendError):
             canvas(task.si(), task.si()).apply_async()
+    assert "could not release" not in caplog.text
 
 
 def test_without_redis_publishing_may_go_on(app, make, scope, settings, caplog):
