@@ -66,11 +66,17 @@ def pytest_report_header() -> str:
     return f"redis server: {server}"
 
 
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Run in one process where the tests share the server at REDISLOCK_TEST_URL, and in one a core otherwise."""
+    return 0 if os.environ.get("REDISLOCK_TEST_URL") else None
+
+
 COMBINATIONS = 2
 """Of the combinations of parameters of one test, the quick part of the suite has so many."""
 
 
-STARTING = {"cluster", "manage", "own_cluster", "own_server", "run_python", "server_kind", "wheel"}
+STARTING = {"cluster", "manage", "own_cluster", "own_server", "run_python", "server_kind"}
+STARTING |= {"shard", "silenced", "silent_nodes", "wheel"}
 """The fixtures that start servers or processes, or wait for those of a Cluster."""
 
 
@@ -78,7 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the quick part of the suite leaves out: tests with more than the one server, and many combinations."""
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not STARTING.isdisjoint(getattr(item, "fixturenames", ())) or "ClusterCache" in item.nodeid:
+        fixtures = getattr(item, "fixturenames", ())
+        if not STARTING.isdisjoint(fixtures) or "ClusterCache" in item.nodeid or "postgresql" in item.nodeid:
             item.add_marker("processes")
         if item.get_closest_marker("processes"):
             item.add_marker("slow")

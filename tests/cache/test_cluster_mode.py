@@ -14,6 +14,8 @@ from django_redislock.core.driver import registry
 from tests.support import OneNode
 from tests.support.cache_programs import Work, cache_at, cache_elsewhere, getter
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def clustered():

@@ -74,6 +74,7 @@ def held(client):
     return lambda task: Lock(client, name_of(task), label="a long run").acquire()
 
 
+@pytest.mark.slow
 def test_a_task_behind_a_long_run_is_rescheduled_as_long_as_its_message_may_live(client, make, held):
     """Not 100 times in 17 minutes, after which it failed."""
     task = make()

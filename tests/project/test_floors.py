@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -76,8 +76,9 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(name: str) -> Iterator[tuple[str, bool]]:
-    """Yield the modules that the module imports, also for type checkers only, and whether a function does it."""
+@cache
+def imports(name: str) -> frozenset[tuple[str, bool]]:
+    """Return the modules that the module imports, also for type checkers only, and whether a function does it."""
     path = MODULES[name]
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     tree = ast.parse(path.read_text())
@@ -87,6 +88,7 @@ def imports(name: str) -> Iterator[tuple[str, bool]]:
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
         for node in ast.walk(function)
     }
+    found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package.split(".") if package else []
@@ -94,7 +96,8 @@ def imports(name: str) -> Iterator[tuple[str, bool]]:
             target = ".".join(filter(None, base))
             for alias in node.names:
                 within = f"{target}.{alias.name}".lstrip(".")
-                yield (within if within in MODULES else target), id(node) in lazy
+                found.add((within if within in MODULES else target, id(node) in lazy))
+    return frozenset(found)
 
 
 def floor_of(name: str) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import conftest
+
 ROOT = Path(__file__).parents[2]
 SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
 HOME = "https://code.example/redislock"
@@ -174,10 +176,14 @@ def test_the_page_about_versions_names_those_that_ci_runs():
     assert len(images) == 5
 
 
-def test_no_test_may_share_the_server_of_a_service_with_another_one():
+def test_no_test_may_share_the_server_of_a_service_with_another_one(monkeypatch):
     (step,) = [step for step in CI["servers"]["steps"] if "REDISLOCK_TEST_URL" in step.get("env", {})]
     assert step["run"] == "tox run -e quick"
-    assert "numprocesses" not in TOX["testenv:quick"]["commands"]
+    assert "--numprocesses auto" in TOX["testenv:quick"]["commands"]
+    monkeypatch.delenv("REDISLOCK_TEST_URL", raising=False)
+    assert conftest.pytest_xdist_auto_num_workers() != 0
+    monkeypatch.setenv("REDISLOCK_TEST_URL", step["env"]["REDISLOCK_TEST_URL"])
+    assert conftest.pytest_xdist_auto_num_workers() == 0
 
 
 def test_only_the_job_that_publishes_may_ask_for_a_token():

@@ -18,10 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 from _pytest.runner import runtestprotocol
+
+monotonic = partial(time.monotonic)  # partial, because freezegun replaces each reference to a function of `time`
 
 TICK, NOTED = 0.02, 0.1
 """Seconds: a sleep; how much longer it has to take to be noted."""
@@ -37,10 +40,10 @@ _repeated: list[str] = []
 
 def watch(note: Callable[[float, float], object]) -> None:
     """Call ``note(end, seconds)`` after each stall, for ever."""
-    before = time.monotonic()
+    before = monotonic()
     while True:
         time.sleep(TICK)
-        now = time.monotonic()
+        now = monotonic()
         if now - before - TICK > NOTED:
             note(now, now - before - TICK)
         before = now
@@ -73,7 +76,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     repeats = []
     while True:
-        began = time.monotonic()
+        began = monotonic()
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         mine, beside = longest_since(began)
         if len(repeats) == REPEATS or max(mine, beside) < MARGIN or not any(report.failed for report in reports):

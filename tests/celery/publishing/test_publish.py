@@ -256,6 +256,7 @@ if end == "after":
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("end", ["before", "after", "exit"])
 def test_a_publisher_that_ends_before_its_message_is_sent_blocks_the_key_for_a_short_time(client, scope, end, locks):
     """Killed between the lock and the message, it blocked the key for an hour. At an exit the lock gets its life."""
@@ -265,6 +266,7 @@ def test_a_publisher_that_ends_before_its_message_is_sent_blocks_the_key_for_a_s
     assert (info.expire, info.ttl > execution_lock.PUBLISH_EXPIRE) == (3600, end == "exit")
 
 
+@pytest.mark.slow
 def test_a_message_that_takes_long_to_publish_keeps_its_lock(client, app, make, monkeypatch):
     """Because the broker does not answer, for example."""
     monkeypatch.setattr(execution_lock, "PUBLISH_EXPIRE", 2.4)
@@ -282,6 +284,7 @@ def test_a_message_that_takes_long_to_publish_keeps_its_lock(client, app, make, 
     assert fences[0] == fences[1]
 
 
+@pytest.mark.slow
 def test_the_locks_of_published_messages_cost_one_command_together(client, make, scope, caplog):
     """Also of those whose message a worker has already, which is no loss."""
     task = make(scope=scope)

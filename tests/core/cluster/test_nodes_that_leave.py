@@ -57,6 +57,7 @@ def test_a_cluster_whose_first_node_has_left_is_found_by_another_node_of_the_url
             pass
 
 
+@pytest.mark.processes
 def test_clients_of_a_cluster_share_the_nodes_that_they_were_given():
     common, gone = free_port(), free_port()
     with Cluster(1) as cluster:
@@ -67,6 +68,7 @@ def test_clients_of_a_cluster_share_the_nodes_that_they_were_given():
             pass
 
 
+@pytest.mark.processes
 def test_asyncio_clients_of_different_nodes_are_recognised_as_those_of_one_cluster():
     with Cluster() as cluster:
         ports = [node.port for node in cluster.nodes]
