@@ -17,6 +17,7 @@ from django.conf import settings
 from hypothesis import HealthCheck, settings as hypothesis_settings
 
 from django_redislock.cache.lease import single_flight
+from django_redislock.celery.execution_lock import MessageLease
 from django_redislock.core import held_locks
 from django_redislock.core.driver.registry import close_unused
 from django_redislock.core.watchdog import watchdog
@@ -171,6 +172,7 @@ def _empty_database(_flushing: redis.Redis) -> None:
     """Every test gets an empty database of a server that knows all scripts, and hears of no lock that another left."""
     for each in list(watchdog.of_servers):
         each._leases.clear()
+    MessageLease.published.clear()
     single_flight._paused.clear()
     _flushing.flushdb()
     load_scripts(*servers_of(_flushing))

@@ -11,6 +11,7 @@ from celery import Celery, signals
 from celery.app.task import Context
 from celery.app.trace import build_tracer
 from celery.exceptions import Reject
+from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from django_redislock import TaskAlreadyRunning
@@ -29,10 +30,10 @@ ID = "of-the-message"
 def app():
     with Celery("unanswered", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
         app.conf.task_default_queue = QUEUE
-        with app.connection_for_write() as connection, connection.SimpleQueue(QUEUE) as queue:
-            queue.clear()
         app.backend.forget(ID)  # its memory is that of the process, too
         yield app
+        with Connection("memory://") as connection, connection.SimpleQueue(QUEUE) as queue:
+            queue.clear()  # other tests of the process have the same
 
 
 @pytest.fixture
