@@ -192,6 +192,8 @@ def _forget(setting: str = "", **kwargs: Any) -> None:
     global _last_read
     if setting in (NAME, "CACHES"):
         _last_read = None
+        # A lock of `core` reads no settings: it kept the RETRY_FOR of an earlier test until something else read them.
+        retry.retry_for = None
 
 
 def read(raw: object) -> tuple[Settings, list[Problem]]:

@@ -67,6 +67,7 @@ def pytest_report_header() -> str:
     return f"redis server: {server}"
 
 
+@pytest.hookimpl(optionalhook=True)  # or pytest without xdist would not start
 def pytest_xdist_auto_num_workers() -> int | None:
     """Run in one process where the tests share the server at REDISLOCK_TEST_URL, and in one a core otherwise."""
     return 0 if os.environ.get("REDISLOCK_TEST_URL") else None

@@ -7,6 +7,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
 from django_redislock import conf
+from django_redislock.core import Lock
 
 NAN, INF = float("nan"), float("inf")
 
@@ -221,3 +222,11 @@ def test_read_lists_every_problem_and_keeps_defaults_for_what_is_wrong():
 def test_override_raises_the_first_problem_where_nobody_collects_them():
     with pytest.raises(ImproperlyConfigured, match=r"OPTIONS\['EXPIRE'\] is 0"):
         conf.override(conf.CacheSettings(), {"EXPIRE": 0}, "OPTIONS")
+
+
+def test_settings_that_no_longer_hold_do_not_shorten_the_retries_of_a_plain_lock(client):
+    usual = Lock(client, "a")._new_lease(None, "x").retry_for
+    with override_settings(DJANGO_REDISLOCK={"RETRY_FOR": 0.5}):
+        conf.get()
+        assert Lock(client, "a")._new_lease(None, "x").retry_for == 0.5
+    assert Lock(client, "a")._new_lease(None, "x").retry_for == usual
