@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ..exceptions import AcquireTimeout
+from .base import BaseLock
 from .driver.async_server import async_server_of
 from .driver.effects import Operation
 from .lease import Lease
 from .records import LockInfo, Token
 from .reentrant import Reentrant
-from .token import TokenLock
 from .validation import AS_MADE, AsMade, Seconds
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def current_task() -> asyncio.Task[Any] | None:
         return None
 
 
-class AsyncLock(TokenLock):
+class AsyncLock(BaseLock):
     """A lock for the tasks of asyncio; `Lock`, its equivalent for threads, describes the arguments.
 
     `client` is a `redis.asyncio.Redis` or a `redis.Redis`: it says where the server is, and how to connect to it. Each

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 
 from ..exceptions import AlreadyAcquired, LockError, NotAcquired
 from . import events, operations, validation
 from .acquirers import Acquirers, CallerView, chain, holders
 from .clock import monotonic
 from .driver import process
-from .driver.effects import Operation
+from .driver.effects import Operation, Sleep
 from .driver.registry import replicated, server_of
 from .keys import lock_keys, new_id, record
 from .lease import Lease
@@ -24,6 +25,9 @@ from .validation import Nothing, Seconds, Wait, check_expire, check_name, check_
 from .watchdog import acquirer_ended, watchdog
 
 DEFAULT_EXPIRE = 30.0
+RETRY_BY_TOKEN = 0.1
+"""Seconds between two tries for a lock that is held by the same token, because the queue knows only one entry of it."""
+
 MESSAGES = {"acquired": "Lock %r acquired (fence %d).", "released": "Lock %r released (fence %d)."}
 
 
@@ -119,7 +123,36 @@ class BaseLock(CallerView[Lease]):
             raise NotAcquired(self.name)
         return lease.fence
 
+    if not TYPE_CHECKING:  # a type checker reports it better
+
+        @property
+        def local(self) -> NoReturn:
+            # It was the object's id for ever: two workers that released by one token both acquired afterwards.
+            raise AttributeError(
+                f"{type(self).__name__} has no `local`: read `id` in place of `local.token`, and give a new lock "
+                "object the id of the held lock (`id=held.id`) to release or to extend it from elsewhere"
+            )
+
     # The operations, which drivers run. Each is given the acquirer or its acquisition.
+
+    def _acquire_by(self, acquirer: Any, token: object, timeout: float | None) -> Operation[bool]:
+        """Acquire the lock with redis-py's token as the id of this acquisition. The same token keeps itself out."""
+        until = math.inf if timeout is None else monotonic() + timeout
+        by = Token(validation.check_token(token), b',"by":"%b"' % new_id().encode())
+        while True:
+            (stored,) = yield from operations.read([self.name], [self._keys])
+            by.recorded = stored is not None and by.mark in stored.record
+            left = None if timeout is None else max(0.0, until - monotonic())
+            if stored is None or stored.id != by.id or by.recorded or acquirer in self._leases:
+                by.refused = False
+                if (yield from self._acquire(acquirer, left, by)):
+                    return True
+                if not by.refused:
+                    return False
+            elif left == 0.0:
+                return False
+            else:
+                yield Sleep(RETRY_BY_TOKEN if left is None else min(RETRY_BY_TOKEN, left))
 
     def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
         turn = object()

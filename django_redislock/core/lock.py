@@ -10,11 +10,10 @@ from ..exceptions import AcquireTimeout
 from .base import BaseLock
 from .records import LockInfo
 from .reentrant import Reentrant
-from .token import TokenLock
 from .validation import AS_MADE, AsMade, Seconds
 
 
-class Lock(TokenLock):
+class Lock(BaseLock):
     __doc__ = BaseLock.__doc__
 
     _acquirer = staticmethod(threading.current_thread)
