@@ -11,8 +11,8 @@ import pytest
 from django_redislock.cache.lease import cluster_slots
 from django_redislock.core import keys
 from django_redislock.core.driver import registry
-from tests.support import OneNode
-from tests.support.cache_programs import Work, cache_at, cache_elsewhere, getter
+from tests.support import OneNode, wait_until
+from tests.support.cache_programs import Work, cache_at, cache_elsewhere, getter, waiters
 
 pytestmark = pytest.mark.processes
 
@@ -74,20 +74,24 @@ def test_a_cold_key_is_computed_and_stored(get, cache, nodes, key, caplog):
     assert not [record for record in caplog.records if record.name == "django_redislock" and record.levelname != "INFO"]
 
 
+def end_when_waited_for(pool, nodes, end):
+    """Set the event when a process waits for the value of the key."""
+    pool.submit(lambda: (wait_until(lambda: waiters(nodes, "k") == 1), end.set()))
+
+
 @pytest.mark.parametrize("size", [5, 2_000_000])
-def test_another_process_waits_for_the_value(get, elsewhere, size):
+def test_another_process_waits_for_the_value(get, elsewhere, nodes, size):
     work = Work("x" * size)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         first = pool.submit(elsewhere.get_or_set, "k", work, 60)
         assert work.running.wait(10)
-        ends = threading.Timer(0.3, work.end.set)
-        ends.start()
+        end_when_waited_for(pool, nodes, work.end)
         assert get("k", lambda: "computed twice", 60) == work.value
         assert first.result(20) == work.value
     assert work.calls == 1
 
 
-def test_another_process_gets_the_failure_too(get, elsewhere):
+def test_another_process_gets_the_failure_too(get, elsewhere, nodes):
     running, end = threading.Event(), threading.Event()
 
     def fail():
@@ -95,10 +99,10 @@ def test_another_process_gets_the_failure_too(get, elsewhere):
         assert end.wait(20)
         raise ValueError("sick")
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         first = pool.submit(elsewhere.get_or_set, "k", fail, 60)
         assert running.wait(10)
-        threading.Timer(0.3, end.set).start()
+        end_when_waited_for(pool, nodes, end)
         with pytest.raises(ValueError, match="sick"):
             get("k", lambda: "v", 60)
         with pytest.raises(ValueError, match="sick"):
