@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from types import AsyncGeneratorType, GeneratorType
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from asgiref.sync import iscoroutinefunction
@@ -27,6 +28,22 @@ class LockedOptions(LockOptions, total=False):
 
     until_commit: bool | None
     reentrant: bool
+
+
+@contextmanager
+def _manager() -> Iterator[None]:
+    yield
+
+
+@asynccontextmanager
+async def _async_manager() -> AsyncIterator[None]:
+    yield
+
+
+MANAGERS = _manager, _async_manager
+"""What contextlib makes of generator functions: functions of the same code, which return objects of the same types."""
+RUNS_LATER = (GeneratorType, AsyncGeneratorType, *(type(make()) for make in MANAGERS))
+INSTEAD = "Acquire the lock inside it: with lock(name), or async with alock(name)."
 
 
 class Skipping(Protocol):
@@ -74,7 +91,8 @@ def locked(function: Any = None, /, *, name: Any = None, on_conflict: str = "wai
     If the lock is lost while the function runs, the function is not stopped; LockLost is raised when it has ended.
 
     Raises TypeError and ValueError that name a wrong argument: also for functions that would run without the lock
-    (generator functions, objects with an async ``__call__``), and for a name with a field that is no parameter.
+    (generator functions, also below ``@contextmanager``; objects with an async ``__call__``), and for a name with a
+    field that is no parameter. A call whose result is still to run (a generator, an awaitable) raises TypeError.
     """
     bare = callable(function)
     if bare and (
@@ -117,14 +135,7 @@ def _called(
                 if skip:
                     return None
                 raise
-            result = function(*args, **kwargs)
-            if inspect.iscoroutine(result):
-                result.close()
-                raise TypeError(
-                    f"{function!r} returned a coroutine, which would run without the lock; make it async def, or "
-                    "acquire the lock inside it: async with alock(name)"
-                )
-            return result
+            return _finished(function, function(*args, **kwargs))
 
     return wrapper
 
@@ -142,9 +153,21 @@ def _awaited(
                 if skip:
                     return None
                 raise
-            return await function(*args, **kwargs)
+            return _finished(function, await function(*args, **kwargs))
 
     return wrapper
+
+
+def _finished(function: Callable[..., Any], result: Any) -> Any:
+    """Return the result of the function, unless its code is still to run: then raise TypeError, and let it not run."""
+    if not isinstance(result, RUNS_LATER) and not inspect.isawaitable(result):
+        return result
+    for end in ("close", "cancel"):  # of a generator and of a coroutine; of a task
+        getattr(result, end, bool)()
+    raise TypeError(
+        f"{function!r} returned a {type(result).__name__}, which would run without the lock; use it inside the "
+        f"function, or make that async def. {INSTEAD}"
+    )
 
 
 def _name_of(name: Any, function: Callable[..., Any]) -> Callable[..., str]:
@@ -175,10 +198,14 @@ def _check_function(function: Any) -> bool:
     while isinstance(inner, functools.partial):
         inner = inner.func
     call = type(inner).__call__
-    if any(map(inspect.isgeneratorfunction, (inner, call))) or any(map(inspect.isasyncgenfunction, (inner, call))):
+    managers = [make.__code__ for make in MANAGERS]
+    if (
+        any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in (inner, call))
+        or getattr(inner, "__code__", None) in managers
+    ):
         raise TypeError(
             f"locked() does not take the generator function {function!r}, because its body would run after the call, "
-            "without the lock. Acquire the lock inside it: with lock(name), or async with alock(name)."
+            f"without the lock. {INSTEAD}"
         )
     if iscoroutinefunction(inner):
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
@@ -53,6 +54,9 @@ class GeneratorCall:
         functools.partial(async_generator),
         functools.partial(AsyncCall()),
         functools.partial(functools.partial(generator)),
+        contextmanager(generator),
+        asynccontextmanager(async_generator),
+        functools.partial(contextmanager(generator)),
         User,
         classmethod(generator),
         staticmethod(names),
@@ -81,6 +85,66 @@ def test_a_plain_function_that_returns_a_coroutine_is_refused_when_it_is_called(
     ):
         locked("a")(lambda: work())()
     assert names() == []
+
+
+def wrapped(function):
+    return functools.wraps(function)(lambda: function())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: generator(),
+        lambda: async_generator(),
+        wrapped(generator),
+        wrapped(async_generator),
+        wrapped(contextmanager(generator)),
+        wrapped(asynccontextmanager(async_generator)),
+    ],
+)
+@pytest.mark.parametrize("tasks", [False, True])
+def test_a_result_whose_body_would_run_without_the_lock_is_refused(client, function, tasks):
+    async def main():
+        async def work():
+            return function()
+
+        await locked("a")(work)()
+
+    with pytest.raises(TypeError, match=r"returned a .*which would run without the lock.*with lock\(name\)"):
+        asyncio.run(main()) if tasks else locked("a")(function)()
+    assert names() == []
+
+
+def test_a_wrapper_that_uses_its_generator_up_runs_under_the_lock(client):
+    @locked("a")
+    @functools.wraps(generator)
+    def work():
+        return [names() for _ in generator()]
+
+    assert work() == [["a"]]
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+def test_a_task_that_would_run_without_the_lock_is_cancelled(client, tasks):
+    tried = []
+
+    async def work():
+        raise AssertionError("runs without the lock")
+
+    def start():
+        tried.append(asyncio.ensure_future(work()))
+        return tried[0]
+
+    async def astart():
+        return start()
+
+    async def main():
+        with pytest.raises(TypeError, match="returned a Task"):
+            await locked("a")(astart)() if tasks else locked("a")(start)()
+        with pytest.raises(asyncio.CancelledError):
+            await tried[0]
+
+    asyncio.run(main())
 
 
 def test_partials_and_objects_that_can_be_called_run_under_the_lock(client):
