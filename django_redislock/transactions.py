@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django.db import connections
+from django.db.backends.signals import connection_created
+from django.dispatch import receiver
 
 from .core import events
+from .core.acquirers import chain
 from .core.base import BaseLock
 from .core.lock import Lock, RLock
-from .exceptions import LockError, LockLost
+from .exceptions import LockError, LockLost, NotAcquired
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -46,7 +50,6 @@ class UntilCommitLock(RLock):
         if not transactions or self.lost is not None:
             super().release()
             return
-        self._require_lease(self._acquirer())  # raises NotAcquired
         self._release_after(transactions)
 
     def __exit__(
@@ -55,24 +58,41 @@ class UntilCommitLock(RLock):
         transactions = _open_transactions()
         if not transactions or self.lost is not None:
             super().__exit__(kind, error, trace)
-        else:
+            return
+        try:
             self._release_after(transactions)
+        except NotAcquired as failure:
+            if error is None:
+                raise
+            chain(self.name, error, failure)
+
+    def _watch(self, lease: Lease) -> None:
+        super()._watch(lease)
+        # Around ``atomic()`` nothing waits for a commit: that of a block whose lock was lost went through.
+        _held.releases[lease] = 0
+        for connection in _connections():
+            _hooks_of(connection)
 
     def _release_after(self, transactions: set[BaseDatabaseWrapper]) -> None:
+        lease = self._require_lease(self._acquirer())
+        waiting = _held.releases.get(lease, 0)
+        if waiting == lease.hold_count:  # every entry is left already
+            raise NotAcquired(self.name)
+        _held.releases[lease] = waiting + 1
         for connection in transactions:
             _hooks_of(connection).waiting.append((self, transactions))
 
     def _after_transactions(self) -> None:
+        lease = self._lease_of(self._acquirer())
+        if lease is not None:
+            _held.releases[lease] = _held.releases.get(lease, 1) - 1
         try:
             super().__exit__(None, None, None)
         except LockLost:
             pass  # the error was logged, and the commit is done
         except LockError as error:
-            events.log.warning(
-                "Lock %r could not be released after its transaction, so it stays held until it expires: %s",
-                self.name,
-                error,
-            )
+            stays = "" if isinstance(error, NotAcquired) else ", so it stays held until it expires"
+            events.log.warning("Lock %r could not be released after its transaction%s: %s", self.name, stays, error)
 
 
 class WarnBeforeCommit(BaseLock):
@@ -94,8 +114,28 @@ class WarnBeforeCommitRLock(WarnBeforeCommit, RLock):
         return super()._release(lease) if lease.hold_count == 1 else RLock._release(self, lease)
 
 
+class _Held(threading.local):
+    """The acquisitions of this thread that no commit may outlive, and some that were released."""
+
+    def __init__(self) -> None:
+        self.releases: weakref.WeakKeyDictionary[Lease, int] = weakref.WeakKeyDictionary()
+        """How many releases of each wait for the end of a transaction."""
+
+
+_held = _Held()
+
+
+@receiver(connection_created)
+def _hook_new(connection: BaseDatabaseWrapper, **kwargs: Any) -> None:
+    """Wrap the methods of a connection that this thread opens while it holds such a lock."""
+    if _held.releases:
+        _hooks_of(connection)
+
+
 class _TransactionHooks:
-    """Wraps the methods of a connection that end a transaction, to release the locks that wait for that end."""
+    """Wraps the methods of a connection that end a transaction: so that no commit outlives a lock that was lost, and to
+    release the locks that wait for that end.
+    """
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.waiting: list[tuple[UntilCommitLock, set[BaseDatabaseWrapper]]] = []
@@ -105,9 +145,9 @@ class _TransactionHooks:
         vars(connection).update(commit=self.commit, rollback=self.rollback, close=self.close)
 
     def commit(self) -> None:
-        for lock, _ in self.waiting:
-            if lock.lost is not None:
-                loss = lock.lost
+        held = [lease.loss for lease in list(_held.releases) if lease.hold_count]
+        for loss in [*(lock.lost for lock, _ in self.waiting), *held]:
+            if loss is not None:
                 self.rollback()
                 raise LockLost(loss.name, loss)
         self._commit()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from django.db import IntegrityError, OperationalError, connection, transaction
 from django.test import override_settings
 
-from django_redislock import NotAcquired, lock, locked
+from django_redislock import LockLost, NotAcquired, lock, locked
 from django_redislock.signals import lock_released
 from tests.support import drop_connections, sqlite_file, using_databases, wait_until
 from tests.support.bank.account import NAME, Mistake, balance, deposit, held
@@ -39,6 +40,56 @@ class TestUntilCommit:
         with transaction.atomic(), lock(NAME, until_commit=True):
             transaction.on_commit(lambda: taken.append(lock(NAME).acquire(blocking=False)))
         assert taken == [True]
+
+    @pytest.mark.parametrize("reconnect", [False, True])
+    def test_a_loss_before_the_commit_rolls_back_a_transaction_inside_the_block(self, client, reconnect):
+        if reconnect:
+            connection.close()  # it is opened anew inside the block
+        with pytest.raises(LockLost), lock(NAME, until_commit=True) as mine:
+            with transaction.atomic():
+                deposit()
+                client.flushdb()
+                with pytest.raises(LockLost):
+                    mine.extend()
+            raise AssertionError("committed without the lock")
+        assert balance() == 0
+        with transaction.atomic():
+            deposit()
+        assert balance() == 1
+
+    def test_a_lost_lock_of_another_thread_rolls_nothing_back(self, client):
+        lost, end = threading.Event(), threading.Event()
+
+        def lose():
+            with suppress(LockLost), lock(NAME, until_commit=True) as mine:
+                client.flushdb()
+                with suppress(LockLost):
+                    mine.extend()
+                lost.set()
+                end.wait(20)
+
+        thread = threading.Thread(target=lose)
+        thread.start()
+        assert lost.wait(20)
+        with lock("another", until_commit=True), transaction.atomic():
+            deposit()
+        assert balance() == 1
+        end.set()
+        thread.join()
+
+    def test_a_second_release_inside_a_transaction_raises_as_anywhere_else(self, caplog):
+        mine = lock(NAME, until_commit=True)
+        mine.acquire()
+        with transaction.atomic():
+            mine.release()
+            with pytest.raises(NotAcquired):
+                mine.release()
+            with pytest.raises(Mistake), lock("another", until_commit=True) as other:
+                other.release()
+                raise Mistake
+            assert held()
+        assert not held()
+        assert "stays held" not in caplog.text
 
     def test_released_by_release(self):
         mine = lock(NAME, until_commit=True)
