@@ -2,58 +2,72 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from typing import Any
 
 from django.core.cache import caches
 
 from . import conf
 from .core.driver.cluster import Cluster
 from .core.driver.registry import Client, server_of
+from .core.keys import literal
 
 LOCKS = (
     "+eval +evalsha +subscribe +ping +select +publish +pubsub|numsub +time +get +set +del +exists +pttl +pexpire +mget "
     "+zadd +zrem +zrange +zrank +zpopmin +zscore +zcard +zrangebyscore +zremrangebyrank +zincrby +hincrby +hdel"
 )
-CACHE = (
-    "+multi +exec +ttl +strlen +getrange +setrange +hget +hset +persist +rename +unlink +expire +incrby +scan +flushdb"
-)
+CACHE = "+strlen +getrange +setrange +hget +hset +persist +rename +unlink +scan +zscan +incrby +multi +exec +expire"
+DJANGO_CACHE = "+mset"
+DJANGO_REDIS_CACHE = "+keys +ttl +expireat +pexpireat"
+"""What the further methods of each backend need: Django's, and django-redis's (not its hashes and sets)."""
 LISTS = "+zscan +zcount +hgetall +hmget"
+
+
+NEW_USER = "app"
+
+
+def notes(client: Client) -> Iterator[str]:
+    """Yield what to know before the lines of `least_rights` are given to the user of this connection."""
+    user = server_of(client).settings.get("username")
+    if user in (None, "default"):
+        yield (
+            f"This connection uses the user 'default', whose rights have no limit. Create another user (ACL SETUSER "
+            f"{NEW_USER} on '>password'), give it these rights, and put its name and password into the settings."
+        )
+    else:
+        yield f"resetchannels takes all other channels from the user {user!r}: grant those again that it needs."
+    if isinstance(server_of(client), Cluster):
+        yield "The nodes of a Cluster do not share their users: repeat the lines on each node."
 
 
 def least_rights(alias: str, client: Client) -> Iterator[str]:
     """Yield the lines for this connection: the rights of locks, then those of each further feature."""
     settings, server = conf.get(), server_of(client)
-    user = f"ACL SETUSER {server.settings.get('username') or 'default'}"
-    prefix = _literal(settings.key_prefix)
+    given = server.settings.get("username")
+    user = f"ACL SETUSER {NEW_USER if given in (None, 'default') else given}"
+    prefix = literal(settings.key_prefix)
     yield f"{user} resetchannels ~{{{prefix}:* &redislock:wake:* {LOCKS}"
-    keys = _cache_keys(alias)
-    if keys is not None:
-        yield f"{user} ~{keys} ~{{{prefix}}}:waits {CACHE}"
+    cache = _cache_of(alias)
+    if cache is not None:
+        more = DJANGO_REDIS_CACHE if hasattr(cache, "delete_pattern") else DJANGO_CACHE
+        yield f"{user} ~{cache.pattern_of_own_keys()} ~{{{prefix}}}:waits {CACHE} {more}"
     yield f"{user} {LISTS}"
     yield f"{user} +info"
     if isinstance(server, Cluster):
-        yield f"{user} +cluster|slots +scan"  # by scans, reset_all() finds the leases of values
+        # By scans, reset_all() finds the leases of values. redis-py asks by COMMAND where the keys of a command are.
+        yield f"{user} +cluster|slots +scan{'' if cache is None else ' +command'}"
     if settings.min_replicas:
         yield f"{user} +wait"
     if server.settings.get("client_name"):
         yield f"{user} +client|setname"
 
 
-def _cache_keys(alias: str) -> str | None:
-    """Return the pattern of the keys of the cache of this package that has this alias, None for another one."""
+def _cache_of(alias: str) -> Any:
+    """Return the cache of this package that has this alias, None for another one."""
     from .cache import ComputeOnceMixin
 
     try:
         cache = caches[alias]
     except Exception:  # the URL's connection, or settings that other checks report
         return None
-    if not isinstance(cache, ComputeOnceMixin):
-        return None
-    mark = "redislock-any-key"
-    return _literal(cache.make_key(mark, version=1)).replace(f":1:{mark}", ":*").replace(mark, "*")
-
-
-def _literal(text: str) -> str:
-    """Return the pattern that matches this text only."""
-    return re.sub(r"([\\*?\[\]])", r"\\\1", text)
+    return cache if isinstance(cache, ComputeOnceMixin) else None

@@ -18,11 +18,12 @@ from typing import Any
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from redis import Redis
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, NoPermissionError, RedisError, TimeoutError
 
 from .. import conf
 from ..core.clock import monotonic
 from ..core.driver.server import Server
+from ..core.keys import literal
 from ..exceptions import LockBackendError
 from .backends.base import RedisBackend
 from .lease.invalidate import invalidate, invalidate_pattern
@@ -123,13 +124,20 @@ class InvalidatingMixin(RedisBackend):
         return super().incr_version(key, delta, version, *args, **kwargs)
 
     def clear(self) -> Any:
-        """Delete all keys of the database except the locks. Running computations are not stored."""
-        if not conf.get().enabled:
-            return super().clear()
+        """Delete all keys of the database except the locks. Running computations are not stored.
+
+        Where the user of Redis may use the keys of this cache only, those are deleted.
+        """
         if not self._invalidate_pattern(self._all_clients(), "*"):
             return IGNORED
         self._delete_all_but_locks("*")
         return True
+
+    def pattern_of_own_keys(self) -> str:
+        """Return the pattern of Redis for all keys of this cache; "*" if the KEY_FUNCTION does not keep the key."""
+        mark = "redislock-any-key"
+        made = literal(self._redis_key(mark, 1))
+        return made.replace(f":1:{mark}", ":*").replace(mark, "*") if mark in made else "*"
 
     def _delete_all_but_locks(self, pattern: str, batch: int | None = None) -> int:
         """Delete all keys that match the pattern, except those of locks; return the number of deleted keys."""
@@ -146,7 +154,10 @@ class InvalidatingMixin(RedisBackend):
                     if len(pipeline) >= BATCH:
                         deleted += sum(pipeline.execute())
                 deleted += sum(pipeline.execute())
-        except RedisError:
+        except RedisError as error:
+            own = self.pattern_of_own_keys()
+            if isinstance(error, NoPermissionError) and pattern == "*" != own:
+                return self._delete_all_but_locks(own)
             if not self._ignores_errors():
                 raise
         return deleted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import zlib
 from functools import lru_cache
@@ -33,18 +34,16 @@ class LockKeys(NamedTuple):
 def lock_keys(prefix: str, name: str) -> LockKeys:
     """Return the keys of the lock `name`."""
     raw = name.encode()
-    lock, held, fence, queue, receipts = _buckets(prefix)[zlib.crc32(raw) % BUCKETS]
+    lock, held, fence, queue, receipts = _bucket(prefix, zlib.crc32(raw) % BUCKETS)
     return LockKeys(lock + raw, held, fence, queue + raw, receipts + raw)
 
 
-@lru_cache(maxsize=16)
-def _buckets(prefix: str) -> list[LockKeys]:
-    """Return the beginnings of the locks' keys, for each bucket."""
-    tags = [b"{%s:%d}" % (prefix.encode(), bucket) for bucket in range(BUCKETS)]
-    return [
-        LockKeys(tag + b":lock:", tag + b":held", tag + b":fence", tag + b":queue:", tag + b":released:")
-        for tag in tags
-    ]
+# For each bucket by itself: where a process used more prefixes than were kept, each lock made the keys of all buckets.
+@lru_cache(maxsize=16 * BUCKETS)
+def _bucket(prefix: str, bucket: int) -> LockKeys:
+    """Return the beginnings of the locks' keys in this bucket."""
+    tag = b"{%s:%d}" % (prefix.encode(), bucket)
+    return LockKeys(tag + b":lock:", tag + b":held", tag + b":fence", tag + b":queue:", tag + b":released:")
 
 
 def witness_key(keys: LockKeys, name: str) -> bytes:
@@ -54,7 +53,12 @@ def witness_key(keys: LockKeys, name: str) -> bytes:
 
 def held_keys(prefix: str) -> list[bytes]:
     """Return the keys of all indexes of held locks."""
-    return [bucket.held for bucket in _buckets(prefix)]
+    return [_bucket(prefix, bucket).held for bucket in range(BUCKETS)]
+
+
+def literal(text: str) -> str:
+    """Return the pattern of Redis that matches this text only."""
+    return re.sub(r"([\\*?\[\]])", r"\\\1", text)
 
 
 def new_id() -> str:

@@ -6,21 +6,26 @@ import io
 import re
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
+from django_redis.exceptions import ConnectionInterrupted  # type: ignore[import-untyped]
+from redis.exceptions import RedisError, ResponseError
 
 import django_redislock
 from django_redislock import conf, get_client, held_locks, lock
+from django_redislock.cache.backends import cluster_backend
 from django_redislock.cache.lease import request
 from django_redislock.celery.execution_lock import AfterRelease, Delivery
 from django_redislock.celery.options import complete
 from django_redislock.core import operations
 from django_redislock.core.contention import contention
-from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.registry import close_unused, server_of
 from django_redislock.doctor import inspect
 from django_redislock.doctor_acl import CACHE, LISTS, LOCKS
 from django_redislock.exceptions import LockBackendError
@@ -150,8 +155,36 @@ def use_cache(admin: Any) -> None:
     assert cache.touch("x", 50)
     assert cache.has_key("x")
     assert cache.ttl("x")
-    assert cache.delete_pattern("x*")
     cache.delete_many(["y", "z"])
+    use_methods(cache)
+
+
+def use_methods(cache: Any) -> None:
+    """Use each method of the cache, and see that it did what it is for."""
+    cache.set_many({"x": 1, "y": 2}, 60)
+    assert cache.get_many(["x", "y"]) == {"x": 1, "y": 2}
+    assert cache.add("z", 1, 60)
+    assert (cache.incr("x"), cache.decr("x")) == (2, 1)
+    assert cache.incr_version("z") == 2
+    assert cache.has_key("x")
+    assert cache.touch("x", 60)
+    assert cache.touch("x", None)
+    assert cache.get_or_set("large", lambda: "v" * 600_000, 60, stale=30)
+    cache.set("brief", 1, 0.2)
+    if hasattr(cache, "delete_pattern"):
+        later = datetime.now(UTC) + timedelta(minutes=1)
+        assert cache.ttl("y")
+        assert cache.pttl("y")
+        assert all([cache.expire("y", 60), cache.pexpire("y", 6000), cache.expire_at("y", later), cache.persist("y")])
+        assert cache.pexpire_at("y", later)
+        assert cache.keys("y") == list(cache.iter_keys("y")) == ["y"]
+        assert cache.delete_pattern("y*")
+    cache.lock("l").acquire()
+    assert cache.reset_all()
+    assert cache.delete("x")
+    cache.set("x", 1)
+    cache.clear()
+    assert cache.get("x") is None
 
 
 def use_lists(admin: Any) -> None:
@@ -209,14 +242,94 @@ def test_the_rights_are_those_of_the_scripts_and_few_more() -> None:
     assert of_scripts["cache/lease"] <= locks | cache
     assert locks - of_scripts["core"] == {"eval", "evalsha", "subscribe", "ping", "select"}
     assert lists <= of_scripts["core"]
-    of_the_cache = {"multi", "exec", "ttl", "getrange", "setrange", "expire", "incrby", "scan", "flushdb"}
-    assert cache - of_scripts["cache/lease"] == of_the_cache
 
 
 def commands_of(folder: str) -> set[str]:
     """Return the commands that the scripts of a folder call."""
     texts = [path.read_text() for path in (PACKAGE / folder / "lua").glob("*.lua")]
     return {name.lower() for text in texts for name in re.findall(r"redis\.p?call\('([A-Z]+)'", text)}
+
+
+BACKENDS = ["RedisCache", "DjangoRedisCache"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_method_of_the_cache_works_and_each_right_of_its_line_is_needed(
+    admin: Any, settings: Any, backend: str, caplog: Any
+) -> None:
+    settings.CACHES["default"]["BACKEND"] = f"django_redislock.cache.{backend}"
+    printed = lines()
+    not_seen = {"strlen", "hget", "hset", "rename", "unlink", "getrange", "setrange"}  # leases use them
+    if backend == "RedisCache":
+        not_seen.add("incrby")  # without it, django-redis increments by GET and SET: not atomically
+    needed = [None, *(right for right in printed[1].split() if right[0] == "+" and right[1:] not in not_seen)]
+    for right in needed:
+        give(admin, [printed[0], " ".join(word for word in printed[1].split() if word != right)])
+        admin.flushall()
+        admin.script_flush()
+        caplog.clear()
+        try:
+            use_methods(caches["default"])
+        except (ResponseError, ConnectionInterrupted, LockBackendError):
+            assert right
+        else:
+            assert ("ermission" in caplog.text) == (right is not None), right
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_clear_with_the_printed_rights_leaves_what_belongs_to_others(admin: Any, settings: Any, backend: str) -> None:
+    settings.CACHES["default"]["BACKEND"] = f"django_redislock.cache.{backend}"
+    give(admin, lines())
+    cache = caches["default"]
+    cache.set_many({f"k{number}": 1 for number in range(3000)})
+    cache.set("k", 1, version=7)
+    admin.select(1)
+    try:
+        admin.set("other:1:k", "theirs")
+        with lock("a") as held:
+            cache.clear()
+            assert held.owned()
+        assert [key for key in admin.scan_iter() if not key.startswith(b"{redislock:")] == [b"other:1:k"]
+    finally:
+        admin.select(0)
+
+
+def test_a_site_without_a_user_is_told_to_create_one(admin: Any, settings: Any, capsys: Any, guarded: Any) -> None:
+    settings.CACHES["default"]["LOCATION"] = guarded.url.replace("/0", "/1")
+    printed = lines()
+    assert "uses the user 'default'" in capsys.readouterr().err
+    give(admin, printed)  # Redis takes each line: the user has the name of the other tests
+    settings.CACHES["default"]["LOCATION"] = guarded.url.replace("//", f"//{USER}:secret@").replace("/0", "/1")
+    use_locks(admin)
+
+
+def test_the_user_of_the_connection_is_told_that_its_other_channels_go(admin: Any, capsys: Any) -> None:
+    assert lines()
+    assert f"takes all other channels from the user '{USER}'" in capsys.readouterr().err
+
+
+def test_on_a_cluster_the_printed_rights_are_enough_and_each_line_is_needed(cluster: Any, settings: Any) -> None:
+    url = cluster.url.replace("//", f"//{USER}:secret@")
+    settings.CACHES = {"default": {"BACKEND": "django_redislock.cache.ClusterCache", "LOCATION": url}}
+    printed = lines()
+    assert len(printed) == 5
+    for left_out in (None, "+command", "+cluster|slots", "+keys"):
+        for node in cluster.nodes:
+            give(
+                cluster.client_of(node),
+                [" ".join(word for word in line.split() if word != left_out) for line in printed],
+            )
+        cluster.empty()
+        cluster_backend._known.clear()
+        close_unused()
+        try:
+            use_methods(caches.create_connection("default"))
+        except (RedisError, ImproperlyConfigured, ConnectionInterrupted, LockBackendError):
+            assert left_out
+        else:
+            assert left_out is None
+    for node in cluster.nodes:
+        cluster.ask(node, "ACL DELUSER", USER)
 
 
 def test_confirmed_locks_need_one_more(admin: Any, settings: Any) -> None:

@@ -17,7 +17,7 @@ from ... import conf
 from ...connections import clients, connection_names, get_client
 from ...core.driver.registry import server_of
 from ...doctor import Finding
-from ...doctor_acl import least_rights
+from ...doctor_acl import least_rights, notes
 from ...doctor_trials import diagnose, diagnose_cache
 from ...inventory import HeldLockRow, Listing, read
 from ...models import HeldLock
@@ -191,6 +191,7 @@ class Command(BaseCommand):
         advice = f"Correct CACHES or {conf.NAME}; 'manage.py check' gives details."
         if options["acl"]:
             for alias, client in found.items():
+                self.stderr.write("\n".join(f"{alias}: {note}" for note in notes(client)))
                 self.stdout.write("\n".join(least_rights(alias, client)))
             return
         findings = [(name, Finding("settings", "problem", why, advice)) for name, why in failed.items()]
