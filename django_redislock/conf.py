@@ -21,7 +21,7 @@ from django.dispatch import receiver
 from .core import validation
 from .core.driver import retry
 from .name_template import check_key, check_tenant
-from .server_url import client_from_url
+from .server_url import UnknownOption, client_from_url
 
 if django.VERSION < (5, 2):
     raise ImportError(
@@ -77,7 +77,7 @@ Text = Annotated[str, Kind("a non-empty string", validation.check_name)]
 URL_WORDS = (
     "a URL that begins with redis://, rediss:// or unix://, or names Sentinels and their service: "
     "redis+sentinel://host:26379,host:26379/service/0, or nodes of a Cluster: redis+cluster://host:6379,host:6379 "
-    "(rediss+sentinel:// and rediss+cluster:// for TLS)"
+    "(rediss+sentinel:// and rediss+cluster:// for TLS); percent-encode / ? # and % in its password (/ is %2F)"
 )
 Url = Annotated[str, Kind(URL_WORDS, _check_url)]
 Prefix = Annotated[str, Kind("a non-empty string without braces", validation.check_prefix)]
@@ -230,6 +230,8 @@ def override(base: S, raw: object, where: str, problems: list[Problem] | None = 
             continue
         try:
             changes[name] = kind.check(value, here)
+        except UnknownOption as error:
+            found.append(Problem(f"{here} is not usable: {error}.", "Correct the option after the question mark."))
         except (TypeError, ValueError):
             shown = "not usable" if key == "URL" else reprlib.repr(value)  # a URL may hold a password
             found.append(Problem(f"{here} is {shown}.", f"It must be {kind.words}."))

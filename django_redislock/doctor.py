@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from redis import SSLConnection
 from redis.exceptions import NoPermissionError, RedisError
 
 from . import conf
 from .core.clock import monotonic
 from .core.driver.cluster import Cluster
-from .core.driver.retry import TRUST, UNTRUSTED
+from .core.driver.retry import advice_for
 from .core.driver.sentinels import UnknownService
 from .core.driver.server import Server
 from .core.driver.slot_table import Node
@@ -80,8 +81,7 @@ def inspect(server: Server) -> Iterator[Finding]:
             advice = (
                 "It is no Cluster: use the backend 'django_redislock.cache.RedisCache', or a URL redis://host:port."
             )
-        if UNTRUSTED in str(error):
-            advice = TRUST
+        advice = advice_for(error) or advice
         yield Finding("connection", "problem", f"No node reports the slots: {sentence_of(error)}", advice)
         return
     by_check: dict[str, list[tuple[str, Finding]]] = {}
@@ -114,10 +114,12 @@ def _inspect_server(server: Server) -> Iterator[Finding]:
             yield Finding("connection", "advice", f"It answers, but: {sentence_of(error)}", "Let the user run PING.")
         except (RedisError, OSError) as error:
             advice = "Start it, or correct the address, the password or the firewall between it and this machine."
-            if UNTRUSTED in str(error):
-                advice = TRUST
-            elif isinstance(error, UnknownService):
+            if isinstance(error, UnknownService):
                 advice = "Correct the name of the service in the URL, or in the options of the cache."
+            elif issubclass(server.connection_class, SSLConnection) and not server.settings.get("ssl_certfile"):
+                # With TLS 1.3 the client sees only that the connection was closed.
+                advice += " If it wants a certificate of its clients, give ssl_certfile and ssl_keyfile."
+            advice = advice_for(error) or advice
             yield Finding("connection", "problem", f"It cannot be reached: {sentence_of(error)}", advice)
             return
         for check, section, judge in INFO_CHECKS:

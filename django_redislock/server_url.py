@@ -10,6 +10,14 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import parse_url
 from redis.sentinel import Sentinel
 
+
+class UnknownOption(ValueError):
+    """redis-py does not take the options of a URL. The text names the option, and nothing secret."""
+
+    def __init__(self, error: TypeError) -> None:
+        super().__init__(f"redis-py does not take its options: {error}")
+
+
 SENTINEL_PORT, CLUSTER_PORT = 26379, 6379
 
 
@@ -27,7 +35,7 @@ def client_from_url(url: str) -> Redis | RedisCluster:
     scheme, _, rest = url.partition("://")
     tls, _, kind = scheme.partition("+")
     if tls not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
-        return Redis.from_url(url)
+        return _checked(Redis.from_url(url))
     place, _, query = rest.partition("?")
     netloc, _, path = place.partition("/")
     credentials, at, hosts = netloc.rpartition("@")
@@ -50,8 +58,8 @@ def _of_cluster(hosts: str, options: dict[str, Any], tls: bool) -> RedisCluster:
     nodes = [ClusterNode(*_host_and_port(host, CLUSTER_PORT, "a node")) for host in hosts.split(",")]
     try:
         return RedisCluster(startup_nodes=nodes, ssl=tls, **options)
-    except TypeError as error:  # an unknown option
-        raise ValueError(str(error)) from error
+    except TypeError as error:
+        raise UnknownOption(error) from error
 
 
 def _of_sentinels(hosts: str, service: str, options: dict[str, Any], tls: bool) -> Redis:
@@ -61,7 +69,17 @@ def _of_sentinels(hosts: str, service: str, options: dict[str, Any], tls: bool) 
         options["ssl"] = True
         for_sentinels |= {name: value for name, value in options.items() if name.startswith("ssl")}
     manager = Sentinel(sentinels, sentinel_kwargs=for_sentinels)  # type: ignore[no-untyped-call]
-    return manager.master_for(service, **options)  # type: ignore[no-untyped-call,no-any-return]
+    return _checked(manager.master_for(service, **options))  # type: ignore[no-untyped-call]
+
+
+def _checked(client: Redis) -> Redis:
+    """Return the client if redis-py takes its options: it looks at them when it connects, and raises TypeError then."""
+    pool = client.connection_pool
+    try:
+        pool.connection_class(**pool.connection_kwargs)
+    except TypeError as error:
+        raise UnknownOption(error) from error
+    return client
 
 
 def _host_and_port(text: str, port: int, of: str) -> tuple[str, int]:

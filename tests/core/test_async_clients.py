@@ -64,12 +64,12 @@ def certificate_of(directory):
     return key, certificate
 
 
-def tls_server(tmp_path):
+def tls_server(tmp_path, tls_auth_clients="no"):
     """Return a server with a certificate, its port and the certificate."""
     program, port = find_program("redis-server", package="redis-server"), free_port()
     key, certificate = certificate_of(tmp_path)
     options = {"tls_cert_file": certificate, "tls_key_file": key, "tls_ca_cert_file": certificate}
-    return RedisServer(program, tls_port=str(port), tls_auth_clients="no", **options), port, certificate
+    return RedisServer(program, tls_port=str(port), tls_auth_clients=tls_auth_clients, **options), port, certificate
 
 
 def test_a_certificate_of_an_unknown_ca_is_an_error_at_once_that_says_what_to_do(tmp_path):

@@ -201,6 +201,22 @@ def test_the_password_of_a_bad_url_is_not_shown(given):
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url", ["redis://:hunter2@one/0", "redis+sentinel://:hunter2@one/main", "redis+cluster://:hunter2@one"]
+)
+def test_a_misspelt_option_of_the_url_is_named_and_the_password_is_not(given, url):
+    with pytest.raises(ImproperlyConfigured, match=r"redis-py does not take its options: .*'socket_timeot'") as caught:
+        given({"URL": f"{url}?socket_timeot=5"})
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("password", ["hun/ter2", "hun#ter2", "hun?ter2"])
+def test_a_password_that_must_be_encoded_is_told_so(given, password):
+    with pytest.raises(ImproperlyConfigured, match=r"percent-encode / . # and % in its password") as caught:
+        given({"URL": f"redis://:{password}@one:6379/0"})
+    assert "hun" not in str(caught.value)
+
+
 def test_a_huge_value_does_not_flood_the_message(given):
     with pytest.raises(ImproperlyConfigured) as caught:
         given({"EXPIRE": "x" * 10_000})

@@ -49,6 +49,22 @@ def wrong_authority() -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
+def no_certificate() -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        server, port, certificate = tls_server(Path(folder), tls_auth_clients="yes")
+        with server:
+            yield {"URL": f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}", "RETRY_FOR": 0.2}
+
+
+@contextmanager
+def with_password(credentials: str) -> Iterator[dict[str, Any]]:
+    with RedisServer() as server:
+        with server.client() as client:
+            client.config_set("requirepass", "secret")
+        yield {"URL": server.url.replace("//", f"//{credentials}")}
+
+
+@contextmanager
 def too_few_replicas() -> Iterator[dict[str, Any]]:
     with RedisServer() as server:
         yield {"URL": server.url, "MIN_REPLICAS": 1}
@@ -79,6 +95,17 @@ CASES = {
     ),
     "wrong CA": Wrong(
         wrong_authority, "as ssl_ca_certs, and connect by a name", "connection", "as ssl_ca_certs", "redislock.E005"
+    ),
+    "no certificate": Wrong(no_certificate, "did not answer", "connection", "give ssl_certfile and", "redislock.E005"),
+    "no password": Wrong(
+        lambda: with_password(""), "The server wants a password", "connection", "wants a password", "redislock.E005"
+    ),
+    "wrong password": Wrong(
+        lambda: with_password("app:wrong@"),
+        "refused .* Correct the user and the password",
+        "connection",
+        "Correct the user and the password in",
+        "redislock.E005",
     ),
     "too few replicas": Wrong(
         too_few_replicas,

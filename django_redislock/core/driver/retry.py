@@ -24,9 +24,20 @@ from .effects import At, Operation, Pipeline, ScriptBatch, ScriptCall, Sleep, Su
 RETRY_FOR = 5.0
 retry_for: float | None = None
 """Seconds for which calls to any unreachable server are repeated, from the settings; None: by the server's kind."""
-UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
-"""A part of the error that redis-py raises for a certificate; another try would fail in the same way."""
-TRUST = "Give the CA that signed the server's certificate as ssl_ca_certs, and connect by a name in the certificate."
+WRONG_SETTINGS = {
+    "CERTIFICATE_VERIFY_FAILED": (
+        "Give the CA that signed the server's certificate as ssl_ca_certs, and connect by a name in the certificate."
+    ),
+    "CERTIFICATE_REQUIRED": "The server wants a certificate of its clients: give ssl_certfile and ssl_keyfile.",
+    "HANDSHAKE_FAILURE": "The server may want a certificate of its clients: give ssl_certfile and ssl_keyfile.",
+    # "Protocol error: unauthenticated multibulk length" is Redis's reply to a script from a client without a password.
+    **dict.fromkeys(
+        ("unauthenticated", "Authentication required"),
+        "The server wants a password: give it, and the user, in the settings of this connection.",
+    ),
+    "invalid username-password pair": "Correct the user and the password in the settings of this connection.",
+}
+"""What to do about errors that another try would only repeat, by a part of their texts."""
 _backoff = FullJitterBackoff(cap=0.5, base=0.01)
 
 
@@ -67,8 +78,7 @@ def with_retries(
                 give_up = min(until, sent + patience)
             pause = _backoff.compute(tries) if tries else 0.0
             broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
-            broken = broken and UNTRUSTED not in str(error)
-            if not broken or (tries and monotonic() + pause >= give_up):
+            if not broken or advice_for(error) or (tries and monotonic() + pause >= give_up):
                 raise _backend_error(name, error, effect, level) from error
         tries += 1
         yield Sleep(pause)
@@ -111,17 +121,23 @@ def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient:
     return replies
 
 
+def advice_for(error: Exception) -> str:
+    """Return what to change in the settings after this error, or nothing when another try may succeed."""
+    text = str(error)
+    return next((advice for part, advice in WRONG_SETTINGS.items() if part in text), "")
+
+
 def _backend_error(
     name: str, error: RedisError, effect: ScriptCall | ScriptBatch | Pipeline | Subscribe | At, level: int | None
 ) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
-    if UNTRUSTED in cause:
-        cause += f" {TRUST}"
+    if advice := advice_for(error):
+        cause += f" {advice}"
     if isinstance(effect, ScriptCall) and "WRONGTYPE" in cause:  # another program wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
     if isinstance(error, AskError):  # or MovedError, by a client of one server
         cause += "; the server is one node of a Cluster: use a redis.RedisCluster, or a URL redis+cluster://host:port"
-    failure = LockBackendError(name, cause, refused=isinstance(error, ResponseError))
+    failure = LockBackendError(name, cause, refused=isinstance(error, (ResponseError, AuthenticationError)))
     # Commands are about values, not about locks; and after CROSSSLOT the caller tries other keys.
     if not isinstance(effect, (Pipeline, At)) and not isinstance(error, ClusterCrossSlotError):
         events.emit("backend_error", "%s", failure, name=name, cause=cause, level=level)
