@@ -97,6 +97,37 @@ def test_threads_get_their_locks_by_looking_and_one_warning_says_what_to_grant(
     assert "Grant +subscribe and the channels &redislock:wake:*; 'manage.py redislock doctor --acl'" in told[0]
 
 
+@pytest.fixture(scope="module")
+def without_channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server that knows no SUBSCRIBE, as many a proxy."""
+    renamed = tmp_path_factory.mktemp("renamed") / "renamed.conf"
+    renamed.write_text('rename-command SUBSCRIBE ""')
+    with RedisServer(include=str(renamed)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["threads", "tasks"])
+def test_where_subscribe_is_unknown_the_waiters_get_their_locks_by_looking(
+    without_channels: RedisServer, caplog: Any, tasks: bool
+) -> None:
+    got: list[bool] = []
+
+    def wait(client: redis.Redis) -> None:
+        lock = AsyncLock(client, "a") if tasks else Lock(client, "a")
+        got.append(asyncio.run(lock.acquire(timeout=30)) if isinstance(lock, AsyncLock) else lock.acquire(timeout=30))
+
+    with without_channels.client(socket_timeout=4.6 if tasks else 4.7) as client:
+        held = Lock(client, "a")
+        held.acquire()
+        waiting = starting(wait, client)
+        wait_until(lambda: queued(client, "a") == 1)
+        held.release()
+        waiting.join(30)
+        assert got == [True]
+    told = warnings(caplog)
+    assert "refuses SUBSCRIBE (unknown command" in told[0]
+
+
 @pytest.mark.parametrize("kind", [AsyncLock, AsyncRLock])
 def test_tasks_get_their_locks_by_looking(admin: redis.Redis, as_user: Any, caplog: Any, kind: type[AsyncLock]) -> None:
     client, got = as_user(), []

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 from weakref import ref
 
-from redis.exceptions import ConnectionError, NoPermissionError, RedisError
+from redis.exceptions import ConnectionError, RedisError, ResponseError
 
 from ..clock import monotonic
 from . import process
@@ -236,7 +236,7 @@ class BaseWaitingRoom(Generic[W]):
 
     @property
     def deaf(self) -> bool:
-        """Whether no wake-ups arrive, because the user may not subscribe: then the waiters look."""
+        """Whether no wake-ups arrive, because SUBSCRIBE is refused: then the waiters look."""
         return not self.open and self._refusal.stands
 
     def _look(self, waiter: W) -> None:
@@ -254,7 +254,8 @@ class BaseWaitingRoom(Generic[W]):
                 check_role((yield encode_command(b"HELLO")))
             reply = yield encode_command(b"SUBSCRIBE", self.channel)
             if isinstance(reply, RedisError):
-                if isinstance(reply, NoPermissionError):
+                # NOPERM, or whatever a proxy answers that knows no channels; a server that is busy will serve again.
+                if isinstance(reply, ResponseError) and not str(reply).startswith("BUSY"):
                     self._refusal.note(reply)
                 try:
                     raise reply

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
 
-from redis.exceptions import ConnectionError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import ConnectionError, RedisError, ResponseError
 
 from ..clock import monotonic
 from . import idle
@@ -58,7 +58,7 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
             if not self.deaf:
                 await self._subscription.open(waiter)
         except BaseException as error:
-            if not (isinstance(error, NoPermissionError) and self.deaf):
+            if not (isinstance(error, ResponseError) and self.deaf):
                 self._waiters.remove(waiter)
                 raise
         self._poll_soon()
