@@ -168,3 +168,19 @@ def test_the_checks_before_a_deployment_say_it(wrong: Wrong) -> None:
     hints = [message.hint or "" for message in messages if message.id == wrong.id]
     assert hints, messages
     assert any(wrong.before in hint for hint in hints), hints
+
+
+def test_a_server_without_lua_is_told_by_the_first_call_and_by_the_doctor(settings: Any, tmp_path: Path) -> None:
+    renamed = tmp_path / "renamed.conf"
+    renamed.write_text('rename-command EVAL ""\nrename-command EVALSHA ""')
+    with RedisServer(include=str(renamed)) as server:
+        settings.DJANGO_REDISLOCK = {"URL": server.url}
+        for acquire in (lambda: lock("a").acquire(), lambda: asyncio.run(alock("b").acquire())):
+            with pytest.raises(LockBackendError, match="runs no Lua scripts, which locks need: load its Lua module"):
+                acquire()
+        output = io.StringIO()
+        with pytest.raises(CommandError):
+            call_command("redislock", "doctor", stdout=output, stderr=io.StringIO(), no_color=True)
+        assert "acquire: LockBackendError: Redis refused a command" in output.getvalue()
+        assert "load its Lua module" in output.getvalue()
+        close_unused()

@@ -42,7 +42,8 @@ def server_of(client: Client | Server) -> Server:
     if not isinstance(client, (Redis, AsyncRedis)) or pool is None:
         raise TypeError(
             f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a "
-            "single server, or of a Sentinel's primary, or a redis.RedisCluster"
+            "single server, or of a Sentinel's primary, or a redis.RedisCluster. redis-py speaks with Valkey, too: of "
+            "another client, take the URL (redis.Redis.from_url)."
         )
     kind = pool.connection_class
     if any(base.__module__.partition(".")[0] == "fakeredis" for base in kind.__mro__):

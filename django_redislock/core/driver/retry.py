@@ -36,6 +36,9 @@ WRONG_SETTINGS = {
         "The server wants a password: give it, and the user, in the settings of this connection.",
     ),
     "invalid username-password pair": "Correct the user and the password in the settings of this connection.",
+    "unknown command 'EVAL": (  # and EVALSHA; in Valkey 9.1 Lua is a module
+        "The server runs no Lua scripts, which locks need: load its Lua module, or bypass the proxy that refuses EVAL."
+    ),
 }
 """What to do about errors that another try would only repeat, by a part of their texts."""
 _backoff = FullJitterBackoff(cap=0.5, base=0.01)
