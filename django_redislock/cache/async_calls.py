@@ -21,9 +21,14 @@ async def run_read(server: Server, operation: Operation[T]) -> T:
     The loop of an asynchronous view under WSGI lives for one request only. There the thread behind the loop runs the
     operation, because its connections stay open.
     """
-    if asyncio.get_running_loop() in AsyncToSync.loop_thread_executors:
+    if ends_with_its_call(asyncio.get_running_loop()):
         return await sync_to_async(server.run)(operation)
     return await async_server_of(server).run(operation)
+
+
+def ends_with_its_call(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether the loop was made by `async_to_sync`, or for an asynchronous view under WSGI, and ends with that call."""
+    return loop in getattr(AsyncToSync, "loop_thread_executors", ())
 
 
 async def call_any(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

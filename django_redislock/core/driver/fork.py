@@ -15,6 +15,7 @@ ORDER = (
     "watchdogs",
     "cluster clients",
     "flights",
+    "refreshes",
     "local server",
     "statistics",
 )
