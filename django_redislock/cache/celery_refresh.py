@@ -114,7 +114,7 @@ class CeleryRefreshMixin(RedisBackend):
         pause_refresh(request)
         try:
             if request.server.run(reserve_refresh(request, threading.current_thread(), old)):
-                task.apply_async((alias, message), retry=False)
+                task.apply_async((alias, message))
         except BaseException as error:
             request.server.run(cancel_refresh(request))
             if is_interruption(error):

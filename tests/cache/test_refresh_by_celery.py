@@ -10,6 +10,8 @@ import threading
 import pytest
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
+from kombu.exceptions import OperationalError
+from kombu.utils import functional
 
 from django_redislock import tasks
 from django_redislock.cache import cached, refreshable
@@ -72,6 +74,30 @@ def test_without_a_broker_everybody_has_the_old_value(
             assert cache.get_or_set("k", default, 60, stale=30, refresh="celery") == "old"
     assert "The message to refresh the value of ':1:k' could not be sent to Celery" in caplog.text
     assert not held(client), "the next one may try"
+
+
+@pytest.mark.slow
+def test_without_a_broker_a_caller_tries_no_longer_than_a_plain_message_does(
+    client, settings, server, redis_url, backend, monkeypatch
+):
+    from tests.support.celery_site.app import app
+    from tests.support.celery_site.harness import connected
+
+    paused: list[float] = []
+    monkeypatch.setattr(functional, "sleep", paused.append)
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}}
+    caches["default"].set("k", "old", 25)
+    default = functools.partial(cache_programs.celebrate, "worker", year=2026)
+    app.set_default()
+    with connected(server, "redis://127.0.0.1:1/0"):
+        assert caches["default"].get_or_set("k", default, 60, stale=30, refresh="celery") == "old"
+        ours = sum(paused)
+        paused.clear()
+        with pytest.raises(
+            OperationalError
+        ):  # afterwards, because the connection remembers the pauses of the first one
+            tasks.refresh.apply_async(("default", {}))
+    assert 0 < ours <= sum(paused)
 
 
 def test_a_soft_time_limit_while_a_worker_is_told_is_not_swallowed(client, settings, server, monkeypatch):
