@@ -16,7 +16,7 @@ See Martin Kleppmann, "How to do distributed locking" (2016).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import sync_to_async
@@ -28,8 +28,9 @@ from .exceptions import LockLost, StaleFence
 
 if TYPE_CHECKING:
     _BigIntegerField = models.BigIntegerField[int, int]
+    _QuerySet = models.QuerySet[Any]
 else:
-    _BigIntegerField = models.BigIntegerField
+    _BigIntegerField, _QuerySet = models.BigIntegerField, models.QuerySet
 
 
 class FenceField(_BigIntegerField):
@@ -44,6 +45,38 @@ class FenceField(_BigIntegerField):
         return name, "django.db.models.BigIntegerField", args, kwargs
 
 
+class FencedQuerySet(_QuerySet):
+    """A QuerySet whose methods for many rows write no fence, because they would lower the fence of a row."""
+
+    def bulk_update(self, objs: Iterable[Any], fields: Iterable[str], *args: Any, **options: Any) -> int:
+        """Do as Django's method. Raises ValueError when the fence is among the fields."""
+        fields = list(fields)
+        _refuse_fence(self.model, fields, "bulk_update")
+        return super().bulk_update(objs, fields, *args, **options)
+
+    def bulk_create(
+        self,
+        objs: Iterable[Any],
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        update_fields: Collection[str] | None = None,
+        unique_fields: Collection[str] | None = None,
+    ) -> Any:
+        """Do as Django's method. Raises ValueError when a conflict would write the fence."""
+        _refuse_fence(self.model, update_fields or (), "bulk_create")
+        return super().bulk_create(objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields)
+
+
+def _refuse_fence(model: type[models.Model], names: Iterable[str], method: str) -> None:
+    for name in names:
+        if isinstance(model._meta.get_field(name), FenceField):
+            raise ValueError(
+                f"{method}() cannot update {name!r}, because it may lower the fence of a row; leave it out, or call "
+                "save_fenced() of each row"
+            )
+
+
 class FencedModel(models.Model):
     """A row with the fence of the last holder that wrote or claimed it.
 
@@ -52,10 +85,13 @@ class FencedModel(models.Model):
     anything but a lock or an int. A holder may write any number of times.
 
     Only these methods check the fence; ``save()``, ``update()`` and ``delete()`` do not. After `claim` in the same
-    transaction they are safe.
+    transaction they are safe. ``save()``, ``bulk_update()`` and ``bulk_create()`` never lower the fence; a manager of
+    your own must be one of `FencedQuerySet`.
     """
 
     fence = FenceField(default=0, editable=False)
+
+    objects = FencedQuerySet.as_manager()
 
     class Meta:
         abstract = True
