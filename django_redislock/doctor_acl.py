@@ -16,11 +16,12 @@ LOCKS = (
     "+eval +evalsha +subscribe +ping +select +publish +pubsub|numsub +time +get +set +del +exists +pttl +pexpire +mget "
     "+zadd +zrem +zrange +zrank +zpopmin +zscore +zcard +zrangebyscore +zremrangebyrank +zincrby +hincrby +hdel"
 )
-CACHE = "+strlen +getrange +setrange +hget +hset +persist +rename +unlink +scan +zscan +incrby +multi +exec +expire"
+CACHE = "+strlen +getrange +setrange +persist +rename +unlink +scan +zscan +incrby +multi +exec +expire"
 DJANGO_CACHE = "+mset"
 DJANGO_REDIS_CACHE = "+keys +ttl +expireat +pexpireat"
 """What the further methods of each backend need: Django's, and django-redis's (not its hashes and sets)."""
-LISTS = "+zscan +zcount +hgetall +hmget"
+LISTS = "+zscan +zcount +hgetall +hmget +hset"
+"""Also for the runs of entries that several beats share."""
 
 
 NEW_USER = "app"
@@ -50,7 +51,7 @@ def least_rights(alias: str, client: Client) -> Iterator[str]:
     cache = _cache_of(alias)
     if cache is not None:
         more = DJANGO_REDIS_CACHE if hasattr(cache, "delete_pattern") else DJANGO_CACHE
-        yield f"{user} ~{cache.pattern_of_own_keys()} ~{{{prefix}}}:waits {CACHE} {more}"
+        yield f"{user} ~{cache.pattern_of_own_keys()} {CACHE} {more}"
     yield f"{user} {LISTS}"
     yield f"{user} +info"
     if isinstance(server, Cluster):
