@@ -42,7 +42,7 @@ class ValueLease(Lease):
 
     @cached_property
     def needs(self) -> dict[str, list[str]]:
-        """The leases that its computation waits for now, as its record names them, by the ids of the waiting callers."""
+        """The leases that its computation waits for now, as its record names them, by the ids of these waiters."""
         return {}
 
     def report_loss(self) -> None:
