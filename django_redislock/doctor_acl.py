@@ -15,10 +15,9 @@ LOCKS = (
     "+eval +evalsha +subscribe +ping +select +publish +pubsub|numsub +time +get +set +del +exists +pttl +pexpire +mget "
     "+zadd +zrem +zrange +zrank +zpopmin +zscore +zcard +zrangebyscore +zremrangebyrank +zincrby +hincrby +hdel"
 )
-CACHE = (
-    "+multi +exec +ttl +strlen +getrange +setrange +hget +hset +persist +rename +unlink +expire +incrby +scan +flushdb"
-)
-LISTS = "+zscan +zcount +hgetall +hmget"
+CACHE = "+multi +exec +ttl +strlen +getrange +setrange +persist +rename +unlink +expire +incrby +scan +flushdb"
+LISTS = "+zscan +zcount +hgetall +hmget +hset"
+"""Also for the runs of entries that several beats share."""
 
 
 def least_rights(alias: str, client: Client) -> Iterator[str]:
@@ -29,7 +28,7 @@ def least_rights(alias: str, client: Client) -> Iterator[str]:
     yield f"{user} resetchannels ~{{{prefix}:* &redislock:wake:* {LOCKS}"
     keys = _cache_keys(alias)
     if keys is not None:
-        yield f"{user} ~{keys} ~{{{prefix}}}:waits {CACHE}"
+        yield f"{user} ~{keys} {CACHE}"
     yield f"{user} {LISTS}"
     yield f"{user} +info"
     if isinstance(server, Cluster):

@@ -26,7 +26,7 @@ def clustered():
 @pytest.fixture
 def nodes(clustered):
     """A client of the server, whose data is gone, and which nobody knows to be in cluster mode."""
-    for server in registry._living():
+    for server in registry.living_servers():
         vars(server).pop("splits", None)
     with clustered.client() as client:
         client.flushall()
@@ -216,7 +216,7 @@ def test_get_many_set_many_and_delete_many_of_keys_in_several_slots(clustered, n
         (cache.delete_many, None),
         (cache.get_many, {}),
     ):
-        for server in registry._living():  # each is the first one that is refused
+        for server in registry.living_servers():  # each is the first one that is refused
             vars(server).pop("splits", None)
         assert method(values) in (result, [], len(values))
     for timeout in (60, None):

@@ -166,12 +166,11 @@ def test_a_background_refresh_within_a_computation_is_no_part_of_it(cache, clien
     """It outlives the computation, so nobody has to avoid a circle for its sake."""
     cache.set("inner", "old", 25)
     seen = []
-    outer = cache._server_of(":1:inner")
 
     def compute():
         value = cache.get_or_set(
             "inner",
-            lambda: seen.append([lease.name for lease in request.enclosing_leases(outer)]),
+            lambda: seen.append([lease.name for lease in request.enclosing_leases()]),
             60,
             stale=30,
             refresh="thread",

@@ -14,6 +14,7 @@ from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from django_redislock.core.driver.effects import (
     Invoke,
     Pipeline,
+    RunAt,
     ScriptBatch,
     ScriptCall,
     Sleep,
@@ -255,7 +256,9 @@ class Thread:
         self.process = process
         self.name = name
         self.programs = [] if program is None else [program]
-        """The program, and the functions that it called: they may wait, too."""
+        """The program, and the functions and the operations at other servers that it called: they may wait, too."""
+        self.places: dict[int, Process] = {}
+        """The servers of those operations, by how many programs are below them."""
         self.ended = False
         self.context: Context | None = None
 
@@ -285,13 +288,18 @@ class Thread:
                     if not programs:
                         self.ended = True
                         return
-                    result = stop.value, None
+                    result = stop.value if self.places.pop(len(programs), None) else (stop.value, None)
                     continue
                 except Exception as error:
                     if len(programs) == 1 or isinstance(error, Violation):
                         raise
                     programs.pop()
-                    result = None, error
+                    result = error if self.places.pop(len(programs), None) else (None, error)
+                    continue
+                if type(effect) is RunAt:
+                    self.places[len(programs)] = effect.server
+                    programs.append(effect.operation)
+                    result = None
                     continue
                 if type(effect) is not Invoke:
                     break
@@ -318,18 +326,23 @@ class Thread:
             self.ended = True
             world.running = before
 
+    @property
+    def at(self) -> Process:
+        """The server at which the effects of the program are done, as its process sees it."""
+        return self.places[max(self.places)] if self.places else self.process
+
     def _request(self, effect: Any) -> None:
-        self.process.request(effect, self.go_on)
+        self.at.request(effect, self.go_on)
 
     def _subscribe(self, effect: Subscribe) -> None:
-        process = self.process
+        process = self.at
         process.room.register(effect.lock, effect.id, lambda result: process.soon(0, partial(self.go_on, result)))
 
     def _wait(self, effect: WaitForWakeup) -> None:
-        self.process.room.wait(effect.waiter, effect.until, effect.poll_at, self.go_on)
+        self.at.room.wait(effect.waiter, effect.until, effect.poll_at, self.go_on)
 
     def _unsubscribe(self, effect: Unsubscribe) -> None:
-        self.process.room.unregister(effect.waiter)
+        self.at.room.unregister(effect.waiter)
         self.process.soon(0, partial(self.go_on, None))
 
     def _sleep(self, effect: Sleep) -> None:

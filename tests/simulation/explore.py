@@ -16,6 +16,7 @@ from .cluster import ClusterHistory
 from .driver import Violation
 from .history import FAULTS_UNTIL, History, simulated
 from .locks import LockHistory, Round
+from .nested import GetNested, NestedHistory
 from .quorum import QuorumHistory, Round as QuorumRound
 from .replicas import ReplicatedHistory
 from .rlocks import RLockHistory
@@ -29,6 +30,7 @@ KINDS: dict[str, type[History]] = {
         LockHistory,
         RLockHistory,
         CacheHistory,
+        NestedHistory,
         CeleryHistory,
         QuorumHistory,
         ReplicatedHistory,
@@ -82,6 +84,7 @@ SMALL: dict[str, list[list[Any]]] = {
         [Get(("a",), None, 0.1, False, "", False, 0.0), Change("a", "delete", 0.0)],
         [Get(("a",), None, 0.1, False, "", False, 0.0)] * 2,
     ],
+    "nested": [[GetNested("a", 0.1, 0.0)], [GetNested("b", 0.1, 0.0)]],
     "quorum": [[QuorumRound(None, 0.1, None, 0.0)] * 2, [QuorumRound(None, 0.1, None, 0.0)]],
     "replicas": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
     "cluster": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
@@ -104,6 +107,8 @@ def small_plans(kind: str) -> list[Plan]:
     plan = Plan(0, 2, threads, faulty_until=FAULTS_UNTIL, fates={})
     if kind == "cache":
         plan.options = {"stale": False, "large": False, "unkept": False}
+    if kind == "nested":
+        plan.options = {"rates": [1.0] * 3, "needs": "circle of two", "homes": [0, 1, 0]}
     if kind == "quorum":
         plan.options = {"rates": [1.0] * 3}
     if kind == "replicas":

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from redis.exceptions import RedisError
 
-from django_redislock.cache.lease import single_flight
+from django_redislock.cache.lease import circles, single_flight
 from django_redislock.celery import execution_lock
 from django_redislock.core import clock, keys, quorum_lease, renewals
 
@@ -49,6 +49,10 @@ class _Now:
     def urandom(self, size: int) -> bytes:
         return b"%032x" % next(self.numbers)
 
+    def servers(self) -> list[Any]:
+        process: Any = self.world and self.world.running.process
+        return getattr(process, "links", [process])
+
     def thread_number(self) -> int:
         world = self.world
         return threading.get_ident() if world is None or world.running is None else id(world.running)
@@ -77,6 +81,7 @@ def simulated() -> Iterator[None]:
     replace(renewals, "_report_lost", lambda lease, cause: lease.lose(cause))  # it would start a thread
     stand_in = SimpleNamespace(get_ident=now.thread_number, current_thread=threading.current_thread)
     replace(single_flight, "threading", stand_in)
+    replace(circles, "living_servers", now.servers)
     replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))
     replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
     log = logging.getLogger("django_redislock")

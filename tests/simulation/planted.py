@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django_redislock.cache.lease import invalidate, obtain, single_flight, store
+from django_redislock.cache.lease import circles, invalidate, obtain, single_flight, store
 from django_redislock.celery import execution_lock
 from django_redislock.core import lease, operations, reentrant, scripts
 
@@ -54,6 +54,26 @@ def _everybody_leads(key: Any, until: float, request: Any, caller: Any, last: bo
 def _no_invalidation(server: Any, prefix: str, keys: list[str], level: int | None = None) -> Any:
     yield from ()
     return 0
+
+
+def _never_a_circle(wanted: Any, fence: bytes) -> Any:
+    yield from ()
+    return False
+
+
+def _always_a_circle(wanted: Any, fence: bytes) -> Any:
+    yield from ()
+    return True
+
+
+def _not_written(leases: Any) -> Any:
+    yield from ()
+
+
+def _looks_first(own: Any, wanted: Any, target: Any) -> Any:
+    rank = yield from circles._rank_in_circle(own, wanted.name, target)
+    yield from circles._name(own, wanted, target)
+    return rank
 
 
 def _no_marker(
@@ -145,7 +165,7 @@ CACHE: dict[str, Planted] = {
     ),
     "a settled value leaves its lease": lambda: script(S, "redis.call('DEL', lock, witness)", ""),
     "a stored value has no expiry": lambda: script(S, "expire_ms == '' and {} or {'PX', expire_ms}", "{}"),
-    "circles of computations are not found": lambda: script(L, "if at and computing[at] then", "if false then"),
+    "circles of computations are not found": lambda: attribute(obtain, "closes_circle", _never_a_circle),
     "a leader wakes no followers": lambda: attribute(single_flight, "close", lambda key, flight, wake=True: None),
     "followers share what was not stored": lambda: script(
         S, "return old_digest == '' and not failed and redis.call('EXISTS', value_key) == 1 and 0 or -1", "return 1"
@@ -153,6 +173,13 @@ CACHE: dict[str, Planted] = {
     "several refresh a stale value at once": lambda: script(
         L, "if held and has_old == '1' and join", "held = held and has_old ~= '1'\nif held and has_old == '1' and join"
     ),
+}
+NESTED: dict[str, Planted] = {
+    "circles over two servers are not found": lambda: attribute(obtain, "closes_circle", _never_a_circle),
+    "a computation does not wait for another one": lambda: attribute(obtain, "closes_circle", _always_a_circle),
+    "a lease does not name what its computation waits for": lambda: attribute(circles, "_write", _not_written),
+    "only the next lease is read": lambda: attribute(circles, "LONGEST", 1),
+    "a lease on another server is not read": lambda: attribute(circles, "_server_at", lambda wanted: None),
 }
 CELERY: dict[str, Planted] = {
     "a copy does not ask for the marker": lambda: script(
@@ -194,6 +221,7 @@ PLANTED: dict[str, tuple[str, Planted]] = {
         ("lock", LOCK),
         ("rlock", RLOCK),
         ("cache", CACHE),
+        ("nested", NESTED),
         ("celery", CELERY),
         ("quorum", QUORUM),
         ("replicas", REPLICAS),
@@ -221,6 +249,10 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         lambda: script(INV, "deletes and #KEYS or 0", "0"),
     ),
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
+    "a computation names what it waits for after it looked": (
+        "nested",
+        lambda: attribute(circles, "_look", _looks_first),
+    ),
     **{name: ("quorum", defect) for name, defect in QUORUM_NOT_FOUND.items()},
 }
 """What no oracle sees yet."""

@@ -60,9 +60,8 @@ def _lead_many(
     alone = ("alone",) if last else ()
     flights: dict[str, Flight] = {}
     outcomes: dict[str, Outcome] = {}
-    # A caller that computes another value waits for one value at a time, because the scripts detect only circles of
-    # such waits.
-    nested = bool(enclosing_leases(requests[0].server))
+    # A caller that computes another value waits for one value at a time, so that it follows one chain of waits.
+    nested = bool(enclosing_leases())
 
     def note(request: ValueRequest, outcome: Outcome) -> None:
         outcomes[request.key] = outcome

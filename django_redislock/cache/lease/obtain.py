@@ -22,6 +22,7 @@ from ...core.driver.script import Script
 from ...core.keys import milliseconds, record
 from ...core.operations import release_call, wait_effect
 from ...exceptions import LockBackendError
+from .circles import closes_circle, end_wait
 from .cluster_slots import is_crossing, lease_keys
 from .request import (
     MISSING,
@@ -35,7 +36,7 @@ from .request import (
     log_level,
     note_logged,
 )
-from .store import ComputeJob, compute, digest, failures_key, under_leases, waits_key, witness_keys
+from .store import ComputeJob, compute, digest, failures_key, under_leases, witness_keys
 
 LEASE = Script("lease", "index", "expiry", "take", home=__package__)
 
@@ -62,6 +63,7 @@ def get_or_compute(
     """
     lease = request.lease(acquirer)
     verdict, reply, old_digest, value = yield from lookup(request, lease, -math.inf if last else until, listening, old)
+    yield from end_wait(lease)
     if verdict == b"value":
         return Outcome(reply, value, shared=True)
     if verdict == b"failed":
@@ -144,15 +146,12 @@ def request_lease(
     b"value": the value. b"large": the message about a large value, or b"". b"compute": the fence of the acquired
     lease, and the expiry of the stale value. b"wait": the fence of the lease that another caller holds, or b"" when a
     computation failed a moment ago and the caller has a stale value. b"failed": the serialized error of the
-    computation. b"cycle": b"".
+    computation. b"cycle": b"", because the holder of the lease waits for the caller.
     """
     keys, id, name = lease.keys, lease.id.encode(), lease.name
     about = record("cache", "", request.expire, request.auto_renewal)
-    enclosing = enclosing_leases(request.server)
-    names = [other.name.encode() for other in enclosing]
-    for other in enclosing:
-        other.has_waited = True
-    optional_keys = (waits_key(request, lease), failures_key(lease)) if names or has_old else ()
+    optional_keys = (failures_key(lease),) if has_old else ()
+    nested = bool(enclosing_leases())
     waiter: Any = None
     reply: Any = None
     holders: set[bytes] = set()
@@ -163,7 +162,7 @@ def request_lease(
             (*keys[:4], request.key.encode(), *witness_keys(lease), *optional_keys),
             (
                 *(id, milliseconds(request.expire), name.encode(), about, channel, b"%d" % join),
-                *(old_digest, b"%d" % has_old, *names),
+                *(old_digest, b"%d" % has_old),
             ),
             undo=partial(release_call, lease, channel),
         )
@@ -178,8 +177,6 @@ def request_lease(
             if reply is None or last:
                 effect = call(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
                 sent, reply = yield from with_retries(name, effect, patience, request.server, level)
-            if reply[0] == b"cycle":
-                return b"cycle", b""
             if reply[0] == b"paused":
                 return b"wait", b""
             if reply[0] == b"compute":
@@ -193,6 +190,10 @@ def request_lease(
                 if waiter is None:
                     listening, reply = True, None
                     continue
+                if nested and (yield from closes_circle(lease, reply[1])):
+                    with suppress(LockBackendError):
+                        yield from with_retries(name, release_call(lease, waiter.channel), patience, lease, level)
+                    return b"cycle", b""
                 if not lease.waited:
                     lease.waited = True
                     request.counters.count("waited")

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from logging import DEBUG
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -38,8 +39,11 @@ class ValueLease(Lease):
     ended = False
     waited = False
     """Whether its caller waited for another lease of the same value before."""
-    has_waited = False
-    """Whether its computation has waited for other values: then Redis may have an entry about that wait."""
+
+    @cached_property
+    def needs(self) -> dict[str, list[str]]:
+        """The leases that its computation waits for now, as its record names them, by the ids of these waiters."""
+        return {}
 
     def report_loss(self) -> None:
         """Log the loss; no other code needs to know."""
@@ -135,28 +139,9 @@ def is_interruption(error: BaseException) -> bool:
     )
 
 
-def enclosing_leases(server: Server) -> list[ValueLease]:
-    """Return the leases of this server under which the caller computes now."""
-    return [lease for lease in computing.get() if lease.server is server and not lease.ended]
-
-
-def must_not_wait(server: Server, name: str = "") -> bool:
-    """Whether a wait of the caller could close a circle of computations that no server sees.
-
-    A script sees the computations on its own server only. So a computation waits only for computations on servers of a
-    higher rank; then no circle is possible. In cluster mode a script sees one slot only, so that the leases of one
-    server are ranked by their names.
-    """
-    leases = [lease for lease in computing.get() if not lease.ended]
-    if not leases:
-        return False
-    if any(_rank(lease.server) > _rank(server) for lease in leases):
-        return True
-    return server.splits and any(lease.server is server and lease.name >= name for lease in leases)
-
-
-def _rank(server: Server) -> list[str]:
-    return [str(server.settings.get(name)) for name in ("host", "port", "path", "db")]
+def enclosing_leases() -> list[ValueLease]:
+    """Return the leases under which the caller computes now, on all servers."""
+    return [lease for lease in computing.get() if not lease.ended]
 
 
 _forbidden: weakref.WeakKeyDictionary[Server, float] = weakref.WeakKeyDictionary()

@@ -22,7 +22,7 @@ from ...core.driver.effects import Operation, WaitForFuture
 from ...core.driver.fork import after_in_child
 from ...exceptions import AcquireTimeout, LockBackendError
 from .obtain import get_or_compute
-from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases, is_interruption, must_not_wait
+from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases, is_interruption
 
 SPREAD = 0.1
 """The share by which the wait of a computing caller is lengthened at random, so that not all compute at once."""
@@ -226,11 +226,7 @@ def _lead_or_follow(
     key: Hashable, until: float, request: ValueRequest, caller: Caller, last: bool = False, old: bytes | None = None
 ) -> Operation[Outcome]:
     """Lead the flight for this key, or wait for its leader; the outcome is empty when the time is over."""
-    if must_not_wait(request.server, request.name):
-        return (yield from _lead(request, caller, until, last=True, old=old))
-    if enclosing_leases(request.server):
-        # A caller that computes another value asks Redis itself, because the scripts detect circles of computations.
-        return (yield from _lead(request, caller, until, last, old))
+    enclosing = enclosing_leases()
     waited = False
     while True:
         flight = Flight(caller)
@@ -242,6 +238,11 @@ def _lead_or_follow(
                 return outcome
         finally:
             close(key, flight)
+        if enclosing:
+            # A caller that computes another value asks Redis itself, because circles of computations are found there.
+            own = any(lease.name == request.name and lease.server.place == request.server.place for lease in enclosing)
+            last = last or (not own and found.blocked_by(caller))
+            return (yield from _lead(request, caller, until, last, old))
         if until == -math.inf:
             return Outcome()
         if found.blocked_by(caller):

@@ -18,7 +18,6 @@ from ...core.keys import witness_key
 from ...core.operations import release_call
 from ...core.watchdog import watchdog
 from ...exceptions import LockBackendError
-from .cluster_slots import is_clustered
 from .request import (
     MISSING,
     Outcome,
@@ -225,8 +224,8 @@ def _store_without_lease(job: ComputeJob, data: bytes, expiry_ms: int | None) ->
 def _store_call(job: ComputeJob, expiry_ms: bytes, data: bytes, *upload: bytes) -> ScriptCall:
     request, lease = job.request, job.lease
     keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, request.key.encode(), *witness_keys(lease))
-    if lease.has_waited or job.old_digest or upload:
-        keys += (waits_key(request, lease), failures_key(lease), *upload)
+    if job.old_digest or upload:
+        keys += (failures_key(lease), *upload)
     name, leader = lease.name.encode(), b"%d" % job.is_leader
     return ScriptCall(SETTLE, keys, (job.fence, name, expiry_ms, job.old_digest, job.old_expires_at, data, leader))
 
@@ -247,11 +246,10 @@ def _send_failure(job: ComputeJob, error: BaseException) -> Operation[None]:
 
 def _release(job: ComputeJob) -> Operation[None]:
     """End the lease without a value: one of the waiters computes next."""
-    request, lease = job.request, job.lease
-    waited_for = (b"HDEL", waits_key(request, lease), lease.name.encode())
+    lease = job.lease
     with suppress(LockBackendError):
         yield from with_retries(lease.name, release_call(lease), monotonic())
-        yield from with_retries(lease.name, Pipeline((waited_for, (b"UNLINK", witness_keys(lease)[0]))), monotonic())
+        yield from with_retries(lease.name, Pipeline(((b"UNLINK", witness_keys(lease)[0]),)), monotonic())
 
 
 def digest(data: bytes) -> bytes:
@@ -267,10 +265,3 @@ def failures_key(lease: ValueLease) -> bytes:
 def witness_keys(lease: ValueLease) -> tuple[bytes, bytes]:
     """Return the witness and the era: they show whether the value was invalidated since the lease was acquired."""
     return witness_key(lease.keys, lease.name), era_key(lease.keys)
-
-
-def waits_key(request: ValueRequest, lease: ValueLease) -> bytes:
-    """Return the key of the hash that maps each computation to the one that it waits for."""
-    if is_clustered(request.server):
-        return lease.keys.held[: -len(b"held")] + b"waits"
-    return b"{%s}:waits" % request.prefix.encode()

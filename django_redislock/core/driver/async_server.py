@@ -20,6 +20,7 @@ from .effects import (
     Invoke,
     Operation,
     Pipeline,
+    RunAt,
     ScriptBatch,
     ScriptCall,
     Sleep,
@@ -106,6 +107,8 @@ class AsyncServer:
                     return await value if inspect.isawaitable(value) else value, None
                 except Exception as error:  # not CancelledError: a cancelled task must not wait for what comes next
                     return None, error
+            case RunAt(server, operation):
+                return await async_server_of(server).run(operation)
             case WaitForFuture(future, until):
                 return await _result_of(future, until)
 

@@ -127,6 +127,13 @@ class WaitForFuture(NamedTuple):
     until: float
 
 
+class RunAt(NamedTuple):
+    """Run an operation at another server; the result is the operation's."""
+
+    server: Any
+    operation: Any
+
+
 class At(NamedTuple):
     """Carry out the effect at this node of a Cluster.
 
@@ -145,6 +152,6 @@ class AtEach(NamedTuple):
 
 
 Call = ScriptCall | ScriptBatch | Pipeline
-Effect = Call | Subscribe | WaitForWakeup | Unsubscribe | Sleep | Invoke | WaitForFuture | At | AtEach
+Effect = Call | Subscribe | WaitForWakeup | Unsubscribe | Sleep | Invoke | WaitForFuture | RunAt | At | AtEach
 T = TypeVar("T")
 Operation = Generator[Effect, Any, T]

@@ -73,7 +73,7 @@ def _cluster_of(client: RedisCluster | AsyncRedisCluster) -> Server:
 
 def _shared_cluster(cluster: Cluster) -> Server:
     place = cluster.table.place  # a client that was made at another time may know more nodes, or fewer
-    for known in _living():
+    for known in living_servers():
         if isinstance(known, Cluster) and known.place == place:
             known.table.place.seeds |= place.seeds
             cluster.place = cluster.table.place = known.table.place
@@ -97,13 +97,14 @@ def _shared(server: Server, *more: Any) -> Server:
         forget(found)
 
 
-def _living() -> list[Server]:
+def living_servers() -> list[Server]:
+    """Return the servers that are in use in this process."""
     return [server for server in [found() for found in list(_by_settings.values())] if server is not None]
 
 
 def close_unused() -> None:
     """Close all connections that are not in use."""
-    for server in _living():
+    for server in living_servers():
         server.close_idle(math.inf, keep=0)
 
 
@@ -112,7 +113,7 @@ _inherited: list[Any] = []
 
 
 def _after_fork() -> None:
-    for server in _living():
+    for server in living_servers():
         _inherited.append(server.views)
         server.forget_connections()
 

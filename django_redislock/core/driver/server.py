@@ -28,6 +28,7 @@ from .effects import (
     Invoke,
     Operation,
     Pipeline,
+    RunAt,
     ScriptBatch,
     ScriptCall,
     Sleep,
@@ -281,6 +282,8 @@ class Server:
                     return function(), None
                 except BaseException as error:
                     return None, error
+            case RunAt(server, operation):
+                return server.run(operation)
             case WaitForFuture(future, until):
                 try:
                     return future.result(None if until == math.inf else max(0.0, until - monotonic()))

@@ -102,6 +102,9 @@ class ClusterPlace:
     def __hash__(self) -> int:
         return hash(ClusterPlace)  # the nodes change
 
+    def __str__(self) -> str:
+        return "cluster {}:{}".format(*min(self.seeds))
+
 
 class SlotTable:
     """Which node has which slot, as far as this process knows. Each change is one operation, so there is no lock."""

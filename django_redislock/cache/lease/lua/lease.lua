@@ -1,17 +1,14 @@
 -- Ask for a value: it is stored, or the caller computes it, or another caller computes it.
 -- KEYS  lock, index of held locks, fence counter, queue, value, witness of the value, era of its bucket; only if
---       has_old is '1' or the caller computes other values: waits of computations for each other, failures to replace
---       the stale value
+--       has_old is '1': failures to replace the stale value
 -- ARGV  id, expire (ms), name, record, channel of the waiter ('': none), join ('1': join the queue), SHA-1 of the
---       stale value ('': none), has_old ('1': the caller can return the stale value, else '0'), name of each value
---       that the caller computes meanwhile
+--       stale value ('': none), has_old ('1': the caller can return the stale value, else '0')
 -- Returns one of
 --   {'value', value, owns}   owns: 1 if the caller holds the lock and has to release it, else 0
 --   {'large', '', owns}      there is a value, which the caller fetches by other commands
 --   {'compute', fence, expiry of the stale value (ms, '': there is none)}
 --   {'wait', fence of the lease that another caller holds, ms until another call makes sense (negative: unknown),
 --       length of the queue (missing: the caller did not join it)}
---   {'cycle'}                the other computation waits for the caller
 --   {'paused'}               a computation failed a moment ago, and the caller can return the stale value
 --
 -- The witness holds the fence of a lease. While it exists, the value was not invalidated since that lease was taken: an
@@ -21,8 +18,8 @@
 -- witness, the value is not stored.
 local LARGE = 524288  -- bytes; Lua would make one more copy of the value
 local WITNESS_LIFE_MS = 86400000  -- longer than most values, because some servers evict the shortest expiry first
-local lock, index, counter, queue, value_key, witness, era, waits, failures = unpack(KEYS)
-local id, expire_ms, name, record, channel, join, old_digest, has_old, first_name = unpack(ARGV, 1, 9)
+local lock, index, counter, queue, value_key, witness, era, failures = unpack(KEYS)
+local id, expire_ms, name, record, channel, join, old_digest, has_old = unpack(ARGV)
 local now = now_us()
 local holder = redis.call('GET', lock)
 local wrong = not_ours(lock, holder)
@@ -48,7 +45,7 @@ end
 
 local held = holder and not mine and not overdue
 -- The caller has the stale value and asks for the lease only: the value is not read, because copy and hash take time.
-if held and has_old == '1' and join ~= '1' and not first_name then
+if held and has_old == '1' and join ~= '1' then
   leave()
   return {'wait', fence_of(holder), left}
 end
@@ -79,25 +76,6 @@ if not held then
   end
   redis.call('SET', witness, fence, 'NX', 'PX', WITNESS_LIFE_MS)
   return {'compute', fence, value and whole(ends_at(value_key)) or ''}
-end
-
-if first_name then
-  local computing = {}
-  for i = 9, #ARGV do
-    computing[ARGV[i]] = true
-  end
-  local at, steps = name, 0
-  while at and not computing[at] and steps < 100 do
-    at, steps = redis.call('HGET', waits, at), steps + 1
-  end
-  if at and computing[at] then
-    leave()
-    return {'cycle'}
-  end
-  for i = 9, #ARGV do
-    redis.call('HSET', waits, ARGV[i], name)
-  end
-  redis.call('PEXPIRE', waits, QUEUE_LIFE_MS)
 end
 
 if join == '1' then

@@ -1,8 +1,7 @@
 -- Store the computed value, unless there is a newer value; end the lease, and wake all waiters for the value.
 -- KEYS  lock, index of held locks, queue, value, witness of the value, era of its bucket (see lease.lua); only if the
---       computation waited for another one, replaces a stale value, or uploaded its value: waits of computations for
---       each other, failures to replace the stale value; and only after an upload, because a script would copy a large
---       value: upload
+--       computation replaces a stale value, or uploaded its value: failures to replace the stale value; and only after
+--       an upload, because a script would copy a large value: upload
 -- ARGV  fence of the lease, name, expiry of the value (ms, '': never, '0': it is only sent to the waiters, '!': it is
 --       the error of the computation, and only sent to them), SHA-1 of the stale value that it replaces ('': none),
 --       expiry of the stale value (ms, '': unknown), the value (after an upload: its length and its SHA-1, and the
@@ -16,7 +15,7 @@ local PAUSE_MS, LONGEST_PAUSE_MS = 1000, 60000  -- between two tries to replace 
 local CLOCK_MS = 20   -- two calls may read the expiry of the same key with this difference
 local FETCH_MS = 10000  -- expiry of a value that is not stored: within that time the waiters can fetch it
 local SMALL = 32768  -- bytes; a larger value is not sent, but fetched by each waiter
-local lock, index, queue, value_key, witness, era, waits, failures, upload = unpack(KEYS, 1, 9)
+local lock, index, queue, value_key, witness, era, failures, upload = unpack(KEYS, 1, 8)
 local fence, name, expire_ms, old_digest, old_ends, data, leader = unpack(ARGV)
 local failed = expire_ms == '!'
 local holder = redis.call('GET', lock)
@@ -92,7 +91,4 @@ if #entries > 0 then
 end
 redis.call('DEL', lock, witness)
 redis.call('ZREM', index, name)
-if waits then
-  redis.call('HDEL', waits, name)
-end
 return stored and (leased and 1 or 2) or 0

@@ -1,0 +1,200 @@
+"""A computation that needs a value of another database, server or slot waits for it; a circle of waits is found."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from django_redislock.cache.lease import circles
+from django_redislock.cache.lease.cluster_slots import lease_keys
+from django_redislock.cache.lease.request import lease_name
+from django_redislock.core.driver.effects import Pipeline
+from tests.support import BUSY, wait_until
+from tests.support.cache_programs import Work, cache_at, cache_elsewhere
+
+
+@pytest.fixture(
+    params=[
+        "one cache",
+        pytest.param("two databases", marks=pytest.mark.one_server("a Cluster has one database")),
+        "two servers",
+    ]
+)
+def urls(request, redis_url, server, client):
+    """The URLs of two caches; a third value is in the first one."""
+    second = redis_url
+    if request.param == "two databases":
+        second = server.url_of_db(9)
+    elif request.param == "two servers":
+        second = request.getfixturevalue("own_server").url
+    return redis_url, second
+
+
+@pytest.fixture
+def caches(urls, backend):
+    one, two = (cache_at(url, backend) for url in urls)
+    two.clear()
+    return one, two
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(40) as pool:
+        yield pool
+
+
+def waiting_for(cache, *keys):
+    """Return how many callers wait for the values of these keys, on any kind of server."""
+    server, number = cache._server_of(":1:any"), 0
+    for key in [f":1:{key}" for key in keys]:
+        queue = lease_keys(server, "redislock", lease_name(key), key).queue
+        number += server.call(Pipeline(((b"ZCARD", queue),)))[0]
+    return number
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+@pytest.mark.parametrize("kind", ["threads", "tasks"])
+def test_pages_that_need_one_menu_compute_it_once(caches, pool, kind, way):
+    pages, menus = caches if way == "there" else reversed(caches)
+    menu, numbers = Work("menu"), range(10)
+
+    def page(number):
+        return pages.get_or_set(f"page{number}", lambda: [number, menus.get_or_set("menu", menu, 60)], 60)
+
+    async def apage(number):
+        async def compute():
+            return [number, await menus.aget_or_set("menu", partial(asyncio.to_thread, menu), 60)]
+
+        return await pages.aget_or_set(f"page{number}", compute, 60)
+
+    async def all_pages():
+        return await asyncio.gather(*map(apage, numbers))
+
+    made = pool.submit(asyncio.run, all_pages()) if kind == "tasks" else pool.submit(pool.map, page, numbers)
+    assert menu.running.wait(10)
+    wait_until(lambda: waiting_for(menus, "menu") == len(numbers) - 1)
+    menu.end.set()
+    assert list(made.result(20)) == [[number, "menu"] for number in numbers]
+    assert menu.calls == 1
+
+
+@pytest.mark.parametrize("kind", ["threads", "tasks"])
+@pytest.mark.parametrize("keys", ["ab", "abc"])
+def test_who_closes_a_circle_does_not_wait(caches, pool, kind, keys):
+    of = {key: caches[number % 2] for number, key in enumerate(keys)}
+    everybody = threading.Barrier(len(keys))
+    circle = list(zip(keys, keys[1:] + keys[0], strict=True))
+
+    def nest(outer, inner):
+        def compute():
+            everybody.wait(10)
+            return outer + of[inner].get_or_set(inner, lambda: inner, 60)
+
+        return of[outer].get_or_set(outer, compute, 60)
+
+    async def anest(outer, inner):
+        async def compute():
+            await asyncio.to_thread(everybody.wait, 10)
+            return outer + await of[inner].aget_or_set(inner, lambda: inner, 60)
+
+        return await of[outer].aget_or_set(outer, compute, 60)
+
+    async def all_values():
+        return await asyncio.gather(*[anest(*each) for each in circle])
+
+    started = time.monotonic()
+    if kind == "tasks":
+        values = asyncio.run(all_values())
+    else:
+        values = [future.result(25) for future in [pool.submit(nest, *each) for each in circle]]
+    assert time.monotonic() - started < 5 + BUSY, "far below the 30 s that a caller waits at most"
+    assert [value[0] for value in values] == list(keys)
+    # The one that does not wait computes the next value for itself; each of the others gets it from its leader.
+    lengths = sorted(map(len, values))
+    assert lengths == list(range(2, len(keys) + 2)), values
+
+
+def test_a_circle_is_found_by_who_knows_the_servers_by_another_name(urls, backend, pool):
+    here = [cache_at(url, backend) for url in urls]
+    there = [cache_elsewhere(url, backend) for url in urls]
+    here[1].clear()
+    both, started = threading.Barrier(2), time.monotonic()
+
+    def nest(caches, outer, inner):
+        def compute():
+            both.wait(10)
+            return caches[inner].get_or_set(f"k{inner}", lambda: "end", 60)
+
+        return caches[outer].get_or_set(f"k{outer}", compute, 60)
+
+    for future in [pool.submit(nest, here, 0, 1), pool.submit(nest, there, 1, 0)]:
+        assert future.result(25) == "end"
+    assert time.monotonic() - started < 5 + BUSY
+
+
+@pytest.mark.one_server("a Cluster has one database")
+def test_a_computation_that_waits_for_two_values_at_once_is_found_by_both(redis_url, server, backend):
+    """Two tasks of one computation wait for one value each: the lease names both."""
+    here, there = cache_at(redis_url, backend), cache_at(server.url_of_db(9), backend)
+    there.clear()
+
+    async def main():
+        leaders, waits = asyncio.Barrier(3), asyncio.Event()
+
+        async def both():
+            await leaders.wait()
+            wanted = [asyncio.create_task(there.aget_or_set(key, str, 60)) for key in "bc"]
+            await asyncio.to_thread(wait_until, lambda: waiting_for(there, *"bc") == 2)
+            waits.set()
+            return sorted(await asyncio.gather(*wanted))
+
+        async def back(key):
+            await leaders.wait()
+            await waits.wait()
+            return key + await here.aget_or_set("a", lambda: "own a", 60)
+
+        began = time.monotonic()
+        values = await asyncio.gather(
+            here.aget_or_set("a", both, 60), *[there.aget_or_set(key, partial(back, key), 60) for key in "bc"]
+        )
+        assert time.monotonic() - began < 5 + BUSY
+        return values
+
+    assert asyncio.run(main()) == [["bown a", "cown a"], "bown a", "cown a"]
+
+
+def test_a_wait_that_is_over_is_no_part_of_a_circle(caches, client, pool):
+    """The lease of the page named the menu: when the next computation of the menu needs the page, it waits."""
+    pages, menus = caches
+    menu, page, goes_on = Work("menu"), Work("page"), threading.Event()
+
+    def compute_page():
+        menus.get_or_set("menu", menu, 60)
+        menus.delete("menu")
+        goes_on.set()
+        return page()
+
+    first = pool.submit(menus.get_or_set, "menu", menu, 60)
+    assert menu.running.wait(10)
+    outer = pool.submit(pages.get_or_set, "page", compute_page, 60)
+    wait_until(lambda: waiting_for(menus, "menu") == 1)
+    menu.end.set()
+    assert first.result(20) == "menu"
+    assert goes_on.wait(10)
+    again = pool.submit(menus.get_or_set, "menu", lambda: pages.get_or_set("page", lambda: "twice", 60), 60)
+    wait_until(lambda: waiting_for(pages, "page") == 1)
+    page.end.set()
+    assert (outer.result(20), again.result(20)) == ("page", "page")
+
+
+def test_a_name_of_a_server_that_is_unknown_or_of_nobody_ends_the_chain(redis_url):
+    server = cache_at(redis_url)._server_of("k")
+    head = b"id\n7\n1\n"
+    assert circles._needs_in(head + b'{"needs":[["elsewhere","lock","5"]]}', server) == [(None, b"lock", "5")]
+    for value in (None, b"id\n0\n1\nchannel", head + b"{}", b"not ours", head + b"{"):
+        assert circles._needs_in(value, server) == []

@@ -1,0 +1,144 @@
+"""Histories of values on several servers that need each other: in a chain, or in a circle of two or three."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from functools import partial
+from typing import Any, NamedTuple
+
+from django_redislock.cache.lease.request import ValueRequest
+from django_redislock.cache.lease.single_flight import Caller, get_value
+from django_redislock.core.driver.effects import RunAt, Sleep
+from django_redislock.exceptions import LockError
+
+from .driver import Thread
+from .history import History, draw_faults
+from .hosts import Link, WideWorld
+from .world import Plan, ThreadPlan
+
+KEYS = ("a", "b", "c")
+NEEDS: dict[str, dict[str, str]] = {
+    "chain": {"a": "b", "b": "c"},
+    "one that two need": {"a": "c", "b": "c"},
+    "circle of two": {"a": "b", "b": "a", "c": "a"},
+    "circle of three": {"a": "b", "b": "c", "c": "a"},
+}
+"""Which other value the computation of each value needs."""
+WITHOUT_CIRCLE = ("chain", "one that two need")
+LIFE = 60_000
+QUIET = 0.4
+"""Seconds within which somebody computes or gets a value, when nothing goes wrong: less than between two polls."""
+
+
+class GetNested(NamedTuple):
+    """One call for a value, and how long each computation takes."""
+
+    key: str
+    computes: float
+    pause: float
+
+
+class NestedHistory(History):
+    """Some processes that want values of up to three servers. Each waits for ever for what another one computes."""
+
+    kind = "nested"
+    world_kind = WideWorld
+    world: WideWorld
+
+    def __init__(self, plan: Plan) -> None:
+        self.needs = NEEDS[plan.options["needs"]]
+        self.computed = dict.fromkeys(KEYS, 0)
+        self.busy = 0
+        """How many threads do something else than wait for a value."""
+        super().__init__(plan)
+
+    @classmethod
+    def draw(cls, seed: int) -> Plan:
+        chance = random.Random(seed)
+        plan = Plan(seed, chance.randint(2, 3), [])
+        homes = chance.choice([[0, 1, 0], [1, 0, 0], [0, 1, 1], [0, 1, 2], [0, 0, 0]])
+        plan.options = {"rates": [1.0] * 3, "needs": chance.choice(list(NEEDS)), "homes": homes}
+        times = [0.0, 0.01, 0.2, 1.0]
+        if chance.random() < 0.5:  # so that all come to their waits at about the same time
+            times = [chance.choice(times)]
+        for process in range(plan.processes):
+            for _ in range(chance.choice([1, 1, 2])):
+                steps = [
+                    GetNested(chance.choice(KEYS), chance.choice(times), chance.choice([0.0, 0.01, 0.3]))
+                    for _ in range(chance.randint(1, 3))
+                ]
+                starts = chance.choice([0.0, 0.0, 0.3]) * chance.random()
+                plan.threads.append(ThreadPlan(process, starts, {"expire": chance.choice([0.6, 1.0, 3.0])}, steps))
+        draw_faults(chance, plan, ["freeze", "cut", "silence", "kill"])
+        return plan
+
+    def program(self, thread: Thread, plan: ThreadPlan) -> Generator[Any, Any, Any]:
+        """Get values, one after another."""
+        for step in plan.steps:
+            try:
+                yield self._get(thread, plan, step, (step.key,))
+            except LockError as error:
+                self.world.tell(thread, f"get raised {error}")
+            yield from self._do_something(step.pause)
+
+    def _get(self, thread: Thread, plan: ThreadPlan, step: GetNested, path: tuple[str, ...]) -> RunAt:
+        """Return the call for the last key of the path; the others are computed now, because each needs the next."""
+        link = self._link(thread, path[-1])
+        request = ValueRequest(
+            server=link,
+            prefix="redislock",
+            key=path[-1],
+            default=partial(self._compute, thread, plan, step, path),
+            dumps=lambda value: (value.encode(), LIFE),
+            loads=bytes.decode,
+            expire=plan.options["expire"],
+            auto_renewal=True,
+            max_hold=None,
+            ignore_errors=False,
+        )
+        return RunAt(link, get_value(request, Caller(thread, link.room), None, "compute"))  # type: ignore[arg-type]
+
+    def _compute(
+        self, thread: Thread, plan: ThreadPlan, step: GetNested, path: tuple[str, ...]
+    ) -> Generator[Any, Any, str]:
+        key, inner = path[-1], self.needs.get(path[-1])
+        self.computed[key] += 1
+        self.world.tell(thread, f"computes {key}")
+        yield from self._do_something(step.computes)
+        if inner is not None and inner not in path:
+            outcome = yield self._get(thread, plan, step, (*path, inner))
+            if outcome.error is not None:
+                raise outcome.error
+            self.world.tell(thread, f"got {inner} for {key}")
+        self.world.tell(thread, f"has computed {key}")
+        return key
+
+    def _do_something(self, seconds: float) -> Generator[Any, Any, None]:
+        """Take some time. When nobody does so any more, somebody has what it waits for soon."""
+        self.busy += 1
+        yield Sleep(seconds)
+        self.busy -= 1
+        happened = len(self.world.story)
+
+        def look() -> None:
+            if not self.busy and len(self.world.story) == happened and not self._over():
+                self.fail("all wait")
+
+        if self.plan.calm and not self.busy:
+            self.world.at(self.world.time + QUIET, look)
+
+    def _link(self, thread: Thread, key: str) -> Link:
+        machine: Any = thread.process
+        return machine.links[self.plan.options["homes"][KEYS.index(key)]]  # type: ignore[no-any-return]
+
+    def look_at_the_end(self) -> None:
+        if not self.plan.calm:
+            return
+        often = {key: number for key, number in self.computed.items() if number > 1}
+        if often and self.plan.options["needs"] in WITHOUT_CIRCLE:
+            self.fail(f"computed more than once, though there is no circle: {often}")
+        for server in self.world.servers:
+            for key in server.live_keys():
+                if b":lock:" in key or b":queue:" in key or key.endswith(b"}:waits"):
+                    self.fail(f"{key!r} is left")
