@@ -66,18 +66,27 @@ def _on_child_exit(**kwargs: Any) -> None:
 def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool = False, **kwargs: Any) -> None:
     """Release the lock of a message that was revoked or expired before its start; a terminated message is not delivered
     again."""
-    if not isinstance(sender, PublishingMixin) or request is None:
-        return
-    if terminated and sender._options.scope == "job" and sender.acks_late:
+    if isinstance(sender, SingleInstanceMixin) and terminated:
+        end_from_outside(sender, request)
+    elif isinstance(sender, PublishingMixin) and request is not None:
+        _release(sender._lock_of_message(request.id, header(request, KEY_HEADER)))
+
+
+def end_from_outside(task: SingleInstanceMixin, request: Any) -> None:
+    """Let no lock remain of a message whose run is ended from outside of its process, and which does not come again.
+
+    The child may leave the lock of a job to its message before or after this: it finds the marker, or is released.
+    """
+    if task._options.scope == "job" and task.acks_late:
         with suppress(TypeError):  # without a key it had no lock
-            name = lock_name(sender.name, sender._key_of(request.args, request.kwargs, request))
-            lock = sender._running_lock(name, sender._options, request, (), {})
+            name = lock_name(task.name, task._key_of(request.args, request.kwargs, request))
+            lock = task._running_lock(name, task._options, request, (), {})
             _tell(
-                partial(lock.mark_processed, sender._marker_expire),
+                partial(lock.mark_processed, task._marker_expire),
                 "Could not record that %s was terminated, so its lock may stay until it expires: %s",
                 request.id,
             )
-    _release(sender._lock_of_message(request.id, header(request, KEY_HEADER)))
+    _release(task._lock_of_message(request.id, header(request, KEY_HEADER)))
 
 
 @signals.task_failure.connect

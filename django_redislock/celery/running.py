@@ -80,6 +80,13 @@ class SingleInstanceMixin(RepublishingMixin):
         return bound
 
     @property
+    def Request(self) -> Any:  # type: ignore[override]
+        """The class of this task's requests in a worker's main process."""
+        from .request import request_class
+
+        return request_class(super().Request)
+
+    @property
     def single_instance(self) -> Execution:
         """The execution that runs now in this thread or, within ``async_to_sync``, in this coroutine.
 
@@ -183,7 +190,7 @@ class SingleInstanceMixin(RepublishingMixin):
                 lock.ending = AfterRelease(keep_id=delivery.id, keep=options.queue_life)
             return
         processed_for = 0.0
-        if delivery is not None and delivery.message:
+        if delivery is not None and delivery.message and not self._is_rejected(error):
             processed_for = options.expire if late else self._marker_expire
         keep_id, keep = "", 0.0
         if isinstance(error, Retry):
@@ -194,6 +201,17 @@ class SingleInstanceMixin(RepublishingMixin):
         lock.ending = AfterRelease(processed_for, not late, keep_id, keep)
         if processed_for and late and request is not None:
             request.update(single_instance_lock=lock)
+
+    def _is_rejected(self, error: BaseException | None) -> bool:
+        """Return whether the broker is told that the message was not processed.
+
+        A queue for dead letters may bring it back, and then it must run. So it leaves no marker.
+        """
+        if isinstance(error, Reject):
+            return True
+        if error is None or isinstance(error, (Retry, Ignore)) or not self.acks_late:
+            return False
+        return not getattr(self, "acks_on_failure", self.acks_on_failure_or_timeout)  # the second one of Celery 5.6
 
     def _has_key(self, retry: Retry, lock: ExecutionLock) -> bool:
         """Return whether the message of a retry, which may have other arguments, is under this lock."""

@@ -236,6 +236,16 @@ def test_a_job_that_is_terminated_has_ended_though_it_is_acknowledged_late(stage
     assert ended(stage.publish(tasks.late_job)).state == "SUCCESS"
 
 
+@pytest.mark.parametrize("how", ["sleep", "deaf"])
+def test_a_job_that_its_hard_time_limit_ends_has_ended_though_it_is_acknowledged_late(stage, how):
+    """The child that ends by SystemExit left the lock to its message, which was acknowledged, for an hour."""
+    first = stage.publish(tasks.late_job, how, time_limit=1)
+    stage.diary.wait_for("start")
+    assert ended(first).state == "FAILURE"
+    free_within(tasks.late_job, stage, 10)
+    assert ended(stage.publish(tasks.late_job)).state == "SUCCESS"
+
+
 # The lock's own faults
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from celery.result import AsyncResult
+from kombu import Exchange, Queue
 
 from tests.celery.test_faults import test_child_killed_and_its_message_delivered_again  # noqa: F401
 from tests.celery.test_redelivery import (  # noqa: F401
@@ -35,7 +37,7 @@ from tests.celery.test_workers import (  # noqa: F401
 )
 from tests.support import Proxy, wait_until
 from tests.support.celery_site import tasks
-from tests.support.celery_site.app import BROKER
+from tests.support.celery_site.app import BROKER, app
 from tests.support.celery_site.harness import POOLS, Stage, Workers, ended, workers
 from tests.support.worker import Worker
 
@@ -58,6 +60,37 @@ def pytest_generate_tests(metafunc) -> None:
     """Kill only the children of prefork workers: the others have none, and would be killed themselves."""
     if "pool" in metafunc.fixturenames and "killed" in metafunc.function.__name__:
         metafunc.definition.add_marker(only_prefork)
+
+
+@pytest.fixture
+def dead_lettered(crew, rabbitmq) -> Iterator[Stage]:
+    """A stage whose rejected messages wait for half a second in another queue, and then come back."""
+    apart = Stage(crew.of("prefork")).with_queue_of_its_own()
+    again = f"{apart.queue}-again"
+
+    def back_to(queue: str, **more: Any) -> dict[str, Any]:
+        return {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": queue, **more}
+
+    with app.connection_for_write() as connection, connection.channel() as channel:
+        Queue(again, queue_arguments=back_to(apart.queue, **{"x-message-ttl": 500})).bind(channel).declare()
+        queue = Queue(apart.queue, Exchange(apart.queue), apart.queue, queue_arguments=back_to(again))
+        queue.bind(channel).declare()
+        app.amqp.queues.add(queue)
+        for worker in apart.workers:
+            options = {"queue_arguments": back_to(again)}
+            app.control.add_consumer(
+                apart.queue, apart.queue, routing_key=apart.queue, options=options, destination=[worker.hostname]
+            )
+        yield apart
+
+
+@pytest.mark.parametrize("how", ["reject once", "fail once"])
+@pytest.mark.parametrize("number", range(len(tasks.rejected)))
+def test_a_rejected_message_that_comes_back_as_a_dead_letter_runs(dead_lettered, number, how):
+    result = dead_lettered.publish(tasks.rejected[number], how)
+    # A new object each time, because one keeps the first failure that it has seen.
+    wait_until(lambda: app.AsyncResult(result.id).result == f"ran {result.id}")
+    assert len(dead_lettered.diary.events("start")) == 2
 
 
 # Every policy: with RabbitMQ, copies come of a connection that is gone, at once

@@ -53,6 +53,10 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 raise Ignore
             case "reject":
                 raise Reject("not wanted")
+            case "reject once" | "fail once" if len(diary.events("start")) == 1:
+                raise Reject("not yet") if how == "reject once" else ZeroDivisionError("not yet")
+            case "reject once" | "fail once":
+                return f"ran {task.request.id}"
             case "replace":
                 raise task.replace(plain.si(name).set(queue=task.request.delivery_info["routing_key"]))
             case "replace by itself":
@@ -315,6 +319,11 @@ def late_task(name: str, scope: str, expire: float = 5) -> Any:
 late = late_task("late", "run")
 late_queued = late_task("late_queued", "queued+run")
 late_job = late_task("late_job", "job")
+rejected = [late_task(f"rejected_{scope.replace('+', '_')}", scope) for scope in ("run", "queued", "queued+run", "job")]
+for each in rejected:
+    each.acks_on_failure_or_timeout = False
+    if hasattr(each, "acks_on_failure"):  # of Celery 5.7
+        each.acks_on_failure = False
 dying = late_task("dying", "run", expire=2)
 dying_job = late_task("dying_job", "job", expire=2)
 
