@@ -6,7 +6,8 @@ ended after the write, and if the value was gone by then, an older one may be st
 `delete_many` let the base class delete; then one script deletes again and ends the leases. So a value that was stored
 in between is deleted, too, and no computation is stored that may be older than a value that was set in between. The
 other methods that may remove a value end the lease of its key first. A computation that starts afterwards has read the
-new state, so its result may be stored.
+new state, so its result may be stored. In this process nobody follows an earlier leader any more: the outcome of that
+one may be decided already.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..exceptions import LockBackendError
 from .backends.base import RedisBackend
 from .lease.invalidate import invalidate, invalidate_pattern
 from .lease.request import is_forbidden, is_refusal, log_level, note_logged
+from .lease.single_flight import end_flights
 
 IGNORED: Any = None
 """The result of the base class when Redis cannot be reached and IGNORE_EXCEPTIONS is set."""
@@ -196,6 +198,8 @@ class InvalidatingMixin(RedisBackend):
             self._run(server, invalidate(server, settings.key_prefix, its_keys, level[server], delete=delete))
             for server, its_keys in by_server.items()
         ]
+        for server, its_keys in by_server.items():
+            end_flights(server, its_keys)
         return not reached or any(reached)
 
     def _invalidate_pattern(self, servers: list[Redis], pattern: str) -> bool:
@@ -205,6 +209,8 @@ class InvalidatingMixin(RedisBackend):
             return True
         found = [server for client in servers if (server := self._server_at(client)) is not None]
         reached = [self._run(server, invalidate_pattern(server, settings.key_prefix, pattern)) for server in found]
+        for server in found:
+            end_flights(server)
         return not found or any(reached)
 
     def _run(self, server: Server, operation: Any) -> bool:

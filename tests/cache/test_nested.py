@@ -171,6 +171,29 @@ def test_a_computation_that_waits_for_two_values_at_once_is_found_by_both(redis_
     assert set(a) <= {"", "bown a", "cown a"}
 
 
+def test_a_nested_call_that_stops_the_loop_of_the_leader_does_not_wait_for_it(caches):
+    """A function that is not asynchronous runs in the loop: while it waited, the task that computes could not go on."""
+    pages, menus = caches
+
+    async def main():
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def menu():
+            begun.set()
+            await goes_on.wait()
+            return "of the task"
+
+        task = asyncio.create_task(menus.aget_or_set("menu", menu, 60))
+        await begun.wait()
+        started = time.monotonic()
+        page = pages.get_or_set("page", lambda: menus.get_or_set("menu", lambda: "own", 60), 60)
+        assert time.monotonic() - started < 5 + BUSY, "far below the 30 s that a caller waits at most"
+        goes_on.set()
+        return page, await task
+
+    assert asyncio.run(main()) == ("own", "of the task")
+
+
 def test_a_wait_that_is_over_is_no_part_of_a_circle(caches, client, pool):
     """The lease of the page named the menu: when the next computation of the menu needs the page, it waits."""
     pages, menus = caches

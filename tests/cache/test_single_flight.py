@@ -258,6 +258,55 @@ def test_nothing_is_left_of_a_nested_computation_that_fails(redis_url, client, p
     assert not client.keys("*:lock:*")
 
 
+CHANGES = {
+    "delete": lambda cache: cache.delete("k"),
+    "delete_many": lambda cache: cache.delete_many(["k"]),
+    "a set that deletes": lambda cache: cache.set("k", "gone", 0),
+    "a touch that deletes": lambda cache: cache.touch("k", 0),
+    "incr_version": lambda cache: cache.incr_version("k"),
+    "clear": lambda cache: cache.clear(),
+    "adelete": lambda cache: asyncio.run(cache.adelete("k")),
+    "aclear": lambda cache: asyncio.run(cache.aclear()),
+}
+
+
+@pytest.mark.parametrize("asks", ["get_or_set", "aget_or_set", "get_or_set_many"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_who_comes_after_its_own_delete_does_not_follow_a_leader_from_before(
+    redis_url, backend, pool, monkeypatch, change, asks
+):
+    """The value of that leader is stored already, but its flight still stands: its followers would get that value."""
+    cache = cache_at(redis_url, backend)
+    decided, goes_on = threading.Event(), threading.Event()
+
+    def wait_once(outcome):
+        if not decided.is_set():
+            decided.set()
+            goes_on.wait(20)
+        return real(outcome)
+
+    def ask():
+        if asks == "get_or_set":
+            return cache.get_or_set("k", lambda: "new", 60)
+        if asks == "aget_or_set":
+            return asyncio.run(cache.aget_or_set("k", lambda: "new", 60))
+        return cache.get_or_set_many(["k"], lambda keys: dict.fromkeys(keys, "new"), 60)["k"]
+
+    real = single_flight.for_followers
+    monkeypatch.setattr(single_flight, "for_followers", wait_once)
+    first = pool.submit(cache.get_or_set, "k", lambda: "old", 60)
+    assert decided.wait(10)
+    try:
+        CHANGES[change](cache)
+        after = pool.submit(ask)
+        wait_until(lambda: after.done() or followers())
+    finally:
+        goes_on.set()
+    assert (outcome(first), outcome(after)) == ("old", "new")
+    assert cache.get("k") == "new"
+    assert not single_flight._flights
+
+
 def test_a_thousand_different_keys_do_not_wait_for_each_other(cache):
     everybody = threading.Barrier(100)
 

@@ -10,7 +10,7 @@ import math
 import os
 import random
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ...core import events
 from ...core.clock import monotonic
 from ...core.driver.effects import Operation, WaitForFuture
 from ...core.driver.fork import after_in_child
+from ...core.driver.server import Server
 from ...exceptions import AcquireTimeout, LockBackendError
 from .obtain import get_or_compute
 from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases, is_interruption
@@ -88,7 +89,7 @@ MAX_PAUSED = 1000
 """Number of pauses at which the ended ones are deleted."""
 
 # Each change is one operation of a dict, without a lock that a signal handler could find taken by its own thread.
-_flights: dict[Hashable, Flight] = {}
+_flights: dict[tuple[Any, ...], Flight] = {}
 _paused: dict[Hashable, float] = {}
 """The end of each pause, on the monotonic clock."""
 
@@ -194,12 +195,12 @@ def own_copy(outcome: Outcome, request: ValueRequest) -> Outcome:
     return outcome
 
 
-def register(key: Hashable, flight: Flight) -> bool:
+def register(key: tuple[Any, ...], flight: Flight) -> bool:
     """Register the flight, and return True; False if another one has the key."""
     return _flights.setdefault(key, flight) is flight
 
 
-def close(key: Hashable, flight: Flight, wake: bool = True) -> None:
+def close(key: tuple[Any, ...], flight: Flight, wake: bool = True) -> None:
     """Remove the flight, and wake its followers."""
     if (
         _flights.get(key) is flight
@@ -207,6 +208,19 @@ def close(key: Hashable, flight: Flight, wake: bool = True) -> None:
         _flights.pop(key, None)
     if wake and flight.pid == os.getpid():
         flight.done.set_result(flight.outcome)
+
+
+def end_flights(server: Server, keys: Iterable[str] | None = None) -> None:
+    """Let nobody follow the flights of these values, or of all, any more: their outcome may be decided already.
+
+    Whoever follows one of them already gets its outcome.
+    """
+    if keys is None:
+        ended = [key for key in list(_flights) if key[0] is server]
+    else:
+        ended = [key for each in keys for key in ((server, each), (server, each, "alone"))]
+    for key in ended:
+        _flights.pop(key, None)
 
 
 def for_followers(outcome: Outcome) -> Outcome:
@@ -223,7 +237,12 @@ def failed(error: LockBackendError) -> Outcome:
 
 
 def _lead_or_follow(
-    key: Hashable, until: float, request: ValueRequest, caller: Caller, last: bool = False, old: bytes | None = None
+    key: tuple[Any, ...],
+    until: float,
+    request: ValueRequest,
+    caller: Caller,
+    last: bool = False,
+    old: bytes | None = None,
 ) -> Operation[Outcome]:
     """Lead the flight for this key, or wait for its leader; the outcome is empty when the time is over."""
     enclosing = enclosing_leases()
