@@ -101,8 +101,6 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
     context = {
         **model_admin.admin_site.each_context(request),
         "title": gettext("Contention in the last hour"),
-        "original": gettext("Contention in the last hour"),  # the end of Django's own breadcrumbs
-        "has_view_permission": True,
         "opts": model_admin.opts,
         "media": model_admin.media,
         "rows": [_row(*item) for item in shown],

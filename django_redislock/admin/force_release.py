@@ -136,10 +136,8 @@ def confirmation_page(model_admin: Any, request: HttpRequest, locks: list[HeldLo
     context = {
         **model_admin.admin_site.each_context(request),
         "title": title,
-        "original": title,
         "opts": model_admin.opts,
         "media": model_admin.media,
-        "has_view_permission": True,
         "action_checkbox_name": ACTION_CHECKBOX_NAME,
         "longest_reason": MAX_REASON,
         "several_connections": several_connections(),
