@@ -23,7 +23,7 @@ from ..models import HeldLock, decode_key
 from ..texts import visible
 from . import contention, display
 from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter, TaskFilter
-from .force_release import ForceRelease, confirmation_page, history_entry, selection_value
+from .force_release import ForceRelease, confirmation_page, fill_in_names, history_entry, selection_value
 from .queryset import HeldLocks, read_waiters
 
 if TYPE_CHECKING:
@@ -140,6 +140,15 @@ class HeldLockAdmin(ModelAdmin):
                 "not shown."
             )
             self.message_user(request, text % {"connection": connection, "limit": inventory.LIMIT}, messages.WARNING)
+        for connection, names in locks.listing.foreign.items():
+            unread = ngettext(
+                "Connection “%(connection)s” has %(count)d key that is not shown, because no lock wrote its value: "
+                "%(names)s.",
+                "Connection “%(connection)s” has %(count)d keys that are not shown, because no lock wrote their "
+                "values: %(names)s.",
+                len(names),
+            )
+            self.message_user(request, fill_in_names(unread, names, connection=connection), messages.ERROR)
         if not locks.listing.failed and not conf.get().enabled:
             text = _("Locks are switched off: %(setting)s is False.")
             self.message_user(request, text % {"setting": f"{conf.NAME}['ENABLED']"}, messages.WARNING)

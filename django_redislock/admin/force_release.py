@@ -97,36 +97,37 @@ class ForceRelease:
                 "next renew their locks.",
                 len(self._released),
             )
-            yield messages.SUCCESS, _fill_in(text, self._released)
+            yield messages.SUCCESS, fill_in_names(text, self._released)
         if self._changed:
             text = ngettext(
                 "%(count)d lock has another holder now and was not released: %(names)s.",
                 "%(count)d locks have other holders now and were not released: %(names)s.",
                 len(self._changed),
             )
-            yield messages.WARNING, _fill_in(text, self._changed)
+            yield messages.WARNING, fill_in_names(text, self._changed)
         if self._gone:
             text = ngettext(
                 "%(count)d lock is no longer held: %(names)s.",
                 "%(count)d locks are no longer held: %(names)s.",
                 len(self._gone),
             )
-            yield messages.INFO, _fill_in(text, self._gone)
+            yield messages.INFO, fill_in_names(text, self._gone)
         if self._unknown:
             text = ngettext(
                 "Redis did not answer, so it is unknown whether %(count)d lock was released: %(names)s.",
                 "Redis did not answer, so it is unknown whether %(count)d locks were released: %(names)s.",
                 len(self._unknown),
             )
-            yield messages.ERROR, _fill_in(text, self._unknown)
+            yield messages.ERROR, fill_in_names(text, self._unknown)
         for connection, why in self._failed.items():
             text = gettext("Connection “%(connection)s” failed, and no other lock was released there: %(why)s")
             yield messages.ERROR, text % {"connection": connection, "why": why}
 
 
-def _fill_in(text: str, names: list[str]) -> str:
+def fill_in_names(text: str, names: list[str], **values: str) -> str:
+    """Return the text with the number of the names and the first of them, and with these values."""
     shown = ", ".join(f"“{Truncator(visible(name)).chars(60)}”" for name in names[:5])
-    return text % {"count": len(names), "names": shown if len(names) <= 5 else f"{shown}, …"}
+    return text % ({"count": len(names), "names": shown if len(names) <= 5 else f"{shown}, …"} | values)
 
 
 def confirmation_page(model_admin: Any, request: HttpRequest, locks: list[HeldLock]) -> HttpResponse:

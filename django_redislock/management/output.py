@@ -59,9 +59,15 @@ def counted(locks: int) -> str:
     return "1 lock" if locks == 1 else f"{locks} locks"
 
 
-def cut(listing: Listing) -> list[str]:
+def missing(listing: Listing) -> list[str]:
+    """Return a remark for each connection about the locks that are not in the listing although they may be held."""
     text = "Connection {!r} holds more than {} locks; the others were not read."
-    return [text.format(name, inventory.LIMIT) for name in listing.cut]
+    remarks = [text.format(name, inventory.LIMIT) for name in listing.cut]
+    text = "Connection {!r} has {} whose value no lock wrote: {}."
+    for name, locks in listing.foreign.items():
+        shown = ", ".join(map(repr, locks[:5])) + (", …" if len(locks) > 5 else "")
+        remarks.append(text.format(name, counted(len(locks)), shown))
+    return remarks
 
 
 def words_of(row: HeldLockRow, ids: bool) -> dict[str, str]:

@@ -12,7 +12,7 @@ from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, force_release
 from ..task_names import is_waiting
 from ..texts import visible
-from .output import counted, cut, record, table
+from .output import counted, missing, record, table
 from .selection import chosen, did_you_mean, find_lock, near, of_task, raise_if_unread
 
 WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
@@ -68,7 +68,7 @@ def release_task(command: BaseCommand, options: dict[str, Any]) -> None:
     command.stderr.write(table(rows if options["dry_run"] else rows[:SHOWN], False, arguments=True))
     if len(rows) > SHOWN and not options["dry_run"]:
         command.stderr.write(f"… and {len(rows) - SHOWN} more")
-    for remark in cut(listing):
+    for remark in missing(listing):
         command.stderr.write(remark)
     if options["dry_run"]:
         command.stdout.write(f"Dry run: nothing was released of {counted(len(rows))}.")

@@ -364,3 +364,14 @@ def test_exit_status_and_streams(client: redis.Redis) -> None:
     assert manage("release", "stuck", input="y\n").returncode == 0
     assert manage("release", "stuck", "--yes").returncode == 1
     assert manage().returncode == 2
+
+
+def test_a_key_that_no_lock_wrote_is_named_and_the_other_locks_are_listed(client: redis.Redis) -> None:
+    hold(client, "good")
+    client.set(hold(client, "bad")._keys.lock, "of another program")
+    output, errors = io.StringIO(), io.StringIO()
+    call_command("redislock", "list", stdout=output, stderr=errors)
+    assert "good" in output.getvalue()
+    assert errors.getvalue().strip() == "Connection 'url' has 1 lock whose value no lock wrote: 'bad'."
+    (line,) = run("watch", "--once", "--format", "json").splitlines()
+    assert json.loads(line)["foreign"] == {"url": ["bad"]}

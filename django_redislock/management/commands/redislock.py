@@ -23,7 +23,7 @@ from ...inventory import HeldLockRow, Listing, read
 from ...models import HeldLock
 from ...texts import visible
 from ..durations import seconds
-from ..output import Speech, cut, plain, record, table, words_of
+from ..output import Speech, missing, plain, record, table, words_of
 from ..release import release_lock, release_task
 from ..run import run
 from ..run_arguments import ActionParser, add_parser
@@ -131,7 +131,7 @@ class Command(BaseCommand):
         rows, listing = self._read(options)
         if rows or not listing.failed:  # after a failure, "No held locks found." may be wrong
             self._print(rows, options, table)
-        for remark in cut(listing):
+        for remark in missing(listing):
             self.stderr.write(remark)
         raise_if_unread(listing.failed)
 
@@ -160,7 +160,8 @@ class Command(BaseCommand):
         while True:
             rows, listing = self._read(options)
             locks = [plain(row, options["id"]) for row in rows]
-            self.stdout.write(json.dumps({"locks": locks, "failed": listing.failed, "cut": listing.cut}))
+            read = {"locks": locks, "failed": listing.failed, "cut": listing.cut, "foreign": listing.foreign}
+            self.stdout.write(json.dumps(read))
             self.stdout.flush()
             if pause is None:
                 return raise_if_unread(listing.failed)
@@ -180,7 +181,7 @@ class Command(BaseCommand):
             rows, listing = self._read(options)
             failed.clear()
             failed.update(listing.failed)
-            return [words_of(row, options["id"]) for row in rows], [*unread(listing.failed), *cut(listing)]
+            return [words_of(row, options["id"]) for row in rows], [*unread(listing.failed), *missing(listing)]
 
         output: Any = self.stdout
         watch(read_lines, output._out, pause)  # the wrapped stream, because the wrapper ends each piece with a newline
