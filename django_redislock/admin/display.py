@@ -12,6 +12,7 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.timezone import localtime
 from django.utils.translation import gettext
 
+from ..core.listing import MAX_WAITERS
 from ..models import HeldLock
 from ..texts import duration, visible
 from .queryset import renewal_is_late
@@ -102,9 +103,9 @@ def waiter_lines(lock: HeldLock) -> list[SafeString]:
     ]
 
 
-def queue_html(lock: HeldLock) -> SafeString:
+def queue_html(lock: HeldLock, shown: int = MAX_WAITERS) -> SafeString:
     """Return the number of waiters of a lock, and a list of the first ones."""
-    lines = waiter_lines(lock)
+    lines = waiter_lines(lock)[:shown]
     if not lines:
         return SafeString(lock.waiting)
     if lock.waiting > len(lines):
