@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from random import randrange
+from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError
 
@@ -20,13 +21,15 @@ from .driver.replicated import unconfirmed_grant
 from .driver.retry import with_retries
 from .driver.script import Script
 from .driver.server import Server
-from .keys import LockKeys, held_keys, milliseconds, new_id, witness_key
+from .keys import BUCKETS, LockKeys, held_keys, milliseconds, new_id, witness_key
 from .lease import Lease
 from .loss import note, notes_key
 from .records import StoredLock, parse
 
 MAX_SLEEP = 30.0
 """Seconds after which a waiter tries again in any case; a queue expires after four times as long."""
+LOOKED_AT = 1000
+"""Locks whose age and waiters are read by one call of `count`, at most."""
 NO_LOCK_WROTE_IT = -2
 """The length of a value in the reply of READ that no lock wrote."""
 FOREIGN = "The key %s has a value that no lock wrote: delete it, or give the lock another name or prefix."
@@ -303,14 +306,32 @@ def _names_call(pages: list[tuple[bytes, bytes]]) -> ScriptCall:
     return ScriptCall(scripts.NAMES, tuple(held for held, _ in pages), (b"1", pages[0][1]))
 
 
-def count(server: Server, prefix: str, until: float = math.inf, missing: Missing | None = None) -> Operation[int]:
-    """Count the locks held now. For `missing` see `by_slot`."""
+class Held(NamedTuple):
+    """The locks held now, in numbers."""
 
-    def call_for(indexes: list[bytes]) -> ScriptCall:
-        return ScriptCall(scripts.COUNT, tuple(indexes), ())
+    locks: int
+    oldest: float
+    """For how many seconds the oldest lock is held, of those that were looked at; without the locks of leaders."""
+    waiting: int
+    """The waiters for the locks that were looked at."""
 
-    replies = yield from by_slot(server, "", held_keys(prefix), lambda held: held, call_for, until, missing)
-    return sum(reply for _, reply in replies)
+
+def count(server: Server, prefix: str, until: float = math.inf, missing: Missing | None = None) -> Operation[Held]:
+    """Count the locks held now, and look at `LOOKED_AT` of them. For `missing` see `by_slot`.
+
+    If more are held, each call looks at others, because it begins with any of the indexes.
+    """
+    indexes = held_keys(prefix)
+    first = randrange(BUCKETS)  # noqa: S311 - nothing is secret
+
+    def call_for(some: list[bytes]) -> ScriptCall:
+        return ScriptCall(scripts.COUNT, tuple(some), (b"%d" % math.ceil(LOOKED_AT * len(some) / BUCKETS),))
+
+    indexes = indexes[first:] + indexes[:first]
+    replies = yield from by_slot(server, "", indexes, lambda held: held, call_for, until, missing)
+    numbers = [reply for _, reply in replies]
+    oldest = max((int(ms) for _, ms, _ in numbers), default=0) / 1000
+    return Held(sum(locks for locks, _, _ in numbers), oldest, sum(waiting for _, _, waiting in numbers))
 
 
 def unpack(lengths: Iterable[int], blob: bytes) -> list[bytes | None]:
