@@ -118,6 +118,11 @@ class HeldLockAdmin(ModelAdmin):
             "As of %(now)s: %(held)s locks held, the oldest for %(age)s, %(waiting)s waiting.",
             held,
         )
+        if held and locks.listing.cut:
+            text = gettext(
+                "As of %(now)s: more than %(held)s locks held. Of those that were read, the oldest is held for "
+                "%(age)s, %(waiting)s waiting."
+            )
         if not held and locks.listing.failed:  # a message reports that nothing could be read
             return mark_safe("")
         if not held:

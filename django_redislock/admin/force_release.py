@@ -44,6 +44,8 @@ class ForceRelease:
         self._gone: list[str] = []
         self._unknown: list[str] = []
         self._failed: dict[str, str] = {}
+        self._left: set[str] = set()
+        """The failed connections with locks that were not tried after the failure."""
         shown: dict[str, dict[str, int]] = {connection: {} for connection in connection_names()}
         for value in values:
             with suppress(ValueError, KeyError):  # a forged value, or one from before a change of the settings
@@ -74,6 +76,7 @@ class ForceRelease:
         """
         for lock in self.held:
             if lock.connection in self._failed:
+                self._left.add(lock.connection)
                 continue
             try:
                 if force_release(lock.connection, lock.name, lock.fence, by, reason):
@@ -120,7 +123,12 @@ class ForceRelease:
             )
             yield messages.ERROR, fill_in_names(text, self._unknown)
         for connection, why in self._failed.items():
-            text = gettext("Connection “%(connection)s” failed, and no other lock was released there: %(why)s")
+            if connection in self._left:
+                text = gettext("Connection “%(connection)s” failed, and no other lock was released there: %(why)s")
+            elif any(lock.connection == connection for lock in self.held):  # the only lock there was tried
+                text = gettext("Connection “%(connection)s” failed: %(why)s")
+            else:
+                text = gettext("Connection “%(connection)s” failed, and no lock was released there: %(why)s")
             yield messages.ERROR, text % {"connection": connection, "why": why}
 
 

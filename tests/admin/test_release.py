@@ -234,7 +234,7 @@ def test_a_connection_that_is_down_is_told_and_the_others_are_released(
     answer = release(web, *boxes, tick(lock))
     told = " ".join(messages(answer))
     assert "“near”" in told
-    assert "Connection “second” failed, and no other lock was released there: ConnectionError" in told
+    assert "Connection “second” failed, and no lock was released there: ConnectionError" in told
     assert not held(client, "near")
 
 
@@ -245,6 +245,7 @@ def test_a_release_that_is_not_answered_is_unknown(
     settings.DJANGO_REDISLOCK = {"URL": proxy.url + "?socket_timeout=2"}
     with redis.Redis.from_url(proxy.url) as near:
         boxes = [tick(hold(near, name)) for name in ("a", "b")]
+        alone = tick(hold(near, "c"))
     reset = Lock.reset
 
     def stalled(self: Lock, *args: Any, **kwargs: Any) -> bool:
@@ -257,6 +258,10 @@ def test_a_release_that_is_not_answered_is_unknown(
     told = [str(message) for message in get_messages(answer.wsgi_request)]
     assert told[0] == "Redis did not answer, so it is unknown whether 1 lock was released: “a”."
     assert told[1].startswith("Connection “url” failed, and no other lock was released there: TimeoutError")
+    answer = web.post(LIST, {"action": "force_release", "confirmed": "yes", "_selected_action": alone})
+    proxy.heal()
+    told = [str(message) for message in get_messages(answer.wsgi_request)]
+    assert told[-1].startswith("Connection “url” failed: TimeoutError"), "there was no other lock"
     assert not LogEntry.objects.exists()
 
 

@@ -6,8 +6,10 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,6 +139,21 @@ def test_show(client: redis.Redis) -> None:
     for text in ("invoice:42", "billing", str(lock.fence), "not renewed", "waiting     0"):
         assert text in output
     assert run_json("show", "invoice:42")[0]["label"] == "billing"
+    assert run_json("show", "invoice:42")[0]["queue"] == []
+
+
+def test_show_names_those_who_wait_with_host_process_and_time(client: redis.Redis, listen: Callable[..., None]) -> None:
+    channels = [f"redislock:wake:0:{pid}:web%1b" for pid in range(7, 30)]
+    listen(*channels)
+    queue = hold(client, "a")._keys.queue
+    for number, channel in enumerate(channels):
+        client.zadd(queue, {f"{channel}\n1": (client.time()[0] - 90) * 1_000_000 + number})
+    [line] = [line for line in run("show", "a").splitlines() if line.startswith("waiting")]
+    assert re.match(r"waiting     23: web\\x1b pid 7 for 1 min 3\d s, web\\x1b pid 8 for ", line)
+    assert line.endswith(", …")
+    first = run_json("show", "a")[0]["queue"][0]
+    assert (first["host"], first["pid"]) == ("web\x1b", 7)
+    assert 90 <= first["seconds"] < 120
 
 
 @pytest.mark.parametrize("arguments", [["show", "nothing"], ["release", "nothing", "--yes"]])

@@ -4,6 +4,7 @@ command."""
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from argparse import SUPPRESS
@@ -23,7 +24,7 @@ from ...inventory import HeldLockRow, Listing, read
 from ...models import HeldLock
 from ...texts import visible
 from ..durations import seconds
-from ..output import Speech, missing, plain, record, table, words_of
+from ..output import Speech, missing, plain, plain_with_queue, record, silence, table, words_of
 from ..release import release_lock, release_task
 from ..run import run
 from ..run_arguments import ActionParser, add_parser
@@ -104,10 +105,18 @@ class Command(BaseCommand):
                 sys.exit(status)
             return
         self._check(options["connection"])
+        try:
+            self._run(action, options)
+            self.stdout.flush()
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+            silence(self.stdout)
+            sys.exit(128 + signal.SIGPIPE)  # as the shell says it of others
+
+    def _run(self, action: str, options: dict[str, Any]) -> None:
         if action == "list":
             self._list(options)
         elif action == "show":
-            self._print(find_lock(options["name"], options["connection"]), options, record)
+            self._print(find_lock(options["name"], options["connection"]), options, record, plain_with_queue)
         elif action == "watch":
             self._watch(options)
         elif action == "doctor":
@@ -219,9 +228,9 @@ class Command(BaseCommand):
         if wrong:
             raise CommandError(f"Problems found: {wrong}.")
 
-    def _print(self, rows: list[HeldLockRow], options: dict[str, Any], table: Any) -> None:
+    def _print(self, rows: list[HeldLockRow], options: dict[str, Any], table: Any, data: Any = plain) -> None:
         if options["format"] == "json":
-            text = json.dumps([plain(row, options["id"]) for row in rows], indent=2)
+            text = json.dumps([data(row, options["id"]) for row in rows], indent=2)
         else:
             text = table(rows, options["id"])
         self.stdout.write(text)
