@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from django.conf import settings
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.auth import get_permission_codename
@@ -13,7 +14,7 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import path
 from django.utils.html import format_html
 from django.utils.safestring import SafeString, mark_safe
-from django.utils.translation import gettext, gettext_lazy as _, ngettext
+from django.utils.translation import gettext, gettext_lazy as _, ngettext, override
 
 from .. import conf, inventory
 from ..connections import connection_names, several_connections
@@ -269,7 +270,8 @@ class HeldLockAdmin(ModelAdmin):
         if confirmed:
             reason = request.POST.get("reason", "").strip()
             for lock in selected.release(request.user, reason):
-                self.log_change(request, lock, history_entry(lock, reason))
+                with override(settings.LANGUAGE_CODE):  # those who read the history may not know this user's language
+                    self.log_change(request, lock, history_entry(lock, reason))
         for level, message in selected.messages():
             self.message_user(request, message, level)
         return confirmation_page(self, request, selected.held) if selected.held and not confirmed else None

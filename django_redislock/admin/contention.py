@@ -20,7 +20,7 @@ from ..exceptions import LockBackendError
 from ..inventory import RETRY_FOR, HeldLockRow, cause_of, of_nodes, read
 from ..models import HeldLock, encode_key
 from ..texts import visible
-from .display import age_html, fill_in, holder_html, queue_html, wait_html
+from .display import age_html, breakable, fill_in, holder_html, queue_html, wait_html
 from .queryset import read_waiters
 
 ROWS = 50
@@ -34,6 +34,8 @@ class ContentionRow(NamedTuple):
     """The waits for one lock, as the table shows them."""
 
     name: str
+    shown: str
+    """The name with places where a line may end."""
     address: str
     """The address of the page of the lock."""
     connection: str
@@ -100,7 +102,7 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
     sorting = request.GET.get("sort", "")
     shown = _pick(names, sorting)
     several = several_connections()
-    request.current_app = model_admin.admin_site.name
+    site = request.current_app = model_admin.admin_site.name
     count = sum(minute.waits for minute in minutes)
     most = max(minute.seconds for minute in minutes)
     duplicates, avoided = (sum(getattr(waits, what) for waits, *_ in names) for what in ("duplicates", "avoided"))
@@ -109,7 +111,7 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
         "title": gettext("Contention in the last hour"),
         "opts": model_admin.opts,
         "media": model_admin.media,
-        "now": [_row_now(lock) for lock in _waited_for_now(waited_for)],
+        "now": [_row_now(site, lock) for lock in _waited_for_now(waited_for)],
         "now_cut": ngettext(
             "%(count)d lock is waited for; those with most waiters are shown.",
             "%(count)d locks are waited for; those with most waiters are shown.",
@@ -118,7 +120,7 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
         % {"count": len(waited_for)}
         if len(waited_for) > ROWS_NOW
         else "",
-        "rows": [_row(*item) for item in shown],
+        "rows": [_row(site, *item) for item in shown],
         "columns": [_column(word, sorting) for word in COLUMNS if several or word != "connection"],
         "several_connections": several,
         "cut": len(names) > len(shown),
@@ -150,10 +152,11 @@ def _waited_for_now(rows: list[HeldLockRow]) -> list[HeldLock]:
     return sorted(locks, key=lambda lock: max((waiter.seconds for waiter in lock.queue), default=0.0), reverse=True)
 
 
-def _row_now(lock: HeldLock) -> dict[str, Any]:
+def _row_now(site: str, lock: HeldLock) -> dict[str, Any]:
     return {
         "name": visible(lock.name),
-        "address": _address(lock.connection, lock.name),
+        "shown": breakable(lock.name),
+        "address": _address(site, lock.connection, lock.name),
         "waiting": queue_html(lock, WAITERS_NOW),
         "held_for": age_html(lock),
         "holder": holder_html(lock),
@@ -161,8 +164,10 @@ def _row_now(lock: HeldLock) -> dict[str, Any]:
     }
 
 
-def _address(connection: str, name: str) -> str:
-    return reverse("admin:django_redislock_heldlock_change", args=[quote(encode_key(connection, name))])
+def _address(site: str, connection: str, name: str) -> str:
+    """Return the address of the page of a lock in the admin of that name."""
+    key = quote(encode_key(connection, name))
+    return reverse("admin:django_redislock_heldlock_change", args=[key], current_app=site)
 
 
 def _read() -> tuple[dict[str, Any], dict[str, str]]:
@@ -203,11 +208,11 @@ def _mean(waits: Waits) -> float:
     return waits.seconds / max(1, waits.waits)
 
 
-def _row(waits: Waits, connection: str, name: str) -> ContentionRow:
+def _row(site: str, waits: Waits, connection: str, name: str) -> ContentionRow:
     waited = [wait_html(waits.seconds), wait_html(_mean(waits))] if waits.waits else ["\N{EN DASH}"] * 2
-    address = _address(connection, name)
+    address = _address(site, connection, name)
     counts = (waits.waits, waits.gave_up, waits.duplicates, waits.avoided)
-    return ContentionRow(visible(name), address, connection, waited[0], waited[1], *counts)
+    return ContentionRow(visible(name), breakable(name), address, connection, waited[0], waited[1], *counts)
 
 
 def bars(minutes: list[Waits]) -> list[Bar]:
@@ -220,7 +225,7 @@ def bars(minutes: list[Waits]) -> list[Bar]:
             height = max(1.0, HEIGHT * minute.seconds / most) if most else 1.0
             ago = len(minutes) - 1 - number
             time = strip_tags(wait_html(minute.seconds))
-            title = gettext("%(ago)d min ago: %(time)s of waiting") % {"ago": ago, "time": time}
+            title = gettext("%(ago)d min ago: waits of %(time)s in total ended") % {"ago": ago, "time": time}
             x, y, width, tall = (f"{value:.1f}" for value in (number * step, HEIGHT - height, step - 1, height))
             drawn.append(Bar(x, y, width, tall, title))
     return drawn

@@ -19,6 +19,7 @@ from .queryset import renewal_is_late
 
 SHOWN_OF_ID = 8
 """Characters of a task's id in the list; the whole id is in the title."""
+_SEPARATORS = re.compile(r"(?<=\w)([:._/-]+)(?=\w)")
 _TASK = re.compile(r"(.*)\[([^\[\]]+)\]", re.DOTALL)
 
 
@@ -54,9 +55,14 @@ def time_of_day(when: datetime | None = None) -> str:
     return f"{localtime(when or datetime.now(UTC)):%H:%M:%S %Z}".strip()
 
 
+def breakable(text: str) -> SafeString:
+    """Return a name for people; its lines may end after each separator, because else they would end within a word."""
+    return mark_safe(_SEPARATORS.sub(r"\1<wbr>", escape(visible(text))))  # noqa: S308
+
+
 def name_html(lock: HeldLock) -> SafeString:
     """Return the name of a lock."""
-    return format_html('<bdi class="redislock-name">{}</bdi>', visible(lock.name))
+    return format_html('<bdi class="redislock-name">{}</bdi>', breakable(lock.name))
 
 
 def holder_html(lock: HeldLock, *, whole: bool = False) -> SafeString:

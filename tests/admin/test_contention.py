@@ -9,15 +9,19 @@ from xml.etree import ElementTree
 
 import pytest
 import redis
+from django.contrib import admin
+from django.contrib.admin import AdminSite
 from django.test import Client
+from django.urls import path
 from django.utils import translation
 
-from django_redislock.admin import contention
+from django_redislock.admin import HeldLockAdmin, contention
 from django_redislock.admin.contention import HEIGHT, WIDTH, bars
 from django_redislock.celery.execution_lock import count_duplicate
 from django_redislock.core.contention import Waits
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
+from django_redislock.models import HeldLock
 from tests.support import counting, wait_in_a_thread
 from tests.support.admin_pages import LIST, browser, hold, messages, names, page_of, superuser, user
 
@@ -159,3 +163,25 @@ def test_bars_fit_and_are_written_with_points(language: str) -> None:
     for bar in drawn:
         assert 0 <= float(bar.x) <= WIDTH - float(bar.width)
         assert float(bar.y) + float(bar.height) == pytest.approx(HEIGHT, abs=0.11)
+
+
+second_site = AdminSite(name="second")
+second_site.register(HeldLock, HeldLockAdmin)
+urlpatterns = [path("admin/", admin.site.urls), path("second/", second_site.urls)]
+
+
+def test_with_two_admin_sites_each_links_to_its_own_pages(
+    client: redis.Redis, settings: Any, listen: Callable[..., None]
+) -> None:
+    settings.ROOT_URLCONF = __name__
+    listen("redislock:wake:0:1:web")
+    client.zadd(hold(client, "now")._keys.queue, {"redislock:wake:0:1:web\n1": 1})
+    wait_in_a_thread(client, "ended")
+    web = browser(superuser())
+    for at, other in (("/admin/", "/second/"), ("/second/", "/admin/")):
+        listed = web.get(f"{at}django_redislock/heldlock/").content.decode()
+        [address] = re.findall(r'href="([^"]+/contention/)"', listed)
+        html = web.get(address).content.decode()
+        assert names(html) == ["now", "ended"]
+        assert f'href="{at}django_redislock/heldlock/' in html
+        assert f'href="{other}' not in html

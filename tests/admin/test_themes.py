@@ -47,6 +47,7 @@ class Page(HTMLParser):
         self.forms: dict[str, dict[str, str]] = {}
         self._form = ""
         self._link: str | None = None
+        self._words = ""
         self._hidden = 0
         self.feed(html)
 
@@ -58,7 +59,7 @@ class Page(HTMLParser):
         elif tag in ("input", "button"):
             self.fields.append((given.get("form", self._form), given))
         elif tag == "a":
-            self._link = given.get("href")
+            self._link, self._words = given.get("href"), ""
         elif tag in ("script", "style"):
             self._hidden += 1
 
@@ -66,6 +67,8 @@ class Page(HTMLParser):
         if tag == "form":
             self._form = ""
         elif tag == "a":
+            if self._link and self._words.strip():
+                self.links.setdefault(self._words.strip(), self._link)
             self._link = None
         elif tag in ("script", "style"):
             self._hidden -= 1
@@ -73,8 +76,7 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self._hidden:
             self.text += data
-            if self._link and data.strip():
-                self.links.setdefault(data.strip(), self._link)
+            self._words += data
 
     def press(self, words: str) -> tuple[str, dict[str, str]]:
         """Return the address to which the button with these words sends its form, and what the form sends."""

@@ -78,7 +78,8 @@ def page_of(name: str, connection: str = CONNECTION, view: str = "change") -> st
 
 def names(html: str) -> list[str]:
     """Return the names in the list, from top to bottom."""
-    return [unescape(name) for name in re.findall(r'<bdi class="redislock-name"[^>]*>(.*?)</bdi>', html, re.DOTALL)]
+    found = re.findall(r'<bdi class="redislock-name"[^>]*>(.*?)</bdi>', html, re.DOTALL)
+    return [unescape(name.replace("<wbr>", "")) for name in found]
 
 
 def messages(response: Any) -> list[str]:
