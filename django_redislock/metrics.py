@@ -51,8 +51,8 @@ class _Held(Collector):
     def _families(self) -> list[GaugeMetricFamily]:
         words = {
             "held_locks": "Locks held now, by any process.",
-            "oldest_lock_seconds": "Age of the oldest lock, but for leaders; each scrape looks at 1,000 locks.",
-            "waiting": "Callers that wait now, in any process, but for leaders; each scrape looks at 1,000 locks.",
+            "oldest_lock_seconds": "Age of the oldest lock, but for leaders; each scrape looks at 500 locks.",
+            "waiting": "Callers that wait now, in any process, but for leaders; each scrape looks at 500 locks.",
             "silent_nodes": "Nodes of a Cluster whose locks are not counted, because they do not answer.",
         }
         return [GaugeMetricFamily(f"redislock_{name}", text, labels=["connection"]) for name, text in words.items()]

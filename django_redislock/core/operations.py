@@ -28,7 +28,7 @@ from .records import StoredLock, parse
 
 MAX_SLEEP = 30.0
 """Seconds after which a waiter tries again in any case; a queue expires after four times as long."""
-LOOKED_AT = 1000
+LOOKED_AT = 500
 """Locks whose age and waiters are read by one call of `count`, at most."""
 NO_LOCK_WROTE_IT = -2
 """The length of a value in the reply of READ that no lock wrote."""
