@@ -5,7 +5,6 @@ Nothing is written into the settings and nothing is read at import, so ``overrid
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -220,8 +219,8 @@ def override(base: S, raw: object, where: str, problems: list[Problem] | None = 
         here = f"{where}[{key!r}]"
         name = key.lower() if key in kinds else None
         if name is None:
-            near = difflib.get_close_matches(str(key).upper(), kinds, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(sorted(kinds))}."
+            near = validation.nearest(str(key).lower(), [known.lower() for known in kinds])
+            hint = f"Did you mean {near.upper()!r}?" if near else f"Known keys: {', '.join(sorted(kinds))}."
             found.append(Problem(f"{here} is not a known setting.", hint, unknown_key=True))
             continue
         kind = kinds[key]

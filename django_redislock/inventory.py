@@ -41,6 +41,8 @@ class Listing(NamedTuple):
     """By connection, or by node of a connection to a Cluster: the reason why its locks could not be read."""
     cut: list[str]
     """Connections that hold more than `LIMIT` locks."""
+    foreign: dict[str, list[str]]
+    """By connection: the names of the locks whose value no lock wrote, so that they are not among the rows."""
 
 
 def read(connection: str | None = None, matching: Callable[[str, str], object] | None = None) -> Listing:
@@ -51,18 +53,23 @@ def read(connection: str | None = None, matching: Callable[[str, str], object] |
     try:
         found, failed = clients(connection)
     except ImproperlyConfigured as error:
-        return Listing([], {conf.NAME: str(error)}, [])
-    listing = Listing([], failed, [])
+        return Listing([], {conf.NAME: str(error)}, [], {})
+    listing = Listing([], failed, [], {})
     for at, client in found.items():
         picked = (lambda name, at=at: matching(at, name)) if matching else None
         missing: dict[str, str] = {}
-        locks = list_locks(client, conf.get().key_prefix, matching=picked, retry_for=RETRY_FOR, missing=missing)
+        foreign: dict[str, str] = {}
+        locks = list_locks(
+            client, conf.get().key_prefix, matching=picked, retry_for=RETRY_FOR, missing=missing, foreign=foreign
+        )
         try:
             rows = [HeldLockRow(at, held) for held in islice(locks, LIMIT + 1)]
         except LockBackendError as error:
             failed[at] = cause_of(error)
             continue
         failed |= of_nodes(at, missing)
+        if foreign:
+            listing.foreign[at] = sorted(foreign)
         if len(rows) > LIMIT:
             rows.pop()
             listing.cut.append(at)

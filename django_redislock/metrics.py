@@ -25,13 +25,13 @@ BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
 
 
 class _Held(Collector):
-    """Counts the held locks at each scrape, with one command for each connection that answers."""
+    """Counts the held locks and their waiters at each scrape, with one command for each connection that answers."""
 
     def describe(self) -> list[Metric]:
         return list(self._families())
 
     def collect(self) -> Iterator[Metric]:
-        locks, nodes = self._families()
+        locks, oldest, waiting, nodes = self._families()
         try:
             found, _ = clients()
         except ImproperlyConfigured:  # the checks of the settings report it
@@ -42,20 +42,20 @@ class _Held(Collector):
                 held = server.run(operations.count(server, conf.get().key_prefix, 0, missing))
             except LockBackendError:
                 continue
-            locks.add_metric([connection], held)
+            locks.add_metric([connection], held.locks)
+            oldest.add_metric([connection], held.oldest)
+            waiting.add_metric([connection], held.waiting)
             nodes.add_metric([connection], len(missing))
-        yield locks
-        yield nodes
+        yield from (locks, oldest, waiting, nodes)
 
-    def _families(self) -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
+    def _families(self) -> list[GaugeMetricFamily]:
         words = {
             "held_locks": "Locks held now, by any process.",
+            "oldest_lock_seconds": "Age of the oldest lock, but for leaders; each scrape looks at 500 locks.",
+            "waiting": "Callers that wait now, in any process, but for leaders; each scrape looks at 500 locks.",
             "silent_nodes": "Nodes of a Cluster whose locks are not counted, because they do not answer.",
         }
-        locks, nodes = (
-            GaugeMetricFamily(f"redislock_{name}", text, labels=["connection"]) for name, text in words.items()
-        )
-        return locks, nodes
+        return [GaugeMetricFamily(f"redislock_{name}", text, labels=["connection"]) for name, text in words.items()]
 
 
 class _Values(Collector):

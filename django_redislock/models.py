@@ -84,6 +84,7 @@ class HeldLock(models.Model):
     def of(cls, connection: str, info: LockInfo) -> HeldLock:
         """Return the lock of this connection that `info` describes."""
         fields = {field.name: getattr(info, field.name) for field in cls._meta.fields if hasattr(info, field.name)}
+        fields |= {name: visible(fields[name]) for name in ("kind", "label", "host", "thread") if fields[name]}
         lock = cls(key=encode_key(connection, info.name), connection=connection, **fields)
         lock.owner_id = f"{info.id[: min(6, len(info.id) // 4)]}…"
         lock.arguments, lock.worker = info.arguments, info.worker

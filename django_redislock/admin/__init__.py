@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from django.conf import settings
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.auth import get_permission_codename
@@ -13,7 +14,7 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import path
 from django.utils.html import format_html
 from django.utils.safestring import SafeString, mark_safe
-from django.utils.translation import gettext, gettext_lazy as _, ngettext
+from django.utils.translation import gettext, gettext_lazy as _, ngettext, override
 
 from .. import conf, inventory
 from ..connections import connection_names, several_connections
@@ -23,7 +24,7 @@ from ..models import HeldLock, decode_key
 from ..texts import visible
 from . import contention, display
 from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter, TaskFilter
-from .force_release import ForceRelease, confirmation_page, history_entry, selection_value
+from .force_release import ForceRelease, confirmation_page, fill_in_names, history_entry, selection_value
 from .queryset import HeldLocks, read_waiters
 
 if TYPE_CHECKING:
@@ -118,6 +119,11 @@ class HeldLockAdmin(ModelAdmin):
             "As of %(now)s: %(held)s locks held, the oldest for %(age)s, %(waiting)s waiting.",
             held,
         )
+        if held and locks.listing.cut:
+            text = gettext(
+                "As of %(now)s: more than %(held)s locks held. Of those that were read, the oldest is held for "
+                "%(age)s, %(waiting)s waiting."
+            )
         if not held and locks.listing.failed:  # a message reports that nothing could be read
             return mark_safe("")
         if not held:
@@ -140,6 +146,15 @@ class HeldLockAdmin(ModelAdmin):
                 "not shown."
             )
             self.message_user(request, text % {"connection": connection, "limit": inventory.LIMIT}, messages.WARNING)
+        for connection, names in locks.listing.foreign.items():
+            unread = ngettext(
+                "Connection “%(connection)s” has %(count)d key that is not shown, because no lock wrote its value: "
+                "%(names)s.",
+                "Connection “%(connection)s” has %(count)d keys that are not shown, because no lock wrote their "
+                "values: %(names)s.",
+                len(names),
+            )
+            self.message_user(request, fill_in_names(unread, names, connection=connection), messages.ERROR)
         if not locks.listing.failed and not conf.get().enabled:
             text = _("Locks are switched off: %(setting)s is False.")
             self.message_user(request, text % {"setting": f"{conf.NAME}['ENABLED']"}, messages.WARNING)
@@ -255,7 +270,8 @@ class HeldLockAdmin(ModelAdmin):
         if confirmed:
             reason = request.POST.get("reason", "").strip()
             for lock in selected.release(request.user, reason):
-                self.log_change(request, lock, history_entry(lock, reason))
+                with override(settings.LANGUAGE_CODE):  # those who read the history may not know this user's language
+                    self.log_change(request, lock, history_entry(lock, reason))
         for level, message in selected.messages():
             self.message_user(request, message, level)
         return confirmation_page(self, request, selected.held) if selected.held and not confirmed else None

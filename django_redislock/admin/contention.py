@@ -1,4 +1,4 @@
-"""The admin's page about the waits of the last hour, with a plot in SVG that needs no script and no inline style."""
+"""The admin's page about the waits now and in the last hour, with a plot in SVG without script and inline style."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from .. import conf
 from ..connections import clients, several_connections
 from ..core.contention import MINUTES, Waits, contention
 from ..exceptions import LockBackendError
-from ..inventory import RETRY_FOR, cause_of, of_nodes
-from ..models import encode_key
+from ..inventory import RETRY_FOR, HeldLockRow, cause_of, of_nodes, read
+from ..models import HeldLock, encode_key
 from ..texts import visible
-from .display import fill_in, wait_html
+from .display import age_html, breakable, fill_in, holder_html, queue_html, wait_html
+from .queryset import read_waiters
 
 ROWS = 50
 """Names on the page: this many with the longest waits, and this many that saved most."""
+ROWS_NOW, WAITERS_NOW = 20, 3
+"""Locks that are waited for now, and waiters of each; those of each lock are read by a call of their own."""
 WIDTH, HEIGHT = 720, 120
 
 
@@ -31,6 +34,8 @@ class ContentionRow(NamedTuple):
     """The waits for one lock, as the table shows them."""
 
     name: str
+    shown: str
+    """The name with places where a line may end."""
     address: str
     """The address of the page of the lock."""
     connection: str
@@ -77,10 +82,13 @@ class Bar(NamedTuple):
 
 
 def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
-    """Show the locks of all connections with the longest waits in the last hour, and those that saved most."""
+    """Show the locks that are waited for now, and those with the longest waits and the highest savings of an hour."""
     if not model_admin.has_view_permission(request):
         raise PermissionDenied
     found, failed = _read()
+    listing = read()
+    failed |= listing.failed
+    waited_for = [row for row in listing.rows if row.held.waiting]
     for connection, why in failed.items():
         text = gettext("Connection “%(connection)s” failed: %(why)s") % {"connection": connection, "why": why}
         model_admin.message_user(request, text, "ERROR")
@@ -94,18 +102,25 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
     sorting = request.GET.get("sort", "")
     shown = _pick(names, sorting)
     several = several_connections()
-    request.current_app = model_admin.admin_site.name
+    site = request.current_app = model_admin.admin_site.name
     count = sum(minute.waits for minute in minutes)
     most = max(minute.seconds for minute in minutes)
     duplicates, avoided = (sum(getattr(waits, what) for waits, *_ in names) for what in ("duplicates", "avoided"))
     context = {
         **model_admin.admin_site.each_context(request),
         "title": gettext("Contention in the last hour"),
-        "original": gettext("Contention in the last hour"),  # the end of Django's own breadcrumbs
-        "has_view_permission": True,
         "opts": model_admin.opts,
         "media": model_admin.media,
-        "rows": [_row(*item) for item in shown],
+        "now": [_row_now(site, lock) for lock in _waited_for_now(waited_for)],
+        "now_cut": ngettext(
+            "%(count)d lock is waited for; those with most waiters are shown.",
+            "%(count)d locks are waited for; those with most waiters are shown.",
+            len(waited_for),
+        )
+        % {"count": len(waited_for)}
+        if len(waited_for) > ROWS_NOW
+        else "",
+        "rows": [_row(site, *item) for item in shown],
         "columns": [_column(word, sorting) for word in COLUMNS if several or word != "connection"],
         "several_connections": several,
         "cut": len(names) > len(shown),
@@ -130,21 +145,46 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
     return TemplateResponse(request, "admin/django_redislock/heldlock/contention.html", context)
 
 
+def _waited_for_now(rows: list[HeldLockRow]) -> list[HeldLock]:
+    """Return the locks with most waiters, with the first of these; the lock that is waited for longest comes first."""
+    most = sorted(rows, key=lambda row: row.held.waiting, reverse=True)[:ROWS_NOW]
+    locks = [read_waiters(HeldLock.of(row.connection, row.info)) for row in most]
+    return sorted(locks, key=lambda lock: max((waiter.seconds for waiter in lock.queue), default=0.0), reverse=True)
+
+
+def _row_now(site: str, lock: HeldLock) -> dict[str, Any]:
+    return {
+        "name": visible(lock.name),
+        "shown": breakable(lock.name),
+        "address": _address(site, lock.connection, lock.name),
+        "waiting": queue_html(lock, WAITERS_NOW),
+        "held_for": age_html(lock),
+        "holder": holder_html(lock),
+        "connection": lock.connection,
+    }
+
+
+def _address(site: str, connection: str, name: str) -> str:
+    """Return the address of the page of a lock in the admin of that name."""
+    key = quote(encode_key(connection, name))
+    return reverse("admin:django_redislock_heldlock_change", args=[key], current_app=site)
+
+
 def _read() -> tuple[dict[str, Any], dict[str, str]]:
     """Return the waits of each connection, and for each unread connection the reason."""
     try:
         found, failed = clients()
     except ImproperlyConfigured as error:
         return {}, {conf.NAME: str(error)}
-    read = {}
+    counts = {}
     for connection, client in found.items():
         try:
             missing: dict[str, str] = {}
-            read[connection] = contention(client, conf.get().key_prefix, retry_for=RETRY_FOR, missing=missing)
+            counts[connection] = contention(client, conf.get().key_prefix, retry_for=RETRY_FOR, missing=missing)
             failed |= of_nodes(connection, missing)
         except LockBackendError as error:
             failed[connection] = cause_of(error)
-    return read, failed
+    return counts, failed
 
 
 def _pick(names: list[Found], sorting: str) -> list[Found]:
@@ -168,11 +208,11 @@ def _mean(waits: Waits) -> float:
     return waits.seconds / max(1, waits.waits)
 
 
-def _row(waits: Waits, connection: str, name: str) -> ContentionRow:
+def _row(site: str, waits: Waits, connection: str, name: str) -> ContentionRow:
     waited = [wait_html(waits.seconds), wait_html(_mean(waits))] if waits.waits else ["\N{EN DASH}"] * 2
-    address = reverse("admin:django_redislock_heldlock_change", args=[quote(encode_key(connection, name))])
+    address = _address(site, connection, name)
     counts = (waits.waits, waits.gave_up, waits.duplicates, waits.avoided)
-    return ContentionRow(visible(name), address, connection, waited[0], waited[1], *counts)
+    return ContentionRow(visible(name), breakable(name), address, connection, waited[0], waited[1], *counts)
 
 
 def bars(minutes: list[Waits]) -> list[Bar]:
@@ -185,7 +225,7 @@ def bars(minutes: list[Waits]) -> list[Bar]:
             height = max(1.0, HEIGHT * minute.seconds / most) if most else 1.0
             ago = len(minutes) - 1 - number
             time = strip_tags(wait_html(minute.seconds))
-            title = gettext("%(ago)d min ago: %(time)s of waiting") % {"ago": ago, "time": time}
+            title = gettext("%(ago)d min ago: waits of %(time)s in total ended") % {"ago": ago, "time": time}
             x, y, width, tall = (f"{value:.1f}" for value in (number * step, HEIGHT - height, step - 1, height))
             drawn.append(Bar(x, y, width, tall, title))
     return drawn

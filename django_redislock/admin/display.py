@@ -12,12 +12,14 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.timezone import localtime
 from django.utils.translation import gettext
 
+from ..core.listing import MAX_WAITERS
 from ..models import HeldLock
 from ..texts import duration, visible
 from .queryset import renewal_is_late
 
 SHOWN_OF_ID = 8
 """Characters of a task's id in the list; the whole id is in the title."""
+_SEPARATORS = re.compile(r"(?<=\w)([:._/-]+)(?=\w)")
 _TASK = re.compile(r"(.*)\[([^\[\]]+)\]", re.DOTALL)
 
 
@@ -53,9 +55,14 @@ def time_of_day(when: datetime | None = None) -> str:
     return f"{localtime(when or datetime.now(UTC)):%H:%M:%S %Z}".strip()
 
 
+def breakable(text: str) -> SafeString:
+    """Return a name for people; its lines may end after each separator, because else they would end within a word."""
+    return mark_safe(_SEPARATORS.sub(r"\1<wbr>", escape(visible(text))))  # noqa: S308
+
+
 def name_html(lock: HeldLock) -> SafeString:
     """Return the name of a lock."""
-    return format_html('<bdi class="redislock-name">{}</bdi>', visible(lock.name))
+    return format_html('<bdi class="redislock-name">{}</bdi>', breakable(lock.name))
 
 
 def holder_html(lock: HeldLock, *, whole: bool = False) -> SafeString:
@@ -102,9 +109,9 @@ def waiter_lines(lock: HeldLock) -> list[SafeString]:
     ]
 
 
-def queue_html(lock: HeldLock) -> SafeString:
+def queue_html(lock: HeldLock, shown: int = MAX_WAITERS) -> SafeString:
     """Return the number of waiters of a lock, and a list of the first ones."""
-    lines = waiter_lines(lock)
+    lines = waiter_lines(lock)[:shown]
     if not lines:
         return SafeString(lock.waiting)
     if lock.waiting > len(lines):

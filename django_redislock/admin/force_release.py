@@ -44,6 +44,8 @@ class ForceRelease:
         self._gone: list[str] = []
         self._unknown: list[str] = []
         self._failed: dict[str, str] = {}
+        self._left: set[str] = set()
+        """The failed connections with locks that were not tried after the failure."""
         shown: dict[str, dict[str, int]] = {connection: {} for connection in connection_names()}
         for value in values:
             with suppress(ValueError, KeyError):  # a forged value, or one from before a change of the settings
@@ -74,6 +76,7 @@ class ForceRelease:
         """
         for lock in self.held:
             if lock.connection in self._failed:
+                self._left.add(lock.connection)
                 continue
             try:
                 if force_release(lock.connection, lock.name, lock.fence, by, reason):
@@ -97,36 +100,42 @@ class ForceRelease:
                 "next renew their locks.",
                 len(self._released),
             )
-            yield messages.SUCCESS, _fill_in(text, self._released)
+            yield messages.SUCCESS, fill_in_names(text, self._released)
         if self._changed:
             text = ngettext(
                 "%(count)d lock has another holder now and was not released: %(names)s.",
                 "%(count)d locks have other holders now and were not released: %(names)s.",
                 len(self._changed),
             )
-            yield messages.WARNING, _fill_in(text, self._changed)
+            yield messages.WARNING, fill_in_names(text, self._changed)
         if self._gone:
             text = ngettext(
                 "%(count)d lock is no longer held: %(names)s.",
                 "%(count)d locks are no longer held: %(names)s.",
                 len(self._gone),
             )
-            yield messages.INFO, _fill_in(text, self._gone)
+            yield messages.INFO, fill_in_names(text, self._gone)
         if self._unknown:
             text = ngettext(
                 "Redis did not answer, so it is unknown whether %(count)d lock was released: %(names)s.",
                 "Redis did not answer, so it is unknown whether %(count)d locks were released: %(names)s.",
                 len(self._unknown),
             )
-            yield messages.ERROR, _fill_in(text, self._unknown)
+            yield messages.ERROR, fill_in_names(text, self._unknown)
         for connection, why in self._failed.items():
-            text = gettext("Connection “%(connection)s” failed, and no other lock was released there: %(why)s")
+            if connection in self._left:
+                text = gettext("Connection “%(connection)s” failed, and no other lock was released there: %(why)s")
+            elif any(lock.connection == connection for lock in self.held):  # the only lock there was tried
+                text = gettext("Connection “%(connection)s” failed: %(why)s")
+            else:
+                text = gettext("Connection “%(connection)s” failed, and no lock was released there: %(why)s")
             yield messages.ERROR, text % {"connection": connection, "why": why}
 
 
-def _fill_in(text: str, names: list[str]) -> str:
+def fill_in_names(text: str, names: list[str], **values: str) -> str:
+    """Return the text with the number of the names and the first of them, and with these values."""
     shown = ", ".join(f"“{Truncator(visible(name)).chars(60)}”" for name in names[:5])
-    return text % {"count": len(names), "names": shown if len(names) <= 5 else f"{shown}, …"}
+    return text % ({"count": len(names), "names": shown if len(names) <= 5 else f"{shown}, …"} | values)
 
 
 def confirmation_page(model_admin: Any, request: HttpRequest, locks: list[HeldLock]) -> HttpResponse:
@@ -136,10 +145,8 @@ def confirmation_page(model_admin: Any, request: HttpRequest, locks: list[HeldLo
     context = {
         **model_admin.admin_site.each_context(request),
         "title": title,
-        "original": title,
         "opts": model_admin.opts,
         "media": model_admin.media,
-        "has_view_permission": True,
         "action_checkbox_name": ACTION_CHECKBOX_NAME,
         "longest_reason": MAX_REASON,
         "several_connections": several_connections(),

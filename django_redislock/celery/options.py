@@ -3,7 +3,6 @@ used."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -15,7 +14,7 @@ from django.utils.module_loading import import_string
 
 from .. import conf
 from ..connections import server
-from ..core.validation import Seconds
+from ..core.validation import Seconds, nearest
 from ..name_template import check_parameters as check_names, fields as fields_of
 from .execution_lock import ExecutionLock
 from .key import Key
@@ -135,8 +134,10 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for name, value in given.items():
         if name not in NAMES:
-            near = difflib.get_close_matches(str(name), NAMES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}."
+            near = nearest(str(name), NAMES)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(NAMES)}."
+            if near == "wait":
+                hint += " It is how long a duplicate with on_conflict='wait' waits for the lock, in seconds."
             raise TypeError(f"single_instance has no option {name!r}: {hint}")
         if name == "expire" and value is None:
             continue  # None means the expiry of the settings, as everywhere

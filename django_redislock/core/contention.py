@@ -85,12 +85,12 @@ def _read(server: Server, prefix: str, until: float, missing: Missing | None) ->
                 indexes += some[bucket - 1 :]
     names: dict[str, Waits] = {}
     for name, ms, count, gave_up in zip(*(by_name[i::4] for i in range(4)), strict=True):
-        waits = names.setdefault(name.decode(), Waits())
+        waits = names.setdefault(name.decode(errors="replace"), Waits())
         waits.seconds += float(ms) / 1000
         waits.waits += int(count)
         waits.gave_up += int(gave_up)
     for name, duplicates, avoided in zip(*(saved[i::3] for i in range(3)), strict=True):
-        waits = names.setdefault(name.decode(), Waits())
+        waits = names.setdefault(name.decode(errors="replace"), Waits())
         waits.duplicates += int(duplicates)
         waits.avoided += int(avoided)
     minutes = [Waits() for _ in range(MINUTES)]

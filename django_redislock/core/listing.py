@@ -44,16 +44,19 @@ def list_locks(
     matching: Callable[[str], object] | None = None,
     retry_for: float = math.inf,
     missing: Missing | None = None,
+    foreign: Missing | None = None,
 ) -> Iterator[StoredLock]:
     """Yield the locks as `held_locks` does; the record of each is read only when it is needed.
 
     `matching` selects locks by name. An unreachable server is tried again for `retry_for` seconds, at least once, and
     no longer than by any other call. `missing` gets the nodes of a Cluster whose locks are missing, and why; without
-    it, one such node raises LockBackendError.
+    it, one such node raises LockBackendError. `foreign` gets the names of locks whose value no lock wrote, and why;
+    without it, one such value raises LockBackendError.
     """
     server = server_of(client)
     names = server.run(operations.names(server, check_prefix(prefix), monotonic() + retry_for, missing))
-    yield from read_locks(server, filter(matching, names), prefix, retry_for=retry_for, missing=missing)
+    picked = filter(matching, names)
+    yield from read_locks(server, picked, prefix, retry_for=retry_for, missing=missing, foreign=foreign)
 
 
 def read_locks(
@@ -63,6 +66,7 @@ def read_locks(
     *,
     retry_for: float = math.inf,
     missing: Missing | None = None,
+    foreign: Missing | None = None,
 ) -> Iterator[StoredLock]:
     """Yield the locks of these names that are held now, as `list_locks` does."""
     server = server_of(client)
@@ -70,9 +74,8 @@ def read_locks(
     names = sorted(names)
     for start in range(0, len(names), BATCH):
         batch = names[start : start + BATCH]
-        stored = server.run(
-            operations.read_many(server, batch, [lock_keys(prefix, name) for name in batch], until, missing)
-        )
+        keys = [lock_keys(prefix, name) for name in batch]
+        stored = server.run(operations.read_many(server, batch, keys, until, missing, foreign))
         yield from sorted(filter(None, stored), key=attrgetter("name"))
 
 

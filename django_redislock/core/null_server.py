@@ -40,7 +40,7 @@ class NullServer(Server):
             case scripts.NAMES:
                 return [0, b"0", b"", b""]
             case scripts.COUNT:
-                return 0
+                return [0, 0, 0]
             case scripts.CAUSE:
                 return [None] * (len(call.keys) // 2)
         return 1

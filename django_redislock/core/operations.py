@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from random import randrange
+from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError
 
@@ -20,13 +21,18 @@ from .driver.replicated import unconfirmed_grant
 from .driver.retry import with_retries
 from .driver.script import Script
 from .driver.server import Server
-from .keys import LockKeys, held_keys, milliseconds, new_id, witness_key
+from .keys import BUCKETS, LockKeys, held_keys, milliseconds, new_id, witness_key
 from .lease import Lease
 from .loss import note, notes_key
 from .records import StoredLock, parse
 
 MAX_SLEEP = 30.0
 """Seconds after which a waiter tries again in any case; a queue expires after four times as long."""
+LOOKED_AT = 500
+"""Locks whose age and waiters are read by one call of `count`, at most."""
+NO_LOCK_WROTE_IT = -2
+"""The length of a value in the reply of READ that no lock wrote."""
+FOREIGN = "The key %s has a value that no lock wrote: delete it, or give the lock another name or prefix."
 SELF_WAIT = (
     "Lock %r (fence %d) is held by the same thread or task that now waits for it through another object. Only the "
     "lock's expiry, or a release from elsewhere, can end this wait before the timeout. Release the lock first, or make "
@@ -242,23 +248,43 @@ def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> Op
 
 
 def read_many(
-    server: Server, names: list[str], locks: list[LockKeys], until: float = math.inf, missing: Missing | None = None
+    server: Server,
+    names: list[str],
+    locks: list[LockKeys],
+    until: float = math.inf,
+    missing: Missing | None = None,
+    foreign: Missing | None = None,
 ) -> Operation[list[StoredLock | None]]:
-    """Read any locks as they are stored, in no order. For `missing` see `by_slot`."""
+    """Read any locks as they are stored, in no order. For `missing` see `by_slot`.
+
+    `foreign` gets the names of those whose value no lock wrote, and why; without it, LockBackendError is raised.
+    """
     each = list(zip(names, locks, strict=True))
     replies = yield from by_slot(server, "", each, lambda item: item[1].lock, _read_call, until, missing)
-    return [stored for some, reply in replies for stored in _stored(some, reply)]
+    return [stored for some, reply in replies for stored in _stored(some, reply, foreign)]
 
 
 def _read_call(each: list[tuple[str, LockKeys]]) -> ScriptCall:
     return ScriptCall(scripts.READ, tuple(key for _, keys in each for key in (keys.lock, keys.queue)), ())
 
 
-def _stored(each: list[tuple[str, LockKeys]], reply: Any) -> list[StoredLock | None]:
+def _stored(each: list[tuple[str, LockKeys]], reply: Any, foreign: Missing | None = None) -> list[StoredLock | None]:
     now, packed, blob = reply
     numbers = list(map(int, packed.split()))
-    values = zip(each, unpack(numbers[::3], blob), numbers[1::3], numbers[2::3], strict=True)
-    return [parse(name, value, ttl_ms, waiting, now) for (name, _), value, ttl_ms, waiting in values]
+    lengths = numbers[::3]
+    found: list[StoredLock | None] = []
+    for (name, keys), length, value, ttl_ms, waiting in zip(
+        each, lengths, unpack(lengths, blob), numbers[1::3], numbers[2::3], strict=True
+    ):
+        try:
+            if length == NO_LOCK_WROTE_IT:
+                raise LockBackendError(name, FOREIGN % keys.lock.decode())
+            found.append(parse(name, value, ttl_ms, waiting, now))
+        except LockBackendError as error:
+            if foreign is None:
+                raise
+            foreign[name] = error.cause
+    return found
 
 
 def names(server: Server, prefix: str, until: float = math.inf, missing: Missing | None = None) -> Operation[list[str]]:
@@ -272,21 +298,40 @@ def names(server: Server, prefix: str, until: float = math.inf, missing: Missing
             found.update(unpack(map(int, lengths.split()), blob))
             if bucket:
                 pages += [(some[bucket - 1][0], cursor), *some[bucket:]]
-    return [name.decode() for name in found if name is not None]
+    # Of bytes that are no name of a lock, "replace" makes one that nobody holds.
+    return [name.decode(errors="replace") for name in found if name is not None]
 
 
 def _names_call(pages: list[tuple[bytes, bytes]]) -> ScriptCall:
     return ScriptCall(scripts.NAMES, tuple(held for held, _ in pages), (b"1", pages[0][1]))
 
 
-def count(server: Server, prefix: str, until: float = math.inf, missing: Missing | None = None) -> Operation[int]:
-    """Count the locks held now. For `missing` see `by_slot`."""
+class Held(NamedTuple):
+    """The locks held now, in numbers."""
 
-    def call_for(indexes: list[bytes]) -> ScriptCall:
-        return ScriptCall(scripts.COUNT, tuple(indexes), ())
+    locks: int
+    oldest: float
+    """For how many seconds the oldest lock is held, of those that were looked at; without the locks of leaders."""
+    waiting: int
+    """The waiters for the locks that were looked at."""
 
-    replies = yield from by_slot(server, "", held_keys(prefix), lambda held: held, call_for, until, missing)
-    return sum(reply for _, reply in replies)
+
+def count(server: Server, prefix: str, until: float = math.inf, missing: Missing | None = None) -> Operation[Held]:
+    """Count the locks held now, and look at `LOOKED_AT` of them. For `missing` see `by_slot`.
+
+    If more are held, each call looks at others, because it begins with any of the indexes.
+    """
+    indexes = held_keys(prefix)
+    first = randrange(BUCKETS)  # noqa: S311 - nothing is secret
+
+    def call_for(some: list[bytes]) -> ScriptCall:
+        return ScriptCall(scripts.COUNT, tuple(some), (b"%d" % math.ceil(LOOKED_AT * len(some) / BUCKETS),))
+
+    indexes = indexes[first:] + indexes[:first]
+    replies = yield from by_slot(server, "", indexes, lambda held: held, call_for, until, missing)
+    numbers = [reply for _, reply in replies]
+    oldest = max((int(ms) for _, ms, _ in numbers), default=0) / 1000
+    return Held(sum(locks for locks, _, _ in numbers), oldest, sum(waiting for _, _, waiting in numbers))
 
 
 def unpack(lengths: Iterable[int], blob: bytes) -> list[bytes | None]:

@@ -73,6 +73,10 @@ class Token:
         return not self.refused
 
 
+MAX_SECONDS = 32_503_680_000
+"""Longer times are of no lock; since 1970, they end in the year 3000."""
+
+
 class StoredLock:
     """A lock as it is stored in Redis. `info` parses the record: in a long list, only for the locks that are shown."""
 
@@ -82,6 +86,8 @@ class StoredLock:
         try:
             self.id, fence, acquired, self._record = value.decode().split("\n", 3)
             self.fence, self._acquired_ms = int(fence), int(acquired)
+            if not 0 <= self._acquired_ms < MAX_SECONDS * 1000:
+                raise ValueError(f"acquired at {self._acquired_ms} ms")
         except ValueError as error:
             cause = f"the key of lock {name!r} has a value that no lock of this version wrote ({error})"
             raise LockBackendError(name, cause) from error
@@ -103,31 +109,41 @@ class StoredLock:
 
     @property
     def info(self) -> LockInfo:
-        """The whole description; a record that cannot be read counts as an empty one."""
+        """The whole description; what cannot be read of a record counts as empty.
+
+        The record of another program may have any types, and times before or after all that Python has.
+        """
         try:
             fields = json.loads(self._record or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = {}
         if type(fields) is not dict:
             fields = {}
+
+        def text(key: str, default: str = "") -> str:
+            value = fields.get(key)
+            # An argument of a process that is not UTF-8 has characters that no page and no terminal can write.
+            return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else default
+
+        pid, expire = fields.get("pid"), fields.get("expire")
         return LockInfo(
             name=self.name,
-            kind=fields.get("kind", "lock"),
+            kind=text("kind", "lock"),
             id=self.id,
             fence=self.fence,
-            host=fields.get("host", ""),
-            pid=fields.get("pid", 0),
-            thread=fields.get("thread", ""),
-            label=fields.get("label", ""),
+            host=text("host"),
+            pid=pid if type(pid) is int and abs(pid) < 1 << 63 else 0,
+            thread=text("thread"),
+            label=text("label"),
             acquired_at=datetime.fromtimestamp(self._acquired_ms / 1000, UTC),
             age=self.age,
-            expire=fields.get("expire", 0.0),
-            auto_renewal=fields.get("auto_renewal", False),
+            expire=float(expire) if isinstance(expire, int | float) and 0 <= expire < MAX_SECONDS else 0.0,
+            auto_renewal=fields.get("auto_renewal") is True,
             ttl=self.ttl,
             waiting=self.waiting,
-            arguments=fields.get("arguments", ""),
-            worker=fields.get("worker", ""),
-            result_ignored=fields.get("result_ignored", False),
+            arguments=text("arguments"),
+            worker=text("worker"),
+            result_ignored=fields.get("result_ignored") is True,
         )
 
 

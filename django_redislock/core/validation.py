@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from enum import Enum
 from typing import Final, NamedTuple, TypedDict
@@ -161,6 +161,15 @@ OTHER_WORDS = {
 }
 """The words of other packages for `timeout` and `expire`."""
 MEANINGS = {"timeout": "how long to wait for the lock", "expire": "the expiry without renewal"}
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """Return the known word that is meant by one of another package, or by a misspelt one; "" without a guess."""
+    meant = OTHER_WORDS.get(word, word)
+    if meant == "timeout" and meant not in known:  # tasks and caches have no other wait
+        meant = "wait"
+    near = [meant] if meant in known else difflib.get_close_matches(word, known, n=1)
+    return near[0] if near else ""
 
 
 def unexpected(function: str, given: Iterable[str], known: Iterable[str]) -> TypeError:

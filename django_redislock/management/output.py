@@ -10,6 +10,7 @@ from typing import Any
 from django.core.management.base import OutputWrapper
 
 from .. import inventory
+from ..core.listing import QueuedWaiter
 from ..core.lock import Lock
 from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, Listing
@@ -17,6 +18,12 @@ from ..texts import duration, visible
 
 UNWRITABLE = OSError, ValueError, AttributeError
 """What a stream raises that has no reader or no room, that was closed, or that was closed before Python started."""
+
+
+def silence(stream: Any) -> None:
+    """Let nothing more be written, because it would fail once more when Python ends, with the exit status 120."""
+    with suppress(*UNWRITABLE), Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 class Speech(OutputWrapper):
@@ -32,12 +39,11 @@ class Speech(OutputWrapper):
         self.flush()
 
     def flush(self) -> None:
-        """Write what is left, or forget it: it would fail once more when Python ends, with the exit status 120."""
+        """Write what is left, or forget it."""
         try:
             super().flush()
         except UNWRITABLE:
-            with suppress(*UNWRITABLE), Path(os.devnull).open("wb") as nothing:
-                os.dup2(nothing.fileno(), self.fileno())
+            silence(self)
 
 
 def table(rows: list[HeldLockRow], ids: bool, *, arguments: bool = False) -> str:
@@ -59,9 +65,15 @@ def counted(locks: int) -> str:
     return "1 lock" if locks == 1 else f"{locks} locks"
 
 
-def cut(listing: Listing) -> list[str]:
+def missing(listing: Listing) -> list[str]:
+    """Return a remark for each connection about the locks that are not in the listing although they may be held."""
     text = "Connection {!r} holds more than {} locks; the others were not read."
-    return [text.format(name, inventory.LIMIT) for name in listing.cut]
+    remarks = [text.format(name, inventory.LIMIT) for name in listing.cut]
+    text = "Connection {!r} has {} whose value no lock wrote: {}."
+    for name, locks in listing.foreign.items():
+        shown = ", ".join(map(repr, locks[:5])) + (", …" if len(locks) > 5 else "")
+        remarks.append(text.format(name, counted(len(locks)), shown))
+    return remarks
 
 
 def words_of(row: HeldLockRow, ids: bool) -> dict[str, str]:
@@ -81,10 +93,22 @@ def words_of(row: HeldLockRow, ids: bool) -> dict[str, str]:
 
 
 def _all(row: HeldLockRow, ids: bool) -> dict[str, str]:
-    """Return the columns, and for a task's lock also its arguments and its worker."""
+    """Return the columns with the first waiters, and for a task's lock also its arguments and its worker."""
     info = row.info
     task = {"arguments": info.arguments, "worker": info.worker}
-    return words_of(row, ids) | {key: visible(text) for key, text in task.items() if text}
+    words = words_of(row, ids) | {key: visible(text) for key, text in task.items() if text}
+    waiters = [f"{waiter.host or '?'} pid {waiter.pid} for {duration(waiter.seconds)}" for waiter in _queue_of(row)]
+    if waiters:
+        words["waiting"] += ": " + visible(", ".join(waiters)) + (", …" if info.waiting > len(waiters) else "")
+    return words
+
+
+def _queue_of(row: HeldLockRow) -> list[QueuedWaiter]:
+    """Return the first waiters for the lock; none when there are none, or when Redis does not answer any more."""
+    if row.info.waiting:
+        with suppress(LockBackendError):
+            return inventory.queue(row.connection, row.info.name)
+    return []
 
 
 def plain(row: HeldLockRow, ids: bool) -> dict[str, Any]:
@@ -94,6 +118,11 @@ def plain(row: HeldLockRow, ids: bool) -> dict[str, Any]:
     if not ids:
         del lock["id"]
     return lock
+
+
+def plain_with_queue(row: HeldLockRow, ids: bool) -> dict[str, Any]:
+    """Return the JSON data of a lock and of its first waiters, the next holder first."""
+    return plain(row, ids) | {"queue": [waiter._asdict() for waiter in _queue_of(row)]}
 
 
 def holder_of(lock: Lock) -> str:

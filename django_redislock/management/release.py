@@ -12,7 +12,7 @@ from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, force_release
 from ..task_names import is_waiting
 from ..texts import visible
-from .output import counted, cut, record, table
+from .output import counted, missing, record, sentence, table
 from .selection import chosen, did_you_mean, find_lock, near, of_task, raise_if_unread
 
 WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
@@ -46,7 +46,7 @@ def release_lock(command: BaseCommand, options: dict[str, Any]) -> None:
         released = _release(rows[0], options["reason"])
     except LockBackendError as error:
         raise CommandError(
-            f"It is unknown whether the lock was released: {error.cause}. See 'redislock show'."
+            f"It is unknown whether the lock was released: {sentence(error.cause)} See 'redislock show'."
         ) from error
     if not released:
         raise CommandError("The holder changed or the lock ended meanwhile; nothing was released.")
@@ -68,7 +68,7 @@ def release_task(command: BaseCommand, options: dict[str, Any]) -> None:
     command.stderr.write(table(rows if options["dry_run"] else rows[:SHOWN], False, arguments=True))
     if len(rows) > SHOWN and not options["dry_run"]:
         command.stderr.write(f"… and {len(rows) - SHOWN} more")
-    for remark in cut(listing):
+    for remark in missing(listing):
         command.stderr.write(remark)
     if options["dry_run"]:
         command.stdout.write(f"Dry run: nothing was released of {counted(len(rows))}.")
@@ -83,7 +83,9 @@ def release_task(command: BaseCommand, options: dict[str, Any]) -> None:
         for row in rows:
             released += _release(row, options["reason"])
     except LockBackendError as error:
-        raise CommandError(f"Released {counted(released)}, then Redis failed: {error.cause}. Try again.") from error
+        raise CommandError(
+            f"Released {counted(released)}, then Redis failed: {sentence(error.cause)} Try again."
+        ) from error
     left = len(rows) - released
     if left:
         command.stderr.write(f"Not released, because the holder changed or the lock ended meanwhile: {counted(left)}.")

@@ -83,10 +83,12 @@ def test_accessible(visit: Callable[..., Page], client: redis.Redis, listen: Cal
     late.release()
 
 
+@pytest.mark.parametrize("language", ["en", "de"])
 @pytest.mark.parametrize("width", [1280, 1440])
 def test_all_columns_of_the_list_fit_beside_the_filters(
-    visit: Callable[..., Page], client: redis.Redis, width: int
+    visit: Callable[..., Page], client: redis.Redis, settings: Any, width: int, language: str
 ) -> None:
+    settings.LANGUAGE_CODE = language
     task = "reports.tasks.rebuild_report[0b6c8f0e-3b60-4a52-9c1f-2f5d0c9b6a11]"
     hold(client, "celery:reports.tasks.rebuild_report:5f1c9a", kind="celery", label=task, expire=5000)
     hold(client, "import:prices", label="nightly import", auto_renewal=True).release()
@@ -96,11 +98,52 @@ def test_all_columns_of_the_list_fit_beside_the_filters(
     assert table.evaluate("it => it.scrollWidth - it.clientWidth") == 0
     assert page.get_by_title(task).inner_text() == "reports.tasks.rebuild_report[0b6c8f0e…]"
     heights = page.locator(".redislock-name").evaluate_all("all => all.map(it => it.getClientRects()[0].height)")
+    picture(page, f"list-{width}-{language}")
     assert max(heights) < 4 * page.locator(".field-kind").first.evaluate(
         "it => parseFloat(getComputedStyle(it).lineHeight)"
     )
     box, button = page.locator(".redislock-refresh").bounding_box(), page.locator(".object-tools a").bounding_box()
     assert box["y"] > button["y"] + button["height"]  # type: ignore[index]
+
+
+ENDS_OF_LINES = """
+element => {
+    const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), ends = [];
+    let last = null, top = null;
+    while (walker.nextNode()) {
+        for (let index = 0; index < walker.currentNode.length; index++) {
+            const range = document.createRange();
+            range.setStart(walker.currentNode, index);
+            range.setEnd(walker.currentNode, index + 1);
+            const box = range.getBoundingClientRect();
+            if (top !== null && box.top > top) ends.push(last);
+            [last, top] = [range.toString(), box.top];
+        }
+    }
+    return ends;
+}
+"""
+"""Returns the last character of each line of an element, but for the last line."""
+
+
+@pytest.mark.parametrize("language", ["en", "de"])
+def test_the_lines_of_a_name_end_after_its_separators_and_never_within_a_word(
+    visit: Callable[..., Page], client: redis.Redis, settings: Any, language: str
+) -> None:
+    """At 1280 px names were broken within a word, although the columns beside them were half empty."""
+    settings.LANGUAGE_CODE = language
+    name = "celery:reports.tasks.rebuild_report:5f1c9a"
+    hold(client, name, label="nightly import")
+    count_duplicate(server_of(client), name, lock_keys("redislock", name))
+    page = visit(superuser(), viewport={"width": 1280, "height": 720})
+    for path in (LIST, f"{LIST}contention/"):
+        page.goto(path)
+        picture(page, f"names-{language}-{path.rstrip('/').rpartition('/')[2]}")
+        shown = page.locator(".redislock-name").first
+        assert shown.inner_text() == name
+        assert set(shown.evaluate(ENDS_OF_LINES)) <= set(":._"), path
+        table = page.locator(".results").first
+        assert table.evaluate("it => it.scrollWidth - it.clientWidth") == 0, path
 
 
 RIGHT_TO_LEFT = """

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import redis
+from django.contrib import admin
+from django.contrib.admin import AdminSite
 from django.test import Client
+from django.urls import path
 from django.utils import translation
 
-from django_redislock.admin import contention
+from django_redislock.admin import HeldLockAdmin, contention
 from django_redislock.admin.contention import HEIGHT, WIDTH, bars
 from django_redislock.celery.execution_lock import count_duplicate
 from django_redislock.core.contention import Waits
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
+from django_redislock.models import HeldLock
 from tests.support import counting, wait_in_a_thread
-from tests.support.admin_pages import LIST, browser, messages, names, superuser, user
+from tests.support.admin_pages import LIST, browser, hold, messages, names, page_of, superuser, user
 
 pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("locks_by_url")]
 PAGE = LIST + "contention/"
@@ -38,7 +43,8 @@ def plot(html: str) -> ElementTree.Element:
 
 def test_nobody_waited() -> None:
     html = get(browser(superuser()))
-    assert "There were no waits for locks, and nothing was saved." in html
+    assert "No wait has ended in the last hour, and nothing was saved." in html
+    assert "Nobody waits for a lock now." in html
     assert plot(html).findall("rect") == []
 
 
@@ -94,7 +100,45 @@ def test_few_commands(client: redis.Redis) -> None:
     get(web)
     with counting(client) as counts:
         get(web)
-    assert counts["evalsha"] == 4, "64 buckets each"
+    assert counts["evalsha"] == 5, "64 buckets each, and the names of the held locks"
+
+
+def test_the_locks_that_are_waited_for_now_come_first_with_the_number_and_the_time_of_their_waiters(
+    client: redis.Redis, listen: Callable[..., None]
+) -> None:
+    """Three callers had waited for 20 s, and the page said that nobody had, because a wait counts at its end."""
+    channels = [f"redislock:wake:0:{number}:web" for number in range(1, 6)]
+    listen(*channels)
+    now = client.time()[0]
+    for name, waiters, seconds in (("<i>report", 5, 90), ("invoice", 1, 7200), ("idle", 0, 0)):
+        lock = hold(client, name, label=f"job of {name}")
+        for number, channel in enumerate(channels[:waiters]):
+            client.zadd(lock._keys.queue, {f"{channel}\n{number}": (now - seconds) * 1_000_000 + number})
+    wait_in_a_thread(client, "ended")
+    html = get(browser(superuser()))
+    assert names(html) == ["invoice", "<i>report", "ended"]
+    table = html[html.index("<tbody>") : html.index("</tbody>")]
+    assert re.search(
+        r'1<ol class="redislock-waiters"><li><bdi>web · 1</bdi> for <bdi>2 h( \d+ s)?</bdi></li></ol>', table
+    )
+    assert re.search(r"5<ol.*?web · 1</bdi> for <bdi>1 min 3\d s.*?web · 3.*?<li>…</li></ol>", table)
+    assert "web · 4" not in table
+    assert "job of &lt;i&gt;report" in table
+    assert f'href="{page_of("invoice")}"' in table
+    assert "Nobody waits" not in html
+
+
+def test_of_many_locks_that_are_waited_for_those_with_most_waiters_are_shown(
+    client: redis.Redis, listen: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contention, "ROWS_NOW", 1)
+    listen("redislock:wake:0:1:web")
+    for name, waiters in (("few", 1), ("many", 2)):
+        queue = hold(client, name)._keys.queue
+        client.zadd(queue, {f"redislock:wake:0:1:web\n{number}": 1 + number for number in range(waiters)})
+    html = get(browser(superuser()))
+    assert names(html) == ["many"]
+    assert "2 locks are waited for; those with most waiters are shown." in html
 
 
 def test_who_may_see_it() -> None:
@@ -119,3 +163,25 @@ def test_bars_fit_and_are_written_with_points(language: str) -> None:
     for bar in drawn:
         assert 0 <= float(bar.x) <= WIDTH - float(bar.width)
         assert float(bar.y) + float(bar.height) == pytest.approx(HEIGHT, abs=0.11)
+
+
+second_site = AdminSite(name="second")
+second_site.register(HeldLock, HeldLockAdmin)
+urlpatterns = [path("admin/", admin.site.urls), path("second/", second_site.urls)]
+
+
+def test_with_two_admin_sites_each_links_to_its_own_pages(
+    client: redis.Redis, settings: Any, listen: Callable[..., None]
+) -> None:
+    settings.ROOT_URLCONF = __name__
+    listen("redislock:wake:0:1:web")
+    client.zadd(hold(client, "now")._keys.queue, {"redislock:wake:0:1:web\n1": 1})
+    wait_in_a_thread(client, "ended")
+    web = browser(superuser())
+    for at, other in (("/admin/", "/second/"), ("/second/", "/admin/")):
+        listed = web.get(f"{at}django_redislock/heldlock/").content.decode()
+        [address] = re.findall(r'href="([^"]+/contention/)"', listed)
+        html = web.get(address).content.decode()
+        assert names(html) == ["now", "ended"]
+        assert f'href="{at}django_redislock/heldlock/' in html
+        assert f'href="{other}' not in html

@@ -287,6 +287,8 @@ def test_a_list_that_is_cut_says_so_and_search_reaches_the_rest(
     response = web.get(LIST)
     assert sorted(names(response.content.decode())) == [f"a{number}" for number in range(5)]
     assert "more than 5 locks" in messages(response)[0]
+    html = response.content.decode()
+    assert ": more than 5 locks held. Of those that were read, the oldest is held for " in html
     response = web.get(LIST + "?q=z")
     assert names(response.content.decode()) == ["z"]
     assert messages(response) == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import redis
+from django.core.management import call_command
 from django.test import Client
 
 from tests.support import RedisServer, Server
@@ -98,6 +100,40 @@ def test_a_key_that_something_else_wrote_is_named(web: Client, client: redis.Red
         response = web.get(path)
         assert response.status_code == 200
         assert "damaged" in messages(response)[0]
+    html = page(web)
+    assert names(html) == ["a"]
+    assert "has 1 key that is not shown, because no lock wrote its value: “damaged\\r\\n”." in html
+
+
+ODD_RECORDS = [
+    b"id\n5\n99999999999999999999\n{}",
+    b"id\n5\n-1\n{}",
+    b'id\n5\n%d\n{"kind":["lock"],"host":{},"pid":"x","thread":7,"label":[],"expire":"long","auto_renewal":"no"}',
+    b'id\n5\n%d\n{"expire":NaN,"pid":1e400,"label":null,"arguments":3,"worker":{}}',
+    b'id\n5\n%d\n{"expire":Infinity,"pid":99999999999999999999999999,"kind":"\\u202elock"}',
+    b"id\n5\n%d\n" + b"[" * 100_000,
+    b'id\n5\n%d\n{"label":"import \\udcff \\u202egnp.exe","host":"\\udcfe","thread":"\\udcfd"}',
+]
+
+
+@pytest.mark.parametrize("value", ODD_RECORDS, ids=range(len(ODD_RECORDS)))
+def test_a_record_of_odd_types_or_times_or_characters_is_no_server_error(
+    web: Client, client: redis.Redis, value: bytes
+) -> None:
+    lock = hold(client, "a")
+    now = client.time()[0] * 1000
+    client.zadd(lock._keys.held, {b"\xff": now + 600_000})
+    client.set(hold(client, "odd")._keys.lock, value.replace(b"%d", b"%d" % now))
+    html = page(web)
+    assert "a" in names(html)
+    for path in (page_of("odd"), f"{LIST}?state=unrenewed", f"{LIST}?o=-5", f"{LIST}?o=3.6"):
+        html = page(web, path=path)
+        assert "\u202e" not in html
+    out = io.StringIO()
+    for form in ("table", "json"):
+        call_command("redislock", "list", format=form, stdout=out, stderr=out)
+    out.getvalue().encode()
+    assert "odd" in out.getvalue()
 
 
 def test_wrong_settings_are_a_message(web: Client, settings: Any) -> None:

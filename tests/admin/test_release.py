@@ -13,6 +13,7 @@ import redis
 from django.contrib.admin.models import LogEntry
 from django.contrib.messages import get_messages
 from django.test import Client
+from django.utils.translation import override
 
 from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.core import Lock
@@ -234,7 +235,7 @@ def test_a_connection_that_is_down_is_told_and_the_others_are_released(
     answer = release(web, *boxes, tick(lock))
     told = " ".join(messages(answer))
     assert "“near”" in told
-    assert "Connection “second” failed, and no other lock was released there: ConnectionError" in told
+    assert "Connection “second” failed, and no lock was released there: ConnectionError" in told
     assert not held(client, "near")
 
 
@@ -245,6 +246,7 @@ def test_a_release_that_is_not_answered_is_unknown(
     settings.DJANGO_REDISLOCK = {"URL": proxy.url + "?socket_timeout=2"}
     with redis.Redis.from_url(proxy.url) as near:
         boxes = [tick(hold(near, name)) for name in ("a", "b")]
+        alone = tick(hold(near, "c"))
     reset = Lock.reset
 
     def stalled(self: Lock, *args: Any, **kwargs: Any) -> bool:
@@ -257,6 +259,10 @@ def test_a_release_that_is_not_answered_is_unknown(
     told = [str(message) for message in get_messages(answer.wsgi_request)]
     assert told[0] == "Redis did not answer, so it is unknown whether 1 lock was released: “a”."
     assert told[1].startswith("Connection “url” failed, and no other lock was released there: TimeoutError")
+    answer = web.post(LIST, {"action": "force_release", "confirmed": "yes", "_selected_action": alone})
+    proxy.heal()
+    told = [str(message) for message in get_messages(answer.wsgi_request)]
+    assert told[-1].startswith("Connection “url” failed: TimeoutError"), "there was no other lock"
     assert not LogEntry.objects.exists()
 
 
@@ -322,6 +328,18 @@ def test_the_question_shows_the_task_its_arguments_and_who_is_next(
     html = confirm(web, tick(lock)).content.decode()
     for text in (label, "customer=&#x27;&lt;b&gt;&#x27;, day=3", "2<br>next: <bdi>web · 11</bdi> for "):
         assert text in html
+
+
+def test_the_history_is_in_the_language_of_the_site_and_not_of_the_user_who_released(
+    web: Client, client: redis.Redis, settings: Any
+) -> None:
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, "django.middleware.locale.LocaleMiddleware"]
+    data = {"action": "force_release", "confirmed": "yes", "_selected_action": tick(hold(client, "stuck"))}
+    with override("en"):  # what the request switches this thread to ends here
+        answer = web.post(LIST, data, headers={"accept-language": "de"})
+        [told] = [str(message) for message in get_messages(answer.wsgi_request)]
+    assert "zwangsweise freigegeben" in told
+    assert LogEntry.objects.get().get_change_message().startswith("Force-released after ")
 
 
 def test_the_history_outlives_the_lock(web: Client, client: redis.Redis) -> None:

@@ -68,6 +68,13 @@ def app():
         ({"key": "{a"}, ValueError, "expected '}' before end of string"),
         ({"key": ["a", "c"]}, ValueError, "key names 'c', which is no parameter"),
         ({"expires": 5}, TypeError, "no option 'expires': did you mean 'expire'?"),
+        (
+            {"timeout": 5},
+            TypeError,
+            r"no option 'timeout': did you mean 'wait'\? It is how long a duplicate with on_conflict='wait' waits for ",
+        ),
+        ({"blocking_timeout": 5}, TypeError, "did you mean 'wait'?"),
+        ({"ttl": 5}, TypeError, "did you mean 'expire'?"),
         ({"colour": 5}, TypeError, "no option 'colour': there are scope, "),
     ],
 )

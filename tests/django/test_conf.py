@@ -185,6 +185,8 @@ def test_every_key_has_a_bad_value_above():
             {"CACHE": {"ON_TIMEOUT": 1}},
             "['CACHE']['ON_TIMEOUT'] is not a known setting. Did you mean 'ON_WAIT_TIMEOUT'?",
         ),
+        ({"CELERY": {"TIMEOUT": 1}}, "['CELERY']['TIMEOUT'] is not a known setting. Did you mean 'WAIT'?"),
+        ({"TTL": 1}, "DJANGO_REDISLOCK['TTL'] is not a known setting. Did you mean 'EXPIRE'?"),
         ({"CELERY": {"SCOPES": 1}}, "['CELERY']['SCOPES'] is not a known setting. Did you mean 'SCOPE'?"),
         ({7: 1}, "DJANGO_REDISLOCK[7] is not a known setting. Known keys: AUTO_RENEWAL, CACHE, "),
     ],

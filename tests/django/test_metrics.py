@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +16,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from django_redislock import metrics, tracing
-from django_redislock.core import Lock, events
+from django_redislock.core import Lock, events, operations
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import counting, wait_in_a_thread
+from tests.support import counting, wait_in_a_thread, wait_until
+from tests.support.admin_pages import hold, rewrite
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
 
@@ -48,6 +49,42 @@ def test_acquired_released_and_held(client: redis.Redis, registry: CollectorRegi
         assert registry.get_sample_value("redislock_held_locks", {"connection": "url"}) == 2
     assert registry.get_sample_value("redislock_released_total") == 2
     assert registry.get_sample_value("redislock_held_locks", {"connection": "url"}) == 0
+
+
+def test_the_age_of_the_oldest_lock_and_those_who_wait_now(
+    client: redis.Redis, registry: CollectorRegistry, listen: Callable[..., None]
+) -> None:
+    def value(name: str, connection: str = "url") -> float | None:
+        return registry.get_sample_value(f"redislock_{name}", {"connection": connection})
+
+    assert (value("oldest_lock_seconds"), value("waiting")) == (0, 0)
+    listen("redislock:wake:0:1:web")
+    for name, seconds in (("new", 0), ("old", 7200)):
+        lock = hold(client, name)
+        rewrite(client, lock, younger_by=-seconds)
+        client.zadd(lock._keys.queue, {f"redislock:wake:0:1:web\n{number}": 1 + number for number in range(2)})
+    client.set(hold(client, "odd")._keys.lock, "of another program")
+    leader = hold(client, "leader:beat", kind="leader")  # held for days, with others that wait, and nothing is wrong
+    client.zadd(leader._keys.queue, {"redislock:wake:0:1:web\n1": 1})
+    rewrite(client, leader, younger_by=-864_000)
+    assert value("held_locks") == 4
+    assert 7200 <= (value("oldest_lock_seconds") or 0) < 7300
+    assert value("waiting") == 4
+
+
+def test_of_many_locks_each_scrape_looks_at_some_and_all_scrapes_at_all(
+    client: redis.Redis, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "LOOKED_AT", 4)
+    for number in range(20):
+        hold(client, f"young {number}")
+    rewrite(client, hold(client, "old"), younger_by=-7200)
+
+    def oldest() -> float:
+        return registry.get_sample_value("redislock_oldest_lock_seconds", {"connection": "url"}) or 0
+
+    wait_until(lambda: oldest() >= 7200)
+    wait_until(lambda: oldest() < 7200)
 
 
 def test_an_uncontended_lock_has_no_wait(client: redis.Redis, registry: CollectorRegistry) -> None:

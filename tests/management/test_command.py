@@ -6,8 +6,10 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,6 +139,21 @@ def test_show(client: redis.Redis) -> None:
     for text in ("invoice:42", "billing", str(lock.fence), "not renewed", "waiting     0"):
         assert text in output
     assert run_json("show", "invoice:42")[0]["label"] == "billing"
+    assert run_json("show", "invoice:42")[0]["queue"] == []
+
+
+def test_show_names_those_who_wait_with_host_process_and_time(client: redis.Redis, listen: Callable[..., None]) -> None:
+    channels = [f"redislock:wake:0:{pid}:web%1b" for pid in range(7, 30)]
+    listen(*channels)
+    queue = hold(client, "a")._keys.queue
+    for number, channel in enumerate(channels):
+        client.zadd(queue, {f"{channel}\n1": (client.time()[0] - 90) * 1_000_000 + number})
+    [line] = [line for line in run("show", "a").splitlines() if line.startswith("waiting")]
+    assert re.match(r"waiting     23: web\\x1b pid 7 for 1 min 3\d s, web\\x1b pid 8 for ", line)
+    assert line.endswith(", …")
+    first = run_json("show", "a")[0]["queue"][0]
+    assert (first["host"], first["pid"]) == ("web\x1b", 7)
+    assert 90 <= first["seconds"] < 120
 
 
 @pytest.mark.parametrize("arguments", [["show", "nothing"], ["release", "nothing", "--yes"]])
@@ -364,3 +381,14 @@ def test_exit_status_and_streams(client: redis.Redis) -> None:
     assert manage("release", "stuck", input="y\n").returncode == 0
     assert manage("release", "stuck", "--yes").returncode == 1
     assert manage().returncode == 2
+
+
+def test_a_key_that_no_lock_wrote_is_named_and_the_other_locks_are_listed(client: redis.Redis) -> None:
+    hold(client, "good")
+    client.set(hold(client, "bad")._keys.lock, "of another program")
+    output, errors = io.StringIO(), io.StringIO()
+    call_command("redislock", "list", stdout=output, stderr=errors)
+    assert "good" in output.getvalue()
+    assert errors.getvalue().strip() == "Connection 'url' has 1 lock whose value no lock wrote: 'bad'."
+    (line,) = run("watch", "--once", "--format", "json").splitlines()
+    assert json.loads(line)["foreign"] == {"url": ["bad"]}

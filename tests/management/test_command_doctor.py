@@ -13,6 +13,7 @@ import redis
 from django.core.management import call_command
 from django.core.management.base import CommandError
 
+from django_redislock.core.contention import contention
 from tests.support import RedisServer
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
@@ -74,6 +75,8 @@ def test_a_good_server(client: redis.Redis) -> None:
     assert {finding["connection"] for finding in found.values()} == {"url"}
     assert client.keys("*:lock:*") == []
     assert client.keys("*:queue:*") == []
+    assert contention(client).names == {}, "a trial is no wait of the site"
+    assert sum(minute.waits for minute in contention(client).minutes) == 0
 
 
 def test_one_line_for_each_finding(client: redis.Redis) -> None:

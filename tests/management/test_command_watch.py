@@ -19,6 +19,7 @@ from django.core.management.base import CommandError
 
 from tests.support import wait_until
 from tests.support.admin_pages import hold, next_millisecond
+from tests.support.managed import MANAGE, environment
 from tests.support.processes import ROOT
 
 
@@ -106,6 +107,26 @@ def test_without_rich_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, c
     with pytest.raises(CommandError, match=r"pip install 'django-redislock\[watch\]'"):
         run()
     assert json.loads(run("--format", "json"))["locks"] == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("arguments", [["watch", "--format", "json", "--interval", "0.1s"], ["list"], ["watch"]])
+def test_a_reader_that_has_seen_enough_ends_the_command_without_a_traceback(
+    client: redis.Redis, redis_url: str, arguments: list[str]
+) -> None:
+    for number in range(1000):  # more than fits into a pipe
+        hold(client, f"{number} {'x' * 300}")
+    env = environment(DJANGO_REDISLOCK={"URL": redis_url})
+    env.pop("PYTHONUNBUFFERED", None)  # with it, Python forgets what a pipe did not take, and raises nothing
+    command = [*MANAGE, "redislock", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert len(process.stdout.read(100)) == 100
+    process.stdout.close()
+    _, errors = process.communicate(timeout=60)
+    assert b"Traceback" not in errors
+    assert b"BrokenPipe" not in errors
+    assert process.returncode in (1, 128 + signal.SIGPIPE)  # rich ends with 1
 
 
 # A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.

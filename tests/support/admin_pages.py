@@ -32,7 +32,7 @@ def rewrite(client: redis.Redis, lock: Lock, *, host: str | None = None, younger
     key = lock._keys.lock
     id, fence, acquired, raw = client.get(key).decode().split("\n", 3)  # type: ignore[union-attr]
     fields = json.loads(raw) | ({} if host is None else {"host": host})
-    value = "\n".join([id, fence, str(int(acquired) + younger_by * 1000), json.dumps(fields)])
+    value = "\n".join([id, fence, str(int(acquired) + younger_by * 1000), json.dumps(fields, separators=(",", ":"))])
     client.set(key, value, keepttl=True)
 
 
@@ -78,7 +78,8 @@ def page_of(name: str, connection: str = CONNECTION, view: str = "change") -> st
 
 def names(html: str) -> list[str]:
     """Return the names in the list, from top to bottom."""
-    return [unescape(name) for name in re.findall(r'<bdi class="redislock-name"[^>]*>(.*?)</bdi>', html, re.DOTALL)]
+    found = re.findall(r'<bdi class="redislock-name"[^>]*>(.*?)</bdi>', html, re.DOTALL)
+    return [unescape(name.replace("<wbr>", "")) for name in found]
 
 
 def messages(response: Any) -> list[str]:

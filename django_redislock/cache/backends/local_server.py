@@ -86,7 +86,7 @@ class LocalServer(NullServer):
                     names = [held.name for held in self._held.values()]
                     return [0, b"0", b" ".join(b"%d" % len(name) for name in names), b"".join(names)]
                 case scripts.COUNT:
-                    return len(self._held)
+                    return [len(self._held), 0, 0]
             return super().call(call)
 
     def _acquire(self, lock: bytes, args: tuple[bytes, ...], now: float) -> int | list[Any]:

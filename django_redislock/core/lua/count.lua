@@ -1,8 +1,24 @@
--- Count the locks held now.
+-- Count the locks held now, and look at some of them.
 -- KEYS  indexes of held locks
--- Returns how many there are.
-local now_ms, number = whole(math.floor(now_us() / 1000)), 0
+-- ARGV  1 how many locks are looked at, at most: the server must not be kept busy for long
+-- Returns how many are held; and of those looked at, for how long the oldest is held (ms), and how many waiters they
+-- have. A leader is left out, because its lock is rightly held for days, and the others rightly wait for it.
+local now_ms, left = math.floor(now_us() / 1000), tonumber(ARGV[1])
+local number, oldest_ms, waiting = 0, 0, 0
 for _, held in ipairs(KEYS) do
-  number = number + redis.call('ZCOUNT', held, now_ms, '+inf')
+  local found = redis.call('ZCOUNT', held, whole(now_ms), '+inf')
+  number = number + found
+  if found > 0 and left > 0 then
+    local tag = string.sub(held, 1, -5)  -- without 'held'
+    for _, name in ipairs(redis.call('ZRANGEBYSCORE', held, whole(now_ms), '+inf', 'LIMIT', 0, left)) do
+      local value = redis.pcall('GET', tag .. 'lock:' .. name)
+      local acquired = type(value) == 'string' and string.match(value, '^[^\n]*\n%d+\n(%d+)\n')
+      if acquired and not string.find(value, '"kind":"leader"', 1, true) then
+        oldest_ms = math.max(oldest_ms, now_ms - tonumber(acquired))
+        waiting = waiting + count_waiting(tag .. 'queue:' .. name)
+      end
+      left = left - 1
+    end
+  end
 end
-return number
+return {number, whole(oldest_ms), waiting}

@@ -4,6 +4,7 @@ command."""
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from argparse import SUPPRESS
@@ -23,7 +24,7 @@ from ...inventory import HeldLockRow, Listing, read
 from ...models import HeldLock
 from ...texts import visible
 from ..durations import seconds
-from ..output import Speech, cut, plain, record, table, words_of
+from ..output import Speech, missing, plain, plain_with_queue, record, silence, table, words_of
 from ..release import release_lock, release_task
 from ..run import run
 from ..run_arguments import ActionParser, add_parser
@@ -104,10 +105,18 @@ class Command(BaseCommand):
                 sys.exit(status)
             return
         self._check(options["connection"])
+        try:
+            self._run(action, options)
+            self.stdout.flush()
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+            silence(self.stdout)
+            sys.exit(128 + signal.SIGPIPE)  # as the shell says it of others
+
+    def _run(self, action: str, options: dict[str, Any]) -> None:
         if action == "list":
             self._list(options)
         elif action == "show":
-            self._print(find_lock(options["name"], options["connection"]), options, record)
+            self._print(find_lock(options["name"], options["connection"]), options, record, plain_with_queue)
         elif action == "watch":
             self._watch(options)
         elif action == "doctor":
@@ -131,7 +140,7 @@ class Command(BaseCommand):
         rows, listing = self._read(options)
         if rows or not listing.failed:  # after a failure, "No held locks found." may be wrong
             self._print(rows, options, table)
-        for remark in cut(listing):
+        for remark in missing(listing):
             self.stderr.write(remark)
         raise_if_unread(listing.failed)
 
@@ -160,7 +169,8 @@ class Command(BaseCommand):
         while True:
             rows, listing = self._read(options)
             locks = [plain(row, options["id"]) for row in rows]
-            self.stdout.write(json.dumps({"locks": locks, "failed": listing.failed, "cut": listing.cut}))
+            read = {"locks": locks, "failed": listing.failed, "cut": listing.cut, "foreign": listing.foreign}
+            self.stdout.write(json.dumps(read))
             self.stdout.flush()
             if pause is None:
                 return raise_if_unread(listing.failed)
@@ -180,7 +190,7 @@ class Command(BaseCommand):
             rows, listing = self._read(options)
             failed.clear()
             failed.update(listing.failed)
-            return [words_of(row, options["id"]) for row in rows], [*unread(listing.failed), *cut(listing)]
+            return [words_of(row, options["id"]) for row in rows], [*unread(listing.failed), *missing(listing)]
 
         output: Any = self.stdout
         watch(read_lines, output._out, pause)  # the wrapped stream, because the wrapper ends each piece with a newline
@@ -218,9 +228,9 @@ class Command(BaseCommand):
         if wrong:
             raise CommandError(f"Problems found: {wrong}.")
 
-    def _print(self, rows: list[HeldLockRow], options: dict[str, Any], table: Any) -> None:
+    def _print(self, rows: list[HeldLockRow], options: dict[str, Any], table: Any, data: Any = plain) -> None:
         if options["format"] == "json":
-            text = json.dumps([plain(row, options["id"]) for row in rows], indent=2)
+            text = json.dumps([data(row, options["id"]) for row in rows], indent=2)
         else:
             text = table(rows, options["id"])
         self.stdout.write(text)
