@@ -10,6 +10,8 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import parse_url
 from redis.sentinel import Sentinel
 
+from .core.driver.connection_kinds import settings_of
+
 
 class UnknownOption(ValueError):
     """redis-py does not take the options of a URL. The text names the option, and nothing secret."""
@@ -76,7 +78,7 @@ def _checked(client: Redis) -> Redis:
     """Return the client if redis-py takes its options: it looks at them when it connects, and raises TypeError then."""
     pool = client.connection_pool
     try:
-        pool.connection_class(**pool.connection_kwargs)
+        pool.connection_class(**settings_of(pool))
     except TypeError as error:
         raise UnknownOption(error) from error
     return client
