@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError, RedisError
 
+from .. import events
 from ..clock import monotonic
 from .async_connection import AsyncConnection, SharedConnection
 from .connection_kinds import close_at_once, is_at_end, new_async_connection
@@ -36,6 +37,10 @@ from .wakeups_tasks import AsyncWaitingRoom
 
 UNDO_WITHIN = 1.0
 """Seconds for which a cancelled task may connect once more, to send its undo."""
+NOT_UNDONE = (
+    "A task was cancelled while Redis could not be reached (%s): a lock that it acquired or released may stay until "
+    "the lock's expiry."
+)
 
 T = TypeVar("T")
 
@@ -82,6 +87,8 @@ class AsyncServer:
             self._running -= 1
             if self._ends and not self._running:
                 self._close()
+                with suppress(RuntimeError):  # the loop is closed already
+                    self._loop.call_soon(self._leave)
 
     async def _do(self, effect: Effect, cancelled: bool) -> Any:
         match effect:
@@ -126,11 +133,13 @@ class AsyncServer:
             raise
 
     async def _send_and_forget(self, call: ScriptCall) -> None:
-        """Send a script without waiting for the reply."""
-        with suppress(RedisError, OSError):
+        """Send a script without waiting for the reply, or log that it cannot be sent."""
+        try:
             async with asyncio.timeout(UNDO_WITHIN):
                 connection = await self._commands.open()
             connection.send_and_forget(call.with_text().request)
+        except (RedisError, OSError) as error:
+            events.log.warning(NOT_UNDONE, str(error) or type(error).__name__)
 
     async def _connect(self, on_push: Callable[[Any], None] | None = None) -> AsyncConnection:
         if self._loop_watch is None and not self._ends:
@@ -162,8 +171,7 @@ class AsyncServer:
                 lost = [connection.lost for connection in self._connections]
                 if lost:
                     await asyncio.wait(lost, timeout=0.5)
-                for connection in self._connections:
-                    connection.abort()
+                self._leave()
 
     def end_soon(self) -> None:
         """Close the connections after the last operation. Any thread may call this, and a destructor."""
@@ -180,6 +188,10 @@ class AsyncServer:
     def _close(self) -> None:
         for connection in list(self._connections):
             connection.close()
+
+    def _leave(self) -> None:
+        for connection in list(self._connections):
+            connection.leave()
 
 
 async def _result_of(future: Future[Any], until: float) -> Any:

@@ -68,8 +68,8 @@ class Pipeline(NamedTuple):
     commands: tuple[tuple[bytes, ...], ...]
 
 
-def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) -> bytes:
-    """Return the requests that undo a call whose reply got lost by this error; b"" when none is to be sent.
+def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) -> list[bytes]:
+    """Return the requests that undo a call whose reply got lost by this error; none when none is to be sent.
 
     This is the rule of both drivers. They send the undo on the same connection: so the server executes it after the
     call, however late. After an error reply there is nothing to undo. After a ConnectionError `with_retries` repeats
@@ -77,9 +77,16 @@ def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) 
     more.
     """
     if isinstance(error, (ResponseError, ConnectionError, GeneratorExit)) or isinstance(call, Pipeline):
-        return b""
+        return []
     calls = call.calls if isinstance(call, ScriptBatch) else (call,)
-    return b"".join([each.undo().with_text().request for each in calls if each.undo is not None])
+    undos = [each.undo() for each in calls if each.undo is not None]
+    # The text once for each script, because the server knows the script then.
+    known: set[bytes] = set()
+    requests = []
+    for undo in undos:
+        requests.append((undo if undo.script.sha in known else undo.with_text()).request)
+        known.add(undo.script.sha)
+    return requests
 
 
 class Subscribe(NamedTuple):
