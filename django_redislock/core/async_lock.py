@@ -8,11 +8,11 @@ import sys
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ..exceptions import AcquireTimeout
+from .acquirers import works_for
 from .base import BaseLock
 from .driver.async_server import async_server_of
 from .driver.effects import Operation
@@ -23,10 +23,6 @@ from .validation import AS_MADE, AsMade, Seconds
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
-
-
-works_for: ContextVar[Callable[[], asyncio.Task[Any] | None]] = ContextVar("works_for", default=lambda: None)
-"""The task that acquired last; threads of ``sync_to_async`` and ``asyncio.to_thread`` get its context."""
 
 
 def coroutine_function(method: F) -> F:
@@ -172,8 +168,9 @@ class AsyncLock(BaseLock):
     def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
         if acquirer is None:
             raise RuntimeError("an AsyncLock is acquired by a task")
-        works_for.set(weakref.ref(acquirer))
-        return (yield from super()._acquire(acquirer, timeout, token))
+        acquired = yield from super()._acquire(acquirer, timeout, token)
+        works_for.set(weakref.ref(acquirer))  # not sooner, because the wait asks who let this task work
+        return acquired
 
     def _is_subscribed(self) -> bool:
         return async_server_of(self._server).room.open
