@@ -40,6 +40,14 @@ def current_task() -> asyncio.Task[Any] | None:
         return None
 
 
+def _loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 class AsyncLock(BaseLock):
     """A lock for the tasks of asyncio; `Lock`, its equivalent for threads, describes the arguments.
 
@@ -114,6 +122,9 @@ class AsyncLock(BaseLock):
         entered = self._entered()
         if entered is not None:
             self._entrants.remove(entered)
+        if isinstance(error, GeneratorExit) and not _loop_runs():  # the loop was closed, and the task is destroyed
+            self._server.run(self._exit(entered, error))
+            return
         await self._run_for(entered, lambda acquirer: self._exit(acquirer, error))
 
     @coroutine_function

@@ -12,6 +12,7 @@ import socket
 from builtins import TimeoutError as LoopTimeout
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
@@ -120,7 +121,8 @@ class AsyncConnection(asyncio.Protocol):
                 unsent = self._transport.get_write_buffer_size()
             if unsent:
                 events.log.warning(UNSENT)
-        self.abort()
+        with suppress(RuntimeError):  # the loop is closed already
+            self.abort()
 
     def abort(self) -> None:
         """Close the connection without sending the rest."""
