@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,7 +43,8 @@ class ScriptCall:
 
     def with_text(self) -> ScriptCall:
         """Return this call with the script's text, for a server that does not know the script (NOSCRIPT)."""
-        call = copy(self)
+        # Not `copy`, which imports: a destructor may release a lock when the interpreter ends.
+        call = ScriptCall(self.script, self.keys, self.args, self.undo)
         call.request = encode_command(b"EVAL", self.script.text, b"%d" % len(self.keys), *self.keys, *self.args)
         return call
 
