@@ -229,6 +229,20 @@ def test_a_lock_that_waits_for_its_commit_may_be_taken_again_and_keeps_a_plain_o
         pass
 
 
+@pytest.mark.slow
+def test_when_the_connection_breaks_who_waits_for_itself_tries_again_as_long_as_it_has_time(make_lock, proxy):
+    with client_at(proxy.url) as through:
+        held = make_lock(through, "a")
+        held.acquire()
+        proxy.drop_next_reply(4, containing=KEYS.lock)
+        assert make_lock(through, "a").acquire(timeout=3) is False
+        assert proxy.dropped == 4
+        proxy.drop_next_reply(4, containing=KEYS.lock)
+        with pytest.raises(AlreadyAcquired):
+            make_lock(through, "a").acquire()
+        held.release()
+
+
 # Through asgiref's bridges between threads and tasks
 
 
