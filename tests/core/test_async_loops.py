@@ -14,6 +14,7 @@ from asgiref.sync import async_to_sync
 
 from django_redislock import NotAcquired
 from django_redislock.core import AsyncLock, AsyncRLock, Lock, held_locks
+from django_redislock.core.driver import wakeups_tasks
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.cluster import Cluster
 from django_redislock.core.driver.registry import server_of
@@ -272,6 +273,7 @@ def test_a_child_that_runs_the_loop_of_its_parent_has_connections_of_its_own(acl
 def test_when_a_loop_is_closed_under_tasks_nothing_stays_held_or_queued(redis_url, client, monkeypatch, what):
     ignored = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    monkeypatch.setattr(wakeups_tasks, "POLL_INTERVAL", 60)  # no call is under way when the loop is closed
 
     async def take(lock):
         async with lock:
