@@ -7,6 +7,7 @@ because with that fence its late write would pass.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
 from ..exceptions import LockError, LockLost, LossRecord, NotAcquired
 from . import events
+from .driver.effects import Operation, Sleep
 from .driver.fork import after_in_child
 from .driver.server import Server
 from .keys import LockKeys
@@ -197,6 +199,10 @@ def chain(name: str, error: BaseException, failure: LockError) -> None:
         error.__context__ = failure
 
 
+works_for: ContextVar[Callable[[], Any]] = ContextVar("works_for", default=lambda: None)
+"""The task that acquired last; threads of ``sync_to_async`` and ``asyncio.to_thread`` get its context."""
+
+
 class Holders:
     """The acquisitions of all threads and tasks of this process: for re-entrance, and so that none waits for itself."""
 
@@ -249,3 +255,47 @@ def _living(refs: tuple[weakref.ref[Lease], ...]) -> tuple[weakref.ref[Lease], .
 
 holders = Holders()
 after_in_child("acquirers", holders.clear)
+
+
+def waits_for_itself(server: Server, keys: LockKeys, acquirer: Any) -> Operation[list[Lease]]:
+    """Return the acquisitions of this lock whose holders can do nothing while the acquirer waits.
+
+    The holder is the acquirer itself, or its caller through asgiref: a thread waits for the first task of its
+    ``async_to_sync``, and a task for the thread of its ``sync_to_async``. To find these we look into asgiref; where
+    another version has nothing there, the acquirer waits as for any holder.
+    """
+    held = holders.leases_of(server, keys, acquirer)
+    asgiref = sys.modules.get("asgiref.sync")
+    if asgiref is None:
+        return held
+    begun = acquirer.get_coro() if hasattr(acquirer, "get_coro") else None
+    if getattr(begun, "__qualname__", "").startswith("AsyncToSync."):
+        thread = getattr(getattr(asgiref.AsyncToSync.executors, "current", None), "_work_thread", None)
+        held += holders.leases_of(server, keys, thread)
+    task = works_for.get()()
+    found = holders.leases_of(server, keys, task) if task is not None and task is not acquirer else []
+    if found and hasattr(task, "get_coro"):
+        for _ in range(MAX_LOOKS):  # the thread may be here before the task that started it has begun to wait
+            if not getattr(task.get_coro(), "cr_running", False):
+                break
+            yield Sleep(0.001)
+        if _waits_in_a_bridge(task, acquirer, asgiref.SyncToAsync):
+            held += found
+    return held
+
+
+MAX_LOOKS = 50
+"""How often we look, a millisecond apart, whether a task has begun to wait."""
+
+
+def _waits_in_a_bridge(task: Any, acquirer: Any, bridge: Any) -> bool:
+    """Return whether the task waits for the calling thread, or for the thread that waits for the acquiring task."""
+    own = getattr(bridge.threadlocal, "task_context", None)
+    coroutine = task.get_coro()
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None)
+        if frame is not None and frame.f_code is bridge.__call__.__code__:
+            tasks = frame.f_locals.get("task_context")  # one list for each call: the tasks that its thread waits for
+            return tasks is not None and (tasks is own or acquirer in tasks)
+        coroutine = getattr(coroutine, "cr_await", None)
+    return False

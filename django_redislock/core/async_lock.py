@@ -8,11 +8,11 @@ import sys
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ..exceptions import AcquireTimeout
+from .acquirers import works_for
 from .base import BaseLock
 from .driver.async_server import async_server_of
 from .driver.effects import Operation
@@ -23,10 +23,6 @@ from .validation import AS_MADE, AsMade, Seconds
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
-
-
-works_for: ContextVar[Callable[[], asyncio.Task[Any] | None]] = ContextVar("works_for", default=lambda: None)
-"""The task that acquired last; threads of ``sync_to_async`` and ``asyncio.to_thread`` get its context."""
 
 
 def coroutine_function(method: F) -> F:
@@ -42,6 +38,14 @@ def current_task() -> asyncio.Task[Any] | None:
         return asyncio.current_task()
     except RuntimeError:  # no loop runs here
         return None
+
+
+def _loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class AsyncLock(BaseLock):
@@ -118,6 +122,9 @@ class AsyncLock(BaseLock):
         entered = self._entered()
         if entered is not None:
             self._entrants.remove(entered)
+        if isinstance(error, GeneratorExit) and not _loop_runs():  # the loop was closed, and the task is destroyed
+            self._server.run(self._exit(entered, error))
+            return
         await self._run_for(entered, lambda acquirer: self._exit(acquirer, error))
 
     @coroutine_function
@@ -172,8 +179,9 @@ class AsyncLock(BaseLock):
     def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
         if acquirer is None:
             raise RuntimeError("an AsyncLock is acquired by a task")
-        works_for.set(weakref.ref(acquirer))
-        return (yield from super()._acquire(acquirer, timeout, token))
+        acquired = yield from super()._acquire(acquirer, timeout, token)
+        works_for.set(weakref.ref(acquirer))  # not sooner, because the wait asks who let this task work
+        return acquired
 
     def _is_subscribed(self) -> bool:
         return async_server_of(self._server).room.open

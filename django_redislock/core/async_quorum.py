@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ..exceptions import AcquireTimeout, LockError
-from .acquirers import chain
-from .async_lock import coroutine_function, current_task, works_for
+from .acquirers import chain, works_for
+from .async_lock import coroutine_function, current_task
 from .quorum import BaseQuorumLock
 from .quorum_lease import QuorumLease
 from .records import LockInfo

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 
 from ..exceptions import AlreadyAcquired, LockError, NotAcquired
 from . import events, operations, validation
-from .acquirers import Acquirers, CallerView, chain, holders
+from .acquirers import Acquirers, CallerView, chain, holders, waits_for_itself
 from .clock import monotonic
 from .driver import process
 from .driver.effects import Operation, Sleep
@@ -167,9 +167,9 @@ class BaseLock(CallerView[Lease]):
                 self._raise_if_held(acquirer)
             request = self._new_request(acquirer, timeout, token)
             lease = request.lease
-            held = None
+            held: list[Lease] = []
             if timeout != 0 and self._is_kept_waiting(acquirer):
-                held = holders.leases_of(self._server, self._keys, acquirer)
+                held = yield from waits_for_itself(self._server, self._keys, acquirer)
             acquire = operations.acquire_again(request, held) if held else operations.acquire(request)
             if not (yield from acquire) or not self._accepts(lease, token):
                 return False

@@ -37,6 +37,17 @@ class _ThreadMarker:
 _thread_local = threading.local()
 
 
+def calling_thread() -> threading.Thread:
+    """Return the calling thread, also for a thread that Python did not start.
+
+    Before 3.13, Python takes such a thread for the one that had the same number and died, perhaps while it held a lock.
+    """
+    thread = threading.current_thread()
+    if type(thread) is _DummyThread and vars(_thread_local).get("thread") is not thread:
+        thread = _thread_local.thread = _DummyThread()  # Python returns this one from now on
+    return thread
+
+
 def _end_of_thread() -> weakref.ref[Any]:
     """Return a reference to an object that is gone, or `dead`, as soon as the calling thread or greenlet has ended.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from ..exceptions import AcquireTimeout
 from .base import BaseLock
+from .lease import calling_thread
 from .records import LockInfo
 from .reentrant import Reentrant
 from .validation import AS_MADE, AsMade, Seconds
@@ -16,7 +16,7 @@ from .validation import AS_MADE, AsMade, Seconds
 class Lock(BaseLock):
     __doc__ = BaseLock.__doc__
 
-    _acquirer = staticmethod(threading.current_thread)
+    _acquirer = staticmethod(calling_thread)
 
     def acquire(
         self,

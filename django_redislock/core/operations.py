@@ -75,13 +75,15 @@ class AcquireRequest:
         return ScriptCall(self.script, (*lease.keys[:4], *self.more_keys, *receipts), args, undo)
 
 
-def acquire(request: AcquireRequest) -> Operation[bool]:
+def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operation[bool]:
     """Acquire the lock within the request's timeout; its lease begins when the lock is acquired.
 
+    Calls are repeated until `answer_by` on the monotonic clock at most, None: until the end of the timeout.
     The first call only tries unless the process is subscribed, so that an uncontended lock needs no subscription.
     """
     lease = request.lease
     until = math.inf if request.timeout is None else monotonic() + request.timeout
+    answer_by = until if answer_by is None else answer_by
     waiter: Any = None
     ticket = b""
     began = 0.0
@@ -91,11 +93,11 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
         while True:
             if listen and waiter is None:  # a process that was subscribed may have lost its connection since
                 subscribe = Subscribe(lease.keys.lock, lease.id.encode())
-                _, waiter = yield from with_retries(lease.name, subscribe, until, lease)
+                _, waiter = yield from with_retries(lease.name, subscribe, answer_by, lease)
             last = until < math.inf and monotonic() >= until
             if last or call is None:
                 call = request.call(waiter.channel if waiter is not None else b"", listen and not last, ticket)
-            sent, reply = yield from with_retries(lease.name, call, until, lease)
+            sent, reply = yield from with_retries(lease.name, call, answer_by, lease)
             if isinstance(reply, int):
                 held_before = (
                     reply < 0 and request.script is scripts.ACQUIRE
@@ -138,16 +140,17 @@ def acquire_again(request: AcquireRequest, held: list[Lease]) -> Operation[bool]
 
     Raises AlreadyAcquired when the wait would never end.
     """
-    timeout, since = request.timeout, monotonic()
+    timeout = request.timeout
+    until = math.inf if timeout is None else monotonic() + timeout
     request.timeout = 0.0  # a lock that was lost unnoticed may be free
-    if (yield from acquire(request)):
+    if (yield from acquire(request, until)):  # the caller has time, so an error of the connection is not the answer
         return True
     held = [lease for lease in held if lease.id != request.lease.id and lease.loss is None]
     if timeout is None and any(lease.renewing and lease.max_hold is None for lease in held):
         raise AlreadyAcquired(request.lease.name)
     if held:
         events.log.warning(SELF_WAIT, request.lease.name, held[0].fence)
-    request.timeout = None if timeout is None else max(0.0, since + timeout - monotonic())
+    request.timeout = None if timeout is None else max(0.0, until - monotonic())
     return (yield from acquire(request))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -24,6 +23,7 @@ from .driver.effects import Operation
 from .driver.registry import server_of
 from .driver.server import Server
 from .driver.side_by_side import on_servers, run_in_loop
+from .lease import calling_thread
 from .lock import Lock
 from .loss import check_reason, report_reset
 from .operations import SELF_WAIT
@@ -187,7 +187,7 @@ class BaseQuorumLock(CallerView[QuorumLease]):
 class QuorumLock(BaseQuorumLock):
     __doc__ = BaseQuorumLock.__doc__
 
-    _acquirer = staticmethod(threading.current_thread)
+    _acquirer = staticmethod(calling_thread)
 
     def acquire(self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE) -> bool:
         """Acquire the lock, and return whether it was acquired; arguments and errors are those of `Lock.acquire`.

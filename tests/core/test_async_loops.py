@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import time
 import weakref
 from contextlib import AsyncExitStack, suppress
@@ -12,8 +13,10 @@ import pytest
 from asgiref.sync import async_to_sync
 
 from django_redislock import NotAcquired
-from django_redislock.core import AsyncLock, AsyncRLock
+from django_redislock.core import AsyncLock, AsyncRLock, Lock, held_locks
+from django_redislock.core.driver import wakeups_tasks
 from django_redislock.core.driver.async_server import async_server_of
+from django_redislock.core.driver.cluster import Cluster
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from tests.support import acquire_and_release, async_client_at, in_a_fork, in_threads, queued, until, wait_until
@@ -264,3 +267,53 @@ def test_a_child_that_runs_the_loop_of_its_parent_has_connections_of_its_own(acl
     assert loop.run_until_complete(cycle()) is mine
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
+
+
+@pytest.mark.parametrize("what", ["waits", "holds"])
+def test_when_a_loop_is_closed_under_tasks_nothing_stays_held_or_queued(redis_url, client, monkeypatch, what):
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    monkeypatch.setattr(wakeups_tasks, "POLL_INTERVAL", 60)  # no call is under way when the loop is closed
+
+    async def take(lock):
+        async with lock:
+            await asyncio.sleep(60)
+
+    async def main():
+        aclient = async_client_at(redis_url)
+        async with AsyncLock(aclient, "warm"):
+            pass
+        locks = [AsyncLock(aclient, name, expire=600) for name in names]
+        tasks = [asyncio.create_task(take(lock)) for lock in locks]
+        await asyncio.sleep(0)
+        if what == "waits":
+            await until(lambda: all(queued(client, name) == 1 for name in names))
+            lines = [connection for node in nodes for connection in async_server_of(node)._connections]
+            await until(lambda: all(line.idle for line in lines))  # the tasks have got their replies
+        if what == "holds":
+            await until(lambda: all(lock.lost is None and lock._entrants for lock in locks))
+        return tasks
+
+    server = server_of(client)
+    nodes = server.table.nodes.values() if isinstance(server, Cluster) else [server]
+    names = [f"lock {i}" for i in range(20)]
+    others = [Lock(client, name) for name in names]
+    if what == "waits":
+        for other in others:
+            other.acquire()
+    loop = asyncio.new_event_loop()
+    tasks = loop.run_until_complete(main())
+    loop.close()
+    del tasks
+    gc.collect()
+    wait_until(lambda: not any(queued(client, name) for name in names))
+    if what == "waits":
+        for other in others:
+            other.release()
+    wait_until(lambda: not list(held_locks(client)), timeout=10)
+    for node in nodes:
+        node.views.pop(loop, None)
+    del loop
+    gc.collect()
+    # Python warns of transports that such a loop leaves open, and objects of other tests may be collected here, too.
+    assert not [found.exc_value for found in ignored if "GeneratorExit" in str(found.exc_value)]

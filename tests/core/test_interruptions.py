@@ -102,6 +102,25 @@ def test_a_handler_that_waits_while_its_thread_reads_wakes_everybody(client, red
     process.finish()
 
 
+def test_while_a_long_handler_runs_in_the_thread_that_reads_the_other_threads_get_their_locks(
+    client, redis_url, run_python
+):
+    main, other, third = names_together(3)
+    locks = {name: Lock(client, name, expire=120) for name in (main, other, third)}
+    for lock in locks.values():
+        assert lock.acquire()
+    process = run_python(interrupted_programs.acquire_while_a_handler_runs, redis_url, main, [main, other, third])
+    wait_until(lambda: (queued(client, main), queued(client, other), queued(client, third)) == (2, 1, 1))
+    os.kill(process.pid, signal.SIGUSR1)
+    process.wait_for(handler="begins")
+    for name in (other, main, third):  # a message, a lock for which the interrupted thread waits first, and a message
+        locks[name].release()
+        process.wait_for(timeout=SOON, got=name)
+    process.send()
+    process.wait_for(timeout=SOON, got=main)
+    process.finish()
+
+
 def test_an_interrupted_waiter_leaves_the_queue_of_a_server_that_forgot_the_scripts(client):
     keys = lock_keys("redislock", "a")
     client.set(keys.lock, "x\n1\n1\n{}", px=60_000)

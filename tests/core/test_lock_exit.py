@@ -89,3 +89,31 @@ def test_only_at_the_exit_a_lock_does_without_its_thread(own_server, monkeypatch
         assert "It ends by its expiry" in record.getMessage()
         lock.release()
         assert not lock.locked()
+
+
+RELEASES_IN_A_DESTRUCTOR = """
+import builtins
+from django_redislock.core import Lock
+from tests.support import client_at
+
+class Holder:
+    def __init__(self):
+        self.lock = Lock(client_at(args[0]), "a", expire=600)
+        self.lock.acquire()
+
+    def __del__(self):
+        self.lock.release()
+
+builtins.holder = Holder()  # it is deleted last
+with client_at(args[0]) as client:
+    client.script_flush()
+"""
+
+
+@pytest.mark.processes
+def test_a_destructor_at_the_exit_releases_a_lock_on_a_server_that_forgot_the_scripts(run_python, own_server):
+    process = run_python(RELEASES_IN_A_DESTRUCTOR, own_server.url, new=True)
+    assert process.wait() == 0
+    assert "ImportError" not in process.errors
+    with own_server.client() as client:
+        assert not client.exists(lock_keys("redislock", "a").lock)

@@ -9,6 +9,7 @@ import threading
 import pytest
 import redis
 import redis.asyncio
+from asgiref.sync import async_to_sync, sync_to_async
 from django.db import transaction
 
 from django_redislock import AcquireTimeout, AlreadyAcquired, LockBackendError, lock
@@ -226,3 +227,77 @@ def test_a_lock_that_waits_for_its_commit_may_be_taken_again_and_keeps_a_plain_o
             lock("a", until_commit=False).acquire()
     with lock("a"):
         pass
+
+
+@pytest.mark.slow
+def test_when_the_connection_breaks_who_waits_for_itself_tries_again_as_long_as_it_has_time(make_lock, proxy):
+    with client_at(proxy.url) as through:
+        held = make_lock(through, "a")
+        held.acquire()
+        proxy.drop_next_reply(4, containing=KEYS.lock)
+        assert make_lock(through, "a").acquire(timeout=3) is False
+        assert proxy.dropped == 4
+        proxy.drop_next_reply(4, containing=KEYS.lock)
+        with pytest.raises(AlreadyAcquired):
+            make_lock(through, "a").acquire()
+        held.release()
+
+
+# Through asgiref's bridges between threads and tasks
+
+
+def test_a_thread_that_holds_the_lock_and_waits_for_a_task_that_wants_it_is_told(redis_url, client):
+    async def take(**options):
+        return await AsyncLock(async_client_at(redis_url), "a").acquire(**options)
+
+    with Lock(client, "a") as held:
+        with pytest.raises(AlreadyAcquired, match=HELP):
+            async_to_sync(take)()
+        assert async_to_sync(take)(timeout=0.1) is False
+        assert held.owned()
+
+
+def test_a_task_that_holds_the_lock_and_waits_for_a_thread_that_wants_it_is_told(redis_url, client):
+    async def main():
+        async with AsyncLock(async_client_at(redis_url), "a") as held:
+            for sensitive in (True, False):
+                with pytest.raises(AlreadyAcquired, match=HELP):
+                    await sync_to_async(Lock(client, "a").acquire, thread_sensitive=sensitive)()
+            assert await held.owned()
+
+    asyncio.run(main())
+
+
+def test_a_task_that_waits_for_a_thread_that_waits_for_a_task_that_wants_its_lock_is_told(redis_url):
+    async def take():
+        await AsyncLock(async_client_at(redis_url), "a").acquire()
+
+    async def main():
+        async with AsyncLock(async_client_at(redis_url), "a"):
+            with pytest.raises(AlreadyAcquired, match=HELP):
+                await sync_to_async(async_to_sync(take))()
+
+    asyncio.run(main())
+
+
+def test_a_thread_or_task_for_which_the_holder_does_not_wait_gets_the_lock_in_its_turn(redis_url, client):
+    async def take():
+        async with AsyncLock(async_client_at(redis_url), "a"):
+            return "task"
+
+    def take_in_a_thread():
+        with Lock(client, "a"):
+            return "thread"
+
+    async def main():
+        async with AsyncLock(async_client_at(redis_url), "a"):
+            begun = [asyncio.create_task(take()), asyncio.create_task(sync_to_async(take_in_a_thread)())]
+            begun.append(asyncio.create_task(asyncio.to_thread(take_in_a_thread)))
+            begun.append(asyncio.create_task(sync_to_async(async_to_sync(take), thread_sensitive=False)()))
+            while queued(client, "a") < 4:
+                assert not any(task.done() for task in begun)
+                await asyncio.sleep(0.01)
+            await sync_to_async(int, thread_sensitive=False)()
+        assert await asyncio.gather(*begun) == ["task", "thread", "thread", "task"]
+
+    asyncio.run(main())

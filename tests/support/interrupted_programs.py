@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from django_redislock.core import Lock
 from django_redislock.core.driver.cluster import Cluster
 from django_redislock.core.driver.registry import server_of
-from tests.support import client_at, say, wait_until
+from tests.support import client_at, queued, say, wait_until
 from tests.support.cache_programs import cache_at
 
 
@@ -47,6 +47,32 @@ def acquire_in_a_handler(url: str, main: str, inside: str, others: dict[str, str
         thread.start()
     acquire(main, "main")
     for thread in threads:
+        thread.join()
+
+
+def acquire_while_a_handler_runs(url: str, main: str, others: list[str]) -> None:
+    """Wait for the lock `main`, and in threads for the others; at SIGUSR1 a handler runs until a line comes."""
+    client = client_at(url)
+
+    def acquire(name: str) -> None:
+        with Lock(client, name, expire=120, timeout=60):
+            say(got=name)
+
+    def handler(*args: object) -> None:
+        say(handler="begins")
+        input()
+
+    def start_threads() -> None:
+        wait_until(lambda: queued(client, main) == 1)  # so that the main thread reads for all
+        for thread in threads:
+            thread.start()
+
+    signal.signal(signal.SIGUSR1, handler)
+    threads = [threading.Thread(target=acquire, args=[name]) for name in others]
+    starter = threading.Thread(target=start_threads)
+    starter.start()
+    acquire(main)
+    for thread in (starter, *threads):
         thread.join()
 
 

@@ -7,19 +7,28 @@ that waits for it. So no task reads, none has to be cancelled, and there is no p
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from builtins import TimeoutError as LoopTimeout
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
 
+from .. import events
+from . import unanswered
 from .connection_kinds import close_at_once, transport_of
 from .effects import ScriptCall, undo_after
 from .primary import NotPrimary
 from .resp import Incomplete, Replies
 
+UNSENT = (
+    "The event loop ended while Redis did not answer, before everything was sent: locks that its tasks acquired or "
+    "released may stay until their expiry."
+)
 GRACE = 0.02
 """Seconds for a loop that was blocked to read what has arrived meanwhile, before the server counts as silent."""
 
@@ -44,6 +53,7 @@ class AsyncConnection(asyncio.Protocol):
         """The futures of the replies, in the order of the requests; None when no task waits for the reply."""
         self._replies = Replies()
         self._given_up = False
+        self._abort_later: asyncio.TimerHandle | None = None
         self._received_at = 0.0
         self._transport.set_protocol(self)
 
@@ -54,8 +64,8 @@ class AsyncConnection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no task waits for a reply."""
-        return all(reply is None or reply.done() for reply in self._pending)
+        """Whether the server has answered all requests, also those that were given up and their undos."""
+        return not self._pending
 
     async def request(self, request: bytes, call: ScriptCall | None = None) -> Any:
         """Send the request and return the reply; `call` is the call that it runs, for its undo.
@@ -73,17 +83,15 @@ class AsyncConnection(asyncio.Protocol):
             return await reply
         except BaseException as error:
             if call is not None:
-                undo = undo_after(error, call)
-                if undo:
+                for undo in undo_after(error, call):
                     self.send_and_forget(undo)
             raise
         finally:
             timer.cancel()
-            self._close_when_idle()
             del reply  # it has the error, which refers to this frame
 
     def send_and_forget(self, request: bytes) -> None:
-        """Send the request if that is still possible; no task waits for the reply."""
+        """Send the request; no task waits for the reply. Does nothing when the server has closed the connection."""
         if not self._transport.is_closing():
             self._transport.write(request)
             self._pending.append(None)
@@ -93,17 +101,33 @@ class AsyncConnection(asyncio.Protocol):
         self._transport.write(data)
 
     def close(self) -> None:
-        """Close the connection when all data is sent."""
-        close_at_once(self._redis_connection)
+        """Send no new request, and close the connection when the server has answered the others, in bounded time."""
+        self._given_up = True
+        if self.idle:
+            close_at_once(self._redis_connection)
+        elif self._abort_later is None:
+            self._abort_later = self._loop.call_later(self._patience + unanswered.DRAIN_FOR, self.abort)
+
+    def leave(self) -> None:
+        """Close the connection because the loop ends; a thread waits for the replies that are still to come."""
+        if not (self.idle or self._transport.is_closing()):
+            encrypted = self._transport.get_extra_info("ssl_object") is not None
+            try:
+                own = socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
+                unanswered.close_when_answered(own, b"", None if encrypted else self._replies, len(self._pending))
+            except OSError:
+                unsent = 1
+            else:
+                unsent = self._transport.get_write_buffer_size()
+            if unsent:
+                events.log.warning(UNSENT)
+        with suppress(RuntimeError):  # the loop is closed already
+            self.abort()
 
     def abort(self) -> None:
         """Close the connection without sending the rest."""
         self._transport.abort()
         close_at_once(self._redis_connection)
-
-    def _close_when_idle(self) -> None:
-        if self._given_up and self.idle:
-            self.close()
 
     def _give_up(self, reply: asyncio.Future[Any]) -> None:
         """End this request with an error; the others may still get their replies, but no new request is sent here."""
@@ -113,7 +137,7 @@ class AsyncConnection(asyncio.Protocol):
         if left > 0:  # a part of a reply has arrived meanwhile
             self._loop.call_later(left, self._loop.call_later, GRACE, self._give_up, reply)
         else:
-            self._given_up = True
+            self.close()
             reply.set_exception(TimeoutError(f"no reply within {self._patience:g} s"))
 
     # Called by the event loop
@@ -126,7 +150,7 @@ class AsyncConnection(asyncio.Protocol):
             while not self._replies.empty:
                 reply = self._replies.next()
                 if isinstance(reply, NotPrimary):  # the other requests still get their replies
-                    self._given_up = True
+                    self.close()
                 if self._pending:
                     _settle(self._pending.popleft(), reply)
                 elif self._on_push is not None and not isinstance(reply, RedisError):
@@ -135,7 +159,8 @@ class AsyncConnection(asyncio.Protocol):
             pass
         except (InvalidResponse, ValueError):
             self.abort()
-        self._close_when_idle()
+        if self._given_up and self.idle:
+            self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         """End all requests with an error."""
@@ -143,6 +168,8 @@ class AsyncConnection(asyncio.Protocol):
         for reply in self._pending:
             _settle(reply, ConnectionError(reason))
         self._pending.clear()
+        if self._abort_later is not None:
+            self._abort_later.cancel()
         close_at_once(self._redis_connection)
         self.lost.set_result(None)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError, RedisError
 
+from .. import events
 from ..clock import monotonic
 from .async_connection import AsyncConnection, SharedConnection
 from .connection_kinds import close_at_once, is_at_end, new_async_connection
@@ -36,6 +37,10 @@ from .wakeups_tasks import AsyncWaitingRoom
 
 UNDO_WITHIN = 1.0
 """Seconds for which a cancelled task may connect once more, to send its undo."""
+NOT_UNDONE = (
+    "A task was cancelled while Redis could not be reached (%s): a lock that it acquired or released may stay until "
+    "the lock's expiry."
+)
 
 T = TypeVar("T")
 
@@ -74,6 +79,9 @@ class AsyncServer:
                     return stop.value  # type: ignore[no-any-return]
                 try:
                     proceed, result = steps.send, await self._do(effect, cancelled)
+                except GeneratorExit:
+                    self._abandon(steps)
+                    raise
                 except BaseException as error:
                     cancelled = cancelled or not isinstance(error, Exception)
                     proceed, result = steps.throw, error
@@ -82,6 +90,30 @@ class AsyncServer:
             self._running -= 1
             if self._ends and not self._running:
                 self._close()
+                with suppress(RuntimeError):  # the loop is closed already
+                    self._loop.call_soon(self._leave)
+
+    def _abandon(self, steps: Operation[Any]) -> None:
+        """End the operation of a coroutine that is destroyed, as a rule because its loop was closed under it.
+
+        What it would send after a cancellation is sent, as far as that needs no loop. It gets a CancelledError, because
+        after a GeneratorExit Python lets no generator yield.
+        """
+        proceed: Callable[[Any], Effect] = steps.throw
+        result: Any = asyncio.CancelledError()
+        with suppress(StopIteration, asyncio.CancelledError, Exception):
+            while True:
+                doing = self._do(proceed(result), True)
+                try:
+                    doing.send(None)
+                except StopIteration as stop:
+                    proceed, result = steps.send, stop.value
+                except Exception:
+                    proceed, result = steps.throw, asyncio.CancelledError()
+                else:  # it would have to wait
+                    doing.close()
+                    proceed, result = steps.throw, asyncio.CancelledError()
+        del proceed, result
 
     async def _do(self, effect: Effect, cancelled: bool) -> Any:
         match effect:
@@ -126,11 +158,15 @@ class AsyncServer:
             raise
 
     async def _send_and_forget(self, call: ScriptCall) -> None:
-        """Send a script without waiting for the reply."""
-        with suppress(RedisError, OSError):
-            async with asyncio.timeout(UNDO_WITHIN):
-                connection = await self._commands.open()
+        """Send a script without waiting for the reply, or log that it cannot be sent."""
+        try:
+            connection = self._commands.connection
+            if connection is None:
+                async with asyncio.timeout(UNDO_WITHIN):
+                    connection = await self._commands.open()
             connection.send_and_forget(call.with_text().request)
+        except (RedisError, OSError) as error:
+            events.log.warning(NOT_UNDONE, str(error) or type(error).__name__)
 
     async def _connect(self, on_push: Callable[[Any], None] | None = None) -> AsyncConnection:
         if self._loop_watch is None and not self._ends:
@@ -162,15 +198,14 @@ class AsyncServer:
                 lost = [connection.lost for connection in self._connections]
                 if lost:
                     await asyncio.wait(lost, timeout=0.5)
-                for connection in self._connections:
-                    connection.abort()
+                self._leave()
 
     def end_soon(self) -> None:
         """Close the connections after the last operation. Any thread may call this, and a destructor."""
-        try:  # noqa: SIM105 (a destructor may run at the interpreter's exit, when `suppress` is gone)
+        try:
             self._loop.call_soon_threadsafe(self._end)
         except RuntimeError:  # the loop is closed
-            pass
+            self._leave()
 
     def _end(self) -> None:
         self._ends = True
@@ -180,6 +215,10 @@ class AsyncServer:
     def _close(self) -> None:
         for connection in list(self._connections):
             connection.close()
+
+    def _leave(self) -> None:
+        for connection in list(self._connections):
+            connection.leave()
 
 
 async def _result_of(future: Future[Any], until: float) -> Any:
@@ -214,5 +253,7 @@ def async_server_of(server: Server) -> AsyncServer:
         pass
     for other in list(server.views):
         if other.is_closed():
-            server.views.pop(other, None)
+            view = server.views.pop(other, None)
+            if view is not None:
+                view.end_soon()
     return server.views.setdefault(loop, (server.view_kind or AsyncServer)(server))  # type: ignore[no-any-return]

@@ -15,9 +15,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry
 
-from .connection_kinds import nameless, socket_of
+from .connection_kinds import nameless, socket_of, take_socket
 from .effects import Pipeline, ScriptBatch, ScriptCall, undo_after
 from .resp import INTEGER, Incomplete, Replies, encode_command
+from .unanswered import close_when_answered
 
 MIN_READ, MAX_READ = 4096, 1 << 20
 """Bytes of one read: at first the minimum, then twice as many as long as the reads are full."""
@@ -43,6 +44,8 @@ class Connection:
         self._socket: socket.socket | None = socket_of(redis_connection)
         self._replies = Replies()
         self._read_size = MIN_READ
+        self._unsent: bytes | memoryview = b""
+        """The rest of the request that is being sent."""
 
     @property
     def open(self) -> bool:
@@ -58,6 +61,7 @@ class Connection:
     def close(self) -> None:
         """Close the connection; the next request opens another one."""
         self._socket = None
+        self._unsent = b""
         self.redis_connection.disconnect()
 
     def execute(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
@@ -66,6 +70,7 @@ class Connection:
         For several scripts the list contains an error in place of each refused reply. Raises the error of a refused
         script or command. Any other failure closes the connection, so that no reply is left on it.
         """
+        replies: list[Any] = []
         try:
             match call:
                 case ScriptCall():
@@ -73,14 +78,16 @@ class Connection:
                     return self.receive()
                 case ScriptBatch(calls):
                     self.send(b"".join([script_call.request for script_call in calls]))
-                    return [self.receive_any() for _ in calls]
+                    for _ in calls:  # no comprehension, because after a failure it matters how many have come
+                        replies.append(self.receive_any())
+                    return replies
                 case Pipeline(commands):
                     self.send(b"".join([encode_command(*command) for command in commands]))
                     replies = [self.receive_any() for _ in commands]
         except ResponseError:
             raise
         except BaseException as error:
-            self._abort(undo_after(error, call))
+            self._abort(call, error, len(replies))
             raise
         for reply in replies:
             if isinstance(reply, ResponseError):
@@ -97,7 +104,7 @@ class Connection:
                 raise ConnectionError("The connection is closed.")
             self.send(call.request)
         except BaseException as error:
-            self._abort(undo_after(error, call))
+            self._abort(call, error)
             raise
 
     def receive_for(self, call: ScriptCall) -> Any:
@@ -107,28 +114,42 @@ class Connection:
         except ResponseError:
             raise
         except BaseException as error:
-            self._abort(undo_after(error, call))
+            self._abort(call, error)
             raise
 
-    def _abort(self, undo: bytes) -> None:
-        """Send the undo, if there is any, and close the connection."""
+    def _abort(self, call: ScriptCall | ScriptBatch | Pipeline, error: BaseException, received: int = 0) -> None:
+        """Close the connection; if the call is to be undone, send the undo and let the server answer first."""
         try:
-            if undo and self.open:
-                self.send(undo)
-        except (RedisError, OSError):
-            pass  # the call never arrived, or the server is gone
+            undos = undo_after(error, call)
+            sock = self._socket
+            if undos and sock is not None:
+                unsent, replies = bytes(self._unsent), self._replies
+                calls = len(call.calls) if isinstance(call, ScriptBatch) else 1
+                take_socket(self.redis_connection)
+                close_when_answered(sock, unsent + b"".join(undos), replies, calls - received + len(undos))
         finally:
             self.close()
 
     def send(self, request: bytes) -> None:
         """Send a request; connect first if necessary. Raises ConnectionError, TimeoutError, and errors of
         connecting."""
-        if self._socket is None:
+        sock = self._socket
+        if sock is None:
             self.connect()
+            sock = self._socket
+        self._unsent = request
         try:
-            self._socket.sendall(request)  # type: ignore[union-attr]
+            # Not `sendall`, which does not say how much it has sent when it is interrupted.
+            self._unsent = request[sock.send(request) :]  # type: ignore[union-attr]
+            if self._unsent:
+                self._send_rest(sock)
         except OSError as error:
             raise as_redis_error(error) from error
+
+    def _send_rest(self, sock: Any) -> None:
+        self._unsent = memoryview(self._unsent)
+        while self._unsent:
+            self._unsent = self._unsent[sock.send(self._unsent) :]
 
     def receive(self) -> Any:
         """Return the next reply; an error reply is raised.

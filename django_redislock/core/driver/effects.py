@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,7 +43,8 @@ class ScriptCall:
 
     def with_text(self) -> ScriptCall:
         """Return this call with the script's text, for a server that does not know the script (NOSCRIPT)."""
-        call = copy(self)
+        # Not `copy`, which imports: a destructor may release a lock when the interpreter ends.
+        call = ScriptCall(self.script, self.keys, self.args, self.undo)
         call.request = encode_command(b"EVAL", self.script.text, b"%d" % len(self.keys), *self.keys, *self.args)
         return call
 
@@ -68,8 +68,8 @@ class Pipeline(NamedTuple):
     commands: tuple[tuple[bytes, ...], ...]
 
 
-def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) -> bytes:
-    """Return the requests that undo a call whose reply got lost by this error; b"" when none is to be sent.
+def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) -> list[bytes]:
+    """Return the requests that undo a call whose reply got lost by this error; none when none is to be sent.
 
     This is the rule of both drivers. They send the undo on the same connection: so the server executes it after the
     call, however late. After an error reply there is nothing to undo. After a ConnectionError `with_retries` repeats
@@ -77,9 +77,16 @@ def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) 
     more.
     """
     if isinstance(error, (ResponseError, ConnectionError, GeneratorExit)) or isinstance(call, Pipeline):
-        return b""
+        return []
     calls = call.calls if isinstance(call, ScriptBatch) else (call,)
-    return b"".join([each.undo().with_text().request for each in calls if each.undo is not None])
+    undos = [each.undo() for each in calls if each.undo is not None]
+    # The text once for each script, because the server knows the script then.
+    known: set[bytes] = set()
+    requests = []
+    for undo in undos:
+        requests.append((undo if undo.script.sha in known else undo.with_text()).request)
+        known.add(undo.script.sha)
+    return requests
 
 
 class Subscribe(NamedTuple):

@@ -40,10 +40,10 @@ def start(run: Callable[[], None], name: str) -> None:
         start_new_thread(_run, (run,))
 
 
-def start_here(run: Callable[[], None], name: str) -> None:
-    """Start a daemon thread of Python; where gevent or eventlet patches threads, it is a greenlet."""
+def start_here(run: Callable[[], None], name: str, daemon: bool = True) -> None:
+    """Start a thread of Python; where gevent or eventlet patches threads, it is a greenlet."""
     try:
-        threading.Thread(target=run, name=name, daemon=True).start()
+        threading.Thread(target=run, name=name, daemon=daemon).start()
     except KeyError as error:
         # A signal handler raised while the thread started, and `threading` failed to clean up. The first error counts.
         raise error.__context__ or error from None

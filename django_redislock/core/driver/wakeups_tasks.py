@@ -183,7 +183,7 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
         except StopIteration:
             pass
         except BaseException:
-            connection.close()
+            connection.abort()
             raise
         connection.lost.add_done_callback(lambda _: self._waiters.wake_all())
         self._waiters.wake_all(but=waiter)  # messages that were sent meanwhile are lost

@@ -23,7 +23,10 @@ from .os_threads import Slot
 from .refusal import Refusal
 from .resp import encode_command
 from .subscription import Attempt, Subscription, WaitingThread
-from .wakeups import POLL_INTERVAL, BaseWaitingRoom
+from .wakeups import MAX_POLL_INTERVAL, POLL_INTERVAL, BaseWaitingRoom
+
+MAX_CHECKS = 100
+"""How often in a second all sleepers of a room together look whether another thread still reads."""
 
 
 class WaitingRoom(BaseWaitingRoom[WaitingThread]):
@@ -114,12 +117,28 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
             elif reader.thread == waiter.thread:  # it was interrupted, perhaps in the middle of a message
                 self._subscription.remove(subscription)
             else:
-                waiter.event.wait(left)
+                self._sleep(subscription, waiter, left)
         waiter.asleep = False
         waiter.event.clear()
         message = waiter.take_message()
         self._hand_on(waiter)
         return message
+
+    def _sleep(self, subscription: Subscription, waiter: WaitingThread, left: float) -> None:
+        """Sleep while another waiter reads, and leave its subscription when that one reads no more.
+
+        A signal handler may run in its thread, for minutes perhaps; then nobody would read and nobody would poll.
+        """
+        next_poll = self._next_poll
+        pause = max(2 * POLL_INTERVAL, min(len(self._waiters) / MAX_CHECKS, MAX_POLL_INTERVAL))
+        for seconds in (pause, POLL_INTERVAL):  # twice, because after a pause of the process all are late
+            if waiter.event.wait(min(left, seconds)) or left <= seconds:
+                return
+            left -= seconds
+            if self._next_poll != next_poll or subscription.reader.value is None:
+                return
+        self._subscription.remove(subscription)
+        self._waiters.wake_all()
 
     def _look_later(self, waiter: WaitingThread, until: float) -> None:
         """Sleep until the waiter's next look."""

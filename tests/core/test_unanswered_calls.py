@@ -1,0 +1,140 @@
+"""Calls that are given up while the server does not answer: what it grants later is given back at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from django_redislock.core import AsyncLock, Lock, held_locks
+from django_redislock.core.driver.effects import ScriptBatch
+from django_redislock.core.driver.registry import server_of
+from django_redislock.exceptions import LockBackendError
+from tests.support import BUSY, async_client_at, client_at, queued, wait_until
+
+pytestmark = pytest.mark.processes
+MANY = 30
+FOR_LONG = 600
+"""An expiry that cannot end during a test."""
+
+
+EXITS_AT_ONCE = """
+import asyncio
+from django_redislock.core import AsyncLock
+from tests.support import async_client_at
+
+async def main():
+    aclient = async_client_at(args[0])
+    async with AsyncLock(aclient, "warm"):
+        pass
+    tasks = [asyncio.create_task(AsyncLock(aclient, f"lock {i}", expire=600).acquire()) for i in range(60)]
+    await asyncio.sleep(0)
+
+asyncio.run(main())
+"""
+
+
+def freeze(server):
+    server.pause()
+    state = Path(f"/proc/{server.process.pid}/stat")
+    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+
+
+def nothing_is_held(client, *names):
+    wait_until(
+        lambda: not list(held_locks(client)) and not any(queued(client, name) for name in names),
+        timeout=5 + BUSY,
+        message=lambda: f"held: {[found.name for found in held_locks(client)]}",
+    )
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["the locks are free", "one lock is held"])
+def test_what_a_frozen_server_grants_to_tasks_that_timed_out_is_given_back(own_server, held):
+    names = ["a"] * MANY if held else [f"lock {number}" for number in range(MANY)]
+
+    async def main():
+        aclient = async_client_at(own_server.url, socket_timeout=0.5)
+        async with AsyncLock(aclient, "warm"):
+            pass
+        locks = [AsyncLock(aclient, name, expire=FOR_LONG) for name in names]
+        freeze(own_server)
+        tasks = [asyncio.create_task(lock.acquire(blocking=held, timeout=60 if held else None)) for lock in locks]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(result) for result in results} == {LockBackendError}
+        own_server.resume()
+        await asyncio.to_thread(nothing_is_held, client, *set(names) - {"a"})
+        if held:
+            await asyncio.to_thread(wait_until, lambda: not queued(client, "a"), 5 + BUSY)
+
+    with own_server.client() as client:
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["the server answers", "the server is frozen"])
+def test_when_a_loop_ends_while_tasks_acquire_and_release_nothing_stays_held(own_server, frozen):
+    async def hold(lock):
+        async with lock:
+            entered.append(lock)
+            await asyncio.sleep(60)
+
+    async def main():
+        aclient = async_client_at(own_server.url, socket_timeout=60)
+        holders = [asyncio.create_task(hold(AsyncLock(aclient, f"held {i}", expire=FOR_LONG))) for i in range(MANY)]
+        tasks.extend(holders)
+        while len(entered) < MANY:
+            await asyncio.sleep(0.005)
+        if frozen:
+            freeze(own_server)
+        tasks.extend(asyncio.create_task(hold(AsyncLock(aclient, f"new {i}", expire=FOR_LONG))) for i in range(MANY))
+        await asyncio.sleep(0)
+        for holder in holders:
+            holder.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # now they release; the end of the loop cancels them once more
+
+    entered, tasks = [], []
+    with own_server.client() as client:
+        asyncio.run(main())
+        own_server.resume()
+        nothing_is_held(client)
+
+
+def test_when_a_process_ends_with_its_loop_nothing_stays_held(run_python, own_server):
+    run_python(EXITS_AT_ONCE, own_server.url).finish()
+    with own_server.client() as client:
+        nothing_is_held(client)
+
+
+def batch_of(server, number):
+    """Return the calls that acquire so many locks."""
+    lock = Lock(server, "any", expire=FOR_LONG)
+    requests = [lock._like(f"lock {i}")._new_request(threading.current_thread(), 0.0) for i in range(number)]
+    return ScriptBatch(tuple(request.call(b"", False, b"") for request in requests))
+
+
+def test_what_a_frozen_server_grants_to_a_batch_that_timed_out_is_given_back(own_server):
+    with client_at(own_server.url, socket_timeout=0.5) as client:
+        with Lock(client, "warm"):
+            pass
+        server = server_of(client)
+        if server.splits:
+            pytest.skip("a Cluster splits it")
+        freeze(own_server)
+        with pytest.raises(Exception, match="Timeout"):
+            server.call(batch_of(client, 60))
+        own_server.resume()
+        nothing_is_held(client)
+        wait_until(lambda: not any("unanswered" in thread.name for thread in threading.enumerate()))
+
+
+def test_a_batch_that_is_too_large_to_be_sent_to_a_frozen_server_is_given_back(own_server):
+    with client_at(f"unix://{own_server.unix_socket}", socket_timeout=0.5) as client:
+        with Lock(client, "warm"):
+            pass
+        freeze(own_server)
+        with pytest.raises(Exception, match="Timeout"):
+            server_of(client).call(batch_of(client, 3000))
+        own_server.resume()
+        nothing_is_held(client)
