@@ -18,7 +18,7 @@ from ..core.driver.server import Server
 from ..exceptions import LockBackendError
 from .async_calls import call_any, run_read
 from .celery_refresh import CeleryRefreshMixin, check_importable
-from .failures import dump_failure, load_failure
+from .failures import dump_failure, load_failure, may_hide
 from .invalidation import InvalidatingMixin
 from .lease.read import read_value
 from .lease.request import MISSING, ValueRequest
@@ -82,7 +82,8 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         seconds before its timeout. One caller refreshes a value that is due: `refresh` "inline", in a "thread" or in a
         "celery" worker. All other callers get the stale value at once, or with ``on_wait_timeout="stale"`` after `wait`
         seconds. After a failed refresh the next one waits for a pause, which grows from a second to a minute. With
-        ``on_error="stale"`` the refreshing caller, too, gets the stale value in place of the error, which is logged.
+        ``on_error="stale"`` the refreshing caller, too, gets the stale value in place of the error, which is logged;
+        but not of an error that has broken the transaction of the caller.
 
         Without `lock`, with a default that is not callable, or with a timeout of 0, this is Django's own method.
 
@@ -119,7 +120,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
                     return value
                 if checked.refresh == "inline":
                     wait_s = call.wait_with_stale()
-                    return result_of(server.run(refresh_or_stale(request, caller, data, value, wait_s, call.on_error)))
+                    return result_of(server.run(refresh_or_stale(request, caller, data, value, wait_s, call.may_hide)))
                 if checked.refresh == "thread":
                     refresh_in_thread(request, data)
                 elif not is_refresh_paused(request):
@@ -165,7 +166,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             if checked.refresh == "inline":
                 wait_s = call.wait_with_stale()
                 return result_of(
-                    await server.run(refresh_or_stale(request, caller, data, value, wait_s, call.on_error))
+                    await server.run(refresh_or_stale(request, caller, data, value, wait_s, call.may_hide))
                 )
             if checked.refresh == "thread":
                 refresh_in_task(request, data)
@@ -220,7 +221,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             load_failure=partial(load_failure, loads),
         )
         on_timeout = own.on_wait_timeout if checked.on_wait_timeout is None else checked.on_wait_timeout
-        return GetOrSetCall(request, own.wait, on_timeout, checked, own.on_error)
+        return GetOrSetCall(request, own.wait, on_timeout, checked, may_hide if own.on_error == "stale" else None)
 
     def _dumps_for(self, redis_key: str, timeout: Timeout, value: Any) -> tuple[bytes, int | None]:
         if not callable(timeout):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from django.db import connections
+from django.db import DatabaseError, connections
 
 from ..exceptions import ComputationFailed
 
@@ -23,6 +23,23 @@ def roll_back_request() -> None:
     for connection in connections.all(initialized_only=True):
         if connection.settings_dict["ATOMIC_REQUESTS"] and connection.in_atomic_block:
             connection.set_rollback(True)
+
+
+def may_hide(error: BaseException) -> bool:
+    """Return whether a caller may get the stale value in place of this error of its computation.
+
+    Not within a transaction that the error has broken: the caller would go on, and commit nothing of it.
+    """
+    for connection in connections.all(initialized_only=True):
+        if connection.in_atomic_block and (
+            connection.needs_rollback or (isinstance(error, DatabaseError) and not connection.is_usable())
+        ):
+            error.add_note(
+                "The stale value is not returned in its place, because the error has broken the transaction of database "
+                f"{connection.alias!r}: compute within an atomic() of its own."
+            )
+            return False
+    return True
 
 
 def dump_failure(name: str, dumps: Callable[[Any], bytes], loads: Callable[[bytes], Any], error: Exception) -> bytes:

@@ -10,7 +10,7 @@ import math
 import os
 import random
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -124,12 +124,17 @@ def get_value(request: ValueRequest, caller: Caller, wait: float | None, on_time
 
 
 def refresh_or_stale(
-    request: ValueRequest, caller: Caller, old: bytes, value: Any, wait: float, on_error: str
+    request: ValueRequest,
+    caller: Caller,
+    old: bytes,
+    value: Any,
+    wait: float,
+    may_hide: Callable[[BaseException], bool] | None,
 ) -> Operation[Outcome]:
     """Return a new value in place of a stale one, or the stale one if another caller refreshes it.
 
-    Waits `wait` seconds for the other caller; 0: not at all. With `on_error` "stale" the stale value also replaces an
-    error.
+    Waits `wait` seconds for the other caller; 0: not at all. The stale value also replaces an error that `may_hide`
+    allows (None: none).
     """
     outcome = Outcome()
     if wait or not is_refresh_paused(request):
@@ -138,7 +143,7 @@ def refresh_or_stale(
     if outcome.error is None and outcome.value is not MISSING:
         return outcome
     if outcome.error is not None:
-        if on_error != "stale" or is_interruption(outcome.error):
+        if may_hide is None or is_interruption(outcome.error) or not may_hide(outcome.error):
             return outcome
         events.log.error(
             "The refresh of the value of %r failed; the stale value is returned.", request.key, exc_info=outcome.error
