@@ -35,8 +35,8 @@ def may_hide(error: BaseException) -> bool:
             connection.needs_rollback or (isinstance(error, DatabaseError) and not connection.is_usable())
         ):
             error.add_note(
-                "The stale value is not returned in its place, because the error has broken the transaction of database "
-                f"{connection.alias!r}: compute within an atomic() of its own."
+                "The stale value is not returned in its place, because the error has broken the transaction of "
+                f"database {connection.alias!r}: compute within an atomic() of its own."
             )
             return False
     return True
