@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -14,3 +16,12 @@ def redislock_unlocked() -> Iterator[None]:
 
     with unlocked():
         yield
+
+
+@pytest.fixture
+def redislock_held() -> Iterator[Callable[..., Any]]:
+    """``redislock_held("name")`` holds a lock until the end of the test: see `django_redislock.testing.held`."""
+    from .testing import held
+
+    with ExitStack() as stack:
+        yield lambda which: stack.enter_context(held(which))

@@ -1,9 +1,11 @@
-"""Helpers for tests of projects that use locks: grant every lock without Redis, and assert that a lock was acquired."""
+"""Helpers for tests of projects that use locks: grant every lock without Redis, hold one as somebody else does, and
+assert that one was acquired."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -11,7 +13,9 @@ from django.conf import settings
 from django.test import SimpleTestCase, override_settings
 
 from . import conf
-from .core import events
+from .core import Lock, events
+from .exceptions import LockError
+from .locks import lock
 
 C = TypeVar("C", bound=type)
 
@@ -88,3 +92,46 @@ def assert_locked(name: str) -> Iterator[list[str]]:
         raise AssertionError(
             f"No lock {name!r} was acquired. The acquired locks: {', '.join(map(repr, acquired)) or 'none'}."
         )
+
+
+@contextmanager
+def held(which: str | Lock) -> Iterator[Lock]:
+    """Hold a lock in the block, or in the function that it decorates, as somebody else does.
+
+    So a test sees what its code does in a conflict, without a second process. `which` is the name of a `lock`, or a
+    lock object, such as ``cache.lock("key")``. Another thread acquires it; the block gets the object. A lock that the
+    block force-released or lost is no error.
+
+    Raises AssertionError when the lock is not free, RuntimeError while all locks are granted (`unlocked`), and every
+    other error of the acquisition.
+    """
+    if not conf.get().enabled:
+        raise RuntimeError("held() cannot hold a lock while every lock is granted (unlocked(), or ENABLED: False)")
+    wanted = lock(which, until_commit=False) if isinstance(which, str) else which
+    acquired, end = threading.Event(), threading.Event()
+    outcome: list[bool | BaseException] = []
+
+    def hold() -> None:
+        try:
+            outcome.append(wanted.acquire(blocking=False))
+        except BaseException as error:
+            outcome.append(error)
+        acquired.set()
+        if outcome[0] is True:
+            end.wait()
+            with suppress(LockError):
+                wanted.release()
+
+    holder = threading.Thread(target=hold, name="somebody else", daemon=True)
+    holder.start()
+    acquired.wait()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    if not outcome[0]:
+        owner = wanted.owner()
+        raise AssertionError(f"Lock {wanted.name!r} is not free: {owner.holder if owner else 'its holder has gone'}.")
+    try:
+        yield wanted
+    finally:
+        end.set()
+        holder.join()
