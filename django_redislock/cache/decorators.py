@@ -71,11 +71,19 @@ class Cached(Generic[P, R]):
         using: str,
         version: int | None,
         options: GetOrSetOptions,
-        instance: Any = None,
     ) -> None:
         signature = inspect.signature(function)
         if key is None and signature.parameters:
             raise TypeError(f"cached() needs a key for {function.__qualname__}(), which has parameters")
+        if (
+            key is None
+            and "<locals>" in function.__qualname__
+            and getattr(inspect.unwrap(function), "__closure__", None)
+        ):
+            # Two functions that were made by two calls have one name.
+            raise TypeError(
+                f"cached() needs a key for {function.__qualname__}(), which uses variables of the function around it"
+            )
         functools.update_wrapper(self, function)
         self.function = function
         """The function itself, without the cache."""
@@ -85,7 +93,7 @@ class Cached(Generic[P, R]):
         self._using = using
         self._version = version
         self._options = options
-        self._instance = instance
+        self._instance: Any = None
         self._is_async = iscoroutinefunction(function)
         if self._is_async and sys.version_info >= (3, 12):
             inspect.markcoroutinefunction(self)
@@ -113,8 +121,9 @@ class Cached(Generic[P, R]):
         """Return the method of the instance."""
         if instance is None:
             return self
-        settings = (self._timeout, self._key, self._using, self._version, self._options)
-        return Cached(self.function, *settings, instance)
+        bound: Cached[Any, R] = object.__new__(Cached)  # a new one would read the signature again
+        vars(bound).update(vars(self), _instance=instance)
+        return bound
 
     def __repr__(self) -> str:
         return f"<cached {self.function!r}>"

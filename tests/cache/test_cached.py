@@ -190,3 +190,25 @@ def test_bad_use_is_refused_where_it_is_written():
         cached(60, key="k")(5)
     with pytest.raises(TypeError, match=r"'\{b\}' does not fit the arguments: KeyError"):
         cached(60, key="{b}")(lambda a: a)(1)
+
+
+def test_a_function_that_uses_variables_of_the_function_around_it_needs_a_key_because_two_of_them_have_one_name(cache):
+    def make(number):
+        return lambda: number
+
+    with pytest.raises(TypeError, match=r"needs a key for .*, which uses variables of the function around it"):
+        cached(60)(make(1))
+    assert [cached(60, key=f"k{number}")(make(number))() for number in (1, 2)] == [1, 2]
+
+
+def test_a_method_reads_its_signature_once(cache, monkeypatch):
+    class Shop:
+        pk = 7
+
+        @cached(60, key="shop:{self.pk}")
+        def total(self):
+            return self.pk
+
+    monkeypatch.setattr(inspect, "signature", None)
+    assert [Shop().total(), Shop().total()] == [7, 7]
+    assert Shop().total.key() == "shop:7"
