@@ -16,7 +16,7 @@ from ..core.driver.async_server import async_server_of
 from ..core.driver.registry import server_of
 from ..core.driver.server import Server
 from ..exceptions import LockBackendError
-from .async_calls import call_any, run_read
+from .async_calls import call_any, is_async_callable, run_read
 from .celery_refresh import CeleryRefreshMixin, check_importable
 from .failures import dump_failure, load_failure, may_hide
 from .invalidation import InvalidatingMixin
@@ -100,6 +100,8 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             if value is not MISSING:
                 self._counters.count("hits")
                 return value
+        if checked.refresh != "celery" and is_async_callable(default):  # here, because a hit shall not pay for it
+            raise TypeError(f"get_or_set() cannot await the coroutine function {default!r}: use aget_or_set()")
         call = self._prepare(key, default, timeout, version, checked)
         if call is None:
             return self._get_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)

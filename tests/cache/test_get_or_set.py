@@ -296,3 +296,13 @@ def test_without_django_redis_djangos_own_backend_works_and_the_other_says_what_
     process = run_python(WITHOUT_DJANGO_REDIS, redis_url, new=True)
     process.wait_for(value=5)
     assert "pip install django-redislock[cache]" in process.wait_for()["error"]
+
+
+def test_a_coroutine_function_is_refused_by_get_or_set_which_names_the_other_method(cache):
+    async def compute():
+        raise AssertionError("is not called")
+
+    with pytest.raises(TypeError, match=r"use aget_or_set\(\)"):
+        cache.get_or_set("k", compute, 60)
+    cache.set("k", "v")
+    assert cache.get_or_set("k", compute, 60) == "v", "a hit costs no check"
