@@ -138,3 +138,29 @@ def test_get_or_set_many_of_silent_nodes_waits_four_socket_timeouts_at_most(
         with pytest.raises(redis.TimeoutError):
             cache.get_or_set_many(names, compute, 60)
     assert 0 < sum(waited) <= 4
+
+
+@pytest.mark.parametrize("ignores", [False, True], ids=["raises", "ignores-exceptions"])
+@pytest.mark.parametrize("when", ["before", "while it computes"])
+def test_aget_or_set_many_of_silent_nodes_waits_four_socket_timeouts_at_most(silent_nodes, freeze, ignores, when):
+    cache = values_of(silent_nodes, IGNORE_EXCEPTIONS=ignores, client_name=f"amany-{ignores}-{when[:2]}")
+    names = [f"a {ignores} {when} {name}" for name in NAMES]
+
+    async def compute(keys):
+        if when != "before":
+            freeze()
+        return dict.fromkeys(keys, 1)
+
+    async def use() -> float:
+        await cache.aget_or_set_many([f"warm {name}" for name in names], lambda keys: dict.fromkeys(keys, 1), 60)
+        if when == "before":
+            freeze()
+        began = time.monotonic()
+        if ignores:
+            assert await cache.aget_or_set_many(names, compute, 60) == dict.fromkeys(names, 1)
+        else:
+            with pytest.raises(redis.TimeoutError):
+                await cache.aget_or_set_many(names, compute, 60)
+        return time.monotonic() - began
+
+    assert asyncio.run(use()) < 4 * TIMEOUT + BUSY
