@@ -204,3 +204,28 @@ def test_every_file_that_a_template_names_exists():
             assert (path.parent / target).exists(), f"{path.name}: {target}"
         for name in re.findall(r"`((?:docs/)?[\w-]+\.rst)`", path.read_text()):
             assert (ROOT / name).exists(), f"{path.name}: {name}"
+
+
+# Before a release
+
+
+def filled_in(folder: Path) -> None:
+    """Copy what the check looks at, with everything filled in."""
+    for path in [ROOT / "setup.py", ROOT / "README.rst", ROOT / "CHANGELOG.rst", *ROOT.glob(".github/workflows/*.yml")]:
+        text = path.read_text().replace('HOME = ""', f'HOME = "{HOME}"').replace("(unreleased)", "(2026-12-01)")
+        copied = folder / path.relative_to(ROOT)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_text(re.sub(r"(uses: [\w./-]+)@\S+", rf"\1@{'0' * 40}", text))
+    (folder / "django_redislock").mkdir()
+    (folder / "django_redislock/__init__.py").write_text((ROOT / "django_redislock/__init__.py").read_text())
+
+
+def test_what_is_to_be_filled_in_before_a_release_is_named_until_it_is(tmp_path):
+    open_points = runpy.run_path(str(ROOT / ".ci/before_release.py"))["open_points"]
+    named = list(open_points(ROOT))
+    assert ("setup.py: set HOME, the address of the repository" in named) == (not SETUP["HOME"])
+    assert any(point.startswith(".github/workflows/release.yml: pin actions/checkout@v5 to") for point in named)
+    filled_in(tmp_path)
+    version = re.findall(r'__version__ = "(.*)"', (tmp_path / "django_redislock/__init__.py").read_text())[0]
+    assert list(open_points(tmp_path)) == list(open_points(tmp_path, f"v{version}")) == []
+    assert list(open_points(tmp_path, "v0.9")) == [f"the tag is v0.9, and the version {version}"]
