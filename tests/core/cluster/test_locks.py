@@ -165,7 +165,9 @@ def test_the_connections_to_all_nodes_are_closed_with_the_last_lock(cluster):
         gone = [weakref.ref(node) for node in server_of(nodes).table.nodes.values()]
     del nodes, lock
     gc.collect()  # redis-py's client has cycles
-    assert [found() for found in gone] == [None] * 3
+    # More than the three, where another test knew the Cluster by a further address: the clients share these.
+    assert len(gone) >= 3
+    assert [found() for found in gone] == [None] * len(gone)
 
 
 def test_a_forked_child_opens_its_own_connections(client):
