@@ -34,6 +34,8 @@ FIRST_CONFLICT_HEADER = "single_instance_since"
 """The time of the first of these conflicts, in seconds since 1970."""
 REFUSED_HEADER = "single_instance_refused"
 """The holder of the lock when a message with a given id was published; the message is to be skipped."""
+ARGUMENTS_HEADER = "single_instance_arguments"
+"""The arguments as they may be shown, if the publisher gave Celery an `argsrepr` or a `kwargsrepr`."""
 _OF_FORMER_MESSAGE = {
     VERSION_HEADER,
     COPY_FENCE_HEADER,

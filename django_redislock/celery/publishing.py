@@ -23,6 +23,7 @@ from ..name_template import signature_of
 from ..task_names import waiting_id
 from . import options as options_of
 from .duplicates import (
+    MAX_ARGUMENTS_LENGTH,
     DuplicateResult,
     describe_arguments,
     duplicate_like,
@@ -35,6 +36,7 @@ from .execution import leave_queue, release_quietly
 from .execution_lock import ExecutionLock
 from .key import NO_MODELS, lock_name, make_key, with_tenant
 from .message import (
+    ARGUMENTS_HEADER,
     KEY_HEADER,
     MARKER_EXPIRE,
     REFUSED_HEADER,
@@ -139,11 +141,15 @@ class PublishingMixin(_Task):
                 warn_dropped_callbacks(self.name, duplicate.id, options)
                 return duplicate
         options["headers"] = new_message(options.get("headers"), key, ours.scope)
+        # What Celery was told to hide is hidden here, too; the worker cannot see who made the texts of its message.
+        shown = ", ".join(filter(None, (options.get("argsrepr"), options.get("kwargsrepr"))))
+        if shown:
+            options["headers"] = with_ours(options["headers"], {ARGUMENTS_HEADER: shown[:MAX_ARGUMENTS_LENGTH]})
         if not begins_here:
             return publish(args, kwargs, task_id=task_id, producer=producer, **options)
         # A message with a given id is always published, because a canvas, or the caller of a retry, waits for that id.
         task_id = task_id or uuid()
-        lock = self._waiting_lock(key, task_id, ours, options, describe_arguments(bound))
+        lock = self._waiting_lock(key, task_id, ours, options, shown or describe_arguments(bound))
         try:
             result = None
             if known:
@@ -326,10 +332,10 @@ class PublishingMixin(_Task):
     ) -> ExecutionLock:
         if request is None:
             return options.lock.with_name(name, label=f"{self.name}[{DIRECT}]")
-        arguments = ""
+        arguments = header(request, ARGUMENTS_HEADER)
         with suppress(TypeError):  # wrong arguments: the call of the body raises the error
-            arguments = describe_arguments(self._signature.bind(*args, **kwargs))
-        details = {**self._details(arguments, request.ignore_result), "worker": request.hostname or ""}
+            arguments = arguments or describe_arguments(self._signature.bind(*args, **kwargs))
+        details = {**self._details(arguments or "", request.ignore_result), "worker": request.hostname or ""}
         delivery = delivery_of(request)
         if options.scope == "queued":  # its runs may overlap, but not those of one message
             name = lock_name(self.name, delivery.message, "celery-message")

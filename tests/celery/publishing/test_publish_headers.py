@@ -45,6 +45,29 @@ def test_what_is_given_by_its_place_arrives(client, app, make, scope):
     assert (message.headers["id"], message.headers["shadow"]) == ("an-id", "a shadow")
 
 
+@pytest.mark.parametrize("scope", ["run", *SCOPES])
+@pytest.mark.parametrize("hidden", [{"argsrepr": "('4111…',)"}, {"kwargsrepr": "{'a': '4111…'}"}])
+def test_arguments_that_celery_was_told_to_hide_are_in_no_record(client, app, make, scope, hidden):
+    (shown,) = hidden.values()
+    seen = []
+    task = make(lambda a=1, password="": seen.append(task.lock_info(a, password)), scope=scope, key=[])
+    for _ in range(2):
+        if "argsrepr" in hidden:
+            task.apply_async(("4111 1111 1111 1111",), **hidden)
+        else:
+            task.apply_async((), {"a": "4111 1111 1111 1111"}, **hidden)
+    waiting = task.lock_info()
+    assert (waiting is None) == (scope == "run")
+    for message in taken(app, task):
+        args, kwargs, _ = message.payload
+        request = {**message.headers, "properties": message.properties, "delivery_info": {}, "hostname": "worker"}
+        build_tracer(task.name, task, app=app)(
+            message.headers["id"], args, kwargs, {**request, "called_directly": False}
+        )
+    assert {info.arguments for info in (waiting, *seen) if info} == ({shown} if waiting or seen[0] else set())
+    assert scope == "queued" or seen[0].arguments == shown
+
+
 class Traced(Task):
     """As sentry-sdk and ddtrace do it: Celery then shows the inner headers as those of the request."""
 
