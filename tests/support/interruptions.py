@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,3 +34,14 @@ def interruptions(error: type[BaseException]) -> Iterator[Callable[[float], None
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         gc.collect()
+        _release_handlers()
+
+
+def _release_handlers() -> None:
+    """Release the locks of the log handlers that this thread was interrupted with.
+
+    Before Python 3.13, logging acquires them before its `try`. Every other thread that logged hung from then on.
+    """
+    for handler in filter(None, (reference() for reference in logging._handlerList)):
+        while handler.lock is not None and handler.lock._is_owned():
+            handler.lock.release()
