@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
+from asgiref.sync import iscoroutinefunction
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.functional import cached_property
@@ -16,7 +17,7 @@ from ..core.driver.async_server import async_server_of
 from ..core.driver.registry import server_of
 from ..core.driver.server import Server
 from ..exceptions import LockBackendError
-from .async_calls import call_any, is_async_callable, run_read
+from .async_calls import call_any, run_read
 from .celery_refresh import CeleryRefreshMixin, check_importable
 from .failures import dump_failure, load_failure, may_hide
 from .invalidation import InvalidatingMixin
@@ -100,7 +101,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             if value is not MISSING:
                 self._counters.count("hits")
                 return value
-        if checked.refresh != "celery" and is_async_callable(default):  # here, because a hit shall not pay for it
+        if checked.refresh != "celery" and iscoroutinefunction(default):  # here, because a hit shall not pay for it
             raise TypeError(f"get_or_set() cannot await the coroutine function {default!r}: use aget_or_set()")
         call = self._prepare(key, default, timeout, version, checked)
         if call is None:
