@@ -4,7 +4,8 @@ A lock of a second is rightly lost when its process does not run for a second, a
 machine that stands still. A thread of each process that runs tests sleeps 20 ms at a time and notes how much longer it
 took, and a process beside them does the same: the first finds a process that did not run, or whose other threads kept
 the GIL; the second a machine that stood still. Only a failed test is repeated, three times at most, and the run ends
-with the names of those that were. A lock that is lost without a stall fails its test at once.
+with the names of those that were. A lock that is lost without a stall fails its test at once, and its report has the
+stack of every thread: a lock was lost twice in a row because its watchdog did not wake, and nothing said where it was.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -87,6 +90,20 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and call.when == "call":
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = [
+            f"{names.get(ident, ident)}\n{''.join(traceback.format_stack(frame)[-8:])}"
+            for ident, frame in sys._current_frames().items()
+            if ident != threading.get_ident()
+        ]
+        report.sections.append(("Threads", "\n".join(stacks)))
+    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
