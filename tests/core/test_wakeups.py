@@ -74,3 +74,27 @@ def test_a_process_polls_every_few_seconds_in_any_queue(waiters):
     waiter.tried_at, waiter.queue_length = monotonic() - MAX_POLL_INTERVAL, 1_000_000
     waiters.wake_pollers()
     assert waiter.woken
+
+
+class Counting(dict):
+    gets = 0
+
+    def get(self, *args):
+        self.gets += 1
+        return super().get(*args)
+
+
+def test_waiters_that_shared_one_id_make_no_wake_up_of_another_id_slower(waiters):
+    for waiter in [comes(waiters, b"shared") for _ in range(400)]:
+        waiters.remove(waiter)
+    other = comes(waiters, b"other")
+    waiters._by_id = Counting(waiters._by_id)
+    waiters.dispatch([b"message", b"channel", b"other"])
+    assert (other.woken, waiters._by_id.gets) == (True, 1)
+
+
+def test_all_waiters_of_one_id_are_woken(waiters):
+    same = [comes(waiters, b"shared") for _ in range(3)]
+    waiters.remove(same[0])
+    waiters.dispatch([b"message", b"channel", b"shared\ntext"])
+    assert [waiter.message for waiter in same] == [None, b"text", b"text"]

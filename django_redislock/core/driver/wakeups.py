@@ -115,8 +115,8 @@ class Waiters(Generic[W]):
     def __init__(self) -> None:
         self._by_id: dict[tuple[bytes, int], ref[W]] = {}
         """By owner id and number."""
-        self._numbers: dict[int, None] = {0: None}
-        """All numbers that were ever used."""
+        self._numbers: dict[bytes, dict[int, None]] = {}
+        """By owner id: the numbers above 0 that were ever used. Few ids are shared, so they stay."""
         self._pollers: dict[bytes, ref[W]] = {}
         """By lock: the waiter that polls for it."""
 
@@ -132,7 +132,8 @@ class Waiters(Generic[W]):
         reference = ref(waiter)
         for number in count():
             # Before the entry, because the waiter may be woken or removed as soon as it is there.
-            self._numbers[number] = None
+            if number:
+                self._numbers.setdefault(waiter.id, {})[number] = None
             waiter.number = number
             if self._by_id.setdefault((waiter.id, number), reference)() is waiter:
                 break
@@ -161,7 +162,7 @@ class Waiters(Generic[W]):
         """Wake the waiters of this message: it consists of their id and perhaps, after a newline, of data for them."""
         kind, *_, data = reply
         id, newline, message = data.partition(b"\n") if kind == b"message" else (b"", b"", b"")
-        for number in list(self._numbers):
+        for number in [0, *list(self._numbers.get(id, ()))]:
             found = self._by_id.get((id, number))
             waiter = None if found is None else found()
             if waiter is not None:
