@@ -40,6 +40,7 @@ from .message import (
     KEY_HEADER,
     MARKER_EXPIRE,
     REFUSED_HEADER,
+    SCOPE_HEADER,
     delivery_of,
     header,
     marker_expire,
@@ -175,7 +176,7 @@ class PublishingMixin(_Task):
 
     def _prevented(self, key: str, options: TaskOptions) -> DuplicateResult | None:
         """Return the result of the holder of the lock, None when the lock is not held or its holder has ended."""
-        lock = options.lock.with_name(self._waiting_name(key, options), label=self.name)
+        lock = options.lock.with_name(self._waiting_name(key, options.scope), label=self.name)
         try:
             holder = lock.prevented_by()
         except LockBackendError:
@@ -265,16 +266,22 @@ class PublishingMixin(_Task):
     def _task_id_of(self, holder: LockInfo) -> str:
         return holder.label.removeprefix(f"{self.name}[").removesuffix("]")
 
-    def _waiting_name(self, key: str, options: TaskOptions) -> str:
-        return lock_name(self.name, key, "celery" if options.scope == "job" else "celery-queue")
+    def _waiting_name(self, key: str, scope: str) -> str:
+        return lock_name(self.name, key, "celery" if scope == "job" else "celery-queue")
 
     def _waiting_lock(
-        self, key: str, task_id: str, ours: TaskOptions, options: Mapping[str, Any], arguments: str = ""
+        self,
+        key: str,
+        task_id: str,
+        ours: TaskOptions,
+        options: Mapping[str, Any],
+        arguments: str = "",
+        scope: str = "",
     ) -> ExecutionLock:
-        """Return the lock that a message of this id holds while it waits."""
+        """Return the lock that a message of this id holds while it waits. `scope`: the message's, if it is known."""
         expires = options.get("expires", self.expires)
         return ours.lock.with_name(
-            self._waiting_name(key, ours),
+            self._waiting_name(key, scope or ours.scope),
             label=f"{self.name}[{task_id}]",
             id=waiting_id(task_id),
             expire=waiting_expire(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
@@ -282,12 +289,16 @@ class PublishingMixin(_Task):
             details=self._details(arguments, options.get("ignore_result")),
         )
 
-    def _lock_of_message(self, task_id: str, key: object) -> ExecutionLock | None:
-        """Return the lock that the message of this id holds while it waits, None if it took none."""
+    def _lock_of_message(self, task_id: str, key: object, request: Context | None) -> ExecutionLock | None:
+        """Return the lock that the message of this id holds while it waits, None if it took none.
+
+        Its own header says which: before a deploy that changed the scope, the task took another one.
+        """
         options = self._options
-        if options.scope == "run" or not isinstance(key, str):  # without a key, no lock was taken for it
+        scope = header(request, SCOPE_HEADER) or options.scope
+        if scope == "run" or not isinstance(key, str):  # without a key, no lock was taken for it
             return None
-        return self._waiting_lock(key, task_id, options, {})
+        return self._waiting_lock(key, task_id, options, {}, scope=scope)
 
     def _details(self, arguments: str, ignored: bool | None) -> dict[str, Any]:
         """Return further fields of the record; `ignored`: the message's own `ignore_result`."""

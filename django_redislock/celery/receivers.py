@@ -69,7 +69,7 @@ def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool =
     if isinstance(sender, SingleInstanceMixin) and terminated:
         end_from_outside(sender, request)
     elif isinstance(sender, PublishingMixin) and request is not None:
-        _release(sender._lock_of_message(request.id, header(request, KEY_HEADER)))
+        _release(sender._lock_of_message(request.id, header(request, KEY_HEADER), request))
 
 
 def end_from_outside(task: SingleInstanceMixin, request: Any) -> None:
@@ -86,7 +86,7 @@ def end_from_outside(task: SingleInstanceMixin, request: Any) -> None:
                 "Could not record that %s was terminated, so its lock may stay until it expires: %s",
                 request.id,
             )
-    _release(task._lock_of_message(request.id, header(request, KEY_HEADER)))
+    _release(task._lock_of_message(request.id, header(request, KEY_HEADER), request))
 
 
 @signals.task_failure.connect
@@ -97,7 +97,8 @@ def _on_worker_lost(
     this signal."""
     if isinstance(exception, WorkerLostError) and isinstance(sender, PublishingMixin):
         # Celery 5.6 passes no request here, so the key of the producer is unknown.
-        _release(sender._lock_of_message(task_id, sender._key_of(args, kwargs or {}, sender.request_stack.top)))
+        request = sender.request_stack.top
+        _release(sender._lock_of_message(task_id, sender._key_of(args, kwargs or {}, request), request))
 
 
 @signals.task_postrun.connect

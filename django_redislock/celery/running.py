@@ -110,12 +110,12 @@ class SingleInstanceMixin(RepublishingMixin):
             if outer.lock is not None and outer.lock.name == name:
                 with Execution(self.name, task_id, outer.lock):
                     return super().__call__(*args, **kwargs)
-        queued = None
         if options.scope != "run":
             self._warn_foreign(request)
-        if request is not None and task_id is not None and options.scope in ("queued", "queued+run"):
-            queued = self._waiting_lock(key, task_id, options, {})
         lock = self._running_lock(name, options, request, args, kwargs)
+        queued = None if task_id is None else self._lock_of_message(task_id, key, request)
+        if queued is not None and queued.name == lock.name:  # the execution takes it over
+            queued = None
         refused = header(request, REFUSED_HEADER)
         if refused is not None and options.on_conflict == "skip":
             return self._skip(
