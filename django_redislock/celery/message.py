@@ -36,6 +36,8 @@ REFUSED_HEADER = "single_instance_refused"
 """The holder of the lock when a message with a given id was published; the message is to be skipped."""
 ARGUMENTS_HEADER = "single_instance_arguments"
 """The arguments as they may be shown, if the publisher gave Celery an `argsrepr` or a `kwargsrepr`."""
+CONTENT_TYPE = "single_instance_content_type"
+"""The content type of a message, noted by the worker that received it; no header."""
 _OF_FORMER_MESSAGE = {
     VERSION_HEADER,
     COPY_FENCE_HEADER,

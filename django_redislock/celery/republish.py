@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 from celery.app import trace
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
+from kombu.serialization import registry  # type: ignore[attr-defined]
 
 from ..core import events
 from ..exceptions import LockBackendError, LockError
 from .execution_lock import ExecutionLock
 from .message import (
+    CONTENT_TYPE,
     COPY_FENCE_HEADER,
     FIRST_CONFLICT_HEADER,
     RESCHEDULED_HEADER,
@@ -160,7 +162,10 @@ class RepublishingMixin(PublishingMixin):
     ) -> None:
         """Publish the same message for later, and mark its copies as outdated."""
         delivery = lock.delivery or delivery_of(request)
-        more = {} if alone else {"expires": None}  # a message that started in time has not expired
+        more: dict[str, Any] = {} if alone else {"expires": None}  # a message that started in time has not expired
+        serializer = registry.type_to_name.get(request.get(CONTENT_TYPE))
+        if serializer is not None:  # what was pickled cannot be written as JSON
+            more["serializer"] = serializer
         message = self.signature_from_request(
             request,
             countdown=delay,

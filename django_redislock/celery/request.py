@@ -1,4 +1,7 @@
-"""The request of a message in a worker's main process, which alone knows that a hard time limit has ended a run."""
+"""The request of a message in a worker's main process.
+
+It alone knows that a hard time limit has ended a run, and how the arguments were serialized.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,20 @@ from typing import Any
 
 from celery.utils.imports import symbol_by_name
 
+from .message import CONTENT_TYPE
 from .receivers import end_from_outside
 
 
 @lru_cache
 def request_class(base: Any) -> Any:
-    """Return the class of requests `base`, a class or its path, that lets a job end with its hard time limit."""
+    """Return the class of requests `base`, a class or its path, that passes the content type on, and lets a job end
+    with its hard time limit."""
 
     class SingleInstanceRequest(symbol_by_name(base)):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.request_dict[CONTENT_TYPE] = self.content_type
+
         def on_timeout(self, soft: bool, timeout: float) -> None:
             """Do as Celery does; then release what the child has left, or is about to leave, for the next delivery.
 

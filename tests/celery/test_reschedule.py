@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from celery import Celery
 from celery.app.trace import build_tracer
+from kombu import serialization
 
 from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import single_instance
@@ -53,13 +56,14 @@ class Message:
         with self.task.app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue:
             message = queue.get(timeout=30)
             message.ack()
-        self.headers = dict(message.headers)
+        self.headers, self.content_type = dict(message.headers), message.content_type
         for headers in (self.headers, self.headers.get("headers") or {}):
             if waited and "single_instance_since" in headers:
                 headers["single_instance_since"] -= waited
         task_rescheduled.connect(receiver := lambda **data: delays.append(data["delay"]))
         try:
-            request = {**self.headers, "properties": message.properties, "delivery_info": {}}
+            received = self.task.Request(message, app=self.task.app, task=self.task, headers=self.headers)
+            request = {**received.request_dict, "delivery_info": {}}
             build_tracer(self.task.name, self.task, app=self.task.app)(
                 self.result.id, (), {}, {**request, "called_directly": False}
             )
@@ -89,6 +93,18 @@ def test_a_task_behind_a_long_run_is_rescheduled_as_long_as_its_message_may_live
     task.unlock()
     message.run()
     assert (message.result.state, message.result.result) == ("SUCCESS", "ran")
+
+
+def test_a_message_keeps_its_serializer(client, make, held, request):
+    """Pickled arguments went into JSON: Celery could not publish them, so the broker brought the message 276 times."""
+    serialization.register("like json", json.dumps, json.loads, "application/x-like-json", "utf-8")
+    request.addfinalizer(partial(serialization.unregister, "like json"))
+    task = make()
+    held(task)
+    message = Message(task, serializer="like json")
+    for _ in range(3):
+        message.run()
+        assert message.content_type == "application/x-like-json"
 
 
 def test_the_delay_grows_with_the_time_waited_so_far(client, make, held):
