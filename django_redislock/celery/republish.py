@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 from celery.app import trace
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.serialization import registry  # type: ignore[attr-defined]
 
 from ..core import events
@@ -150,6 +152,11 @@ class RepublishingMixin(PublishingMixin):
         if final and not done and request is not None:
             request.update(single_instance_lock=lock)
 
+    def _delayed_by_exchanges(self) -> bool:
+        """Whether Celery delays messages by exchanges of RabbitMQ: in whole seconds, of which it refuses 0."""
+        found, _ = detect_quorum_queues(self.app, self.app.connection_for_write().transport.driver_type)
+        return found
+
     def _publish_again(
         self,
         lock: ExecutionLock,
@@ -168,7 +175,7 @@ class RepublishingMixin(PublishingMixin):
             more["serializer"] = serializer
         message = self.signature_from_request(
             request,
-            countdown=delay,
+            countdown=math.ceil(delay) if self._delayed_by_exchanges() else delay,
             retries=request.retries,
             headers=published_again(request, delivery, **headers),
             **more,
