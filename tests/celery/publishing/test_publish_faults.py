@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
-from functools import partial, wraps
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -136,7 +136,7 @@ def test_while_all_producers_are_in_use_publishing_waits_with_its_lock(client, a
         assert first.result(30).id in messages(app, task)
 
 
-def test_nobody_is_told_of_a_message_that_is_not_published(client, app, make, scope, form, monkeypatch, request):
+def test_nobody_is_told_of_a_message_that_is_not_published(client, app, make, scope, form, monkeypatch):
     """No class of the project, which would see a failure, nor what traces Celery's own publishing, as Sentry does."""
     told, traced, publish, announced = [], [], Task.apply_async, []
 
@@ -162,10 +162,10 @@ def test_nobody_is_told_of_a_message_that_is_not_published(client, app, make, sc
 
     if form == "first":
         monkeypatch.setattr(Task, "apply_async", trace)
-    request.addfinalizer(partial(before_task_publish.disconnect, announce))  # or Celery 5.6 tells no later receiver
-    request.addfinalizer(partial(after_task_publish.disconnect, announce))
     before_task_publish.connect(announce)
     after_task_publish.connect(announce)
+    # Celery 5.6 goes on with the list of receivers that it found first; a dead one, of another test, has replaced it.
+    vars(app.amqp).pop("send_task_message", None)
     monkeypatch.setattr(app.backend, "on_task_call", lambda producer, task_id: told.append(task_id))
     task = make(scope=scope, task_options={"base": Careful})
     first = task.delay()
