@@ -27,7 +27,9 @@ from pathlib import Path
 import pytest
 from _pytest.runner import runtestprotocol
 
-monotonic = partial(time.monotonic)  # partial, because freezegun replaces each reference to a function of `time`
+# Noted now, because a test that replaced `time.sleep` got the pauses of the thread below, without an end; partial,
+# because freezegun replaces each reference to a function of `time`.
+monotonic, sleep = partial(time.monotonic), partial(time.sleep)
 
 TICK, NOTED = 0.02, 0.1
 """Seconds: a sleep; how much longer it has to take to be noted."""
@@ -45,7 +47,7 @@ def watch(note: Callable[[float, float], object]) -> None:
     """Call ``note(end, seconds)`` after each stall, for ever."""
     before = monotonic()
     while True:
-        time.sleep(TICK)
+        sleep(TICK)
         now = monotonic()
         if now - before - TICK > NOTED:
             note(now, now - before - TICK)
