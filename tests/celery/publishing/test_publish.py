@@ -23,7 +23,7 @@ from django_redislock.core.contention import contention
 from django_redislock.signals import lock_conflict
 from tests.support import BUSY, PythonProcess, counting, wait_until
 
-from . import CANVASES, messages
+from . import CANVASES, find_receivers_again, messages
 
 
 def test_a_duplicate_gets_the_result_of_the_one_that_waits(client, app, make, scope):
@@ -279,6 +279,7 @@ def test_a_message_that_takes_long_to_publish_keeps_its_lock(client, app, make, 
         fences.extend([first.fence, task.lock_info().fence])
 
     before_task_publish.connect(slow)
+    find_receivers_again(app)
     task.delay()
     before_task_publish.disconnect(slow)
     assert fences[0] == fences[1]
