@@ -72,7 +72,7 @@ class Renewals:
             return True
         lease.renewing = False
         if id(lease) in self._leases:
-            report_not_renewed(lease.name, lease.fence, reason)
+            report(partial(report_not_renewed, lease.name, lease.fence, reason))
         return False
 
     def renew(self, server: Server, leases: list[Lease]) -> None:
@@ -113,10 +113,9 @@ class Renewals:
     def _unanswered(self, leases: list[Lease], error: Exception) -> None:
         """Schedule another try soon, until the deadline."""
         now = monotonic()
+        if names := [lease.name for lease in leases if not lease.failures]:
+            report(partial(_log_failures, names, str(error)))
         for lease in leases:
-            if not lease.failures:
-                message = "The renewal of lock %r failed (%s). It is tried again until the lock's deadline."
-                events.log.warning(message, lease.name, error)
             lease.failures += 1
             pause = min(SHORTEST_RETRY * 2**lease.failures, lease.expire / 10)
             lease.next_renewal = min(now + pause, lease.deadline)
@@ -161,17 +160,31 @@ def acquirer_ended(lease: Lease) -> bool:
             message = (
                 "Cannot find out whether the holder of lock %r has ended (%s: %s). It is renewed until its release."
             )
-            events.log.warning(message, lease.name, type(error).__name__, error)
+            report(partial(events.log.warning, message, lease.name, type(error).__name__, error))
         return False
 
 
 def _report_lost(lease: Lease, cause: Cause) -> None:
-    """Note the loss at once, and report it from another thread, because listeners may take long."""
+    """Note the loss at once, and report it."""
     if not lease.ends_quietly() and lease.note_loss(cause):
-        try:
-            os_threads.start(lease.report_loss, "redislock-loss")
-        except RuntimeError:  # no further thread can be started
-            lease.report_loss()
+        report(lease.report_loss)
+
+
+def report(tell: Callable[[], None]) -> None:
+    """Call the function from another thread, because handlers of log records and listeners may take long.
+
+    A handler that waited for a lock of its own stopped the watchdog, and every lock of the server was lost.
+    """
+    try:
+        os_threads.start(tell, "redislock-report")
+    except RuntimeError:  # no further thread can be started
+        tell()
+
+
+def _log_failures(names: list[str], error: str) -> None:
+    for name in names:
+        message = "The renewal of lock %r failed (%s). It is tried again until the lock's deadline."
+        events.log.warning(message, name, error)
 
 
 def report_not_renewed(name: str, fence: int, reason: str) -> None:

@@ -22,7 +22,7 @@ from .driver import os_threads
 from .driver.fork import after_in_child
 from .driver.os_threads import Slot
 from .lease import Lease
-from .renewals import Renewals, acquirer_ended, patience_of, report_not_renewed
+from .renewals import Renewals, acquirer_ended, patience_of, report, report_not_renewed
 
 if TYPE_CHECKING:
     from .driver.server import Server
@@ -134,9 +134,8 @@ class ServerWatchdog(Renewals):
         while self._thread is thread:
             thread.wakes_at = math.inf  # from now on, each added lease sets the event
             while self._abandoned:
-                report_not_renewed(
-                    *self._abandoned.popleft(), "its lock object was garbage-collected while it was held"
-                )
+                reason = "its lock object was garbage-collected while it was held"
+                report(partial(report_not_renewed, *self._abandoned.popleft(), reason))
             now = monotonic()
             leases = [lease for lease in [ref() for ref in list(self._leases.values())] if lease is not None]
             # Without leases it still sleeps until the requested time: otherwise each short hold would have to start a
@@ -155,8 +154,9 @@ class ServerWatchdog(Renewals):
                 continue
             try:
                 self._check(thread, now, leases)
-            except Exception:  # the thread that renews all locks must survive an error of one of them
-                events.log.exception("The watchdog of locks failed. It goes on; please report this error.")
+            except Exception as error:  # the thread that renews all locks must survive an error of one of them
+                message = "The watchdog of locks failed. It goes on; please report this error."
+                report(partial(events.log.error, message, exc_info=error))
                 thread.event.wait(PAUSE_AFTER_ERROR)
             leases.clear()
 

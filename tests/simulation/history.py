@@ -78,7 +78,7 @@ def simulated() -> Iterator[None]:
                 replace(module, "monotonic", now.monotonic)
             if vars(module).get("new_id") is new_id:
                 replace(module, "new_id", now.new_id)
-    replace(renewals, "_report_lost", lambda lease, cause: lease.lose(cause))  # it would start a thread
+    replace(renewals, "report", lambda tell: tell())  # it would start a thread
     stand_in = SimpleNamespace(get_ident=now.thread_number, current_thread=threading.current_thread)
     replace(single_flight, "threading", stand_in)
     replace(circles, "living_servers", now.servers)

@@ -38,10 +38,11 @@ def interruptions(error: type[BaseException]) -> Iterator[Callable[[float], None
 
 
 def _release_handlers() -> None:
-    """Release the locks of the log handlers that this thread was interrupted with.
+    """Release the locks of logging and its handlers that this thread was interrupted with.
 
     Before Python 3.13, logging acquires them before its `try`. Every other thread that logged hung from then on.
     """
-    for handler in filter(None, (reference() for reference in logging._handlerList)):
-        while handler.lock is not None and handler.lock._is_owned():
-            handler.lock.release()
+    handlers = filter(None, (reference() for reference in logging._handlerList))
+    for lock in filter(None, (logging._lock, *(handler.lock for handler in handlers))):
+        while lock._is_owned():
+            lock.release()
