@@ -3,8 +3,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 from django.apps import AppConfig
+from django.conf import settings
 from django.core.checks import register
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.module_loading import import_string
 from django.utils.translation import gettext_lazy as _
 
 
@@ -25,3 +27,8 @@ class DjangoRedislockConfig(AppConfig):
         replace_unknown_modules()
         with suppress(ImproperlyConfigured):  # the checks report it
             conf.get()
+        # Once, before a server forks: else the first miss of each of its processes takes the time of the import.
+        for backend in (str(cache.get("BACKEND")) for cache in settings.CACHES.values()):
+            if backend.startswith(f"{self.name}."):
+                with suppress(ImportError, ImproperlyConfigured):  # whoever uses the cache gets the error
+                    import_string(backend)
