@@ -192,17 +192,17 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         self, key: Any, default: Any, timeout: Timeout, version: int | None, checked: CheckedOptions
     ) -> GetOrSetCall | None:
         """Return the call with its request; None when the base class's method is enough."""
-        settings = conf.get()
-        redis_key = self._redis_key(key, version)
-        server = self._lease_server(redis_key, timeout)
-        if server is None:
-            return None
-        if checked.refresh_before and not callable(timeout):
+        if checked.refresh_before and not callable(timeout) and self._stores(timeout):
             seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
             if seconds is not None and checked.refresh_before >= seconds:
                 raise ValueError(
                     f"refresh_before must be less than the timeout of {seconds:g} s, not {checked.refresh_before:g}"
                 )
+        settings = conf.get()
+        redis_key = self._redis_key(key, version)
+        server = self._lease_server(redis_key, timeout)
+        if server is None:
+            return None
         own = self._settings
         if checked.settings:
             own = replace(own, **checked.settings)

@@ -93,7 +93,7 @@ class ManyMixin(RedisBackend):
         found = self.get_many(many.keys, version=many.version)
         missing = [key for key in many.keys if key not in found]
         if missing:
-            new = many.default(missing)
+            new = many.asked_for(missing, many.default(missing))
             for timeout, some in many.by_timeout(new):
                 self.set_many(some, timeout, version=many.version)
             found |= new
@@ -103,7 +103,7 @@ class ManyMixin(RedisBackend):
         found = await self.aget_many(many.keys, version=many.version)
         missing = [key for key in many.keys if key not in found]
         if missing:
-            new = await call_any(many.default, missing)
+            new = many.asked_for(missing, await call_any(many.default, missing))
             for timeout, some in many.by_timeout(new):
                 await self.aset_many(some, timeout, version=many.version)
             found |= new
@@ -137,6 +137,10 @@ class _ManyRequest:
         self.found: dict[str, Any] = {}
         self.locked = self.checked.lock and cache._lease_server(next(iter(self.redis_keys), ""), timeout) is not None
         """Whether missing values are computed under leases."""
+
+    def asked_for(self, keys: list[Any], values: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the values of these keys."""
+        return {key: values[key] for key in keys if key in values}
 
     def by_timeout(self, values: dict[Any, Any]) -> list[tuple[float | None, dict[Any, Any]]]:
         """Return the values in groups of the same timeout."""

@@ -73,6 +73,20 @@ def test_get_or_set_of_many_and_of_tasks(cache, keeps):
     assert asyncio.run(cache.aget_or_set_many(["a", "c"], load_many, 60)) == {"a": 1 if keeps else "aa", "c": "cc"}
 
 
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_values_that_nobody_asked_for_are_neither_returned_nor_stored(cache, way):
+    if way == "sync":
+        assert cache.get_or_set_many(["a"], lambda keys: {"a": 1, "b": 2}, 60) == {"a": 1}
+    else:
+        assert asyncio.run(cache.aget_or_set_many(["a"], lambda keys: {"a": 1, "b": 2}, 60)) == {"a": 1}
+    assert cache.get("b") is None
+
+
+def test_a_value_that_would_be_due_at_once_is_refused(cache):
+    with pytest.raises(ValueError, match="refresh_before must be less than the timeout of 10 s"):
+        cache.get_or_set("k", lambda: 1, 10, refresh_before=20)
+
+
 @pytest.mark.parametrize("way", ["get_or_set", "aget_or_set", "get_or_set_many"])
 def test_what_should_not_be_cached_is_not(cache, way):
     options = {"should_cache": lambda value: value is not None}
