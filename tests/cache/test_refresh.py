@@ -219,6 +219,23 @@ def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, clie
 # Errors
 
 
+def test_a_pause_costs_the_server_no_look_at_the_value(redis_url, backend, client):
+    """Each process asks once a second. The server copied and hashed 20 MB each time."""
+    cache = cache_at(redis_url, backend)
+    cache.set("k", "old", 25)
+
+    def ask():
+        single_flight._paused.clear()  # as another process, or a second later
+        assert cache.get_or_set("k", lambda: 1 / 0, 60, stale=30, on_error="stale") == "old"
+
+    ask()  # fails, so the next ones are refused
+    with counting(client) as refused:
+        ask()
+    # The caller's own, the lock and the failures.
+    assert refused["strlen"] == 0
+    assert refused["get"] <= 3
+
+
 @pytest.mark.parametrize("refresh", ["inline", "thread"])
 def test_a_sick_origin_is_tried_with_a_pause_that_grows_over_all_processes(redis_url, backend, client, refresh, caplog):
     processes = [cache_at(f"{redis_url}?socket_timeout={5 + number}", backend) for number in range(4)]

@@ -51,20 +51,22 @@ if held and has_old == '1' and join ~= '1' then
 end
 
 local there = redis.call('EXISTS', era, value_key, value_key)  -- 1: the era, 2: the value, 3: both
+-- Before the value is read, because each process asks once a second meanwhile: 24 of them cost 912 ms a second with a
+-- value of 20 MB. The caller returns the stale value, which it has just read.
+if has_old == '1' and there > 1 and not mine then
+  local again = string.match(redis.call('GET', failures) or '', ' (%d+)$')
+  if again and tonumber(again) > now / 1000 then
+    leave()
+    return {'paused'}
+  end
+end
+
 local length = there > 1 and redis.call('STRLEN', value_key) or 0
 local large = length > LARGE and old_digest == ''
 local value = length > 0 and not large and redis.call('GET', value_key)
 if large or value and (old_digest == '' or redis.sha1hex(value) ~= old_digest) then
   leave()
   return {large and 'large' or 'value', large and '' or value, mine and 1 or 0}
-end
-
-if has_old == '1' and value and not mine then
-  local again = string.match(redis.call('GET', failures) or '', ' (%d+)$')
-  if again and tonumber(again) > now / 1000 then
-    leave()
-    return {'paused'}
-  end
 end
 
 -- The queue has no order here: the caller that computes does it for all waiters.
