@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import types
+from contextlib import suppress
 
 import pytest
+from redis.asyncio.connection import AbstractConnection
 
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
@@ -225,3 +227,30 @@ def test_who_opens_the_connection_for_all_may_be_cancelled_and_who_waits_for_it_
         assert {type(result) for result in results[:2]} == {asyncio.CancelledError}
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("passed", [0, 1], ids=["of the calls", "of the wake-ups"])
+def test_a_cancellation_that_the_handshake_swallows_is_not_lost(redis_url, client, monkeypatch, passed):
+    """`asyncio.wait_for` of Python 3.11 does so, in redis-py: the cancelled task waited for its lock for ever."""
+    connect, connected = AbstractConnection.connect, []
+
+    async def main():
+        async def swallow(self):
+            await connect(self)
+            connected.append(self)
+            if len(connected) > passed:
+                swallowing.set()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+
+        swallowing = asyncio.Event()
+        monkeypatch.setattr(AbstractConnection, "connect", swallow)
+        task = asyncio.create_task(AsyncLock(async_client_at(redis_url), "a").acquire())
+        await asyncio.wait_for(swallowing.wait(), 10)
+        task.cancel()
+        await asyncio.wait([task], timeout=10)
+        assert task.cancelled()
+
+    with Lock(client, "a"):
+        asyncio.run(main())
+    assert not queued(client, "a")

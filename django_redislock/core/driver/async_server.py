@@ -173,8 +173,13 @@ class AsyncServer:
             self._loop_watch = self._until_the_loop_ends()
             await anext(self._loop_watch)
         redis_connection = new_async_connection(self._kind, self._settings)
+        cancellations = getattr(asyncio.current_task(), "cancelling", int)
+        before = cancellations()
         try:
             await redis_connection.connect()
+            # `wait_for` of Python 3.11, in the handshake, swallows one that comes as it ends: the task waited for ever.
+            if cancellations() > before:
+                raise asyncio.CancelledError
             if is_at_end(redis_connection):  # later, no task would notice it
                 raise ConnectionError("Connection closed by server.")
         except BaseException:
