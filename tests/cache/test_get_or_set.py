@@ -280,7 +280,7 @@ def test_a_value_that_is_no_string_fails_as_in_the_base_class(cache, backend, re
 WITHOUT_DJANGO_REDIS = """
 import sys
 import django_redislock.cache
-sys.modules["django_redis"] = None
+sys.modules.update({"django_redis": None, "django_redis.cache": None})
 del sys.modules["django_redislock.cache.backends.django_redis_backend"]  # which CACHES names
 vars(django_redislock.cache).pop("RedisCache", None)
 from django.core.exceptions import ImproperlyConfigured
