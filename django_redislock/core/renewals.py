@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -25,6 +28,8 @@ BATCH = 250
 """Locks renewed in one call at most, so that the server is not kept busy for long: 2 ms or less."""
 SHORTEST_RETRY = 0.05
 """Seconds between two tries for an unanswered renewal; it doubles with each try."""
+LONGEST_REPORT = 1.0
+"""Seconds for which the end of the process waits for reports."""
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 0.25, 5.0
 """Seconds to wait for a reply: a quarter of the expiry, but within these and the client's own timeout."""
 
@@ -145,6 +150,9 @@ def patience_of(lease: Lease) -> float:
     return min(max(SHORTEST_PATIENCE, lease.expire / 4), LONGEST_PATIENCE)
 
 
+_reports: dict[object, int] = {}
+"""The reports that are under way, each with its process, because a forked child has none of its parent's threads."""
+_ending = False
 _unknown: set[type] = set()
 """Types of acquirers whose end cannot be detected, and for which the warning about that was logged."""
 
@@ -173,12 +181,37 @@ def _report_lost(lease: Lease, cause: Cause) -> None:
 def report(tell: Callable[[], None]) -> None:
     """Call the function from another thread, because handlers of log records and listeners may take long.
 
-    A handler that waited for a lock of its own stopped the watchdog, and every lock of the server was lost.
+    A handler that waited for a lock of its own stopped the watchdog, and every lock of the server was lost. When the
+    process ends, nothing more is reported.
     """
+    token = object()
+
+    def run() -> None:
+        try:
+            tell()
+        finally:
+            _reports.pop(token, None)
+
+    if _ending:
+        return
+    _reports[token] = os.getpid()
     try:
-        os_threads.start(tell, "redislock-report")
+        os_threads.start(run, "redislock-report")
     except RuntimeError:  # no further thread can be started
-        tell()
+        run()
+
+
+@atexit.register
+def _wait_for_reports() -> None:
+    """Wait until the reports of this process have ended, for a second at most.
+
+    Python ends a daemon thread anywhere: where that was within a write to stderr, the process was aborted.
+    """
+    global _ending
+    _ending = True
+    give_up = monotonic() + LONGEST_REPORT
+    while os.getpid() in list(_reports.values()) and monotonic() < give_up:
+        time.sleep(0.01)
 
 
 def _log_failures(names: list[str], error: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import threading
 from pathlib import Path
 
@@ -99,6 +101,37 @@ def test_when_a_loop_ends_while_tasks_acquire_and_release_nothing_stays_held(own
         asyncio.run(main())
         own_server.resume()
         nothing_is_held(client)
+
+
+def test_when_a_loop_is_closed_under_calls_without_a_reply_nothing_stays_held(own_server, monkeypatch):
+    """The next loop that uses the client finds the closed one."""
+
+    async def leave_tasks():
+        async with AsyncLock(aclient, "warm"):
+            pass
+        freeze(own_server)
+        for i in range(MANY):
+            tasks.append(asyncio.create_task(AsyncLock(aclient, f"lock {i}", expire=FOR_LONG).acquire()))
+        await asyncio.sleep(0)
+
+    async def use():
+        async with AsyncLock(aclient, "another"):
+            pass
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # Python warns of what such a loop leaves open
+    tasks = []
+    aclient = async_client_at(own_server.url, socket_timeout=60)
+    with own_server.client() as client:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(leave_tasks())
+        loop.close()
+        own_server.resume()
+        asyncio.run(use())
+        nothing_is_held(client)
+        while tasks:
+            tasks.pop()._log_destroy_pending = False
+        del loop
+        gc.collect()
 
 
 def test_when_a_process_ends_with_its_loop_nothing_stays_held(run_python, own_server):

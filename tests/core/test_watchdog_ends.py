@@ -346,33 +346,3 @@ def test_a_signal_handler_that_asks_for_the_loss_that_is_being_noted_hangs_nobod
         [sys.executable, "-c", ASKING, redis_url], capture_output=True, text=True, timeout=60, check=False
     )
     assert (run.stdout, run.stderr) == ("done\n", "")
-
-
-# Who is told may take long
-
-
-@pytest.mark.slow
-def test_a_log_handler_that_blocks_stops_no_renewal(client):
-    """As one that sends mail; or that was interrupted with its lock acquired, which all other threads wait for then."""
-    entered, done = threading.Event(), threading.Event()
-
-    class Blocking(logging.Handler):
-        def emit(self, record):
-            if "not renewed" in record.getMessage():
-                entered.set()
-                done.wait(30)
-
-    handler, log = Blocking(), logging.getLogger("django_redislock")
-    log.addHandler(handler)
-    try:
-        held = Lock(client, "held", expire=1.2)
-        held.acquire()
-        Lock(client, "abandoned", expire=60).acquire()
-        gc.collect()
-        wait_until(entered.is_set)
-        lived(2)
-        assert held.owned()
-        assert held.lost is None
-    finally:
-        log.removeHandler(handler)
-        done.set()

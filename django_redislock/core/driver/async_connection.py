@@ -49,8 +49,8 @@ class AsyncConnection(asyncio.Protocol):
         self._transport = transport_of(redis_connection)
         self._patience = patience
         self._on_push = on_push
-        self._pending: deque[asyncio.Future[Any] | None] = deque()
-        """The futures of the replies, in the order of the requests; None when no task waits for the reply."""
+        self._pending: deque[tuple[asyncio.Future[Any], ScriptCall | None] | None] = deque()
+        """The futures and calls of the replies, in the order of the requests; None when no task waits for the reply."""
         self._replies = Replies()
         self._given_up = False
         self._abort_later: asyncio.TimerHandle | None = None
@@ -77,7 +77,7 @@ class AsyncConnection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         reply = loop.create_future()
         self._transport.write(request)
-        self._pending.append(reply)
+        self._pending.append((reply, call))
         timer = loop.call_later(self._patience, loop.call_later, GRACE, self._give_up, reply)
         try:
             return await reply
@@ -109,8 +109,15 @@ class AsyncConnection(asyncio.Protocol):
             self._abort_later = self._loop.call_later(self._patience + unanswered.DRAIN_FOR, self.abort)
 
     def leave(self) -> None:
-        """Close the connection because the loop ends; a thread waits for the replies that are still to come."""
+        """Close the connection because the loop ends; a thread waits for the replies that are still to come.
+
+        A loop that is closed without cancelling its tasks leaves calls for which tasks wait: what undoes them is sent.
+        """
         if not (self.idle or self._transport.is_closing()):
+            for reply, call in filter(None, list(self._pending)):
+                if call is not None and not reply.done():
+                    for undo in undo_after(asyncio.CancelledError(), call):
+                        self.send_and_forget(undo)
             encrypted = self._transport.get_extra_info("ssl_object") is not None
             try:
                 own = socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
@@ -121,12 +128,12 @@ class AsyncConnection(asyncio.Protocol):
                 unsent = self._transport.get_write_buffer_size()
             if unsent:
                 events.log.warning(UNSENT)
-        with suppress(RuntimeError):  # the loop is closed already
-            self.abort()
+        self.abort()
 
     def abort(self) -> None:
         """Close the connection without sending the rest."""
-        self._transport.abort()
+        with suppress(RuntimeError):  # the loop is closed already
+            self._transport.abort()
         close_at_once(self._redis_connection)
 
     def _give_up(self, reply: asyncio.Future[Any]) -> None:
@@ -165,8 +172,8 @@ class AsyncConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """End all requests with an error."""
         reason = "Connection closed by server." if error is None else f"Connection lost: {error}"
-        for reply in self._pending:
-            _settle(reply, ConnectionError(reason))
+        for pending in self._pending:
+            _settle(pending, ConnectionError(reason))
         self._pending.clear()
         if self._abort_later is not None:
             self._abort_later.cancel()
@@ -174,8 +181,11 @@ class AsyncConnection(asyncio.Protocol):
         self.lost.set_result(None)
 
 
-def _settle(future: asyncio.Future[Any] | None, reply: Any) -> None:
-    if future is None or future.done():
+def _settle(pending: tuple[asyncio.Future[Any], ScriptCall | None] | None, reply: Any) -> None:
+    if pending is None:
+        return
+    future, _ = pending
+    if future.done():
         return
     if isinstance(reply, RedisError):
         future.set_exception(reply)
