@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
@@ -12,13 +12,11 @@ from redis import Redis
 
 from .. import conf
 from ..core import Lock, held_locks
-from ..core.driver.effects import Operation
 from ..core.driver.registry import server_of
 from ..core.granted import Granted
-from ..core.lease import Lease
 from ..core.null_server import NULL_SERVER
-from ..core.validation import AS_MADE, AsMade, Seconds, check_expire, wait_as_redis
-from ..exceptions import AlreadyAcquired
+from ..core.redis_py import RedisPyLock
+from ..core.validation import Seconds, wait_as_redis
 from .backends.base import RedisBackend, warn_once
 from .lease.cluster_slots import is_clustered
 from .lease.invalidate import invalidate_matching
@@ -30,73 +28,7 @@ OF_TIMEOUT = (
 )
 
 
-class CacheLock(Lock):
-    """A lock of a cache: `Lock` with the argument names of redis-py, in the order of redis-py.
-
-    Its errors derive from ``redis.exceptions.LockError``, as those of redis-py's lock do.
-    """
-
-    _any_thread = False
-    """Whether any thread may release the lock that one of them acquired."""
-
-    def acquire(  # type: ignore[override]
-        self,
-        sleep: float | bool | None = None,
-        blocking: bool | AsMade | None = None,
-        blocking_timeout: Seconds | None = None,
-        token: str | bytes | None = None,
-        *,
-        timeout: Seconds | AsMade | None = AS_MADE,
-    ) -> bool:
-        """Acquire the lock; return whether it was acquired.
-
-        Waits up to `blocking_timeout` seconds (or `timeout`, where None is for ever); without `blocking` it tries once.
-        Arguments that are not given come from the lock. `token` is the id of this acquisition; of two acquisitions by
-        one token, one holds the lock. `sleep` is ignored, because a release wakes the next waiter; True or False in its
-        place are the first argument of python-redis-lock's ``acquire(blocking, timeout)``.
-
-        Raises what `Lock.acquire` does.
-        """
-        if isinstance(sleep, bool):
-            if blocking is not None:
-                timeout, blocking = blocking, None
-            blocking = sleep if blocking is None else blocking
-        try:
-            return super().acquire(blocking, timeout, blocking_timeout=blocking_timeout, token=token)
-        except AlreadyAcquired:
-            if self._wait.seconds(blocking, timeout, blocking_timeout) != 0:
-                raise
-            return False
-
-    def extend(  # type: ignore[override]
-        self, additional_time: Seconds | None = None, replace_ttl: bool = False, *, expire: Seconds | None = None
-    ) -> Literal[True]:
-        """Add so many seconds to the remaining time of the held lock, and return True.
-
-        With `replace_ttl`, or given as `expire`, they replace the remaining time; without any, the lock gets its own
-        `expire` again. Only the object that acquired the lock can shorten its expiry.
-
-        Raises NotAcquired, LockLost and LockBackendError as `release` does.
-        """
-        if additional_time is None or replace_ttl:
-            return super().extend(expire if additional_time is None else additional_time)
-        if expire is not None:
-            raise TypeError("extend() takes additional_time or expire, and not both")
-        return self._server.run(self._extend_by(self._acquirer(), check_expire(additional_time, "additional_time")))
-
-    def _extend_by(self, acquirer: Any, seconds: float) -> Operation[Literal[True]]:
-        holder = yield from self._owner()
-        mine = holder is not None and holder.id == self._require_lease(acquirer).id
-        return (yield from self._extend(acquirer, holder.ttl + seconds if mine and holder is not None else None))
-
-    def _lease_of(self, acquirer: Any) -> Lease | None:
-        if not self._any_thread:
-            return super()._lease_of(acquirer)
-        leases: list[Lease] = list(self._leases.values())
-        return next((lease for lease in leases if not lease.inherited_by_fork), None)
-
-
-class GrantedCacheLock(Granted, CacheLock):
+class GrantedCacheLock(Granted, RedisPyLock):
     """A lock that is granted to every caller (ENABLED is False)."""
 
 
@@ -113,6 +45,7 @@ class LocksMixin(RedisBackend):
         blocking_timeout: Seconds | None = None,
         client: Redis | None = None,
         thread_local: bool = True,
+        raise_on_release_error: bool = True,
         *,
         expire: Seconds | None = None,
         auto_renewal: bool | None = None,
@@ -120,14 +53,15 @@ class LocksMixin(RedisBackend):
         id: str | None = None,
         label: str | None = None,
         on_lost: Callable[[Any], object] | None = None,
-    ) -> CacheLock:
+    ) -> RedisPyLock:
         """Return a lock on this cache's server, named with its prefix and version.
 
         It takes the arguments of django-redis, in its order, and those of python-redis-lock: `expire`, or `timeout`,
         is the expiry in seconds. A lock with a given expiry ends then, unless `auto_renewal` is true; without one it
         is renewed while its holder lives. ``with`` and ``acquire()`` wait as `blocking` and `blocking_timeout`
-        (seconds) say. With ``thread_local=False`` any thread may release the lock. `sleep` is ignored, because a
-        release wakes the next waiter. A loss is reported to `on_lost`, as for `Lock`.
+        (seconds) say. With ``thread_local=False`` any thread may release the lock. With
+        ``raise_on_release_error=False`` a block whose lock was lost logs a warning at its end, and does not raise.
+        `sleep` is ignored, because a release wakes the next waiter. A loss is reported to `on_lost`, as for `Lock`.
 
         Raises TypeError and ValueError for bad arguments, and TypeError when both `expire` and `timeout` are given.
         """
@@ -138,7 +72,11 @@ class LocksMixin(RedisBackend):
             warn_once(OF_TIMEOUT)
         name = self._redis_key(key, version)
         settings = conf.get()
-        if (client, expiry, auto_renewal, max_hold, id, label, on_lost) == (None,) * 7 and thread_local:
+        if (
+            (client, expiry, auto_renewal, max_hold, id, label, on_lost) == (None,) * 7
+            and thread_local
+            and (raise_on_release_error is True)
+        ):
             of, plain = self._plain
             if of is not settings:
                 plain = self._plain_lock(settings)
@@ -148,9 +86,15 @@ class LocksMixin(RedisBackend):
                 )
                 return plain._like(name, wait)
         server = client or self._client_for(name) if settings.enabled else NULL_SERVER
-        lock = (CacheLock if settings.enabled else GrantedCacheLock)(
+        return (RedisPyLock if settings.enabled else GrantedCacheLock)(
             server,
             name,
+            None,
+            sleep,
+            blocking,
+            blocking_timeout,
+            thread_local,
+            raise_on_release_error,
             expire=settings.expire if expiry is None else expiry,
             auto_renewal=(settings.auto_renewal and expiry is None) if auto_renewal is None else auto_renewal,
             max_hold=settings.max_hold if max_hold is None else max_hold,
@@ -160,18 +104,15 @@ class LocksMixin(RedisBackend):
             prefix=settings.key_prefix,
             min_replicas=settings.min_replicas,
         )
-        lock._wait = wait_as_redis(blocking, blocking_timeout)
-        lock._any_thread = not thread_local
-        return lock
 
-    _plain: tuple[conf.Settings | None, CacheLock | None] = (None, None)
+    _plain: tuple[conf.Settings | None, RedisPyLock | None] = (None, None)
 
-    def _plain_lock(self, settings: conf.Settings) -> CacheLock | None:
+    def _plain_lock(self, settings: conf.Settings) -> RedisPyLock | None:
         """Return the lock from which locks without options are copied; None if servers differ by key."""
         servers = self._all_clients() if settings.enabled else [NULL_SERVER]
         plain = None
         if len(servers) == 1:
-            plain = (CacheLock if settings.enabled else GrantedCacheLock)(
+            plain = (RedisPyLock if settings.enabled else GrantedCacheLock)(
                 servers[0],
                 "any",
                 expire=settings.expire,

@@ -8,15 +8,18 @@ from .listing import held_locks, reset_all
 from .lock import Lock, RLock
 from .quorum import QuorumLock
 from .records import LockInfo
+from .redis_py import AsyncRedisPyLock, RedisPyLock
 
 __all__ = [
     "AsyncLock",
     "AsyncQuorumLock",
     "AsyncRLock",
+    "AsyncRedisPyLock",
     "Lock",
     "LockInfo",
     "QuorumLock",
     "RLock",
+    "RedisPyLock",
     "held_locks",
     "reset_all",
 ]

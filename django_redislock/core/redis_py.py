@@ -1,0 +1,169 @@
+"""Locks with the words of redis-py: for `lock_class` of its clients, and for `cache.lock()`."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, Literal
+
+from ..exceptions import AlreadyAcquired, LockLost, NotAcquired
+from . import events
+from .async_lock import AsyncLock, coroutine_function
+from .base import BaseLock
+from .driver.effects import Operation
+from .lease import Lease
+from .lock import Lock
+from .validation import AS_MADE, AsMade, Seconds, check_expire, check_flag, wait_as_redis
+
+NOT_RELEASED = "Lock %r was not released at the end of its block, and `raise_on_release_error` is False: %s"
+
+
+class RedisPyWords(BaseLock):
+    """What the locks for threads and for asyncio have in common: redis-py's arguments, in its order.
+
+    `timeout` is the expiry in seconds: the lock ends then. Without it, the watchdog renews the lock while its holder
+    lives. ``with`` and ``acquire()`` wait as `blocking` and `blocking_timeout` (seconds) say. With
+    ``thread_local=False`` any thread may release the lock that one of them acquired. With
+    ``raise_on_release_error=False`` a block whose lock was lost logs a warning at its end, and does not raise.
+    `sleep` is ignored, because a release wakes the next waiter.
+
+    Raises TypeError and ValueError for bad arguments. All errors derive from ``redis.exceptions.LockError``.
+    """
+
+    _any_thread = False
+    _raises_at_exit = True
+
+    def __init__(
+        self,
+        redis: Any,
+        name: str,
+        timeout: Seconds | None = None,
+        sleep: float | None = None,
+        blocking: bool = True,
+        blocking_timeout: Seconds | None = None,
+        thread_local: bool = True,
+        raise_on_release_error: bool = True,
+        **options: Any,
+    ) -> None:
+        expire = options.pop("expire", None)
+        expire = timeout if expire is None else expire
+        options.setdefault("auto_renewal", expire is None)
+        super().__init__(redis, name, expire=expire, **options)
+        self._wait = wait_as_redis(blocking, blocking_timeout)
+        self._any_thread = not thread_local
+        self._raises_at_exit = check_flag(raise_on_release_error, "raise_on_release_error")
+
+    def _acquire_as_redis(
+        self,
+        acquirer: Any,
+        sleep: float | bool | None,
+        blocking: bool | AsMade | None,
+        timeout: Seconds | AsMade | None,
+        blocking_timeout: Seconds | None,
+        token: str | bytes | None,
+    ) -> Operation[bool]:
+        if isinstance(sleep, bool):  # the first arguments of python-redis-lock's: acquire(blocking, timeout)
+            if blocking is not None:
+                timeout, blocking = blocking, None
+            blocking = sleep if blocking is None else blocking
+        seconds = self._wait.seconds(blocking, timeout, blocking_timeout)
+        try:
+            if token is not None:
+                return (yield from self._acquire_by(acquirer, token, seconds))
+            return (yield from self._acquire(acquirer, seconds))
+        except AlreadyAcquired:
+            if seconds != 0:
+                raise
+            return False
+
+    def _extend_by(
+        self, acquirer: Any, additional_time: Seconds | None, replace_ttl: bool, expire: Seconds | None
+    ) -> Operation[Literal[True]]:
+        if additional_time is None or replace_ttl:
+            return (yield from self._extend(acquirer, expire if additional_time is None else additional_time))
+        if expire is not None:
+            raise TypeError("extend() takes additional_time or expire, and not both")
+        seconds = check_expire(additional_time, "additional_time")
+        holder = yield from self._owner()
+        mine = holder is not None and holder.id == self._require_lease(acquirer).id
+        return (yield from self._extend(acquirer, holder.ttl + seconds if mine and holder is not None else None))
+
+    def _exit(self, acquirer: Any, error: BaseException | None) -> Operation[None]:
+        try:
+            yield from super()._exit(acquirer, error)
+        except (LockLost, NotAcquired) as failure:
+            if self._raises_at_exit:
+                raise
+            events.log.warning(NOT_RELEASED, self.name, failure)
+
+    def _lease_of(self, acquirer: Any) -> Lease | None:
+        if not self._any_thread:
+            return super()._lease_of(acquirer)
+        leases: list[Lease] = list(self._leases.values())
+        return next((lease for lease in leases if not lease.inherited_by_fork), None)
+
+
+class RedisPyLock(RedisPyWords, Lock):
+    __doc__ = """A lock for threads with the words of redis-py: ``client.lock(name, lock_class=RedisPyLock)``.
+
+    """ + str(RedisPyWords.__doc__).partition("\n\n")[2]
+
+    def acquire(  # type: ignore[override]
+        self,
+        sleep: float | bool | None = None,
+        blocking: bool | AsMade | None = None,
+        blocking_timeout: Seconds | None = None,
+        token: str | bytes | None = None,
+        *,
+        timeout: Seconds | AsMade | None = AS_MADE,
+    ) -> bool:
+        """Acquire the lock; return whether it was acquired.
+
+        Waits up to `blocking_timeout` seconds (or `timeout`, where None is for ever); without `blocking` it tries once.
+        Arguments that are not given come from the lock. `token` is the id of this acquisition; of two acquisitions by
+        one token, one holds the lock. `sleep` is ignored, because a release wakes the next waiter; True or False in its
+        place are the first argument of python-redis-lock's ``acquire(blocking, timeout)``.
+
+        Raises what `Lock.acquire` does.
+        """
+        acquirer = self._acquirer()
+        return self._server.run(self._acquire_as_redis(acquirer, sleep, blocking, timeout, blocking_timeout, token))
+
+    def extend(  # type: ignore[override]
+        self, additional_time: Seconds | None = None, replace_ttl: bool = False, *, expire: Seconds | None = None
+    ) -> Literal[True]:
+        """Add so many seconds to the remaining time of the held lock, and return True.
+
+        With `replace_ttl`, or given as `expire`, they replace the remaining time; without any, the lock gets its own
+        `expire` again. Only the object that acquired the lock can shorten its expiry.
+
+        Raises NotAcquired, LockLost and LockBackendError as `release` does.
+        """
+        return self._server.run(self._extend_by(self._acquirer(), additional_time, replace_ttl, expire))
+
+
+class AsyncRedisPyLock(RedisPyWords, AsyncLock):
+    __doc__ = """A lock for asyncio with the words of redis-py: ``aclient.lock(name, lock_class=AsyncRedisPyLock)``.
+
+    """ + str(RedisPyWords.__doc__).partition("\n\n")[2]
+
+    @coroutine_function
+    def acquire(  # type: ignore[override]
+        self,
+        sleep: float | bool | None = None,
+        blocking: bool | AsMade | None = None,
+        blocking_timeout: Seconds | None = None,
+        token: str | bytes | None = None,
+        *,
+        timeout: Seconds | AsMade | None = AS_MADE,
+    ) -> Coroutine[Any, Any, bool]:
+        """Acquire the lock for this task, and return whether it was acquired, as `RedisPyLock.acquire` does."""
+        return self._run(
+            lambda acquirer: self._acquire_as_redis(acquirer, sleep, blocking, timeout, blocking_timeout, token)
+        )
+
+    @coroutine_function
+    def extend(  # type: ignore[override]
+        self, additional_time: Seconds | None = None, replace_ttl: bool = False, *, expire: Seconds | None = None
+    ) -> Coroutine[Any, Any, Literal[True]]:
+        """Add so many seconds to the remaining time of the held lock, as `RedisPyLock.extend` does."""
+        return self._run(lambda acquirer: self._extend_by(acquirer, additional_time, replace_ttl, expire))

@@ -1,0 +1,264 @@
+"""`lock_class` of redis-py's clients: what redis-py's own tests say of its lock, on its class and on ours.
+
+Tests that look into the key of redis-py's lock have no place here, because our key holds more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+
+import pytest
+import redis.asyncio
+from redis.exceptions import LockError, LockNotOwnedError
+
+from django_redislock.core import AsyncLock, AsyncRedisPyLock, RedisPyLock, held_locks
+from tests.support import async_client_at, client_at
+
+KINDS = {"redis-py's": None, "ours": RedisPyLock, "redis-py's for asyncio": None, "ours for asyncio": AsyncRedisPyLock}
+
+
+class Words:
+    """A lock of any kind, with the methods of one for asyncio."""
+
+    def __init__(self, lock):
+        self._lock = lock
+
+    def __getattr__(self, name):
+        async def call(*args, **options):
+            result = getattr(self._lock, name)(*args, **options)
+            return await result if inspect.isawaitable(result) else result
+
+        return call
+
+    async def __aenter__(self):
+        await self._of_block("enter")
+        return self
+
+    async def __aexit__(self, *error):
+        await self._of_block("exit", *error)
+
+    async def _of_block(self, which, *args):
+        for_asyncio = isinstance(self._lock, (AsyncLock, redis.asyncio.lock.Lock))
+        await self.__getattr__(f"__a{which}__" if for_asyncio else f"__{which}__")(*args)
+
+
+@pytest.fixture(params=KINDS)
+def run(request, redis_url):
+    """`run(main)` runs ``main(run)``; `make(…)` is a lock by the client's method, of redis-py's class or of ours."""
+    at = async_client_at if "asyncio" in request.param else client_at
+    options = {"lock_class": KINDS[request.param]} if KINDS[request.param] else {}
+
+    def run(main):
+        async def with_client():
+            client = at(redis_url)
+            try:
+                await main(lambda **given: Words(client.lock("a", **options, **given)))
+            finally:
+                await (client.aclose() if at is async_client_at else asyncio.to_thread(client.close))
+
+        asyncio.run(with_client())
+
+    return run
+
+
+def test_the_lock_is_of_the_class_that_was_given(redis_url):
+    assert type(client_at(redis_url).lock("a", lock_class=RedisPyLock)) is RedisPyLock
+    lock = async_client_at(redis_url).lock("a", lock_class=AsyncRedisPyLock)
+    assert isinstance(lock, AsyncLock)
+
+
+def test_a_lock_is_acquired_and_released(run):
+    async def main(make):
+        lock = make()
+        assert await lock.acquire(blocking=False)
+        assert await lock.locked()
+        assert await lock.owned()
+        assert await make().locked()
+        assert not await make().owned()
+        assert not await make().acquire(blocking=False)
+        await lock.release()
+        assert not await lock.locked()
+        assert not await lock.owned()
+
+    run(main)
+
+
+def test_a_token_of_the_callers_choice_owns_the_lock(run):
+    async def main(make):
+        lock = make()
+        assert await lock.acquire(blocking=False, token="mine")
+        assert await lock.owned()
+        await lock.release()
+
+    run(main)
+
+
+@pytest.mark.parametrize("how", ["made", "given"])
+def test_without_blocking_a_held_lock_is_refused_at_once(run, how):
+    async def main(make):
+        async with make(timeout=600):
+            if how == "made":
+                assert not await make(blocking=False).acquire()
+            assert not await make().acquire(blocking=False)
+
+    run(main)
+
+
+@pytest.mark.parametrize("how", ["made", "given"])
+def test_after_the_blocking_timeout_a_held_lock_is_refused(run, how):
+    async def main(make):
+        async with make(timeout=600):
+            if how == "made":
+                assert not await make(blocking_timeout=0.1).acquire()
+            assert not await make().acquire(blocking_timeout=0.1)
+
+    run(main)
+
+
+def test_a_sleep_that_is_longer_than_the_blocking_timeout_does_not_lengthen_it(run):
+    async def main(make):
+        async with make(timeout=600):
+            assert not await make(sleep=600, blocking_timeout=0.2).acquire()
+
+    run(main)
+
+
+def test_a_block_holds_the_lock(run):
+    async def main(make):
+        async with make():
+            assert await make().locked()
+        assert not await make().locked()
+
+    run(main)
+
+
+def test_a_block_that_does_not_get_the_lock_in_time_is_a_lock_error(run):
+    async def main(make):
+        async with make(timeout=600):
+            with pytest.raises(LockError):
+                async with make(blocking_timeout=0.1):
+                    raise AssertionError
+
+    run(main)
+
+
+@pytest.mark.parametrize("timeout", [0.2, 1])
+def test_a_lock_with_a_timeout_ends_by_itself(run, timeout):
+    async def main(make):
+        assert await make(timeout=timeout).acquire()
+        other = make(timeout=600, sleep=0.01)
+        assert await other.acquire(blocking_timeout=30)
+        await other.release()
+
+    run(main)
+
+
+async def lose(make):
+    """Wait until the lock has ended by its timeout, and let another one have it."""
+    other = make(timeout=600, sleep=0.01)
+    assert await other.acquire(blocking_timeout=30)
+    return other
+
+
+def test_a_block_that_lost_its_lock_ends_with_lock_not_owned(run):
+    async def main(make):
+        with pytest.raises(LockNotOwnedError):
+            async with make(timeout=0.2):
+                await lose(make)
+
+    run(main)
+
+
+def test_with_raise_on_release_error_false_a_block_that_lost_its_lock_warns(run, caplog):
+    async def main(make):
+        with caplog.at_level(logging.WARNING):
+            async with make(timeout=0.2, raise_on_release_error=False):
+                other = await lose(make)
+            assert await other.owned()
+            await other.release()
+
+    run(main)
+    assert [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_with_raise_on_release_error_false_the_error_of_the_body_comes_out(run):
+    async def main(make):
+        with pytest.raises(ZeroDivisionError):
+            async with make(timeout=600, raise_on_release_error=False) as lock:
+                await lock.release()
+                raise ZeroDivisionError
+
+    run(main)
+
+
+def test_what_is_not_held_is_neither_released_nor_extended(run):
+    async def main(make):
+        lock = make(timeout=10)
+        for call in (lock.release, lock.reacquire):
+            with pytest.raises(LockError):
+                await call()
+        with pytest.raises(LockError):
+            await lock.extend(10)
+
+    run(main)
+
+
+@pytest.mark.parametrize("word", ["release", "extend", "reacquire"])
+def test_what_was_lost_is_not_owned(run, word):
+    async def main(make):
+        lock = make(timeout=0.2)
+        assert await lock.acquire(blocking=False)
+        other = await lose(make)
+        with pytest.raises(LockNotOwnedError):
+            await getattr(lock, word)(*[10] * (word == "extend"))
+        await other.release()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "options", "total"), [(300, {}, 400), (300, {"replace_ttl": True}, 300), (0.5, {}, 100.5)]
+)
+def test_a_held_lock_is_extended(run, redis_url, seconds, options, total):
+    async def main(make):
+        lock = make(timeout=100)
+        assert await lock.acquire(blocking=False)
+        assert await lock.extend(seconds, **options) is True
+        assert total - 30 < remaining(redis_url) <= total
+        assert await lock.reacquire() is True
+        assert 70 < remaining(redis_url) <= 100
+        await lock.release()
+
+    run(main)
+
+
+def remaining(redis_url):
+    """Return the seconds until the expiry of the only lock, whoever wrote it."""
+    with client_at(redis_url) as client:
+        ours = [found.ttl for found in held_locks(client)]
+        return ours[0] if ours else client.pttl("a") / 1000
+
+
+# What is different: a lock without a timeout
+
+
+def test_without_a_timeout_our_lock_is_renewed_and_ends_with_its_holder(redis_url):
+    lock = client_at(redis_url).lock("a", lock_class=RedisPyLock)
+    assert lock.auto_renewal
+    assert lock.acquire()
+    assert 0 < lock.ttl() <= 30
+    lock.release()
+
+
+def test_the_errors_name_the_argument(redis_url):
+    client = client_at(redis_url)
+    for options, error, names in [
+        ({"timeout": 0}, ValueError, "expire"),
+        ({"timeout": "3"}, TypeError, "expire"),
+        ({"blocking_timeout": "3"}, TypeError, "blocking_timeout"),
+        ({"raise_on_release_error": 1}, TypeError, "raise_on_release_error"),
+    ]:
+        with pytest.raises(error, match=names):
+            client.lock("a", lock_class=RedisPyLock, **options)
