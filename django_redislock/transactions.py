@@ -195,7 +195,7 @@ def _connections() -> Iterable[BaseDatabaseWrapper]:
     return connections.all(initialized_only=True)
 
 
-_storage: object = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]
+_storage: object = getattr(getattr(connections, "_connections", None), "_storage", None)
 """Where asgiref's `Local` stores the values of a thread. The values of tasks are in its attribute `cvar`."""
 
 

@@ -22,14 +22,12 @@ from django_redislock.core.driver.connection_kinds import (
     socket_of,
     transport_of,
 )
+from tests.project import private_names
 from tests.support import wait_until
 
 PACKAGE = Path(django_redislock.__file__).parent
-PRIVATE = {
-    *("_sock", "_writer", "_reader", "_close", "_parsers", "parse_error", "connection_kwargs"),
-    *("nodes_manager", "startup_nodes", "nodes_cache", "user_on_connect_func", "address_remap"),
-}
-"""All private parts of redis-py that the package uses; `_parsers` is the module of `parse_error`."""
+PRIVATE = {each.name for each in private_names.PRIVATE if each.module.startswith("redis.")}
+"""The private parts of redis-py that the package uses in one module; `_parsers` is the module of `parse_error`."""
 
 
 def private_parts_in(path: Path) -> set[str]:

@@ -94,7 +94,7 @@ class _SentinelPool:
         return await asyncio.to_thread(self._pool.get_master_address)
 
 
-# The private parts of redis-py. tests/core/test_connection_kinds.py names each of them.
+# The private parts of redis-py. tests/project/private_names.py names each of them.
 
 
 def settings_of(pool: Any) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def close_at_once(connection: Any) -> None:
 
 def forced_host(manager: Any) -> str | None:
     """Return the host that takes the place of the one that Sentinels name, if their client was given one."""
-    return getattr(manager, "_force_master_ip", None)
+    return manager._force_master_ip  # type: ignore[no-any-return]
 
 
 def nodes_of(client: Any) -> tuple[type, dict[str, Any], list[tuple[str, int]], Any]:

@@ -1,0 +1,76 @@
+"""Private names of other packages: each one is listed, used where the list says so, and there in what is installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from django.db import connections
+
+import django_redislock
+from django_redislock import transactions
+from tests.project.private_names import PRIVATE
+
+PACKAGE = Path(django_redislock.__file__).parent
+DOCUMENTED = {"_meta", "_state", "_base_manager", "_replace", "_asdict", "_getframe"}
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and name.isidentifier()
+
+
+def own_names():
+    """Return the names that the package defines itself: functions, classes, variables, and attributes of `self`."""
+    found = set()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    found.add(name)
+                case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                    found.add(name)
+    return found
+
+
+def private_names_in(tree):
+    """Return the private names of attributes, of imports, and of strings that name an attribute."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) if is_private(name):
+                yield name
+            case ast.ImportFrom(module=module, level=0, names=names):
+                yield from filter(is_private, (*(module or "").split("."), *(alias.name for alias in names)))
+            case ast.Constant(value=str(name)) if is_private(name):
+                yield name
+
+
+def test_each_private_name_of_another_package_is_listed():
+    listed = {(file, each.name) for each in PRIVATE for file in each.used_in}
+    own = own_names() | DOCUMENTED
+    used = {(file, name) for file, tree in TREES.items() for name in private_names_in(tree) if name not in own}
+    assert used - listed == set()
+
+
+@pytest.mark.parametrize("each", PRIVATE, ids=lambda each: f"{each.module}.{each.name}")
+def test_a_private_name_is_used_and_is_there(each):
+    for file in each.used_in:
+        assert each.name in (PACKAGE / file).read_text()
+    assert each.why
+    assert each.without
+    if each.module == "asyncio.coroutines" and sys.version_info >= (3, 12):
+        return
+    pytest.importorskip(each.module.partition(".")[0])
+    assert each.name in Path(importlib.util.find_spec(each.module).origin).read_text()
+
+
+@pytest.mark.django_db
+def test_without_asgirefs_storage_the_connections_are_those_that_django_names(monkeypatch):
+    quickly = list(transactions._connections())
+    monkeypatch.setattr(transactions, "_storage", None)
+    assert list(transactions._connections()) == quickly == list(connections.all(initialized_only=True))
