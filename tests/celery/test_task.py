@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from contextvars import copy_context
+from contextvars import Context, copy_context
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
@@ -280,18 +280,22 @@ def test_a_direct_call_within_a_run_takes_no_other_lock(client, make):
         assert task.apply((1,)).get() == [f"celery:{task.name}:1", f"celery:{task.name}:2"]
 
 
-def test_another_thread_does_not_enter_again(client, make):
+@pytest.mark.parametrize("inherits", [False, True], ids=["a context of its own", "the context of the body"])
+def test_a_thread_of_the_body_enters_again_only_with_the_context_of_the_body(client, make, inherits):
+    """Threads inherit it from `asyncio.to_thread`, and all threads do in free-threaded builds of Python."""
+
     def body(self, nested=False):
         if nested:
             return "ran"
         results = []
-        thread = threading.Thread(target=lambda: results.append(self.apply((True,)).result))
+        context = copy_context() if inherits else Context()
+        thread = threading.Thread(target=context.run, args=(lambda: results.append(self.apply((True,)).result),))
         thread.start()
         thread.join(timeout=60)
         return results
 
     (result,) = make(body, key=[]).apply().get()
-    assert type(result) is TaskAlreadyRunning
+    assert result == "ran" if inherits else type(result) is TaskAlreadyRunning
 
 
 @pytest.fixture
