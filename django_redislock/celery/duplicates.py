@@ -15,6 +15,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from django.db.models import Model
+from django.utils.timezone import get_default_timezone
 from django.views.debug import get_default_exception_reporter_filter
 
 from ..core import events
@@ -85,8 +86,12 @@ def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
         meta = backend.get_task_meta(task_id, cache=False)
         stored = meta.get("date_done")
         ended = maybe_iso8601(stored) if isinstance(stored, str) else stored
+        if ended is not None and ended.tzinfo is None:
+            # With USE_TZ=False, Django's database has its local time; the backends of Celery itself have UTC.
+            local = type(backend).__module__.startswith("django_celery_results.")
+            ended = ended.replace(tzinfo=get_default_timezone() if local else UTC)
         after = since + timedelta(milliseconds=1)  # the time of a lock is in whole milliseconds
-        return meta["status"] in states.READY_STATES and (ended is None or maybe_make_aware(ended, UTC) >= after)
+        return meta["status"] in states.READY_STATES and (ended is None or ended >= after)
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # each result backend has its own errors
