@@ -288,13 +288,19 @@ class SingleInstanceMixin(RepublishingMixin):
         if policy == "reschedule":
             self._reschedule(lock, error, options, request, limit, queued, silent=same)
         lock.count_duplicate()
-        self._claim_message(lock, request, options, final=True)
+        comes_again = self._is_rejected(error)  # with an error; then nothing may mark it as processed
+        if not comes_again:
+            self._claim_message(lock, request, options, final=True)
         if callable(policy):
-            return policy(self, error)
-        if policy == "skip":
+            result = policy(self, error)
+        elif policy == "skip":
             age = 0.0 if holder is None else holder.age
-            return self._skip(lock, options, request, f"the lock has been held for {age:.1f} s by {error.holder}")
-        raise error
+            result = self._skip(lock, options, request, f"the lock has been held for {age:.1f} s by {error.holder}")
+        else:
+            raise error
+        if comes_again:
+            self._claim_message(lock, request, options, final=True)
+        return result
 
     def _skip(self, lock: ExecutionLock, options: TaskOptions, request: Context | None, why: str) -> Any:
         events.emit(

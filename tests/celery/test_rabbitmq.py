@@ -9,6 +9,7 @@ import pytest
 from celery.result import AsyncResult
 from kombu import Exchange, Queue
 
+from django_redislock.core import Lock
 from tests.celery.test_faults import test_child_killed_and_its_message_delivered_again  # noqa: F401
 from tests.celery.test_redelivery import (  # noqa: F401
     test_the_only_copy_runs_when_the_child_was_killed,
@@ -35,7 +36,7 @@ from tests.celery.test_workers import (  # noqa: F401
     test_the_lock_is_released_however_a_task_ends,
     test_wait_runs_one_after_the_other,
 )
-from tests.support import Proxy, wait_until
+from tests.support import Proxy, client_at, wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import BROKER, app
 from tests.support.celery_site.harness import POOLS, Stage, Workers, ended, workers
@@ -91,6 +92,17 @@ def test_a_rejected_message_that_comes_back_as_a_dead_letter_runs(dead_lettered,
     # A new object each time, because one keeps the first failure that it has seen.
     wait_until(lambda: app.AsyncResult(result.id).result == f"ran {result.id}")
     assert len(dead_lettered.diary.events("start")) == 2
+
+
+@pytest.mark.parametrize("number", range(len(tasks.refusing)))
+def test_a_message_that_failed_because_its_lock_was_held_runs_when_it_comes_back_as_a_dead_letter(
+    dead_lettered, number, server
+):
+    refusing = tasks.refusing[number]
+    with client_at(server.url) as client, Lock(client, f"celery:{refusing.name}:{dead_lettered.name}"):
+        result = dead_lettered.publish(refusing)
+        wait_until(lambda: app.AsyncResult(result.id).state == "FAILURE")
+    wait_until(lambda: app.AsyncResult(result.id).result == f"ran {result.id}")
 
 
 # Every policy: with RabbitMQ, copies come of a connection that is gone, at once

@@ -307,12 +307,12 @@ def short_queue(self: Any, name: str, how: str = "return") -> Any:
 
 # Acknowledged late: one for each scope under which a message that is delivered again must not run beside its first run,
 # and those whose first run dies: all with a life that a test can wait for, as a copy looks again at its end.
-def late_task(name: str, scope: str, expire: float = 5) -> Any:
+def late_task(name: str, scope: str, expire: float = 5, **options: Any) -> Any:
     def body(self: Any, name: str, how: str = "return") -> Any:
         return act(self, name, how)
 
     body.__qualname__ = body.__name__ = name
-    marked = single_instance(key="{name}", expire=expire, scope=scope, reschedule_delay=0.3)(body)
+    marked = single_instance(key="{name}", expire=expire, scope=scope, reschedule_delay=0.3, **options)(body)
     return shared_task(bind=True, name=f"late.{name}", acks_late=True, reject_on_worker_lost=True)(marked)
 
 
@@ -320,7 +320,17 @@ late = late_task("late", "run")
 late_queued = late_task("late_queued", "queued+run")
 late_job = late_task("late_job", "job")
 rejected = [late_task(f"rejected_{scope.replace('+', '_')}", scope) for scope in ("run", "queued", "queued+run", "job")]
-for each in rejected:
+
+
+def refuse_by_hand(task: Any, error: Exception) -> None:
+    raise error
+
+
+refusing = [
+    late_task("refusing", "run", on_conflict="raise"),
+    late_task("refusing_by_hand", "run", on_conflict=refuse_by_hand),
+]
+for each in rejected + refusing:
     each.acks_on_failure_or_timeout = False
     if hasattr(each, "acks_on_failure"):  # of Celery 5.7
         each.acks_on_failure = False
