@@ -246,6 +246,15 @@ def test_a_job_that_its_hard_time_limit_ends_has_ended_though_it_is_acknowledged
     assert ended(stage.publish(tasks.late_job)).state == "SUCCESS"
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["result stored", "result ignored"])
+def test_a_job_that_ends_by_a_cancellation_has_ended_because_a_child_acknowledges_its_message(stage, ignored):
+    """It is no Exception, so the lock was left to the message. In other pools that is right: it is not acknowledged."""
+    stage.publish(tasks.once_job, "cancelled", ignore_result=ignored)
+    stage.diary.wait_for("start")
+    free_within(tasks.once_job, stage, 10)
+    assert ended(stage.publish(tasks.once_job)).state == "SUCCESS"
+
+
 # The lock's own faults
 
 

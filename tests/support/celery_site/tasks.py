@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -64,6 +65,8 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 raise task.replace(chain(*members))
             case "exit":
                 raise SystemExit(1)
+            case "cancelled":
+                raise asyncio.CancelledError
             case "brief":
                 time.sleep(random.uniform(0, 0.3))
                 return f"ran {task.request.id}"
@@ -320,6 +323,9 @@ late = late_task("late", "run")
 late_queued = late_task("late_queued", "queued+run")
 late_job = late_task("late_job", "job")
 rejected = [late_task(f"rejected_{scope.replace('+', '_')}", scope) for scope in ("run", "queued", "queued+run", "job")]
+
+once_job = late_task("once_job", "job")
+once_job.reject_on_worker_lost = None
 
 
 def refuse_by_hand(task: Any, error: Exception) -> None:
