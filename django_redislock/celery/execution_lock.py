@@ -342,6 +342,17 @@ class ExecutionLock(Lock):
         self._raise_loss(lease)
         self._report("released", lease)
 
+    def leave_to_message(self, holder: LockInfo, seconds: float) -> None:
+        """Let the message hold the lock of its execution that was killed, for so many seconds.
+
+        Does nothing when another execution holds the lock. Raises LockBackendError when Redis cannot answer.
+        """
+        if self.delivery is not None and self.is_copy(holder):
+            lease = self._new_lease(None, holder.id)
+            lease.fence = holder.fence
+            self.ending = AfterRelease(keep_id=self.delivery.id, keep=seconds)
+            self._server.run(self._leave(lease, self.delivery))
+
     def _leave(self, lease: Lease, delivery: Delivery) -> Operation[bool]:
         keys, ending = lease.keys, self.ending
         id = lease.id.encode()

@@ -17,6 +17,7 @@ from ..core.clock import monotonic
 from ..exceptions import LockBackendError
 from ..task_names import waiting_id
 from . import options as options_of
+from .duplicates import waiting_expire
 from .execution_lock import ExecutionLock, confirm_published
 from .key import lock_name
 from .message import KEY_HEADER, SCOPE_HEADER, header
@@ -87,6 +88,29 @@ def end_from_outside(task: SingleInstanceMixin, request: Any) -> None:
                 request.id,
             )
     _release(task._lock_of_message(request.id, header(request, KEY_HEADER), request))
+
+
+@signals.task_retry.connect
+def _on_retry_of_a_lost_process(sender: Any = None, request: Any = None, reason: Any = None, **kwargs: Any) -> None:
+    """Let the message of a retry hold the lock of its job that was killed (`task_retry_on_worker_lost` of Celery 5.7).
+
+    The worker's main process retries it. The lock of the killed child ended long before, and a duplicate ran between.
+    """
+    killed = isinstance(getattr(reason, "exc", None), WorkerLostError)
+    if not killed or not isinstance(sender, SingleInstanceMixin) or sender._options.scope != "job":
+        return
+    with suppress(TypeError):  # without a key it had no lock
+        options = sender._options
+        name = lock_name(sender.name, sender._key_of(request.args, request.kwargs, request))
+        lock = sender._running_lock(name, options, request, (), {})
+        seconds = waiting_expire(sender.app, options.queue_life, reason.when, None, None)
+
+        def keep() -> None:
+            holder = lock.owner()
+            if holder is not None:
+                lock.leave_to_message(holder, seconds)
+
+        _tell(keep, "The lock of %s does not last until its retry, because Redis does not answer: %s", lock.label)
 
 
 @signals.task_failure.connect

@@ -255,6 +255,20 @@ def test_a_job_that_ends_by_a_cancellation_has_ended_because_a_child_acknowledge
     assert ended(stage.publish(tasks.once_job)).state == "SUCCESS"
 
 
+@pytest.mark.skipif(not hasattr(app.Task, "retry_on_worker_lost"), reason="the setting is new in Celery 5.7")
+def test_a_job_that_celery_retries_because_its_child_was_killed_keeps_its_lock(stage):
+    """The lock of the child ended after its expiry, and a duplicate was published and ran before the retry."""
+    first = stage.publish(tasks.retried_job, "once killed")
+    stage.kill_child(stage.diary.wait_for("start"))
+    wait_until(
+        lambda: tasks.retried_job.lock_info(stage.name).ttl > 60, message="the message of the retry has the lock"
+    )
+    assert stage.publish(tasks.retried_job).id == first.id
+    assert ended(first).result == f"ran {first.id}"
+    assert [run["id"] for run in stage.diary.events("start")] == [first.id] * 2
+    free_within(tasks.retried_job, stage, 10)
+
+
 # The lock's own faults
 
 

@@ -326,6 +326,9 @@ rejected = [late_task(f"rejected_{scope.replace('+', '_')}", scope) for scope in
 
 once_job = late_task("once_job", "job")
 once_job.reject_on_worker_lost = None
+retried_job = late_task("retried_job", "job", expire=30)
+retried_job.retry_on_worker_lost = True  # of Celery 5.7
+retried_job.default_retry_delay = 3
 
 
 def refuse_by_hand(task: Any, error: Exception) -> None:
