@@ -24,7 +24,7 @@ from .lease.obtain import cancel_refresh, reserve_refresh
 from .lease.read import read_value
 from .lease.request import is_interruption
 from .lease.single_flight import Caller, pause_refresh, refresh
-from .lease.store import digest
+from .lease.store import digest, settle_as_failed
 from .options import CheckedOptions, GetOrSetCall, Timeout, validate
 from .stats import alias_of
 
@@ -112,12 +112,17 @@ class CeleryRefreshMixin(RedisBackend):
         }
         request = replace(call.request, id=message["id"])
         pause_refresh(request)
+        job = None
         try:
-            if request.server.run(reserve_refresh(request, threading.current_thread(), old)):
+            job = request.server.run(reserve_refresh(request, threading.current_thread(), old))
+            if job is not None:
                 task.apply_async((alias, message))
         except BaseException as error:
-            request.server.run(cancel_refresh(request))
-            if is_interruption(error):
+            interrupted = is_interruption(error)
+            # A broker that is away counts as a failed refresh: each process tried it once a second.
+            failed = None if job is None or interrupted else settle_as_failed(job)
+            request.server.run(failed or cancel_refresh(request))
+            if interrupted:
                 raise
             request.counters.count("errors")
             log.exception(

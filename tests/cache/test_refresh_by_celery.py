@@ -14,7 +14,7 @@ from kombu.exceptions import OperationalError
 from kombu.utils import functional
 
 from django_redislock import tasks
-from django_redislock.cache import cached, refreshable
+from django_redislock.cache import cached, celery_refresh, refreshable
 from tests.support import cache_programs, monitoring, wait_until
 from tests.support.cache_programs import Work, cache_at, held, never, order, refreshable_never
 from tests.support.worker import Worker
@@ -74,6 +74,27 @@ def test_without_a_broker_everybody_has_the_old_value(
             assert cache.get_or_set("k", default, 60, stale=30, refresh="celery") == "old"
     assert "The message to refresh the value of ':1:k' could not be sent to Celery" in caplog.text
     assert not held(client), "the next one may try"
+
+
+@pytest.mark.slow
+def test_without_a_broker_one_process_tries_and_the_others_wait_for_the_end_of_the_pause(
+    client, settings, server, redis_url, backend, caplog, monkeypatch
+):
+    """Each process sent a message once a second, and each time one of its callers waited for the broker."""
+    from tests.support.celery_site.app import app
+    from tests.support.celery_site.harness import connected
+
+    monkeypatch.setitem(app.conf, "broker_transport_options", {"max_retries": 1, "interval_start": 0})
+    monkeypatch.setattr(celery_refresh, "pause_refresh", lambda request: None)  # so each call is that of a new process
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}}
+    caches["default"].set("k", "old", 25)
+    default = functools.partial(cache_programs.celebrate, "worker", year=2026)
+    app.set_default()
+    with connected(server, "redis://127.0.0.1:1/0"):
+        for _ in range(5):
+            assert caches["default"].get_or_set("k", default, 60, stale=30, refresh="celery") == "old"
+    assert caplog.text.count("could not be sent to Celery") == 1
+    assert not held(client)
 
 
 @pytest.mark.slow

@@ -220,13 +220,14 @@ def request_lease(
             yield Unsubscribe(waiter)
 
 
-def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[bool]:
+def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[ComputeJob | None]:
     """Acquire the lease to replace a stale value, for another process, which gets the owner id and computes.
 
-    False when another process holds the lease.
+    Returns None when another process holds the lease, or a refresh failed a moment ago.
     """
-    verdict, *_ = yield from lookup(request, request.lease(acquirer), -math.inf, listening=False, old=old)
-    return verdict == b"compute"
+    lease = request.lease(acquirer)
+    verdict, reply, old_digest, _ = yield from lookup(request, lease, -math.inf, listening=False, old=old)
+    return ComputeJob(request, lease, verdict, reply, old_digest) if verdict == b"compute" else None
 
 
 def cancel_refresh(request: ValueRequest) -> Operation[None]:

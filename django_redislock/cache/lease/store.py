@@ -136,7 +136,7 @@ def finish(job: ComputeJob, value: Any, error: BaseException | None) -> Operatio
             if error is None or is_interruption(error):
                 yield from _release(job)
             else:
-                yield from _send_failure(job, error)
+                yield from settle_as_failed(job, error)  # type: ignore[arg-type]
         lease.ended = True
         if error is None:
             return Outcome(absent=True)
@@ -237,9 +237,12 @@ def _upload(key: bytes, data: bytes) -> Pipeline:
     return Pipeline(((b"SETRANGE", key, b"%d" % end, data[end:]), (b"PEXPIRE", key, b"%d" % UPLOAD_EXPIRY_MS), *pieces))
 
 
-def _send_failure(job: ComputeJob, error: BaseException) -> Operation[None]:
-    """End the lease without a value, and send the error to the waiters: otherwise they would fail one after another."""
-    data = job.request.dump_failure(error)  # type: ignore[arg-type]
+def settle_as_failed(job: ComputeJob, error: Exception | None = None) -> Operation[None]:
+    """End the lease without a value, and send the error to the waiters: otherwise they would fail one after another.
+
+    Without an error they ask again. The next refresh of a stale value pauses in both cases.
+    """
+    data = b"" if error is None else job.request.dump_failure(error)
     with suppress(LockBackendError):
         yield from with_retries(job.lease.name, _store_call(job, b"!", data), monotonic())
 

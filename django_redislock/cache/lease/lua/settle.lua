@@ -3,9 +3,10 @@
 --       computation replaces a stale value, or uploaded its value: failures to replace the stale value; and only after
 --       an upload, because a script would copy a large value: upload
 -- ARGV  fence of the lease, name, expiry of the value (ms, '': never, '0': it is only sent to the waiters, '!': it is
---       the error of the computation, and only sent to them), SHA-1 of the stale value that it replaces ('': none),
---       expiry of the stale value (ms, '': unknown), the value (after an upload: its length and its SHA-1, and the
---       upload key if it is not stored), leader ('1': the lease is the caller's own, else '0')
+--       the error of the computation, and only sent to them, or '' for an error that does not concern them), SHA-1 of
+--       the stale value that it replaces ('': none), expiry of the stale value (ms, '': unknown), the value (after an
+--       upload: its length and its SHA-1, and the upload key if it is not stored), leader ('1': the lease is the
+--       caller's own, else '0')
 -- The waiters are sent  id \n = value ,  id \n ! error , or  id \n # length SHA-1 [key]  to fetch the value in pieces,
 -- or the id alone to ask again.
 -- Returns 1 when the value was stored or sent to the waiters, 2 when it was stored although the lease had ended,
@@ -74,6 +75,7 @@ end
 
 local entries = redis.call('ZRANGE', queue, 0, -1, 'WITHSCORES')
 if #entries > 0 then
+  stored = stored and not (failed and data == '')
   local message = stored and #data <= SMALL and (failed and '\n!' or upload and '\n#' or '\n=') .. data or ''
   local now, ms = now_us(), 0
   for i = 1, #entries, 2 do
