@@ -66,7 +66,7 @@ class CeleryRefreshMixin(RedisBackend):
         )
         if call is None:
             return
-        request = replace(call.request, id=message["id"])
+        request = replace(call.request, id=message["id"], due_ms=message.get("due_ms", 0))
         if unknown:
             request.server.run(cancel_refresh(request))
             raise LookupError(
@@ -83,9 +83,11 @@ class CeleryRefreshMixin(RedisBackend):
             raise outcome.error
 
     def _refresh_in_celery(
-        self, call: GetOrSetCall, key: Any, default: Any, timeout: Timeout, version: int | None, old: bytes
+        self, call: GetOrSetCall, key: Any, default: Any, timeout: Timeout, version: int | None, old: bytes, ttl_ms: int
     ) -> None:
         """Have a Celery worker refresh the value, unless another process refreshes it.
+
+        The message expires with the value, in `ttl_ms` milliseconds.
 
         An error of the broker is logged, because the caller has the stale value.
         """
@@ -108,6 +110,7 @@ class CeleryRefreshMixin(RedisBackend):
             "stale": checked.stale,
             "should_cache": checked.should_cache and registered_name(checked.should_cache, "should_cache"),
             "old": digest(old).decode(),
+            "due_ms": call.request.due_ms,
             "id": new_id(),
         }
         request = replace(call.request, id=message["id"])
@@ -116,7 +119,7 @@ class CeleryRefreshMixin(RedisBackend):
         try:
             job = request.server.run(reserve_refresh(request, threading.current_thread(), old))
             if job is not None:
-                task.apply_async((alias, message))
+                task.apply_async((alias, message), expires=max(ttl_ms, 1000) / 1000)
         except BaseException as error:
             interrupted = is_interruption(error)
             # A broker that is away counts as a failed refresh: each process tried it once a second.

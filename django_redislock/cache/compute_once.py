@@ -127,7 +127,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
                 if checked.refresh == "thread":
                     refresh_in_thread(request, data)
                 elif not is_refresh_paused(request):
-                    self._refresh_in_celery(call, key, default, timeout, version, data)
+                    self._refresh_in_celery(call, key, default, timeout, version, data, ttl_ms)
                 request.counters.count("stale_served")
                 return value
         return result_of(server.run(get_value(request, caller, call.wait, call.on_wait_timeout)))
@@ -174,7 +174,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             if checked.refresh == "thread":
                 refresh_in_task(request, data)
             elif not is_refresh_paused(request):
-                await asyncio.to_thread(self._refresh_in_celery, call, key, default, timeout, version, data)
+                await asyncio.to_thread(self._refresh_in_celery, call, key, default, timeout, version, data, ttl_ms)
             request.counters.count("stale_served")
             return value
         return result_of(await server.run(get_value(request, caller, call.wait, call.on_wait_timeout)))
@@ -219,6 +219,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             max_hold=own.max_hold,
             ignore_errors=self._ignores_errors(),
             should_cache=checked.should_cache,
+            due_ms=int(checked.due * 1000),
             counters=self._counters,
             dump_failure=partial(dump_failure, redis_key, lambda error: self._dumps(redis_key, error, None)[0], loads),
             load_failure=partial(load_failure, loads),

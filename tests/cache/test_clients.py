@@ -231,6 +231,36 @@ def test_with_a_replica_that_lags_a_value_is_computed_once(replicated, backend):
     assert cache.get_or_set("k", never, 60) == "v", "as the primary has it"
 
 
+@pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
+@pytest.mark.processes
+@pytest.mark.parametrize("by_tasks", [False, True], ids=["by threads", "by tasks, then by threads"])
+def test_with_a_replica_that_lags_a_value_whose_bytes_stay_the_same_is_refreshed_once(replicated, backend, by_tasks):
+    """The lease was granted by the bytes alone: each of 112 callers computed the value again."""
+    primary, replica = replicated
+    cache = cache_at([primary.url, replica.url], backend)
+    cache.set("k", "the same", 25)
+    wait_until(lambda: cache.get("k") == "the same")
+    with replica.client() as client:
+        client.replicaof("no", "one")
+    computed = []
+
+    def compute():
+        computed.append(1)
+        return "the same"
+
+    async def main():
+        for _ in range(20):
+            assert await cache.aget_or_set("k", compute, 60, stale=30) == "the same"
+
+    if by_tasks:
+        asyncio.run(main())
+    for _ in range(20):
+        assert cache.get_or_set("k", compute, 60, stale=30) == "the same"
+    assert len(computed) == 1
+    with primary.client() as client:
+        assert client.ttl(":1:k") > 60
+
+
 # Sentinel: who is the primary is asked of it
 
 

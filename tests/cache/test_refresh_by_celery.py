@@ -53,6 +53,21 @@ def test_a_worker_obeys_registered_functions_only(client, settings, redis_url, b
     assert not held(client)
 
 
+def test_of_many_messages_about_one_value_a_worker_processes_one_although_the_bytes_stay_the_same(
+    client, settings, redis_url, backend, monkeypatch
+):
+    """Twenty callers had asked while the worker was away, and it computed one report twenty times."""
+    computed = []
+    monkeypatch.setitem(celery_refresh._registered, "the.same", lambda *args, **kwargs: computed.append(1) or "old")
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}}
+    caches["default"].set("k", "old", 25)
+    for number in range(20):
+        tasks.refresh("default", order(client, default="the.same", id=f"id {number}", due_ms=30_000))
+    assert len(computed) == 1
+    assert caches["default"].get("k") == "old"
+    assert not held(client)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_without_a_broker_everybody_has_the_old_value(

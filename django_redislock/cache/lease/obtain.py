@@ -162,7 +162,7 @@ def request_lease(
             (*keys[:4], request.key.encode(), *witness_keys(lease), *optional_keys),
             (
                 *(id, milliseconds(request.expire), name.encode(), about, channel, b"%d" % join),
-                *(old_digest, b"%d" % has_old),
+                *(old_digest, b"%d" % has_old, b"%d" % request.due_ms if has_old and request.due_ms else b""),
             ),
             undo=partial(release_call, lease, channel),
         )

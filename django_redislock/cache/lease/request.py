@@ -81,6 +81,8 @@ class ValueRequest:
     load_failure: Callable[[bytes], Exception] = lambda data: RuntimeError(data.decode())
     id: str = ""
     """The owner id of the lease, when another process acquired it for this one."""
+    due_ms: int = 0
+    """The milliseconds before its expiry at which a stale value is due for a refresh; 0: unknown."""
     caller_key: Any = None
     """The key as the caller gave it, in a request for many keys."""
 

@@ -2,7 +2,8 @@
 -- KEYS  lock, index of held locks, fence counter, queue, value, witness of the value, era of its bucket; only if
 --       has_old is '1': failures to replace the stale value
 -- ARGV  id, expire (ms), name, record, channel of the waiter ('': none), join ('1': join the queue), SHA-1 of the
---       stale value ('': none), has_old ('1': the caller can return the stale value, else '0')
+--       stale value ('': none), has_old ('1': the caller can return the stale value, else '0'), due (ms before its
+--       expiry at which the stale value is replaced, '': the SHA-1 alone decides)
 -- Returns one of
 --   {'value', value, owns}   owns: 1 if the caller holds the lock and has to release it, else 0
 --   {'large', '', owns}      there is a value, which the caller fetches by other commands
@@ -19,7 +20,7 @@
 local LARGE = 524288  -- bytes; Lua would make one more copy of the value
 local WITNESS_LIFE_MS = 86400000  -- longer than most values, because some servers evict the shortest expiry first
 local lock, index, counter, queue, value_key, witness, era, failures = unpack(KEYS)
-local id, expire_ms, name, record, channel, join, old_digest, has_old = unpack(ARGV)
+local id, expire_ms, name, record, channel, join, old_digest, has_old, due = unpack(ARGV)
 local now = now_us()
 local holder = redis.call('GET', lock)
 local wrong = not_ours(lock, holder)
@@ -64,7 +65,14 @@ end
 local length = there > 1 and redis.call('STRLEN', value_key) or 0
 local large = length > LARGE and old_digest == ''
 local value = length > 0 and not large and redis.call('GET', value_key)
-if large or value and (old_digest == '' or redis.sha1hex(value) ~= old_digest) then
+local old = value and old_digest ~= ''
+if old and tonumber(due or '') then
+  -- A computation may return the same bytes again. Callers that read a replica, or processed an old message, replaced
+  -- them each time.
+  local ttl = redis.call('PTTL', value_key)
+  old = ttl >= 0 and ttl <= tonumber(due)
+end
+if large or value and not (old and redis.sha1hex(value) == old_digest) then
   leave()
   return {large and 'large' or 'value', large and '' or value, mine and 1 or 0}
 end
