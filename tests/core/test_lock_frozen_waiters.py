@@ -25,6 +25,7 @@ from tests.support import (
     PythonProcess,
     client_at,
     counting,
+    freeze,
     listening,
     queued,
     servers_of,
@@ -95,7 +96,8 @@ def test_ten_frozen_processes_ahead_hold_up_a_free_lock_for_no_longer_than_a_sec
     with Lock(client, "a", expire=60):
         frozen = run_python(wait_in_forks, redis_url, "a", 10).wait_for()["pids"]
         wait_until(lambda: queued(client, "a") == 10)
-        signal_all(frozen, signal.SIGSTOP)
+        for pid in frozen:
+            freeze(pid)
         thread = in_a_thread(wait if by == "thread" else lambda: asyncio.run(await_it()))
         wait_until(lambda: queued(client, "a") == 11)
     freed = time.monotonic()

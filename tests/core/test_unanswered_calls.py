@@ -6,7 +6,6 @@ import asyncio
 import gc
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -38,12 +37,6 @@ asyncio.run(main())
 """
 
 
-def freeze(server):
-    server.pause()
-    state = Path(f"/proc/{server.process.pid}/stat")
-    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
-
-
 def nothing_is_held(client, *names):
     wait_until(
         lambda: not list(held_locks(client)) and not any(queued(client, name) for name in names),
@@ -61,7 +54,7 @@ def test_what_a_frozen_server_grants_to_tasks_that_timed_out_is_given_back(own_s
         async with AsyncLock(aclient, "warm"):
             pass
         locks = [AsyncLock(aclient, name, expire=FOR_LONG) for name in names]
-        freeze(own_server)
+        own_server.pause()
         tasks = [asyncio.create_task(lock.acquire(blocking=held, timeout=60 if held else None)) for lock in locks]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(result) for result in results} == {LockBackendError}
@@ -88,7 +81,7 @@ def test_when_a_loop_ends_while_tasks_acquire_and_release_nothing_stays_held(own
         while len(entered) < MANY:
             await asyncio.sleep(0.005)
         if frozen:
-            freeze(own_server)
+            own_server.pause()
         tasks.extend(asyncio.create_task(hold(AsyncLock(aclient, f"new {i}", expire=FOR_LONG))) for i in range(MANY))
         await asyncio.sleep(0)
         for holder in holders:
@@ -109,7 +102,7 @@ def test_when_a_loop_is_closed_under_calls_without_a_reply_nothing_stays_held(ow
     async def leave_tasks():
         async with AsyncLock(aclient, "warm"):
             pass
-        freeze(own_server)
+        own_server.pause()
         for i in range(MANY):
             tasks.append(asyncio.create_task(AsyncLock(aclient, f"lock {i}", expire=FOR_LONG).acquire()))
         await asyncio.sleep(0)
@@ -154,7 +147,7 @@ def test_what_a_frozen_server_grants_to_a_batch_that_timed_out_is_given_back(own
         server = server_of(client)
         if server.splits:
             pytest.skip("a Cluster splits it")
-        freeze(own_server)
+        own_server.pause()
         with pytest.raises(Exception, match="Timeout"):
             server.call(batch_of(client, 60))
         own_server.resume()
@@ -166,7 +159,7 @@ def test_a_batch_that_is_too_large_to_be_sent_to_a_frozen_server_is_given_back(o
     with client_at(f"unix://{own_server.unix_socket}", socket_timeout=0.5) as client:
         with Lock(client, "warm"):
             pass
-        freeze(own_server)
+        own_server.pause()
         with pytest.raises(Exception, match="Timeout"):
             server_of(client).call(batch_of(client, 3000))
         own_server.resume()

@@ -16,7 +16,7 @@ import redis
 from django.db import connection
 
 from tests.run_once.beats import DATABASE, PERSISTENT, Beat, Published, leader_of, migrate
-from tests.support import BUSY, PostgresServer, Proxy, RedisServer, Server, using_databases, wait_until
+from tests.support import BUSY, PostgresServer, Proxy, RedisServer, Server, freeze, using_databases, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -99,7 +99,7 @@ def test_the_leader_is_killed_frozen_cut_off_and_stopped_and_no_entry_is_lost_or
             leading.process.send_signal(signal.SIGTERM)
             assert leading.process.wait(60) == 0
         elif fault == "freeze":
-            leading.process.send_signal(signal.SIGSTOP)
+            freeze(leading.process.pid)
         else:
             proxies[number].black_hole()
         leader_of(client, beats, leading)
@@ -161,7 +161,7 @@ def test_three_beats_publish_no_entry_early_when_the_locks_redis_loses_its_data(
     if leader == "frozen":
         since = time.monotonic()
         wait_until(lambda: time.monotonic() > since + 1.5)  # the others have seen that run
-        leading.process.send_signal(signal.SIGSTOP)
+        freeze(leading.process.pid)
     client.flushall()
     leader_of(client, beats, *([leading] if leader == "frozen" else []))
     published.wait_for_more("seldom", 1)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from django_redislock import held_locks, lock
-from tests.support import Proxy, RedisServer, wait_until
+from tests.support import Proxy, RedisServer, freeze, wait_until
 from tests.support.managed import MANAGE, Managed, environment
 from tests.support.processes import ROOT
 
@@ -68,7 +68,7 @@ def test_a_lock_is_renewed_for_max_hold_only(manage: Callable[..., Managed]) -> 
 @pytest.mark.usefixtures("locks_by_url")
 def test_a_frozen_run_that_lost_its_lock_ends_the_command_when_it_goes_on(manage: Callable[..., Managed]) -> None:
     process = start(manage, UNTIL_TERM, "--expire", "0.5s")
-    process.process.send_signal(signal.SIGSTOP)
+    freeze(process.process.pid)
     wait_until(lambda: not list(held_locks()))
     process.process.send_signal(signal.SIGCONT)
     assert process.wait() == 74

@@ -27,7 +27,7 @@ from .proxy import Proxy
 from .rabbitmq import RabbitServer
 from .scripts import load_scripts
 from .servers import RedisServer, Server, free_port, running_sentinel, running_sentinels
-from .waiting import BUSY, lived, until, wait_until, within
+from .waiting import BUSY, freeze, lived, until, wait_until, within
 
 __all__ = [
     "BUSY",
@@ -56,6 +56,7 @@ __all__ = [
     "drop_connections",
     "find_program",
     "free_port",
+    "freeze",
     "in_a_fork",
     "in_thread",
     "in_threads",

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from .fork_server import ROOT as ROOT, start_python
-from .waiting import wait_until
+from .waiting import freeze, wait_until
 
 
 def say(**values: object) -> None:
@@ -108,7 +108,7 @@ class PythonProcess:
         self._process.wait()
 
     def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)

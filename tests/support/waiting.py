@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -26,6 +29,24 @@ def wait_until(condition: Callable[[], T], timeout: float = 60, message: str | C
             what = message() if callable(message) else message
             raise AssertionError(f"Not within {timeout} s: {what or condition}; the last answer was {answer!r}")
         time.sleep(0.01)
+
+
+def freeze(pid: int) -> None:
+    """Stop the process, and return when each of its threads stands still.
+
+    The others go on until one of them has got the signal: on a busy machine for long enough to take the lock that the
+    test releases next, and to hold it while it is frozen.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all(map(_is_stopped, threads.glob("*/stat"))))
+
+
+def _is_stopped(stat: Path) -> bool:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return True
 
 
 def lived(seconds: float) -> None:
