@@ -18,16 +18,7 @@ NOT_RELEASED = "Lock %r was not released at the end of its block, and `raise_on_
 
 
 class RedisPyWords(BaseLock):
-    """What the locks for threads and for asyncio have in common: redis-py's arguments, in its order.
-
-    `timeout` is the expiry in seconds: the lock ends then. Without it, the watchdog renews the lock while its holder
-    lives. ``with`` and ``acquire()`` wait as `blocking` and `blocking_timeout` (seconds) say. With
-    ``thread_local=False`` any thread may release the lock that one of them acquired. With
-    ``raise_on_release_error=False`` a block whose lock was lost logs a warning at its end, and does not raise.
-    `sleep` is ignored, because a release wakes the next waiter.
-
-    Raises TypeError and ValueError for bad arguments. All errors derive from ``redis.exceptions.LockError``.
-    """
+    """What the locks for threads and for asyncio have in common: redis-py's arguments, in its order."""
 
     _any_thread = False
     _raises_at_exit = True
@@ -103,9 +94,16 @@ class RedisPyWords(BaseLock):
 
 
 class RedisPyLock(RedisPyWords, Lock):
-    __doc__ = """A lock for threads with the words of redis-py: ``client.lock(name, lock_class=RedisPyLock)``.
+    """A lock for threads with the words of redis-py: ``client.lock(name, lock_class=RedisPyLock)``.
 
-    """ + str(RedisPyWords.__doc__).partition("\n\n")[2]
+    `timeout` is the expiry in seconds: the lock ends then. Without it, the watchdog renews the lock while its holder
+    lives. ``with`` and ``acquire()`` wait as `blocking` and `blocking_timeout` (seconds) say. With
+    ``thread_local=False`` any thread may release the lock that one of them acquired. With
+    ``raise_on_release_error=False`` a block whose lock was lost logs a warning at its end, and does not raise.
+    `sleep` is ignored, because a release wakes the next waiter.
+
+    Raises TypeError and ValueError for bad arguments. All errors derive from ``redis.exceptions.LockError``.
+    """
 
     def acquire(  # type: ignore[override]
         self,
@@ -142,9 +140,10 @@ class RedisPyLock(RedisPyWords, Lock):
 
 
 class AsyncRedisPyLock(RedisPyWords, AsyncLock):
-    __doc__ = """A lock for asyncio with the words of redis-py: ``aclient.lock(name, lock_class=AsyncRedisPyLock)``.
+    """A lock for asyncio with the words of redis-py: ``aclient.lock(name, lock_class=AsyncRedisPyLock)``.
 
-    """ + str(RedisPyWords.__doc__).partition("\n\n")[2]
+    `RedisPyLock`, its equivalent for threads, describes the arguments.
+    """
 
     @coroutine_function
     def acquire(  # type: ignore[override]
