@@ -65,18 +65,13 @@ class LocksMixin(RedisBackend):
 
         Raises TypeError and ValueError for bad arguments, and TypeError when both `expire` and `timeout` are given.
         """
-        if expire is not None and timeout is not None:
-            raise TypeError("lock() takes expire or timeout, but not both: each means the expiry of the lock")
-        expiry = timeout if expire is None else expire
+        has_expiry = timeout is not None or expire is not None
         if timeout is not None and blocking_timeout is None and blocking:
             warn_once(OF_TIMEOUT)
         name = self._redis_key(key, version)
         settings = conf.get()
-        if (
-            (client, expiry, auto_renewal, max_hold, id, label, on_lost) == (None,) * 7
-            and thread_local
-            and (raise_on_release_error is True)
-        ):
+        given = (client, timeout, expire, auto_renewal, max_hold, id, label, on_lost)
+        if given == (None,) * 8 and thread_local and raise_on_release_error is True:
             of, plain = self._plain
             if of is not settings:
                 plain = self._plain_lock(settings)
@@ -89,14 +84,14 @@ class LocksMixin(RedisBackend):
         return (RedisPyLock if settings.enabled else GrantedCacheLock)(
             server,
             name,
-            None,
+            timeout,
             sleep,
             blocking,
             blocking_timeout,
             thread_local,
             raise_on_release_error,
-            expire=settings.expire if expiry is None else expiry,
-            auto_renewal=(settings.auto_renewal and expiry is None) if auto_renewal is None else auto_renewal,
+            expire=expire if has_expiry else settings.expire,
+            auto_renewal=(settings.auto_renewal and not has_expiry) if auto_renewal is None else auto_renewal,
             max_hold=settings.max_hold if max_hold is None else max_hold,
             id=id,
             label=label,

@@ -117,13 +117,12 @@ def _on_retry_of_a_lost_process(sender: Any = None, request: Any = None, reason:
 def _on_worker_lost(
     sender: Any = None, task_id: str = "", exception: Any = None, args: Any = (), kwargs: Any = None, **more: Any
 ) -> None:
-    """Release the lock of a message that does not come again, although no body has ended by an Exception.
+    """Release the lock of a message whose process was killed, or whose body ended by a CancelledError in a child.
 
-    Its process was killed before its body began, or a child of prefork ended by a CancelledError: this signal comes
-    from the worker's main process, which has acknowledged the message.
+    The worker's main process sends this signal when it has acknowledged the message, which does not come again then.
     """
-    ended = isinstance(exception, WorkerLostError) or not isinstance(exception, Exception)
-    if ended and isinstance(sender, PublishingMixin):
+    is_told_here_only = isinstance(exception, WorkerLostError) or not isinstance(exception, Exception)
+    if is_told_here_only and isinstance(sender, PublishingMixin):
         # Celery 5.6 passes no request here, so the key of the producer is unknown.
         request = sender.request_stack.top
         _release(sender._lock_of_message(task_id, sender._key_of(args, kwargs or {}, request), request))

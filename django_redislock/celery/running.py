@@ -288,7 +288,7 @@ class SingleInstanceMixin(RepublishingMixin):
         if policy == "reschedule":
             self._reschedule(lock, error, options, request, limit, queued, silent=same)
         lock.count_duplicate()
-        comes_again = self._is_rejected(error)  # with an error; then nothing may mark it as processed
+        comes_again = self._is_rejected(error)  # so an error must leave no marker; another end does
         if not comes_again:
             self._claim_message(lock, request, options, final=True)
         if callable(policy):

@@ -14,14 +14,14 @@ from .lease import Lease
 from .lock import Lock
 from .validation import AS_MADE, AsMade, Seconds, check_expire, check_flag, wait_as_redis
 
-NOT_RELEASED = "Lock %r was not released at the end of its block, and `raise_on_release_error` is False: %s"
+NOT_RELEASED = (
+    "Lock %r was no longer held at the end of its block, so another holder may have worked at the same time (%s). The "
+    "block raises no error, because raise_on_release_error is False."
+)
 
 
 class RedisPyWords(BaseLock):
     """What the locks for threads and for asyncio have in common: redis-py's arguments, in its order."""
-
-    _any_thread = False
-    _raises_at_exit = True
 
     def __init__(
         self,
@@ -33,12 +33,15 @@ class RedisPyWords(BaseLock):
         blocking_timeout: Seconds | None = None,
         thread_local: bool = True,
         raise_on_release_error: bool = True,
+        *,
+        expire: Seconds | None = None,
         **options: Any,
     ) -> None:
-        expire = options.pop("expire", None)
-        expire = timeout if expire is None else expire
-        options.setdefault("auto_renewal", expire is None)
-        super().__init__(redis, name, expire=expire, **options)
+        if timeout is not None:
+            if expire is not None:
+                raise TypeError("a lock takes expire or timeout, but not both: each means its expiry")
+            expire = check_expire(timeout, "timeout")
+        super().__init__(redis, name, expire=expire, **{"auto_renewal": expire is None, **options})
         self._wait = wait_as_redis(blocking, blocking_timeout)
         self._any_thread = not thread_local
         self._raises_at_exit = check_flag(raise_on_release_error, "raise_on_release_error")
@@ -79,11 +82,13 @@ class RedisPyWords(BaseLock):
         return (yield from self._extend(acquirer, holder.ttl + seconds if mine and holder is not None else None))
 
     def _exit(self, acquirer: Any, error: BaseException | None) -> Operation[None]:
+        leave = super()._exit(acquirer, error)
+        return leave if self._raises_at_exit else self._log_loss(leave)
+
+    def _log_loss(self, leave: Operation[None]) -> Operation[None]:
         try:
-            yield from super()._exit(acquirer, error)
+            yield from leave
         except (LockLost, NotAcquired) as failure:
-            if self._raises_at_exit:
-                raise
             events.log.warning(NOT_RELEASED, self.name, failure)
 
     def _lease_of(self, acquirer: Any) -> Lease | None:

@@ -29,7 +29,7 @@ BATCH = 250
 SHORTEST_RETRY = 0.05
 """Seconds between two tries for an unanswered renewal; it doubles with each try."""
 LONGEST_REPORT = 1.0
-"""Seconds for which the end of the process waits for reports."""
+"""Seconds for which a process that ends waits for its reports."""
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 0.25, 5.0
 """Seconds to wait for a reply: a quarter of the expiry, but within these and the client's own timeout."""
 
@@ -153,6 +153,7 @@ def patience_of(lease: Lease) -> float:
 _reports: dict[object, int] = {}
 """The reports that are under way, each with its process, because a forked child has none of its parent's threads."""
 _ending = False
+"""Whether the process ends."""
 _unknown: set[type] = set()
 """Types of acquirers whose end cannot be detected, and for which the warning about that was logged."""
 
@@ -203,9 +204,9 @@ def report(tell: Callable[[], None]) -> None:
 
 @atexit.register
 def _wait_for_reports() -> None:
-    """Wait until the reports of this process have ended, for a second at most.
+    """Wait for the reports of this process, a second at most.
 
-    Python ends a daemon thread anywhere: where that was within a write to stderr, the process was aborted.
+    At its end Python stops such a thread at any line. A thread that was writing to stderr made Python abort.
     """
     global _ending
     _ending = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("django_celery_results", reason="it is in the dependency group `test`")
 pytestmark = pytest.mark.processes
 
 SITE = """
@@ -25,15 +24,12 @@ app.conf.timezone = args[0]
 def report():
     pass
 
-def holds_since():
-    return report.lock_info().acquired_at.timestamp()
-
 app.backend.mark_as_revoked("of yesterday")
-old = report.apply_async(task_id="of yesterday")
+report.apply_async(task_id="of yesterday")
 say(kept=isinstance(report.delay(), DuplicateResult))
 report.unlock()
 first = report.delay()
-since = holds_since()
+since = report.lock_info().acquired_at.timestamp()
 while time.time() < since + 0.002:
     pass
 app.backend.mark_as_revoked(first.id)

@@ -40,8 +40,11 @@ class Words:
         await self._of_block("exit", *error)
 
     async def _of_block(self, which, *args):
-        for_asyncio = isinstance(self._lock, (AsyncLock, redis.asyncio.lock.Lock))
-        await self.__getattr__(f"__a{which}__" if for_asyncio else f"__{which}__")(*args)
+        await self.__getattr__(f"__a{which}__" if self.for_asyncio else f"__{which}__")(*args)
+
+    @property
+    def for_asyncio(self):
+        return isinstance(self._lock, (AsyncLock, redis.asyncio.lock.Lock))
 
 
 @pytest.fixture(params=KINDS)
@@ -241,6 +244,20 @@ def remaining(redis_url):
         return ours[0] if ours else client.pttl("a") / 1000
 
 
+def test_with_thread_local_false_another_thread_or_task_releases_the_lock(run):
+    async def main(make):
+        lock = make(timeout=600, thread_local=False)
+        assert await lock.acquire(blocking=False)
+        if lock.for_asyncio:
+            await asyncio.create_task(lock.release())
+        else:
+            await asyncio.to_thread(asyncio.run, lock.release())
+        assert not await make().locked()
+        assert await make(timeout=600, thread_local=False).acquire(blocking=False)
+
+    run(main)
+
+
 # What is different: a lock without a timeout
 
 
@@ -255,10 +272,14 @@ def test_without_a_timeout_our_lock_is_renewed_and_ends_with_its_holder(redis_ur
 def test_the_errors_name_the_argument(redis_url):
     client = client_at(redis_url)
     for options, error, names in [
-        ({"timeout": 0}, ValueError, "expire"),
-        ({"timeout": "3"}, TypeError, "expire"),
+        ({"timeout": 0}, ValueError, "timeout"),
+        ({"timeout": "3"}, TypeError, "timeout"),
         ({"blocking_timeout": "3"}, TypeError, "blocking_timeout"),
         ({"raise_on_release_error": 1}, TypeError, "raise_on_release_error"),
     ]:
         with pytest.raises(error, match=names):
             client.lock("a", lock_class=RedisPyLock, **options)
+    with pytest.raises(TypeError, match="expire or timeout"):
+        RedisPyLock(client, "a", 3, expire=3)
+    with pytest.raises(TypeError, match="wait"):
+        RedisPyLock(client, "a", wait=3)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from django_redislock.core import Lock
+from django_redislock.core import Lock, renewals
 from tests.support import lived, wait_until
 
 
@@ -65,3 +65,11 @@ entered.wait()
 def test_a_process_that_ends_waits_for_the_report_that_is_under_way(redis_url, run_python):
     """Python would end the thread at any point: within a write to stderr, that aborted the process."""
     assert run_python(REPORTS_AT_THE_END, redis_url).finish()[-1] == {"told": True}
+
+
+def test_when_the_process_ends_no_report_starts(monkeypatch):
+    told, before = [], set(threading.enumerate())
+    monkeypatch.setattr(renewals, "_ending", True)
+    renewals.report(lambda: told.append(1))
+    assert set(threading.enumerate()) <= before
+    assert not told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def private_names_in(tree):
 
 
 def test_each_private_name_of_another_package_is_listed():
+    """A name that the package defines for something of its own, too, is not found here."""
     listed = {(file, each.name) for each in PRIVATE for file in each.used_in}
     own = own_names() | DOCUMENTED
     used = {(file, name) for file, tree in TREES.items() for name in private_names_in(tree) if name not in own}
@@ -59,14 +61,16 @@ def test_each_private_name_of_another_package_is_listed():
 
 @pytest.mark.parametrize("each", PRIVATE, ids=lambda each: f"{each.module}.{each.name}")
 def test_a_private_name_is_used_and_is_there(each):
+    named = re.compile(rf"\b{each.name}\b")
     for file in each.used_in:
-        assert each.name in (PACKAGE / file).read_text()
+        assert named.search((PACKAGE / file).read_text())
     assert each.why
     assert each.without
     if each.module == "asyncio.coroutines" and sys.version_info >= (3, 12):
         return
-    pytest.importorskip(each.module.partition(".")[0])
-    assert each.name in Path(importlib.util.find_spec(each.module).origin).read_text()
+    if each.module.startswith("django_celery_beat."):
+        pytest.importorskip("django_celery_beat", reason="django-celery-beat has no release for this Django")
+    assert named.search(Path(importlib.util.find_spec(each.module).origin).read_text())
 
 
 @pytest.mark.django_db

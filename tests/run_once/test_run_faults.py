@@ -104,8 +104,10 @@ def test_run_ends_a_command_that_stops_slowly_before_the_next_holder_begins(
     second.wait_for("Waiting")
     if fault == "cut off":
         proxy.black_hole()
+    elif fault == "parent killed":
+        first.process.kill()
     else:
-        first.process.send_signal(signal.SIGKILL if fault == "parent killed" else signal.SIGSTOP)
+        freeze(first.process.pid)
     second.wait_for_output("on")
     first.wait_for_output("ended")
     ended, began = (float(process.out.split()[position]) for process, position in ((first, 3), (second, 1)))
