@@ -13,7 +13,7 @@ from django_redislock.core import AsyncLock, Lock, held_locks
 from django_redislock.core.driver.effects import ScriptBatch
 from django_redislock.core.driver.registry import server_of
 from django_redislock.exceptions import LockBackendError
-from tests.support import BUSY, async_client_at, client_at, queued, wait_until
+from tests.support import BUSY, ClusterOfLocks, async_client_at, client_at, queued, wait_until
 
 pytestmark = pytest.mark.processes
 MANY = 30
@@ -96,13 +96,27 @@ def test_when_a_loop_ends_while_tasks_acquire_and_release_nothing_stays_held(own
         nothing_is_held(client)
 
 
-def test_when_a_loop_is_closed_under_calls_without_a_reply_nothing_stays_held(own_server, monkeypatch):
-    """The next loop that uses the client finds the closed one."""
+@pytest.fixture(params=["one server", "a Cluster"])
+def frozen_later(request):
+    """The address of a server or of a Cluster, and its processes."""
+    if request.param == "one server":
+        server = request.getfixturevalue("own_server")
+        yield server.url, [server]
+    else:
+        with ClusterOfLocks() as cluster:
+            yield cluster.url, cluster.nodes
+
+
+def test_when_a_loop_is_closed_under_calls_without_a_reply_nothing_stays_held(frozen_later, monkeypatch):
+    """The next loop that uses the client finds the closed one, also at the nodes that it does not use itself."""
+    url, servers = frozen_later
 
     async def leave_tasks():
-        async with AsyncLock(aclient, "warm"):
-            pass
-        own_server.pause()
+        for i in range(MANY):
+            async with AsyncLock(aclient, f"lock {i}"):
+                pass
+        for server in servers:
+            server.pause()
         for i in range(MANY):
             tasks.append(asyncio.create_task(AsyncLock(aclient, f"lock {i}", expire=FOR_LONG).acquire()))
         await asyncio.sleep(0)
@@ -113,12 +127,13 @@ def test_when_a_loop_is_closed_under_calls_without_a_reply_nothing_stays_held(ow
 
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # Python warns of what such a loop leaves open
     tasks = []
-    aclient = async_client_at(own_server.url, socket_timeout=60)
-    with own_server.client() as client:
+    aclient = async_client_at(url, socket_timeout=60)
+    with client_at(url) as client:
         loop = asyncio.new_event_loop()
         loop.run_until_complete(leave_tasks())
         loop.close()
-        own_server.resume()
+        for server in servers:
+            server.resume()
         asyncio.run(use())
         nothing_is_held(client)
         while tasks:

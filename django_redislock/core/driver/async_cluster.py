@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from .async_server import AsyncServer, async_server_of
+from .async_server import AsyncServer, async_server_of, leave_closed_loops
 from .cluster import Cluster, operation_of
 from .effects import At, AtEach, Call, Effect, Operation, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
 from .routes import ClusterRoom, home_of, subscribe
@@ -31,7 +31,12 @@ class AsyncCluster(AsyncServer):
         return await self.run(operation_of(self._table, call))
 
     def end_soon(self) -> None:
-        """Do nothing: each node closes its connections."""
+        """Have each node leave the loops that are closed, because the next loop may not use all nodes.
+
+        Otherwise each node closes its connections by itself.
+        """
+        for node in list(self._table.nodes.values()):
+            leave_closed_loops(node)
 
     async def _do(self, effect: Effect, cancelled: bool) -> Any:
         match effect:

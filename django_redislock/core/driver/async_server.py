@@ -256,9 +256,14 @@ def async_server_of(server: Server) -> AsyncServer:
         return server.views[loop]  # type: ignore[no-any-return]
     except KeyError:
         pass
-    for other in list(server.views):
-        if other.is_closed():
-            view = server.views.pop(other, None)
+    leave_closed_loops(server)
+    return server.views.setdefault(loop, (server.view_kind or AsyncServer)(server))  # type: ignore[no-any-return]
+
+
+def leave_closed_loops(server: Server) -> None:
+    """End the views of event loops that were closed before they had ended everything."""
+    for loop in list(server.views):
+        if loop.is_closed():
+            view = server.views.pop(loop, None)
             if view is not None:
                 view.end_soon()
-    return server.views.setdefault(loop, (server.view_kind or AsyncServer)(server))  # type: ignore[no-any-return]
