@@ -146,6 +146,7 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
             lease.fence = abs(unconfirmed)  # so that the caller gives the lock back
         raise
     except GeneratorExit:
+        waiter = None  # nothing can be yielded any more, and the driver undoes the call
         raise
     except BaseException:
         # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up.

@@ -27,7 +27,7 @@ from .proxy import Proxy
 from .rabbitmq import RabbitServer
 from .scripts import load_scripts
 from .servers import RedisServer, Server, free_port, running_sentinel, running_sentinels
-from .waiting import BUSY, freeze, lived, until, wait_until, within
+from .waiting import BUSY, destroy_generators, freeze, lived, until, wait_until, within
 
 __all__ = [
     "BUSY",
@@ -53,6 +53,7 @@ __all__ = [
     "command_counts",
     "counting",
     "create_tables",
+    "destroy_generators",
     "drop_connections",
     "find_program",
     "free_port",

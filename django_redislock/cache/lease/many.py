@@ -146,8 +146,9 @@ def _get_or_compute_many(
         lookups = [lookup(request, lease, until, False) for request, lease in zip(requests, leases, strict=True)]
         yield from interleave(lookups, found, process_found)
         yield from process_found()
-    except BaseException:
-        yield from give_back([leases[number] for number in found])
+    except BaseException as error:
+        if not isinstance(error, GeneratorExit):  # the driver undoes the calls then
+            yield from give_back([leases[number] for number in found])
         raise
 
 

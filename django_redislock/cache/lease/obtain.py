@@ -211,6 +211,9 @@ def request_lease(
             return reply[0], reply[1]
     except LockBackendError:
         raise
+    except GeneratorExit:
+        waiter = None  # as in `operations.acquire`
+        raise
     except BaseException:  # interrupted: give back the lease, or the place in the queue
         with suppress(RedisError):
             yield release_call(lease, b"" if waiter is None else waiter.channel).with_text()

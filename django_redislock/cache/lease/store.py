@@ -88,10 +88,11 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
         watchdog.add(lease, request.auto_renewal)
     try:
         return (yield from operation)
-    except BaseException:
+    except BaseException as error:
         for _, lease, *_ in leading:
             watchdog.remove(lease)
-        yield from give_back([lease for _, lease, *_ in leading if not lease.inherited_by_fork and not lease.ended])
+        if not isinstance(error, GeneratorExit):  # the driver undoes the calls then
+            yield from give_back([lease for _, lease, *_ in leading if not lease.inherited_by_fork and not lease.ended])
         raise
     finally:
         for _, lease, *_ in jobs:

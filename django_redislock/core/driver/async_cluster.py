@@ -21,7 +21,7 @@ class AsyncCluster(AsyncServer):
         self.place = cluster.place
         self._table = cluster.table
         # Nothing here refers back to this object: in a cycle it would keep the nodes until the garbage collector runs.
-        self._view = view = partial(_view_of, new_channel())
+        self._view = view = partial(_view_of, new_channel(), asyncio.get_running_loop())
         self._running = 0
         self._ends = False
         self.room: Any = ClusterRoom(self._table, lambda node: view(node).room)
@@ -59,8 +59,9 @@ class AsyncCluster(AsyncServer):
         return await super()._do(effect, cancelled)
 
 
-def _view_of(channel: bytes, node: Node) -> AsyncServer:
-    view = async_server_of(node)
+def _view_of(channel: bytes, loop: asyncio.AbstractEventLoop, node: Node) -> AsyncServer:
+    # When the loop was closed, what its tasks leave is undone outside of it.
+    view = node.views.get(loop) or async_server_of(node)
     view.room.channel = channel
     return view
 

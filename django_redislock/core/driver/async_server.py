@@ -70,6 +70,7 @@ class AsyncServer:
         proceed: Callable[[Any], Effect] = steps.send
         result: Any = None
         cancelled = False
+        undos: dict[bytes, Callable[[], ScriptCall]] = {}
         self._running += 1
         try:
             while True:
@@ -77,10 +78,14 @@ class AsyncServer:
                     effect = proceed(result)
                 except StopIteration as stop:
                     return stop.value  # type: ignore[no-any-return]
+                if isinstance(effect, ScriptCall | ScriptBatch):
+                    for call in (effect,) if isinstance(effect, ScriptCall) else effect.calls:
+                        if call.undo is not None:
+                            undos[call.keys[0]] = call.undo
                 try:
                     proceed, result = steps.send, await self._do(effect, cancelled)
                 except GeneratorExit:
-                    self._abandon(steps)
+                    self._abandon(steps, undos)
                     raise
                 except BaseException as error:
                     cancelled = cancelled or not isinstance(error, Exception)
@@ -93,14 +98,18 @@ class AsyncServer:
                 with suppress(RuntimeError):  # the loop is closed already
                     self._loop.call_soon(self._leave)
 
-    def _abandon(self, steps: Operation[Any]) -> None:
+    def _abandon(self, steps: Operation[Any], undos: dict[bytes, Callable[[], ScriptCall]]) -> None:
         """End the operation of a coroutine that is destroyed, as a rule because its loop was closed under it.
 
         What it would send after a cancellation is sent, as far as that needs no loop. It gets a CancelledError, because
-        after a GeneratorExit Python lets no generator yield.
+        after a GeneratorExit Python lets no generator yield. The garbage collector may have destroyed a generator of
+        the operation before this coroutine; then the undo of its last call for each lock is sent instead.
         """
         proceed: Callable[[Any], Effect] = steps.throw
         result: Any = asyncio.CancelledError()
+        if _is_destroyed(steps):
+            steps = _undo_all(undos)
+            proceed, result = steps.send, None
         with suppress(StopIteration, asyncio.CancelledError, Exception):
             while True:
                 doing = self._do(proceed(result), True)
@@ -120,7 +129,8 @@ class AsyncServer:
             case ScriptCall():
                 return await (self._send_and_forget(effect) if cancelled else self.call(effect))
             case ScriptBatch(calls) if cancelled:
-                return await asyncio.gather(*[self._do(call, cancelled) for call in calls])
+                # One after another, because a loop that is closed gathers nothing.
+                return [await self._do(call, cancelled) for call in calls]
             case ScriptBatch(calls):
                 return await asyncio.gather(*map(self.call, calls), return_exceptions=True)
             case Pipeline():
@@ -224,6 +234,20 @@ class AsyncServer:
     def _leave(self) -> None:
         for connection in list(self._connections):
             connection.leave()
+
+
+def _is_destroyed(steps: Any) -> bool:
+    """Return whether the operation, or one that it waits for, has been destroyed."""
+    while steps is not None:
+        if steps.gi_frame is None:
+            return True
+        steps = steps.gi_yieldfrom if inspect.isgenerator(steps.gi_yieldfrom) else None
+    return False
+
+
+def _undo_all(undos: dict[bytes, Callable[[], ScriptCall]]) -> Operation[None]:
+    for undo in undos.values():
+        yield undo()
 
 
 async def _result_of(future: Future[Any], until: float) -> Any:

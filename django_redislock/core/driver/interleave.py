@@ -50,6 +50,9 @@ def interleave(
                     group.abandon()
                     continue
             yield from group.wait()
+    except GeneratorExit:
+        group.waiter = None  # nothing can be yielded any more
+        raise
     finally:
         if group.waiter is not None:
             yield Unsubscribe(group.waiter)
