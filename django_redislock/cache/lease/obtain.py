@@ -212,7 +212,7 @@ def request_lease(
     except LockBackendError:
         raise
     except GeneratorExit:
-        waiter = None  # as in `operations.acquire`
+        waiter = None  # nothing can be yielded any more, and the driver undoes the call
         raise
     except BaseException:  # interrupted: give back the lease, or the place in the queue
         with suppress(RedisError):

@@ -246,6 +246,7 @@ def _is_destroyed(steps: Any) -> bool:
 
 
 def _undo_all(undos: dict[bytes, Callable[[], ScriptCall]]) -> Operation[None]:
+    """Send these undos, each of the last call for a lock."""
     for undo in undos.values():
         yield undo()
 

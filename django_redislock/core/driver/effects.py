@@ -73,8 +73,8 @@ def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) 
 
     This is the rule of both drivers. They send the undo on the same connection: so the server executes it after the
     call, however late. After an error reply there is nothing to undo. After a ConnectionError `with_retries` repeats
-    the call, and an undo that arrived late would undo the repeated call. At a GeneratorExit nothing can be sent any
-    more.
+    the call, and an undo that arrived late would undo the repeated call. At a GeneratorExit the driver undoes the whole
+    operation.
     """
     if isinstance(error, (ResponseError, ConnectionError, GeneratorExit)) or isinstance(call, Pipeline):
         return []
