@@ -10,7 +10,6 @@ lease takes its name back, and looks again after a pause: then the circle is the
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from typing import Any
 
 from ...core.clock import monotonic
@@ -27,29 +26,30 @@ NEEDS = Script("needs", home=__package__)
 LONGEST = 100
 """Number of leases that one caller reads at most before it waits."""
 
-PAUSE = 0.05
+PAUSE = 0.1
 """Seconds between the second looks of two callers of one circle: longer than a caller takes to open it."""
 
 Place = tuple[Server | None, bytes, str]
 """A lease: its server (None: unknown to this process), the key of its lock, and its fence."""
 
 
-def closes_circle(wanted: ValueLease, fence: bytes) -> Operation[bool]:
+def closes_circle(wanted: ValueLease, fence: bytes) -> Operation[bool | None]:
     """Write that the caller's computations wait for the wanted lease, and return whether its holder waits for them.
 
-    `fence` is the fence of the lease's holder. A lease on a server that this process does not know, or that does not
-    answer, counts as one that waits for none.
+    `fence` is the fence of the lease's holder. Returns None when a server on the way did not answer: look again. After
+    any other answer do not: two callers computed without waiting, because one looked again as it polled, and met the
+    other's second look. A lease on a server that this process does not know counts as one that waits for none.
     """
     own = enclosing_leases()
     target = wanted.server, wanted.keys.lock, fence.decode()
     if _is_one_of(own, *target):
         return True
     rank = yield from _look(own, wanted, target)
-    if not rank:
-        return rank == 0
-    yield from end_wait(wanted)
-    yield Sleep(rank * PAUSE)
-    return (yield from _look(own, wanted, target)) is not None
+    if rank is not None and rank > 0:
+        yield from end_wait(wanted)
+        yield Sleep(rank * PAUSE)
+        rank = yield from _look(own, wanted, target)
+    return None if rank is None else rank >= 0
 
 
 def _look(own: list[ValueLease], wanted: ValueLease, target: Place) -> Operation[int | None]:
@@ -69,8 +69,9 @@ def _rank_in_circle(own: list[ValueLease], name: str, target: Place) -> Operatio
     """Follow the names from the target.
 
     If they lead to one of the caller's leases, return how many leases on the way come before it in the order of their
-    locks; else None.
+    locks. If not, return -1, or None when a server did not answer.
     """
+    none: int | None = -1
     ahead = [target]
     seen: set[tuple[bytes, str]] = set()
     while ahead and len(seen) < LONGEST:
@@ -79,10 +80,12 @@ def _rank_in_circle(own: list[ValueLease], name: str, target: Place) -> Operatio
             return sum(other < (lock, fence) for other in seen)
         if server is not None and (lock, fence) not in seen:
             seen.add((lock, fence))
-            with suppress(LockBackendError):
+            try:
                 _, (value,) = yield RunAt(server, with_retries(name, Pipeline(((b"GET", lock),)), monotonic()))
                 ahead += _needs_in(value, server)
-    return None
+            except LockBackendError:
+                none = None
+    return none
 
 
 def end_wait(wanted: ValueLease) -> Operation[None]:

@@ -155,6 +155,8 @@ def request_lease(
     waiter: Any = None
     reply: Any = None
     holders: set[bytes] = set()
+    circle: bool | None = None
+    looked_at = b""
 
     def call(channel: bytes, join: bool) -> ScriptCall:
         return ScriptCall(
@@ -190,7 +192,10 @@ def request_lease(
                 if waiter is None:
                     listening, reply = True, None
                     continue
-                if nested and (yield from closes_circle(lease, reply[1])):
+                if nested and reply[1] != looked_at:
+                    circle = yield from closes_circle(lease, reply[1])
+                    looked_at = b"" if circle is None else reply[1]
+                if circle:
                     with suppress(LockBackendError):
                         yield from with_retries(name, release_call(lease, waiter.channel), patience, lease, level)
                     return b"cycle", b""
