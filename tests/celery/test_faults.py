@@ -282,6 +282,20 @@ def test_a_job_that_celery_retries_because_its_child_was_killed_keeps_its_lock(s
     free_within(tasks.retried_job, stage, 10)
 
 
+@pytest.mark.skipif(BEFORE_5_7, reason="the option is new in Celery 5.7")
+def test_children_that_were_spawned_renew_their_locks_and_leave_none_when_they_are_killed(crew):
+    worker = crew.start("prefork", 0, "--pool-start-method=spawn", name="spawn", concurrency=3).wait_ready()
+    running = [(task, Stage([worker])) for task in (tasks.mortal, tasks.mortal_queued, tasks.mortal_job)]
+    bodies = [runs(stage, task) for task, stage in running]
+    wait_until(lambda: all(task.lock_info(stage.name).age > LIFE + 1 for task, stage in running))
+    for (_, stage), body in zip(running, bodies, strict=True):
+        stage.kill_child(body)
+    for task, stage in running:
+        free_within(task, stage, LIFE + 1)
+        assert ended(stage.publish(task)).state == "SUCCESS"
+        assert stage.diary.events("overlap") == []
+
+
 # The lock's own faults
 
 

@@ -19,6 +19,7 @@ if "database" in given:
 app = Celery("beat_site")
 app.conf.update(
     broker_url=given["broker"],
+    beat_enable_remote_control=given.get("remote_control", False),
     beat_schedule={
         name: {
             "task": name,

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import celery.beat
 import pytest
 import redis
 from django.db import connection
@@ -167,6 +168,25 @@ def test_three_beats_publish_no_entry_early_when_the_locks_redis_loses_its_data(
     published.wait_for_more("seldom", 1)
     first, second = published.times("seldom")
     assert second - first > 4.5  # and not as soon as the next leader was elected
+
+
+@pytest.mark.skipif(not hasattr(celery.beat, "BeatPidbox"), reason="the setting is new in Celery 5.7")
+def test_with_remote_control_the_beat_that_leads_and_the_one_that_waits_answer_a_ping(
+    stack: ExitStack, server: Server, client: redis.Redis, broker: redis.Redis, tmp_path: Path
+) -> None:
+    site = {"locks": server.url, "broker": server.url_of_db(1), "expire": EXPIRE, "remote_control": True}
+    beats = [Beat(tmp_path / str(number), PERSISTENT, entries={"second": 1.0}, **site) for number in range(2)]
+    for beat in beats:
+        stack.callback(beat.close)
+    published = stack.enter_context(Published(broker))
+    app = stack.enter_context(celery.Celery("pings", broker=server.url_of_db(1), set_as_current=False))
+    leading = leader_of(client, beats)
+    wait_until(lambda: len(app.control.ping(timeout=2, limit=2)) == 2)
+    leading.process.send_signal(signal.SIGTERM)
+    assert leading.process.wait(60) == 0
+    leader_of(client, beats, leading)
+    published.wait_for_more("second", 1)
+    wait_until(lambda: len(app.control.ping(timeout=2, limit=1)) == 1)
 
 
 def test_a_beat_that_starts_without_redis_publishes_nothing(
