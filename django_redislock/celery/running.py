@@ -269,7 +269,8 @@ class SingleInstanceMixin(RepublishingMixin):
         )
         policy, limit = options.on_conflict, options.reschedule_limit
         same = request is not None and holder is not None and holder.label == lock.label
-        if same:  # the same id: a retry whose former run goes on, or a copy that cannot be identified as one
+        again = same and policy == "skip" and self._is_published_anew(lock, request)
+        if same and not again:  # a retry whose former run goes on, or a copy that cannot be identified as one
             policy, limit = "reschedule", None
         events.emit(
             "conflict",
@@ -296,11 +297,22 @@ class SingleInstanceMixin(RepublishingMixin):
         elif policy == "skip":
             age = 0.0 if holder is None else holder.age
             result = self._skip(lock, options, request, f"the lock has been held for {age:.1f} s by {error.holder}")
+            if again:  # what is stored under the id is the other run's
+                raise HandledElsewhere("the run of its id goes on")
         else:
             raise error
         if comes_again:
             self._claim_message(lock, request, options, final=True)
         return result
+
+    def _is_published_anew(self, lock: ExecutionLock, request: Context | None) -> bool:
+        """Return whether a caller published this message under an id that it had used before.
+
+        A retry and a replacement are published under the id of the run that they follow, and must not be dropped.
+        """
+        if request is None or request.retries or request.replaced_task_nesting:
+            return False
+        return lock.delivery is not None and lock.delivery.known
 
     def _skip(self, lock: ExecutionLock, options: TaskOptions, request: Context | None, why: str) -> Any:
         events.emit(

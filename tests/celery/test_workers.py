@@ -333,6 +333,16 @@ def test_the_same_id_delivered_twice_is_neither_dropped_nor_run_beside_itself(ga
     assert ended(first).state == "SUCCESS"
 
 
+def test_the_same_id_published_twice_is_skipped_and_stores_nothing(gated, holder):
+    first = holder(tasks.skip)
+    gated.publish(tasks.skip, task_id=first.id)
+    wait_until(lambda: f"{first.id}] is skipped" in gated.log)
+    assert first.state in ("PENDING", "STARTED")
+    gated.diary.open_gate()
+    assert ended(first).result == f"ran {first.id}"
+    assert len(gated.diary.events("start")) == 1
+
+
 def test_a_crowd_on_few_keys(crew, pool):
     """Many messages of few keys at once, of every policy that may wait: nothing overlaps and every id ends."""
     stages = [(Stage(crew.of(pool)), task) for task in (tasks.refuse, tasks.reschedule, tasks.wait) for _ in range(2)]
