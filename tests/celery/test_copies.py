@@ -71,6 +71,19 @@ def test_a_countdown_longer_than_the_broker_waits_is_one_run(crew):
         assert " was processed before; this copy of its message is dropped" in first.log, "there were copies"
 
 
+def test_one_copy_asks_again_while_a_run_lasts_longer_than_the_broker_waits(crew):
+    """The lock's expiry is longer, too: a copy that was delayed for it was delivered twice itself, and both asked on."""
+    with impatient(crew, "asking") as first:
+        stage = Stage(first.workers, gated=True)
+        result = stage.publish(tasks.late)
+        wait_until(lambda: stage.log.count("this copy of its message starts again") >= 8, 60)
+        assert stage.log.count("was processed before; this copy of its message is dropped") <= 2
+        stage.diary.open_gate()
+        assert ended(result).result == f"ran {result.id}"
+        nothing_is_left([stage])
+        assert len(stage.diary.events("start")) == 1
+
+
 @pytest.fixture
 def busy(crew, request) -> Iterator[tuple[Stage, Stage]]:
     """Two workers on one queue: the first runs something else until its gate opens, and has more messages in memory."""
