@@ -111,8 +111,8 @@ class RepublishingMixin(PublishingMixin):
         """End here and store nothing when the lock was refused because of a copy of the message.
 
         The copy runs, or its process has died; the expiry of its lock shows which. So the message is published once
-        more, for that time at most. If the copy runs and the message was acknowledged at its start, nothing else is needed. A
-        message that is acknowledged late stays with the broker until it is processed. But a broker that redelivered it
+        more, for that time at most. If the copy runs and the message was acknowledged at its start, nothing else is
+        needed. A message that is acknowledged late stays with the broker until it is processed. But a broker that redelivered it
         may delete it when this copy is acknowledged. So one message checks again, as long as the copy runs.
         """
         if lock.processed:

@@ -72,7 +72,7 @@ def test_a_countdown_longer_than_the_broker_waits_is_one_run(crew):
 
 
 def test_one_copy_asks_again_while_a_run_lasts_longer_than_the_broker_waits(crew):
-    """The lock's expiry is longer, too: a copy that was delayed for it was delivered twice itself, and both asked on."""
+    """So does its lock: a copy that was delayed for that time was delivered twice itself, and both asked on."""
     with impatient(crew, "asking") as first:
         stage = Stage(first.workers, gated=True)
         result = stage.publish(tasks.late)

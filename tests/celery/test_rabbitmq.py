@@ -105,6 +105,13 @@ def test_a_message_that_failed_because_its_lock_was_held_runs_when_it_comes_back
     wait_until(lambda: app.AsyncResult(result.id).result == f"ran {result.id}")
 
 
+def test_the_marker_of_a_run_that_was_acknowledged_at_its_start_lives_as_long_as_its_lock(crew, client):
+    """And not for an hour, because a copy comes at once or never."""
+    assert ended(Stage(crew.of("prefork")).publish(tasks.refuse)).state == "SUCCESS"
+    (marker,) = client.scan_iter("*:done:*", count=1000)
+    assert 0 < client.ttl(marker) <= 600
+
+
 # Every policy: with RabbitMQ, copies come of a connection that is gone, at once
 
 
