@@ -112,8 +112,9 @@ class RepublishingMixin(PublishingMixin):
 
         The copy runs, or its process has died; the expiry of its lock shows which. So the message is published once
         more, for that time at most. If the copy runs and the message was acknowledged at its start, nothing else is
-        needed. A message that is acknowledged late stays with the broker until it is processed. But a broker that redelivered it
-        may delete it when this copy is acknowledged. So one message checks again, as long as the copy runs.
+        needed. A message that is acknowledged late stays with the broker until it is processed. But a broker that
+        redelivered it may delete it when this copy is acknowledged. So one message checks again, as long as the copy
+        runs.
         """
         if lock.processed:
             events.log.info("%s was processed before; this copy of its message is dropped.", lock.label)

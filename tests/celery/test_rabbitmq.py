@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.celery.test_scopes import (  # noqa: F401
     test_of_queued_and_run_one_waits_and_one_runs,
     test_while_one_waits_none_is_published,
 )
+from tests.celery.test_soak import SECONDS, Reaper
 from tests.celery.test_workers import (  # noqa: F401
     gated,
     holder,
@@ -103,6 +106,33 @@ def test_a_message_that_failed_because_its_lock_was_held_runs_when_it_comes_back
         result = dead_lettered.publish(refusing)
         wait_until(lambda: app.AsyncResult(result.id).state == "FAILURE")
     wait_until(lambda: app.AsyncResult(result.id).result == f"ran {result.id}")
+
+
+@pytest.mark.long
+def test_children_killed_at_random_while_dead_letters_come_back(dead_lettered):
+    """Each message runs to its end at last, whatever rejected it, and none beside another one of its key."""
+    stages = [(Stage(dead_lettered.workers), rejected) for rejected in tasks.rejected for _ in range(2)]
+    for each, _ in stages:
+        each.queue = dead_lettered.queue
+    ids: set[str] = set()
+    reaper = Reaper(dead_lettered.workers, (0.5, 1.5))
+    end = time.monotonic() + SECONDS
+
+    def ran(id: str) -> bool:
+        return app.AsyncResult(id).result == f"ran {id}"  # a new object each time: one keeps the first failure
+
+    while time.monotonic() < end:
+        if sum(not ran(id) for id in ids) < 20:
+            each, rejected = random.choice(stages)
+            ids.add(each.publish(rejected, random.choice(["brief", "reject at times", "fail at times"])).id)
+        reaper.pass_by()
+    wait_until(
+        lambda: all(map(ran, ids)), 120, lambda: f"each runs to its end; not {[id for id in ids if not ran(id)]}"
+    )
+    starts = [len(each.diary.events("start")) for each, _ in stages]
+    print(f"{len(ids)} ids, {sum(starts)} starts, {len(reaper.killed)} killed")
+    # The scope "queued" ends with the start of a run.
+    assert not any(each.diary.events("overlap") for each, one in stages if one.name != "late.rejected_queued")
 
 
 def test_the_marker_of_a_run_that_was_acknowledged_at_its_start_lives_as_long_as_its_lock(crew, client):

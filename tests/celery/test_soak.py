@@ -32,6 +32,9 @@ KEYS = 20
 TASKS = [tasks.mortal, tasks.mortal_queued, tasks.mortal_job, tasks.late, tasks.late_queued, tasks.late_job]
 """Every scope that excludes, acknowledged early and late."""
 BACKLOG = 30
+BRIEFLY: list[tuple[str, dict[str, float]]] = [("brief", {})] * 8
+BRIEFLY += [("sleep", {"soft_time_limit": 1}), ("sleep", {"time_limit": 1}), ("deaf", {"time_limit": 1})]
+"""How a body lasts, and which limit ends it."""
 
 
 class Reaper:
@@ -68,7 +71,8 @@ def test_children_killed_at_random(server, client, tmp_path):
             open_ones = [result for result in open_ones if result.state not in states.READY_STATES]
             if len(open_ones) < BACKLOG:
                 stage, task = random.choice(stages)
-                result = stage.publish(task, "brief")
+                how, limit = random.choice(BRIEFLY)
+                result = stage.publish(task, how, **limit)
                 if results.setdefault(result.id, result) is result:
                     open_ones.append(result)
             reaper.pass_by()

@@ -56,7 +56,9 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 raise Reject("not wanted")
             case "reject once" | "fail once" if len(diary.events("start")) == 1:
                 raise Reject("not yet") if how == "reject once" else ZeroDivisionError("not yet")
-            case "reject once" | "fail once":
+            case "reject at times" | "fail at times" if random.random() < 0.5:
+                raise Reject("not yet") if how == "reject at times" else ZeroDivisionError("not yet")
+            case "reject once" | "fail once" | "reject at times" | "fail at times":
                 return f"ran {task.request.id}"
             case "replace":
                 raise task.replace(plain.si(name).set(queue=task.request.delivery_info["routing_key"]))
