@@ -135,7 +135,13 @@ class CeleryRefreshMixin(RedisBackend):
             )
 
     def _prepare(
-        self, key: Any, default: Any, timeout: Timeout, version: int | None, checked: CheckedOptions
+        self,
+        key: Any,
+        default: Any,
+        timeout: Timeout,
+        version: int | None,
+        checked: CheckedOptions,
+        aside: Callable[..., Any] | None = None,
     ) -> GetOrSetCall | None:
         raise NotImplementedError
 

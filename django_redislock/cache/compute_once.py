@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -22,7 +23,7 @@ from .celery_refresh import CeleryRefreshMixin, check_importable
 from .failures import dump_failure, load_failure, may_hide
 from .invalidation import InvalidatingMixin
 from .lease.read import read_value
-from .lease.request import MISSING, ValueRequest
+from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest
 from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of
 from .locks import LocksMixin
 from .many import ManyMixin
@@ -149,7 +150,9 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         checked = validate("aget_or_set", **options) if options else DEFAULTS
         if checked.refresh == "celery":
             check_importable(default)
-        call = self._prepare(key, lambda: call_any(default), timeout, version, checked) if callable(default) else None
+        call = None
+        if callable(default):
+            call = self._prepare(key, lambda: call_any(default), timeout, version, checked, asyncio.to_thread)
         if call is None or not checked.lock:
             return await self._aget_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
         request = call.request
@@ -158,7 +161,10 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             data, ttl_ms = await run_read(reader, read_value(request.key, with_ttl=bool(checked.due)))
         except LockBackendError as error:
             data, ttl_ms = self._reading_failed(error)
-        value = self._loads_or_missing(request.key, data)
+        if data is None or len(data) < LARGE_TO_DECODE:
+            value = self._loads_or_missing(request.key, data)
+        else:
+            value = await asyncio.to_thread(self._loads, request.key, data)
         self._report_read("get", value, key, MISSING, version=version)
         server = async_server_of(request.server)
         caller = Caller.task(server)
@@ -189,7 +195,13 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         return self._server_of(redis_key) if stores and conf.get().enabled else None
 
     def _prepare(
-        self, key: Any, default: Any, timeout: Timeout, version: int | None, checked: CheckedOptions
+        self,
+        key: Any,
+        default: Any,
+        timeout: Timeout,
+        version: int | None,
+        checked: CheckedOptions,
+        aside: Callable[..., Any] | None = None,
     ) -> GetOrSetCall | None:
         """Return the call with its request; None when the base class's method is enough."""
         if checked.refresh_before and not callable(timeout) and self._stores(timeout):
@@ -223,6 +235,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             counters=self._counters,
             dump_failure=partial(dump_failure, redis_key, lambda error: self._dumps(redis_key, error, None)[0], loads),
             load_failure=partial(load_failure, loads),
+            aside=aside,
         )
         on_timeout = own.on_wait_timeout if checked.on_wait_timeout is None else checked.on_wait_timeout
         return GetOrSetCall(request, own.wait, on_timeout, checked, may_hide if own.on_error == "stale" else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from .async_calls import call_any, run_read
 from .backends.base import RedisBackend
 from .lease.many import DefaultForMany, get_values
 from .lease.read import read_values
-from .lease.request import MISSING, Outcome, ValueRequest
+from .lease.request import LARGE_TO_DECODE, MISSING, Outcome, ValueRequest
 from .lease.single_flight import Caller, result_of
 from .lease.store import ABSENT
 from .options import DEFAULTS, CheckedOptions, ManyOptions, Timeout, timeout_for, validate
@@ -73,7 +74,11 @@ class ManyMixin(RedisBackend):
         for reader, some in many.by_reader():
             try:
                 server = server_of(reader)
-                many.add_stored(some, await run_read(server, read_values(server, some)))
+                data = await run_read(server, read_values(server, some))
+                if sum(map(len, filter(None, data))) < LARGE_TO_DECODE:
+                    many.add_stored(some, data)
+                else:
+                    await asyncio.to_thread(many.add_stored, some, data)
             except LockBackendError as error:
                 if not self._ignores_errors():
                     raise (error.__cause__ or error) from None
@@ -82,7 +87,7 @@ class ManyMixin(RedisBackend):
             return (await call_any(default, [key])).get(key, ABSENT)
 
         many.report()
-        for server, requests in many.missing(compute_one):
+        for server, requests in many.missing(compute_one, asyncio.to_thread):
             tasks = async_server_of(server)
             caller = Caller.task(tasks)
             operation = get_values(requests, partial(call_any, default), caller, many.wait, many.on_wait_timeout)
@@ -175,12 +180,14 @@ class _ManyRequest:
         if self.cache._is_wrapped("get_many"):
             self.cache._report_read("get_many", self.values(), self.keys, version=self.version)
 
-    def missing(self, compute_one: Callable[[Any], Any]) -> list[tuple[Server, list[ValueRequest]]]:
+    def missing(
+        self, compute_one: Callable[[Any], Any], aside: Callable[..., Any] | None = None
+    ) -> list[tuple[Server, list[ValueRequest]]]:
         """Return the requests for the missing values by server; `compute_one` computes the value of one key."""
         by_server: dict[Server, list[ValueRequest]] = {}
         for redis_key, key in self.redis_keys.items():
             if redis_key not in self.found:
-                prepared = self.cache._prepare(key, None, self.timeout, self.version, self.checked)
+                prepared = self.cache._prepare(key, None, self.timeout, self.version, self.checked, aside)
                 self.wait, self.on_wait_timeout = prepared.wait, prepared.on_wait_timeout
                 request = replace(prepared.request, default=partial(compute_one, key), caller_key=key)
                 by_server.setdefault(request.server, []).append(request)

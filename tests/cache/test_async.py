@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.test import override_settings
 
 from django_redislock.cache import cached
@@ -17,7 +17,7 @@ from django_redislock.cache.lease import single_flight
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout
-from tests.support import monitoring, until
+from tests.support import monitoring, until, wait_until
 from tests.support.cache_programs import Work, commands, followers, held
 
 
@@ -45,6 +45,27 @@ def test_tasks_and_threads_compute_once(cache, default_of):
     assert len({id(value) for value in values}) == 10
     assert work.calls == 1
     assert cache.get("k") == ["v"]
+
+
+def test_a_sync_call_in_the_loop_does_not_wait_for_a_sync_view_that_needs_the_loop(cache):
+    """It stopped the loop, and so the view, until its wait was over."""
+    computing, asked = threading.Event(), threading.Event()
+
+    async def of_the_loop():
+        return "view's"
+
+    def compute():
+        computing.set()
+        wait_until(lambda: asked.is_set() or followers())
+        return async_to_sync(of_the_loop)()
+
+    async def main():
+        view = asyncio.create_task(sync_to_async(cache.get_or_set)("k", compute, 60))
+        await until(computing.is_set)
+        own = cache.get_or_set("k", lambda: asked.set() or "own", 60, wait=3, on_wait_timeout="raise")
+        return own, await view
+
+    assert asyncio.run(main()) == ("own", "view's")
 
 
 def test_a_hit_computes_nothing(cache):

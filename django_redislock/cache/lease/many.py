@@ -42,7 +42,7 @@ def get_values(
         if compute and request.key not in outcomes and monotonic() >= until:
             late = [other for other in requests[number:] if other.key not in outcomes]
             outcomes.update((yield from _lead_many(late, default, caller, -math.inf, last=True)))
-        outcome = own_copy(outcomes.pop(request.key, Outcome()), request)
+        outcome = yield from own_copy(outcomes.pop(request.key, Outcome()), request)
         if outcome.value is MISSING and not outcome.absent:
             left = None if until == math.inf else max(0.0, until - monotonic())
             outcome = yield from get_value(request, caller, left, on_timeout)

@@ -95,7 +95,7 @@ def lookup(
                 verdict, reply = b"value", found
             if verdict != b"value":
                 return verdict, reply, old_digest, MISSING
-            value = request.loads(reply)
+            value = yield from request.decode(reply)
             if value is not MISSING:
                 return verdict, reply, old_digest, value
             old_digest = digest(reply)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from logging import DEBUG
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from redis.exceptions import NoPermissionError
 
 from ...core import events
 from ...core.clock import monotonic
+from ...core.driver.effects import Invoke, Operation
 from ...core.driver.server import Server
 from ...core.keys import LockKeys, lock_keys, new_id
 from ...core.lease import Lease
@@ -55,6 +56,10 @@ computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=
 """The leases under which this thread or task computes; there are several when one value needs another one."""
 
 
+LARGE_TO_DECODE = 131072
+"""Bytes from which on a task has a thread decode a value: 50 MB of compressed data held up the loop for 0.7 s."""
+
+
 @dataclass(frozen=True, slots=True)
 class ValueRequest:
     """One caller's request for a value, with the functions that compute, serialize and deserialize it."""
@@ -85,11 +90,22 @@ class ValueRequest:
     """The milliseconds before its expiry at which a stale value is due for a refresh; 0: unknown."""
     caller_key: Any = None
     """The key as the caller gave it, in a request for many keys."""
+    aside: Callable[..., Any] | None = None
+    """Calls a function outside of the caller's event loop and returns an awaitable; None for a thread's request."""
 
     @property
     def name(self) -> str:
         """The name of the lease's lock."""
         return lease_name(self.key)
+
+    def decode(self, data: bytes) -> Operation[Any]:
+        """Return what `loads` makes of stored bytes; the loop of a task goes on meanwhile if they are many."""
+        if self.aside is None or len(data) < LARGE_TO_DECODE:
+            return self.loads(data)
+        value, error = yield Invoke(partial(self.aside, self.loads, data))
+        if error is not None:
+            raise error
+        return value
 
     def lease(self, acquirer: Acquirer) -> ValueLease:
         """Return a lease that is not acquired yet."""

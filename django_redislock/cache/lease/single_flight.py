@@ -61,6 +61,8 @@ class Flight:
         self.pid = os.getpid()
         self.loop = None if caller is None else caller.loop
         self.thread = threading.get_ident()
+        self.serves = getattr(SyncToAsync.threadlocal, "main_event_loop", None)
+        """The loop that waits for this thread of its `sync_to_async`; `async_to_sync` needs it here."""
         self.waiting: list[None] = []
         self.outcome = Outcome()
         self.done: Future[Outcome] = Future()
@@ -73,14 +75,15 @@ class Flight:
     def blocked_by(self, caller: Caller) -> bool:
         """Whether the flight cannot go on while the caller waits.
 
-        The caller may be the thread of the leader's event loop, the thread of that loop's `sync_to_async`, or a signal
-        handler or a destructor in the leader's thread.
+        The caller may be the thread of the leader's event loop, the thread of that loop's `sync_to_async`, the thread
+        of the loop whose `sync_to_async` the leader serves, or a signal handler or a destructor in the leader's thread.
         """
         if caller.loop is not None:
             return False
+        running = _running_loop()
         if self.loop is None:
-            return self.thread == threading.get_ident()
-        return self.loop in (_running_loop(), getattr(SyncToAsync.threadlocal, "main_event_loop", None))
+            return self.thread == threading.get_ident() or (running is not None and running is self.serves)
+        return self.loop in (running, getattr(SyncToAsync.threadlocal, "main_event_loop", None))
 
 
 REFRESH_PAUSE = 1.0
@@ -118,7 +121,7 @@ def get_value(request: ValueRequest, caller: Caller, wait: float | None, on_time
             outcome = yield from _lead_or_follow((*key, "alone"), ends, request, caller, last=True)
             if outcome.empty:
                 outcome = yield from _lead(request, caller, until, last=True)
-        outcome = own_copy(outcome, request)
+        outcome = yield from own_copy(outcome, request)
         if outcome.error is not None or outcome.value is not MISSING or outcome.absent:
             return outcome
 
@@ -139,7 +142,7 @@ def refresh_or_stale(
     outcome = Outcome()
     if wait or not is_refresh_paused(request):
         outcome = yield from refresh(request, caller, old, monotonic() + wait if wait else -math.inf)
-        outcome = own_copy(outcome, request)
+        outcome = yield from own_copy(outcome, request)
     if outcome.error is None and outcome.value is not MISSING:
         return outcome
     if outcome.error is not None:
@@ -193,10 +196,10 @@ def result_of(outcome: Outcome) -> Any:
         del outcome  # otherwise the error's traceback would refer to the error
 
 
-def own_copy(outcome: Outcome, request: ValueRequest) -> Outcome:
+def own_copy(outcome: Outcome, request: ValueRequest) -> Operation[Outcome]:
     """Return the outcome with a value that this caller shares with no other caller."""
     if outcome.value is MISSING and outcome.data is not None:
-        return outcome._replace(value=request.loads(outcome.data))
+        return outcome._replace(value=(yield from request.decode(outcome.data)))
     return outcome
 
 

@@ -124,7 +124,7 @@ def finish(job: ComputeJob, value: Any, error: BaseException | None) -> Operatio
         counters.count("computed")
         try:
             data, expiry_ms = request.dumps(value)
-            copy = request.loads(data)
+            copy = yield from request.decode(data)
             if request.should_cache is not None and not request.should_cache(value):
                 expiry_ms = 0
         except Exception as failure:
