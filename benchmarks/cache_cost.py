@@ -114,6 +114,37 @@ def misses(client: redis.Redis, caches: Any) -> list[list[object]]:
     return rows
 
 
+def changes(client: redis.Redis, caches: Any) -> list[list[object]]:
+    """Changes that end leases, too; beside what the base class does."""
+    base, ours = (caches[name] for name in BACKENDS["django-redis"])
+    numbers, keys = iter(range(10**9)), [f"changed:{number}" for number in range(1000)]
+
+    def compute_by_hand() -> Any:
+        found = base.get_many(keys)
+        return base.set_many({key: 1 for key in keys if key not in found}, 60)
+
+    pairs: list[tuple[str, Callable[[Any], Any], int]] = [
+        ("set with a timeout of 60 s", lambda cache: cache.set("changed", 1, 60), 500),
+        ("set with a timeout of 5 s", lambda cache: cache.set("changed", 1, 5), 500),
+        ("add with a timeout of 5 s", lambda cache: cache.add(f"added:{next(numbers)}", 1, 5), 500),
+        ("delete", lambda cache: cache.delete("changed"), 500),
+        ("delete_many of 100 keys", lambda cache: cache.delete_many(keys[:100]), 20),
+    ]
+    rows: list[list[object]] = []
+    for what, change, calls in pairs:
+        change(ours)
+        rows.append([what, *ratios(client, partial(change, base), partial(change, ours), calls)])
+
+    def compute_anew(compute: Callable[[], Any]) -> None:
+        client.delete(*(f":1:{key}" for key in keys))
+        compute()
+
+    missing = partial(compute_anew, lambda: ours.get_or_set_many(keys, lambda asked: dict.fromkeys(asked, 1), 60))
+    row = ratios(client, partial(compute_anew, compute_by_hand), missing, 1)
+    rows.append(["get_or_set_many of 1,000 keys that are missing, to get_many and set_many", *row])
+    return rows
+
+
 def wait_for_many(url: str, leads: bool, count: int, tasks: bool, begins: Any, ended: Any) -> None:
     configure(url)
     from django.core.cache import caches
@@ -170,7 +201,7 @@ def main() -> None:
         from django.core.cache import caches
 
         head = ["", "client's CPU, to its base", "server's CPU", "ms of the base"]
-        for title, measure in (("Many keys", many), ("Stale values", stale), ("Misses", misses)):
+        for title, measure in (("Many keys", many), ("Stale values", stale), ("Misses", misses), ("Changes", changes)):
             table(title, head, measure(client, caches))
 
 
