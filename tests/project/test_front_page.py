@@ -75,7 +75,7 @@ def links(question: str) -> dict[str, str]:
             "What it guarantees, and what it does not",
             ["lease", "At most one holder", "A frozen holder", "raise_if_lost()", "fence"],
         ),
-        ("How do I begin?", "Start", ["pip install", "redislock doctor"]),
+        ("How do I begin?", "Quick start", ["pip install", "redislock doctor"]),
         (
             "Lock, decorator, task or cache: which one? And when none of them?",
             "Which tool when",
