@@ -23,7 +23,8 @@ from django_redislock import __version__  # noqa: E402 - the path and the settin
 project = "django-redislock"
 copyright = "the django-redislock developers"
 version = release = __version__
-extensions = ["sphinx.ext.autodoc"]
+extensions = ["sphinx.ext.autodoc", "sphinx_copybutton"]
+copybutton_prompt_text = "$ "
 default_role = "py:obj"
 highlight_language = "none"
 html_theme = "furo"
