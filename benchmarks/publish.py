@@ -80,6 +80,8 @@ def main() -> None:
         from celery import Celery
 
         django.setup()
+        from django_redislock.celery.execution_lock import confirm_published
+
         app = Celery("publish", broker=f"{url[:-1]}1")
         app.conf.update(task_ignore_result=True, singleton_backend_url=url)
         publish = makers(app, url, client)
@@ -119,6 +121,7 @@ def main() -> None:
                 ]
             )
         table("Publishing", ["", "us", "to plain delay()", "CPU us", "commands"], rows)
+        confirm_published()  # while there is a server
 
 
 if __name__ == "__main__":
