@@ -113,10 +113,10 @@ def marker_expire(app: Celery, queue_life: float) -> float:
 
 
 def longest_delay(app: Celery) -> float:
-    """Return for how many seconds a copy may be delayed at most.
+    """Return for how many seconds a copy that asks again and again is delayed at most.
 
-    Beyond the broker's visibility timeout the delayed copy would itself be delivered twice, and each of both would be
-    published again: one message became ten within 20 seconds.
+    Beyond the broker's visibility timeout the delayed copy itself would be delivered twice, and both would ask again:
+    one message became ten within 20 seconds.
     """
     return _patience_of_broker(app) / 3
 

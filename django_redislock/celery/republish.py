@@ -111,17 +111,18 @@ class RepublishingMixin(PublishingMixin):
         """End here and store nothing when the lock was refused because of a copy of the message.
 
         The copy runs, or its process has died; the expiry of its lock shows which. So the message is published once
-        more, for that time at most. If the copy runs and the message was acknowledged at its start, nothing else is
-        needed. A message that is acknowledged late stays with the broker until it is processed. But a broker that
-        redelivered it may delete it when this copy is acknowledged. So one message checks again, as long as the copy
-        runs.
+        more, to start then. If the copy runs, and the message was acknowledged at its start, nothing else is needed. A
+        message that is acknowledged late stays with the broker until it is processed. But a broker that redelivered it
+        may delete it when this copy is acknowledged. So one message checks again, as long as the copy runs.
         """
         if lock.processed:
             events.log.info("%s was processed before; this copy of its message is dropped.", lock.label)
             raise HandledElsewhere("processed")
         if lock.retry_in is None or request is None:
             return
-        holder, delay = None, min(lock.retry_in, longest_delay(self.app))
+        holder, delay = None, lock.retry_in
+        if self.acks_late:  # it asks on; another one looks once, and only at the expiry it can see who has died
+            delay = min(delay, longest_delay(self.app))
         with suppress(LockBackendError):
             holder = lock.owner()
         fence = holder.fence if holder is not None and lock.is_copy(holder) else None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, states
@@ -192,7 +191,7 @@ class SingleInstanceMixin(RepublishingMixin):
             return
         processed_for = 0.0
         if delivery is not None and delivery.message and not self._is_rejected(error):
-            processed_for = options.expire if late or self._copies_come_at_once else self._marker_expire
+            processed_for = options.expire if late else self._marker_expire
         keep_id, keep = "", 0.0
         if isinstance(error, Retry):
             if options.scope == "job" and delivery is not None and self._has_key(error, lock):
@@ -202,12 +201,6 @@ class SingleInstanceMixin(RepublishingMixin):
         lock.ending = AfterRelease(processed_for, not late, keep_id, keep)
         if processed_for and late and request is not None:
             request.update(single_instance_lock=lock)
-
-    @cached_property
-    def _copies_come_at_once(self) -> bool:
-        """Whether the broker delivers a message that was acknowledged at its start again only if the acknowledgement
-        got lost with its connection: RabbitMQ. So copies need not be known for an hour."""
-        return bool(self.app.connection_for_read().transport.driver_type == "amqp")
 
     def _is_rejected(self, error: BaseException | None) -> bool:
         """Return whether the broker is told that the message was not processed.

@@ -84,6 +84,24 @@ def test_one_copy_asks_again_while_a_run_lasts_longer_than_the_broker_waits(crew
         assert len(stage.diary.events("start")) == 1
 
 
+def test_a_copy_of_an_early_acknowledged_run_waits_until_the_lock_would_expire_and_runs_if_the_worker_has_died(crew):
+    """An earlier look would find the dead run's lock, and drop the only copy that is left."""
+    with impatient(crew, "died", 1) as dying, impatient(crew, "heir", 1) as heir:
+        stage = Stage(dying.workers).with_queue_of_its_own()
+        first = stage.publish(tasks.mortal, "once killed")
+        raw = raw_message(stage)
+        stage.consume()
+        stage.diary.wait_for("start")
+        (worker,) = stage.workers
+        app.control.cancel_consumer(stage.queue, destination=[worker.hostname], reply=True, timeout=10)
+        app.control.add_consumer(stage.queue, destination=[heir.workers[0].hostname])
+        put_in_queue(stage, as_unacked(stage, raw))
+        wait_until(lambda: "this copy of its message starts again" in heir.log)
+        worker.kill()
+        wait_until(lambda: app.AsyncResult(first.id).result == f"ran {first.id}")
+        assert len(stage.diary.events("start")) == 2
+
+
 @pytest.fixture
 def busy(crew, request) -> Iterator[tuple[Stage, Stage]]:
     """Two workers on one queue: the first runs something else until its gate opens, and has more messages in memory."""
