@@ -135,13 +135,7 @@ class CeleryRefreshMixin(RedisBackend):
             )
 
     def _prepare(
-        self,
-        key: Any,
-        default: Any,
-        timeout: Timeout,
-        version: int | None,
-        checked: CheckedOptions,
-        aside: Callable[..., Any] | None = None,
+        self, key: Any, default: Any, timeout: Timeout, version: int | None, checked: CheckedOptions
     ) -> GetOrSetCall | None:
         raise NotImplementedError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -150,9 +149,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         checked = validate("aget_or_set", **options) if options else DEFAULTS
         if checked.refresh == "celery":
             check_importable(default)
-        call = None
-        if callable(default):
-            call = self._prepare(key, lambda: call_any(default), timeout, version, checked, asyncio.to_thread)
+        call = self._prepare(key, lambda: call_any(default), timeout, version, checked) if callable(default) else None
         if call is None or not checked.lock:
             return await self._aget_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
         request = call.request
@@ -195,13 +192,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         return self._server_of(redis_key) if stores and conf.get().enabled else None
 
     def _prepare(
-        self,
-        key: Any,
-        default: Any,
-        timeout: Timeout,
-        version: int | None,
-        checked: CheckedOptions,
-        aside: Callable[..., Any] | None = None,
+        self, key: Any, default: Any, timeout: Timeout, version: int | None, checked: CheckedOptions
     ) -> GetOrSetCall | None:
         """Return the call with its request; None when the base class's method is enough."""
         if checked.refresh_before and not callable(timeout) and self._stores(timeout):
@@ -235,7 +226,6 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             counters=self._counters,
             dump_failure=partial(dump_failure, redis_key, lambda error: self._dumps(redis_key, error, None)[0], loads),
             load_failure=partial(load_failure, loads),
-            aside=aside,
         )
         on_timeout = own.on_wait_timeout if checked.on_wait_timeout is None else checked.on_wait_timeout
         return GetOrSetCall(request, own.wait, on_timeout, checked, may_hide if own.on_error == "stale" else None)

@@ -87,7 +87,7 @@ class ManyMixin(RedisBackend):
             return (await call_any(default, [key])).get(key, ABSENT)
 
         many.report()
-        for server, requests in many.missing(compute_one, asyncio.to_thread):
+        for server, requests in many.missing(compute_one):
             tasks = async_server_of(server)
             caller = Caller.task(tasks)
             operation = get_values(requests, partial(call_any, default), caller, many.wait, many.on_wait_timeout)
@@ -180,14 +180,12 @@ class _ManyRequest:
         if self.cache._is_wrapped("get_many"):
             self.cache._report_read("get_many", self.values(), self.keys, version=self.version)
 
-    def missing(
-        self, compute_one: Callable[[Any], Any], aside: Callable[..., Any] | None = None
-    ) -> list[tuple[Server, list[ValueRequest]]]:
+    def missing(self, compute_one: Callable[[Any], Any]) -> list[tuple[Server, list[ValueRequest]]]:
         """Return the requests for the missing values by server; `compute_one` computes the value of one key."""
         by_server: dict[Server, list[ValueRequest]] = {}
         for redis_key, key in self.redis_keys.items():
             if redis_key not in self.found:
-                prepared = self.cache._prepare(key, None, self.timeout, self.version, self.checked, aside)
+                prepared = self.cache._prepare(key, None, self.timeout, self.version, self.checked)
                 self.wait, self.on_wait_timeout = prepared.wait, prepared.on_wait_timeout
                 request = replace(prepared.request, default=partial(compute_one, key), caller_key=key)
                 by_server.setdefault(request.server, []).append(request)

@@ -66,7 +66,7 @@ def refresh_in_task(request: ValueRequest, old: bytes) -> None:
     async def compute() -> Any:
         return await request.default()
 
-    by_thread = partial(refresh_in_thread, replace(request, default=async_to_sync(compute), aside=None), old)
+    by_thread = partial(refresh_in_thread, replace(request, default=async_to_sync(compute)), old)
 
     async def run() -> None:
         computing.set(())  # the task is no part of the computation that may have started it

@@ -19,7 +19,7 @@ from redis.exceptions import NoPermissionError
 
 from ...core import events
 from ...core.clock import monotonic
-from ...core.driver.effects import Invoke, Operation
+from ...core.driver.effects import CallAside, Operation
 from ...core.driver.server import Server
 from ...core.keys import LockKeys, lock_keys, new_id
 from ...core.lease import Lease
@@ -90,8 +90,6 @@ class ValueRequest:
     """The milliseconds before its expiry at which a stale value is due for a refresh; 0: unknown."""
     caller_key: Any = None
     """The key as the caller gave it, in a request for many keys."""
-    aside: Callable[..., Any] | None = None
-    """Calls a function outside of the caller's event loop and returns an awaitable; None for a thread's request."""
 
     @property
     def name(self) -> str:
@@ -100,12 +98,9 @@ class ValueRequest:
 
     def decode(self, data: bytes) -> Operation[Any]:
         """Return what `loads` makes of stored bytes; the loop of a task goes on meanwhile if they are many."""
-        if self.aside is None or len(data) < LARGE_TO_DECODE:
+        if len(data) < LARGE_TO_DECODE:
             return self.loads(data)
-        value, error = yield Invoke(partial(self.aside, self.loads, data))
-        if error is not None:
-            raise error
-        return value
+        return (yield CallAside(partial(self.loads, data)))
 
     def lease(self, acquirer: Acquirer) -> ValueLease:
         """Return a lease that is not acquired yet."""

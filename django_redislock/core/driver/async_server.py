@@ -17,6 +17,7 @@ from ..clock import monotonic
 from .async_connection import AsyncConnection, SharedConnection
 from .connection_kinds import close_at_once, is_at_end, new_async_connection
 from .effects import (
+    CallAside,
     Effect,
     Invoke,
     Operation,
@@ -149,6 +150,8 @@ class AsyncServer:
                     return await value if inspect.isawaitable(value) else value, None
                 except Exception as error:  # not CancelledError: a cancelled task must not wait for what comes next
                     return None, error
+            case CallAside(function):
+                return await asyncio.to_thread(function)
             case RunAt(server, operation):
                 return await async_server_of(server).run(operation)
             case WaitForFuture(future, until):

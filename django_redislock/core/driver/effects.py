@@ -127,6 +127,12 @@ class Invoke(NamedTuple):
     function: Callable[[], Any]
 
 
+class CallAside(NamedTuple):
+    """Call a function that computes for long; the result is its. The loop of a task goes on meanwhile."""
+
+    function: Callable[[], Any]
+
+
 class WaitForFuture(NamedTuple):
     """Wait for a future of another thread or task; the result is the future's, or None after `until`."""
 
@@ -159,6 +165,8 @@ class AtEach(NamedTuple):
 
 
 Call = ScriptCall | ScriptBatch | Pipeline
-Effect = Call | Subscribe | WaitForWakeup | Unsubscribe | Sleep | Invoke | WaitForFuture | RunAt | At | AtEach
+Effect = (
+    Call | Subscribe | WaitForWakeup | Unsubscribe | Sleep | Invoke | CallAside | WaitForFuture | RunAt | At | AtEach
+)
 T = TypeVar("T")
 Operation = Generator[Effect, Any, T]

@@ -24,6 +24,7 @@ from . import idle, os_threads, retry
 from .connection import Connection, new_connection
 from .connection_kinds import settings_of, sync_connection_kind
 from .effects import (
+    CallAside,
     Effect,
     Invoke,
     Operation,
@@ -282,6 +283,8 @@ class Server:
                     return function(), None
                 except BaseException as error:
                     return None, error
+            case CallAside(function):
+                return function()
             case RunAt(server, operation):
                 return server.run(operation)
             case WaitForFuture(future, until):
