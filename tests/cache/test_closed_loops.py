@@ -10,7 +10,7 @@ import pytest
 
 from django_redislock.core import renewals
 from django_redislock.core.watchdog import watchdog
-from tests.support import destroy_generators, until, wait_until
+from tests.support import destroy_generators, until, wait_until, wait_until_collected
 from tests.support.cache_programs import cache_at, held, lease_elsewhere, waiters
 
 KEYS = [f"k{number}" for number in range(10)]
@@ -54,7 +54,6 @@ def test_when_a_loop_is_closed_under_tasks_no_lease_stays(redis_url, backend, cl
     for other in others:
         other.release()
     wait_until(lambda: not held(client), timeout=10)
-    del loop
-    gc.collect()
+    wait_until_collected(loop)
     # The watchdog's report of what is garbage may not come into the log of another test.
     wait_until(lambda: not any(each._abandoned for each in watchdog.of_servers) and not renewals._reports)

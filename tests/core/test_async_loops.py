@@ -28,6 +28,7 @@ from tests.support import (
     queued,
     until,
     wait_until,
+    wait_until_collected,
 )
 
 
@@ -323,9 +324,6 @@ def test_when_a_loop_is_closed_under_tasks_nothing_stays_held_or_queued(redis_ur
         for other in others:
             other.release()
     wait_until(lambda: not list(held_locks(client)), timeout=10)
-    for node in nodes:
-        node.views.pop(loop, None)
-    del loop
-    gc.collect()
+    wait_until_collected(loop)
     # Python warns of transports that such a loop leaves open, and objects of other tests may be collected here, too.
     assert not [found.exc_value for found in ignored if "GeneratorExit" in str(found.exc_value)]

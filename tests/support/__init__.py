@@ -27,7 +27,7 @@ from .proxy import Proxy
 from .rabbitmq import RabbitServer
 from .scripts import load_scripts
 from .servers import RedisServer, Server, free_port, running_sentinel, running_sentinels
-from .waiting import BUSY, destroy_generators, freeze, lived, until, wait_until, within
+from .waiting import BUSY, destroy_generators, freeze, lived, until, wait_until, wait_until_collected, within
 
 __all__ = [
     "BUSY",
@@ -82,6 +82,7 @@ __all__ = [
     "using_databases",
     "wait_in_a_thread",
     "wait_until",
+    "wait_until_collected",
     "watchdogs_of",
     "within",
 ]

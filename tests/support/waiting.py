@@ -6,10 +6,13 @@ import inspect
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
+
+from django_redislock.core.driver import server
 
 T = TypeVar("T")
 
@@ -71,6 +74,24 @@ def within(seconds: float) -> Iterator[None]:
     started = time.monotonic()
     yield
     assert time.monotonic() - started < seconds + BUSY
+
+
+def wait_until_collected(loop: asyncio.AbstractEventLoop) -> None:
+    """Forget a closed loop and wait until its transports are gone: Python's warnings may not come in another test."""
+    transports = weakref.WeakSet[asyncio.Transport]()
+    for found in gc.get_objects():
+        kind = type(found)  # isinstance() would wake Django's lazy objects
+        if issubclass(kind, asyncio.Transport) and getattr(found, "_loop", None) is loop:
+            transports.add(found)
+        elif issubclass(kind, server.Server):
+            found.views.pop(loop, None)
+    del found
+
+    def are_gone() -> bool:
+        gc.collect()
+        return not transports
+
+    wait_until(are_gone, message=lambda: f"{[gc.get_referrers(each) for each in list(transports)]}")
 
 
 def destroy_generators(name: str) -> None:
