@@ -1,22 +1,31 @@
-"""The diagnosis of the servers that hold the locks: findings, each with advice."""
+"""The diagnosis of the servers that hold the locks: findings, trial locks, and the least rights of a user."""
 
 from __future__ import annotations
 
+import secrets
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from django.core.cache import caches
 from redis import SSLConnection
 from redis.exceptions import NoPermissionError, RedisError
 
 from . import conf
+from .core import Lock
 from .core.clock import monotonic
 from .core.driver.cluster import Cluster
+from .core.driver.registry import Client, server_of
 from .core.driver.retry import advice_for
 from .core.driver.sentinels import UnknownService
 from .core.driver.server import Server
 from .core.driver.slot_table import Node
+from .core.keys import literal
+from .core.operations import renew_call
+from .core.renewals import ask
+from .exceptions import LockError
 
 OLDEST = (6, 2)
 """The oldest version of Redis that has the commands of the scripts. Valkey reports 7.2 as its version of Redis."""
@@ -256,3 +265,206 @@ def sentence_of(error: Exception) -> str:
 
 def _ms(seconds: float) -> str:
     return "less than 0.1 ms" if seconds < 0.00005 else f"{seconds * 1000:.1f} ms"
+
+
+# Trials: locks on each server, and a value in each cache
+
+TRIAL_TIMEOUT = 10.0
+"""Seconds; also the expiry of the locks."""
+RIGHTS = "Give the user of Redis the rights that 'manage.py redislock doctor --acl' prints."
+
+
+def diagnose(client: Client) -> Iterator[Finding]:
+    """Yield all findings about the server of this client, with those of trial locks."""
+    server = server_of(client)
+    for finding in inspect(server):
+        yield finding
+        if finding.check == "connection" and finding.status == "problem":
+            return  # every other trial would fail in the same way
+    yield compare_timeouts(server)
+    yield from _try_lock(server)
+    yield from _try_two_locks(server)
+
+
+def _try_lock(server: Server) -> Iterator[Finding]:
+    """Acquire a new lock, renew it, wait for it in a thread, and release it."""
+    prefix = conf.get().key_prefix
+    name = f"redislock-doctor:{secrets.token_hex(8)}"
+    first, second = (Lock(server, name, prefix=prefix, expire=TRIAL_TIMEOUT, auto_renewal=False) for _ in range(2))
+    waited: list[Finding] = []
+
+    def wait() -> None:
+        try:
+            if second.acquire(timeout=TRIAL_TIMEOUT):
+                second.release()
+                waited.append(_heard(server))
+            else:
+                advice = "Check that the server allows publish and subscribe, and that no proxy blocks them."
+                waited.append(
+                    Finding(
+                        "wait", "problem", f"A waiting thread did not get the lock within {TRIAL_TIMEOUT:g} s.", advice
+                    )
+                )
+        except Exception as error:
+            waited.append(_failed("wait", error))
+
+    step = "acquire"
+    waiter = threading.Thread(target=wait, name="redislock-doctor", daemon=True)
+    try:
+        if not first.acquire(blocking=False):
+            advice = "Find the other program that writes keys with this prefix."
+            yield Finding(step, "problem", "A new lock, which nobody else uses, could not be acquired.", advice)
+            return
+        yield Finding(step, "ok", "A lock was acquired.")
+        step = "renew"
+        first.extend()
+        yield Finding(step, "ok", "It was renewed.")
+        step = "wait"
+        waiter.start()
+        _until_queued(server, first, waiter)
+        step = "release"
+        first.release()
+        yield Finding(step, "ok", "It was released.")
+    except LockError as error:
+        yield _failed(step, error)
+    if waiter.ident is not None:
+        waiter.join(2 * TRIAL_TIMEOUT)
+        yield from waited or [_failed("wait", TimeoutError("the waiting thread did not end"))]
+
+
+def _heard(server: Server) -> Finding:
+    """Report how the waiting thread noticed that the lock was free."""
+    if not _may_not_subscribe(server):
+        return Finding("wait", "ok", "A waiting thread got the lock after its release.")
+    message = "The user may not subscribe, so a waiting thread got the lock only by trying again and again."
+    return Finding("permissions (wait)", "advice", message, RIGHTS)
+
+
+def _may_not_subscribe(server: Server) -> bool:
+    nodes = list(server.table.nodes.values()) if isinstance(server, Cluster) else [server]
+    return any(node.refusal.stands for node in nodes)
+
+
+def _until_queued(server: Server, lock: Lock, waiter: threading.Thread) -> None:
+    """Return when the waiter is in the queue, or cannot be woken there, or has ended, or after half of the timeout."""
+    give_up = monotonic() + TRIAL_TIMEOUT / 2
+    while waiter.is_alive() and not _may_not_subscribe(server) and monotonic() < give_up:
+        info = lock.owner()
+        if info is None or info.waiting:
+            return
+        time.sleep(0.005)
+
+
+def _failed(step: str, error: Exception) -> Finding:
+    if "NOPERM" in str(error) or "ermission" in str(error):
+        step = f"permissions ({step})"
+        advice = RIGHTS
+    elif "MovedError" in str(error):
+        advice = "Use a redis.RedisCluster, or a URL that begins with redis+cluster://."
+    else:
+        advice = "Read the log about this error. Until it is solved, nothing can be locked on this connection."
+    return Finding(step, "problem", sentence_of(error), advice)
+
+
+def _try_two_locks(server: Server) -> Iterator[Finding]:
+    """Hold two locks at once, and renew both by one call, as the watchdog does."""
+    prefix, check = conf.get().key_prefix, "two locks"
+    names = [f"redislock-doctor:{secrets.token_hex(8)}" for _ in range(2)]
+    locks = [Lock(server, name, prefix=prefix, expire=TRIAL_TIMEOUT, auto_renewal=False) for name in names]
+    try:
+        with locks[0], locks[1]:
+            leases = [lease for lock in locks for lease in lock._leases.values()]
+            if ask(server, leases, renew_call) == [1, 1]:
+                how = "each by a call, because the server is in cluster mode" if server.splits else "by one call"
+                yield Finding(check, "ok", f"Two locks were held at once and renewed, {how}.")
+            else:
+                advice = (
+                    "Check whether another program writes keys with this prefix, and whether the server evicts keys."
+                )
+                yield Finding(check, "problem", "Two locks were held at once, and one of them was lost.", advice)
+    except (LockError, RedisError) as error:
+        yield _failed(check, error)
+
+
+def diagnose_cache(alias: str) -> Finding | None:
+    """Compute, read and delete a value in the cache of this alias; None for a cache of another package."""
+    from .cache import ComputeOnceMixin
+
+    check = "cache"
+    try:
+        cache = caches[alias]
+        if not isinstance(cache, ComputeOnceMixin):
+            return None
+        key = f"redislock-doctor:{secrets.token_hex(8)}"
+        values = [cache.get_or_set(key, lambda: "computed", 60), cache.get(key)]
+        gone = cache.delete(key)
+    except Exception as error:  # any error that the cache raises is the finding
+        return _failed(check, error)
+    if values == ["computed", "computed"] and gone:
+        return Finding(check, "ok", "A value was computed, read and deleted.")
+    advice = "Check whether the alias ignores exceptions (IGNORE_EXCEPTIONS), and whether the server evicts keys."
+    return Finding(check, "problem", "A computed value could not be read again.", advice)
+
+
+# The least rights of a user of Redis, as lines of ``ACL SETUSER``; the tests try each of them on a real server
+
+LOCKS = (
+    "+eval +evalsha +subscribe +ping +select +publish +pubsub|numsub +time +get +set +del +exists +pttl +pexpire +mget "
+    "+zadd +zrem +zrange +zrank +zpopmin +zscore +zcard +zrangebyscore +zremrangebyrank +zincrby +hincrby +hdel"
+)
+CACHE = "+strlen +getrange +setrange +persist +rename +unlink +scan +zscan +incrby +multi +exec +expire"
+DJANGO_CACHE = "+mset"
+DJANGO_REDIS_CACHE = "+keys +ttl +expireat +pexpireat"
+"""What the further methods of each backend need: Django's, and django-redis's (not its hashes and sets)."""
+LISTS = "+zscan +zcount +hgetall +hmget +hset"
+"""Also for the runs of entries that several beats share."""
+
+
+NEW_USER = "app"
+
+
+def notes(client: Client) -> Iterator[str]:
+    """Yield what to know before the lines of `least_rights` are given to the user of this connection."""
+    user = server_of(client).settings.get("username")
+    if user in (None, "default"):
+        yield (
+            f"This connection uses the user 'default', whose rights have no limit. Create another user (ACL SETUSER "
+            f"{NEW_USER} on '>password'), give it these rights, and put its name and password into the settings."
+        )
+    else:
+        yield f"resetchannels takes all other channels from the user {user!r}: grant those again that it needs."
+    if isinstance(server_of(client), Cluster):
+        yield "The nodes of a Cluster do not share their users: repeat the lines on each node."
+
+
+def least_rights(alias: str, client: Client) -> Iterator[str]:
+    """Yield the lines for this connection: the rights of locks, then those of each further feature."""
+    settings, server = conf.get(), server_of(client)
+    given = server.settings.get("username")
+    user = f"ACL SETUSER {NEW_USER if given in (None, 'default') else given}"
+    prefix = literal(settings.key_prefix)
+    yield f"{user} resetchannels ~{{{prefix}:* &redislock:wake:* {LOCKS}"
+    cache = _cache_of(alias)
+    if cache is not None:
+        more = DJANGO_REDIS_CACHE if hasattr(cache, "delete_pattern") else DJANGO_CACHE
+        yield f"{user} ~{cache.pattern_of_own_keys()} {CACHE} {more}"
+    yield f"{user} {LISTS}"
+    yield f"{user} +info"
+    if isinstance(server, Cluster):
+        # By scans, reset_all() finds the leases of values. redis-py asks by COMMAND where the keys of a command are.
+        yield f"{user} +cluster|slots +scan{'' if cache is None else ' +command'}"
+    if settings.min_replicas:
+        yield f"{user} +wait"
+    if server.settings.get("client_name"):
+        yield f"{user} +client|setname"
+
+
+def _cache_of(alias: str) -> Any:
+    """Return the cache of this package that has this alias, None for another one."""
+    from .cache import ComputeOnceMixin
+
+    try:
+        cache = caches[alias]
+    except Exception:  # the URL's connection, or settings that other checks report
+        return None
+    return cache if isinstance(cache, ComputeOnceMixin) else None

@@ -26,8 +26,7 @@ from django_redislock.celery.options import complete
 from django_redislock.core import operations
 from django_redislock.core.contention import contention
 from django_redislock.core.driver.registry import close_unused, server_of
-from django_redislock.doctor import inspect
-from django_redislock.doctor_acl import CACHE, LISTS, LOCKS
+from django_redislock.doctor import CACHE, LISTS, LOCKS, inspect
 from django_redislock.exceptions import LockBackendError
 from tests.support import RedisServer, queue_of, wait_until
 from tests.support.cache_programs import cache_elsewhere

@@ -32,8 +32,6 @@ FLOORS = [
     {
         "checks",
         "doctor",
-        "doctor_acl",
-        "doctor_trials",
         "admin",
         "cache",
         "celery",
@@ -47,17 +45,13 @@ FLOORS = [
 """The modules and packages of each floor, from the lowest; the most exact name counts. "" is the package itself."""
 BESIDE = {
     ("checks", "doctor"),
-    ("doctor_trials", "doctor"),
     ("management", "doctor"),
-    ("management", "doctor_acl"),
-    ("management", "doctor_trials"),
 }
 """The features of the same floor that may import each other."""
 LAZY = {
     ("cache.celery_refresh", "tasks"),
     ("checks", "celery.decorator"),
-    ("doctor_acl", "cache"),
-    ("doctor_trials", "cache"),
+    ("doctor", "cache"),
     ("tracing", "cache.async_calls"),
     ("tracing", "cache.celery_refresh"),
     ("tracing", "cache.compute_once"),

@@ -17,9 +17,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from ... import conf
 from ...connections import clients, connection_names, get_client
 from ...core.driver.registry import server_of
-from ...doctor import Finding
-from ...doctor_acl import least_rights, notes
-from ...doctor_trials import diagnose, diagnose_cache
+from ...doctor import Finding, diagnose, diagnose_cache, least_rights, notes
 from ...inventory import HeldLockRow, Listing, read
 from ...models import HeldLock
 from ...texts import visible

@@ -12,8 +12,7 @@ import redis.asyncio
 from django_redislock.core import Lock, held_locks, reset_all
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.listing import read_queue
-from django_redislock.doctor import inspect
-from django_redislock.doctor_acl import least_rights
+from django_redislock.doctor import inspect, least_rights
 from django_redislock.exceptions import LockBackendError
 from django_redislock.server_url import client_from_url
 from tests.core.test_async_clients import certificate_of
