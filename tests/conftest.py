@@ -282,12 +282,12 @@ def rabbitmq() -> Iterator[RabbitServer]:
 
 
 @pytest.fixture(scope="module")
-def crew(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def worker_pools(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The Celery workers that the tests of a module share."""
     from tests.support.celery_site.harness import workers
 
-    with workers(server, tmp_path_factory.mktemp("crew")) as crew:
-        yield crew
+    with workers(server, tmp_path_factory.mktemp("worker_pools")) as worker_pools:
+        yield worker_pools
 
 
 @pytest.fixture

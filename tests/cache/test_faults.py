@@ -27,7 +27,7 @@ FORGIVING = {"IGNORE_EXCEPTIONS": True}
 
 
 @pytest.fixture
-def impatient(settings):
+def short_retries(settings):
     """Calls to a server that stays away are repeated for a moment in place of 5 s, or of 40 s on a Cluster."""
     settings.DJANGO_REDISLOCK = {"RETRY_FOR": 0.5}
 
@@ -49,7 +49,7 @@ def test_without_redis_it_may_compute_once_a_process_at_a_time(own_server):
     assert cache.get("k") == "after", "all is well again"
 
 
-def test_redis_dies_before_the_value_is_stored(own_server, backend, impatient):
+def test_redis_dies_before_the_value_is_stored(own_server, backend, short_retries):
     cache = cache_at(own_server.url, backend)
 
     def compute():
@@ -94,7 +94,7 @@ def test_the_defaults_own_error_comes_out_although_redis_died(own_server, backen
 
 @pytest.mark.processes
 @pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
-def test_redis_dies_while_others_wait(own_server, run_python, options, impatient):
+def test_redis_dies_while_others_wait(own_server, run_python, options, short_retries):
     computing = run_python(cache_programs.ask, own_server.url, "RedisCache", "k", "v", {}, {})
     computing.wait_for(event="ready")
     computing.send("ask")
@@ -251,7 +251,7 @@ def test_tasks_without_redis_fail_as_the_base_class_does_or_compute(own_server, 
 
 
 @pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
-def test_redis_dies_before_a_task_stores_its_value(own_server, options, impatient):
+def test_redis_dies_before_a_task_stores_its_value(own_server, options, short_retries):
     cache = cache_at(own_server.url, OPTIONS=options)
 
     async def compute():

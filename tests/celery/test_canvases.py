@@ -15,25 +15,25 @@ from django.db import transaction
 from tests.support import BUSY, wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import app
-from tests.support.celery_site.harness import KINDS, Stage, ended, ended_with_its_canvas, member, published
+from tests.support.celery_site.harness import KINDS, TaskQueue, ended, ended_with_its_canvas, member, published
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
 
 @pytest.fixture
-def stages(crew) -> Iterator[dict[str, Stage]]:
-    stages = {kind: Stage(crew.of("prefork")) for kind in KINDS}
-    yield stages
-    assert [stage.diary.events("overlap") for stage in stages.values()] == [[]] * len(stages)
+def queues(worker_pools) -> Iterator[dict[str, TaskQueue]]:
+    queues = {kind: TaskQueue(worker_pools.of("prefork")) for kind in KINDS}
+    yield queues
+    assert [task_queue.run_log.events("overlap") for task_queue in queues.values()] == [[]] * len(queues)
 
 
-def terminate(stage: Stage, run: dict) -> None:
+def terminate(task_queue: TaskQueue, run: dict) -> None:
     app.control.revoke(run["id"], terminate=True)
 
 
-def unlock(stage: Stage, run: dict) -> None:
-    stage.diary.wait_for("held")
-    assert tasks.losing.unlock(stage.name)
+def unlock(task_queue: TaskQueue, run: dict) -> None:
+    task_queue.run_log.wait_for("held")
+    assert tasks.losing.unlock(task_queue.name)
 
 
 class Event(NamedTuple):
@@ -42,7 +42,7 @@ class Event(NamedTuple):
     outcome: str | None
     """The type of the task's error, or what its result begins with; None when nothing is stored."""
     options: dict = {}
-    do: Callable[[Stage, dict], None] | None = None
+    do: Callable[[TaskQueue, dict], None] | None = None
     """What is done to its first run."""
     life: float = 0
     """Seconds for which the lock may stay."""
@@ -61,8 +61,8 @@ EVENTS = {
     "soft time limit": Event(tasks.refuse, "sleep", "SoftTimeLimitExceeded", {"soft_time_limit": 1}),
     "terminated": Event(tasks.refuse, "sleep", "TaskRevokedError", do=terminate),
     "hard time limit": Event(tasks.mortal, "sleep", "TimeLimitExceeded", {"time_limit": 1}, life=2 + 1),
-    "child killed": Event(tasks.mortal, "once killed", "WorkerLostError", do=Stage.kill_child, life=2 + 1),
-    "delivered again": Event(tasks.dying, "once killed", "ran ", do=Stage.kill_child),
+    "child killed": Event(tasks.mortal, "once killed", "WorkerLostError", do=TaskQueue.kill_child, life=2 + 1),
+    "delivered again": Event(tasks.dying, "once killed", "ran ", do=TaskQueue.kill_child),
     "lock lost": Event(tasks.losing, "until lost", "finished", do=unlock),
 }
 
@@ -71,66 +71,69 @@ def told(result: Any) -> str:
     return type(result).__name__ if isinstance(result, Exception) else str(result)
 
 
-def free_within(task: Any, stage: Stage, seconds: float) -> None:
-    wait_until(lambda: task.lock_info(stage.name) is None, seconds, "the lock is free")
+def free_within(task: Any, task_queue: TaskQueue, seconds: float) -> None:
+    wait_until(lambda: task.lock_info(task_queue.name) is None, seconds, "the lock is free")
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_event(stages, event):
+def test_event(queues, event):
     task, how, outcome, options, do, life = EVENTS[event]
-    results = {kind: published(kind, stage, task, how, **options) for kind, stage in stages.items()}
-    for stage in stages.values():
-        run = stage.diary.wait_for("start")
+    results = {kind: published(kind, task_queue, task, how, **options) for kind, task_queue in queues.items()}
+    for task_queue in queues.values():
+        run = task_queue.run_log.wait_for("start")
         if do is not None:
-            do(stage, run)
+            do(task_queue, run)
     for kind, result in results.items():
         if outcome is None:
-            stages[kind].diary.wait_for("end")
+            queues[kind].run_log.wait_for("end")
             continue
         assert told(ended_with_its_canvas(kind, result)).startswith(outcome)
-    for stage in stages.values():
-        free_within(task, stage, life + BUSY if life else 60)
-    again = [stage.publish(task) for stage in stages.values()]
+    for task_queue in queues.values():
+        free_within(task, task_queue, life + BUSY if life else 60)
+    again = [task_queue.publish(task) for task_queue in queues.values()]
     assert [ended(result).state for result in again] == ["SUCCESS"] * len(again)
 
 
 @pytest.mark.parametrize("event", ["revoked", "expired", "purged"])
-def test_messages_that_never_start(stages, event):
+def test_messages_that_never_start(queues, event):
     task = tasks.short_queue if event == "purged" else tasks.job
     options = {"expires": 1} if event == "expired" else {}
-    results = {kind: published(kind, stage.with_queue_of_its_own(), task, **options) for kind, stage in stages.items()}
+    results = {
+        kind: published(kind, task_queue.with_queue_of_its_own(), task, **options)
+        for kind, task_queue in queues.items()
+    }
     ones = [member(kind, result) for kind, result in results.items()]
-    (worker,) = stages["single"].workers
+    (worker,) = queues["single"].workers
     if event == "revoked":
         app.control.revoke([one.id for one in ones], destination=[worker.hostname], reply=True, timeout=10)
     if event == "purged":
         with app.connection_for_write() as connection:
-            for stage in stages.values():
-                connection.default_channel.queue_purge(stage.queue)
+            for task_queue in queues.values():
+                connection.default_channel.queue_purge(task_queue.queue)
     if event != "revoked":
-        for stage in stages.values():
-            free_within(task, stage, 1 + BUSY)
-    for stage in stages.values():
-        stage.consume()
+        for task_queue in queues.values():
+            free_within(task, task_queue, 1 + BUSY)
+    for task_queue in queues.values():
+        task_queue.consume()
     if event != "purged":
         assert [ended(one).state for one in ones] == ["REVOKED"] * len(ones)
-    for stage in stages.values():
-        free_within(task, stage, 60)
-        assert stage.diary.events("start") == []
-        assert ended(stage.publish(task)).state == "SUCCESS"
+    for task_queue in queues.values():
+        free_within(task, task_queue, 60)
+        assert task_queue.run_log.events("start") == []
+        assert ended(task_queue.publish(task)).state == "SUCCESS"
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("task", [tasks.queued, tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
-def test_published_on_commit(stages, task, database):
+def test_published_on_commit(queues, task, database):
     results = {}
 
     def publish() -> None:
-        for kind, stage in stages.items():
-            results[kind] = published(kind, stage.with_queue_of_its_own(), task)
+        for kind, task_queue in queues.items():
+            results[kind] = published(kind, task_queue.with_queue_of_its_own(), task)
 
     def holders() -> list[str | None]:
-        found = [task.lock_info(stage.name) for stage in stages.values()]
+        found = [task.lock_info(task_queue.name) for task_queue in queues.values()]
         return [lock and lock.label for lock in found]
 
     with suppress(ZeroDivisionError), transaction.atomic():
@@ -138,11 +141,11 @@ def test_published_on_commit(stages, task, database):
         raise ZeroDivisionError
     with transaction.atomic():
         transaction.on_commit(publish)
-        assert (results, holders()) == ({}, [None] * len(stages))
+        assert (results, holders()) == ({}, [None] * len(queues))
     assert holders() == [f"{task.name}[{member(kind, result).id}]" for kind, result in results.items()]
-    for stage in stages.values():
-        stage.consume()
+    for task_queue in queues.values():
+        task_queue.consume()
     for kind, result in results.items():
         assert ended_with_its_canvas(kind, result).startswith("ran ")
-        free_within(task, stages[kind], 60)
-        assert len(stages[kind].diary.events("start")) == 1
+        free_within(task, queues[kind], 60)
+        assert len(queues[kind].run_log.events("start")) == 1

@@ -12,7 +12,7 @@ from django_redislock.celery import DuplicateResult
 from django_redislock.core import held_locks
 from tests.support import Cluster, Server, wait_until
 from tests.support.celery_site import tasks
-from tests.support.celery_site.harness import Stage, ended, on_stage, workers
+from tests.support.celery_site.harness import TaskQueue, checked_queue, ended, workers
 from tests.support.worker import Worker
 
 pytestmark = pytest.mark.processes
@@ -26,8 +26,8 @@ def url(shared_cluster: Cluster) -> str:
 @pytest.fixture(scope="module")
 def worker(server: Server, url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """A worker that takes its messages from the shared server, which is no Cluster."""
-    with workers(server, tmp_path_factory.mktemp("crew")) as crew:
-        yield crew.start("prefork", name="cluster", env={"REDISLOCK_TEST_LOCKS": url}).wait_ready()
+    with workers(server, tmp_path_factory.mktemp("worker_pools")) as worker_pools:
+        yield worker_pools.start("prefork", name="cluster", env={"REDISLOCK_TEST_LOCKS": url}).wait_ready()
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def _locks_on_the_cluster(settings, url, cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.fixture
-def gated(worker: Worker) -> Iterator[Stage]:
-    yield from on_stage(Stage([worker], gated=True))
+def blocked(worker: Worker) -> Iterator[TaskQueue]:
+    yield from checked_queue(TaskQueue([worker], blocked=True))
 
 
 def move_locks(cluster: Cluster) -> int:
@@ -53,33 +53,33 @@ def move_locks(cluster: Cluster) -> int:
     return len(slots)
 
 
-def test_a_duplicate_is_refused_also_after_the_slot_of_the_lock_has_moved(gated, cluster, client):
-    first = gated.publish(tasks.refuse)
-    gated.diary.wait_for("start")
+def test_a_duplicate_is_refused_also_after_the_slot_of_the_lock_has_moved(blocked, cluster, client):
+    first = blocked.publish(tasks.refuse)
+    blocked.run_log.wait_for("start")
     assert not list(held_locks(client)), "no lock is on the broker"
-    assert type(ended(gated.publish(tasks.refuse)).result) is TaskAlreadyRunning
+    assert type(ended(blocked.publish(tasks.refuse)).result) is TaskAlreadyRunning
     assert move_locks(cluster) == 1
-    assert type(ended(gated.publish(tasks.refuse)).result) is TaskAlreadyRunning
-    gated.diary.open_gate()
+    assert type(ended(blocked.publish(tasks.refuse)).result) is TaskAlreadyRunning
+    blocked.run_log.let_bodies_end()
     assert ended(first).result == f"ran {first.id}"
-    assert len(gated.diary.events("start")) == 1
+    assert len(blocked.run_log.events("start")) == 1
 
 
-def test_a_job_is_published_once_and_its_lock_is_released_at_its_end(gated, cluster):
-    first = gated.publish(tasks.job)
-    again = gated.publish(tasks.job)
+def test_a_job_is_published_once_and_its_lock_is_released_at_its_end(blocked, cluster):
+    first = blocked.publish(tasks.job)
+    again = blocked.publish(tasks.job)
     assert isinstance(again, DuplicateResult)
     assert again.id == first.id
-    gated.diary.wait_for("start")
+    blocked.run_log.wait_for("start")
     assert move_locks(cluster) == 1
-    gated.diary.open_gate()
+    blocked.run_log.let_bodies_end()
     assert ended(first).result == f"ran {first.id}"
-    assert len(gated.diary.events("start")) == 1
+    assert len(blocked.run_log.events("start")) == 1
 
 
-def test_a_task_that_acknowledges_late_leaves_its_marker_on_the_cluster(gated, cluster):
-    gated.diary.open_gate()
-    result = gated.publish(tasks.mortal_late)
+def test_a_task_that_acknowledges_late_leaves_its_marker_on_the_cluster(blocked, cluster):
+    blocked.run_log.let_bodies_end()
+    result = blocked.publish(tasks.mortal_late)
     assert ended(result).result == f"ran {result.id}"
 
     def states():

@@ -17,7 +17,7 @@ from django_redislock.core.contention import contention
 from django_redislock.signals import task_skipped
 from tests.support import wait_until
 from tests.support.celery_site import tasks
-from tests.support.celery_site.harness import Stage, ended
+from tests.support.celery_site.harness import TaskQueue, ended
 
 NUMBERS = itertools.count()
 QUEUE = "duplicates"  # that broker is shared by all tests of a process
@@ -183,15 +183,15 @@ def test_members_of_canvases_and_retries_are_skipped_at_their_start_only(client,
 
 
 @pytest.mark.processes
-def test_a_worker_skips_a_duplicate_with_an_id_of_its_own(crew):
-    stage = Stage(crew.of("prefork"), gated=True)
-    first = stage.publish(tasks.job_skip)
-    stage.diary.wait_for("start")
-    second = stage.publish(tasks.job_skip, task_id=f"mine-{stage.name}")
-    stage.diary.open_gate()
+def test_a_worker_skips_a_duplicate_with_an_id_of_its_own(worker_pools):
+    task_queue = TaskQueue(worker_pools.of("prefork"), blocked=True)
+    first = task_queue.publish(tasks.job_skip)
+    task_queue.run_log.wait_for("start")
+    second = task_queue.publish(tasks.job_skip, task_id=f"mine-{task_queue.name}")
+    task_queue.run_log.let_bodies_end()
     assert ended(first).result == f"ran {first.id}"
     assert ended(second).result == "skipped"
-    assert len(stage.diary.events("start")) == 1
+    assert len(task_queue.run_log.events("start")) == 1
 
 
 # Callbacks

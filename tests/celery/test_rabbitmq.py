@@ -19,8 +19,8 @@ from tests.celery.test_redelivery import (  # noqa: F401
 )
 from tests.celery.test_scopes import (  # noqa: F401
     only_prefork,
-    stage,
     task,
+    task_queue,
     test_a_purged_message_frees_its_lock_within_its_life,
     test_a_revoked_message_frees_its_lock,
     test_canvases_end_though_a_duplicate_waits,
@@ -30,7 +30,7 @@ from tests.celery.test_scopes import (  # noqa: F401
 )
 from tests.celery.test_soak import SECONDS, Reaper
 from tests.celery.test_workers import (  # noqa: F401
-    gated,
+    blocked,
     holder,
     test_a_crowd_on_few_keys,
     test_raise_ends_everything_at_once,
@@ -42,17 +42,17 @@ from tests.celery.test_workers import (  # noqa: F401
 from tests.support import Proxy, client_at, wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import BROKER, app
-from tests.support.celery_site.harness import POOLS, Stage, Workers, ended, workers
+from tests.support.celery_site.harness import POOLS, TaskQueue, WorkerPools, ended, workers
 from tests.support.worker import Worker
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
 
 @pytest.fixture(scope="module")
-def crew(server, rabbitmq, tmp_path_factory) -> Iterator[Workers]:
-    with workers(server, tmp_path_factory.mktemp("rabbitmq"), rabbitmq.url) as crew:
-        crew.start_all()
-        yield crew
+def worker_pools(server, rabbitmq, tmp_path_factory) -> Iterator[WorkerPools]:
+    with workers(server, tmp_path_factory.mktemp("rabbitmq"), rabbitmq.url) as worker_pools:
+        worker_pools.start_all()
+        yield worker_pools
 
 
 @pytest.fixture(params=POOLS)
@@ -67,9 +67,9 @@ def pytest_generate_tests(metafunc) -> None:
 
 
 @pytest.fixture
-def dead_lettered(crew, rabbitmq) -> Iterator[Stage]:
-    """A stage whose rejected messages wait for half a second in another queue, and then come back."""
-    apart = Stage(crew.of("prefork")).with_queue_of_its_own()
+def dead_lettered(worker_pools, rabbitmq) -> Iterator[TaskQueue]:
+    """A queue whose rejected messages wait for half a second in another queue, and then come back."""
+    apart = TaskQueue(worker_pools.of("prefork")).with_queue_of_its_own()
     again = f"{apart.queue}-again"
 
     def back_to(queue: str, **more: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_a_rejected_message_that_comes_back_as_a_dead_letter_runs(dead_lettered,
     result = dead_lettered.publish(tasks.rejected[number], how)
     # A new object each time, because one keeps the first failure that it has seen.
     wait_until(lambda: app.AsyncResult(result.id).result == f"ran {result.id}")
-    assert len(dead_lettered.diary.events("start")) == 2
+    assert len(dead_lettered.run_log.events("start")) == 2
 
 
 @pytest.mark.parametrize("number", range(len(tasks.refusing)))
@@ -111,8 +111,8 @@ def test_a_message_that_failed_because_its_lock_was_held_runs_when_it_comes_back
 @pytest.mark.long
 def test_children_killed_at_random_while_dead_letters_come_back(dead_lettered):
     """Each message runs to its end at last, whatever rejected it, and none beside another one of its key."""
-    stages = [(Stage(dead_lettered.workers), rejected) for rejected in tasks.rejected for _ in range(2)]
-    for each, _ in stages:
+    queues = [(TaskQueue(dead_lettered.workers), rejected) for rejected in tasks.rejected for _ in range(2)]
+    for each, _ in queues:
         each.queue = dead_lettered.queue
     ids: set[str] = set()
     reaper = Reaper(dead_lettered.workers, (0.5, 1.5))
@@ -123,16 +123,16 @@ def test_children_killed_at_random_while_dead_letters_come_back(dead_lettered):
 
     while time.monotonic() < end:
         if sum(not ran(id) for id in ids) < 20:
-            each, rejected = random.choice(stages)
+            each, rejected = random.choice(queues)
             ids.add(each.publish(rejected, random.choice(["brief", "reject at times", "fail at times"])).id)
         reaper.pass_by()
     wait_until(
         lambda: all(map(ran, ids)), 120, lambda: f"each runs to its end; not {[id for id in ids if not ran(id)]}"
     )
-    starts = [len(each.diary.events("start")) for each, _ in stages]
+    starts = [len(each.run_log.events("start")) for each, _ in queues]
     print(f"{len(ids)} ids, {sum(starts)} starts, {len(reaper.killed)} killed")
     # The scope "queued" ends with the start of a run.
-    assert not any(each.diary.events("overlap") for each, one in stages if one.name != "late.rejected_queued")
+    assert not any(each.run_log.events("overlap") for each, one in queues if one.name != "late.rejected_queued")
 
 
 # Every policy: with RabbitMQ, copies come of a connection that is gone, at once
@@ -146,61 +146,65 @@ def received(worker: Worker, results: list[AsyncResult]) -> None:
     wait_until(lambda: all(f"[{result.id}] received" in worker.log for result in results))
 
 
-def taken_over(stages: list[Stage], crew: Workers) -> None:
-    """Let another worker take the messages of these stages, which have one queue."""
-    stages[0].workers = crew.of("prefork")
-    stages[0].consume()
+def taken_over(queues: list[TaskQueue], worker_pools: WorkerPools) -> None:
+    """Let another worker take the messages of these queues, which have one queue."""
+    queues[0].workers = worker_pools.of("prefork")
+    queues[0].consume()
 
 
-def test_when_the_whole_worker_was_killed_each_of_its_messages_runs_once_to_its_end(crew):
+def test_when_the_whole_worker_was_killed_each_of_its_messages_runs_once_to_its_end(worker_pools):
     """What ran runs again when its lock has ended; what waited in its memory has never run."""
-    doomed = crew.start("prefork", 0, "--prefetch-multiplier=20", name="doomed", concurrency=len(LATE)).wait_ready()
-    running = {Stage([doomed]): each for each in LATE}
-    waiting = {Stage([doomed]): each for each in tasks.COPIED}
+    doomed = worker_pools.start(
+        "prefork", 0, "--prefetch-multiplier=20", name="doomed", concurrency=len(LATE)
+    ).wait_ready()
+    running = {TaskQueue([doomed]): each for each in LATE}
+    waiting = {TaskQueue([doomed]): each for each in tasks.COPIED}
     cut_off = [one.publish(each, "once killed") for one, each in running.items()]
     for one in running:
-        one.diary.wait_for("start")
+        one.run_log.wait_for("start")
     others = [one.publish(each) for one, each in waiting.items()]
     received(doomed, others)
     assert "amqp://" in doomed.log
     doomed.kill()
-    taken_over([*running], crew)
+    taken_over([*running], worker_pools)
     for result in [*cut_off, *others]:
         assert ended(result).result == f"ran {result.id}"
     for one in [*running, *waiting]:
-        assert len(one.diary.events("start")) == (2 if one in running else 1)
-        assert len(one.diary.events("end")) == 1
-        assert one.diary.events("overlap") == []
+        assert len(one.run_log.events("start")) == (2 if one in running else 1)
+        assert len(one.run_log.events("end")) == 1
+        assert one.run_log.events("overlap") == []
 
 
-def test_when_the_connection_was_lost_no_message_runs_beside_the_worker_that_has_it_nor_again(crew, rabbitmq):
+def test_when_the_connection_was_lost_no_message_runs_beside_the_worker_that_has_it_nor_again(worker_pools, rabbitmq):
     """The broker gives all to another worker, while this one runs a part of them, and then starts the rest."""
     with Proxy(rabbitmq.url) as proxy:
         broker = {BROKER: rabbitmq.url.replace(f":{rabbitmq.port}/", f":{proxy.port}/")}
         options = ("--prefetch-multiplier=20",)
-        cut_off = crew.start("threads", 0, *options, name="cut-off", concurrency=len(LATE), env=broker).wait_ready()
-        running = {Stage([cut_off], gated=True): each for each in LATE}
-        waiting = {Stage([cut_off]): each for each in tasks.COPIED}
+        cut_off = worker_pools.start(
+            "threads", 0, *options, name="cut-off", concurrency=len(LATE), env=broker
+        ).wait_ready()
+        running = {TaskQueue([cut_off], blocked=True): each for each in LATE}
+        waiting = {TaskQueue([cut_off]): each for each in tasks.COPIED}
         first = [one.publish(each) for one, each in running.items()]
         for one in running:
-            one.diary.wait_for("start")
+            one.run_log.wait_for("start")
         others = [one.publish(each) for one, each in waiting.items()]
         received(cut_off, others)
         proxy.lead_to("amqp://127.0.0.1:1")
-        taken_over([*running], crew)
+        taken_over([*running], worker_pools)
         for result in others:
             assert ended(result).result == f"ran {result.id}"
-        (heir,) = crew.of("prefork")
+        (heir,) = worker_pools.of("prefork")
         wait_until(lambda: all(f"[{result.id}] is running, or its worker has died" in heir.log for result in first))
         since = time.monotonic()
         wait_until(lambda: time.monotonic() > since + 3)  # longer than their locks live: what ran is known for longer
         for one in running:
-            one.diary.open_gate()
+            one.run_log.let_bodies_end()
         for result in first:
             assert ended(result).result == f"ran {result.id}"
         wait_until(lambda: all(f"[{result.id}] was processed before; this copy" in heir.log for result in first))
         wait_until(lambda: all(f"[{result.id}] was processed before; this copy" in cut_off.log for result in others))
         for one in [*running, *waiting]:
-            assert len(one.diary.events("start")) == 1
+            assert len(one.run_log.events("start")) == 1
         assert {result.state for result in [*first, *others]} == {"SUCCESS"}
         cut_off.kill()

@@ -14,36 +14,36 @@ from celery import chain
 from tests.support import wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import app
-from tests.support.celery_site.harness import Stage, ended, on_stage
+from tests.support.celery_site.harness import TaskQueue, checked_queue, ended
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
 
 @pytest.fixture
-def stage(crew) -> Iterator[Stage]:
-    yield from on_stage(Stage(crew.of("prefork")))
+def task_queue(worker_pools) -> Iterator[TaskQueue]:
+    yield from checked_queue(TaskQueue(worker_pools.of("prefork")))
 
 
 @pytest.fixture
-def gated(crew) -> Iterator[Stage]:
-    yield from on_stage(Stage(crew.of("prefork"), gated=True))
+def blocked(worker_pools) -> Iterator[TaskQueue]:
+    yield from checked_queue(TaskQueue(worker_pools.of("prefork"), blocked=True))
 
 
-def copies(stage: Stage) -> dict[str, bytes]:
-    """Return the messages of the stage that no worker has acknowledged, by their tags."""
+def copies(task_queue: TaskQueue) -> dict[str, bytes]:
+    """Return the messages of the queue that no worker has acknowledged, by their tags."""
     with app.connection_for_write() as connection:
         unacked = connection.default_channel.client.hgetall("unacked")
-    return {tag.decode(): message for tag, message in unacked.items() if stage.name.encode() in message}
+    return {tag.decode(): message for tag, message in unacked.items() if task_queue.name.encode() in message}
 
 
-def deliver_again(stage: Stage) -> None:
+def deliver_again(task_queue: TaskQueue) -> None:
     """Put the one message that is worked off back into its queue, as for a worker that was silent for too long."""
-    (tag,) = wait_until(lambda: copies(stage))
+    (tag,) = wait_until(lambda: copies(task_queue))
     with app.connection_for_write() as connection:
         connection.default_channel.qos.restore_by_tag(tag)
 
 
-def put_in_queue(stage: Stage, message: bytes) -> None:
+def put_in_queue(task_queue: TaskQueue, message: bytes) -> None:
     """Put back a message that was acknowledged, as for an acknowledgement that did not arrive."""
     with app.connection_for_write() as connection:
         client = connection.default_channel.client
@@ -60,107 +60,107 @@ def task(request):
     return TASKS[request.param]
 
 
-def test_a_copy_neither_runs_beside_its_first_run_nor_after_it(gated, task):
-    neither_beside_nor_after(gated, task)
+def test_a_copy_neither_runs_beside_its_first_run_nor_after_it(blocked, task):
+    neither_beside_nor_after(blocked, task)
 
 
-def test_on_threads_a_copy_neither_runs_beside_its_first_run_nor_after_it(crew):
+def test_on_threads_a_copy_neither_runs_beside_its_first_run_nor_after_it(worker_pools):
     """There the same process runs both."""
-    for gated in on_stage(Stage(crew.of("threads"), gated=True)):
-        neither_beside_nor_after(gated, tasks.late)
+    for blocked in checked_queue(TaskQueue(worker_pools.of("threads"), blocked=True)):
+        neither_beside_nor_after(blocked, tasks.late)
 
 
-def neither_beside_nor_after(gated: Stage, task) -> None:
-    result = gated.publish(task)
-    gated.diary.wait_for("start")
-    deliver_again(gated)
-    wait_until(lambda: f"[{result.id}] is running, or its worker has died" in gated.log)
-    gated.diary.open_gate()
+def neither_beside_nor_after(blocked: TaskQueue, task) -> None:
+    result = blocked.publish(task)
+    blocked.run_log.wait_for("start")
+    deliver_again(blocked)
+    wait_until(lambda: f"[{result.id}] is running, or its worker has died" in blocked.log)
+    blocked.run_log.let_bodies_end()
     assert ended(result).result == f"ran {result.id}"
-    wait_until(lambda: f"[{result.id}] was processed before" in gated.log)
-    assert len(gated.diary.events("start")) == 1
+    wait_until(lambda: f"[{result.id}] was processed before" in blocked.log)
+    assert len(blocked.run_log.events("start")) == 1
     assert result.state == "SUCCESS"
 
 
 @pytest.mark.parametrize("how", ["return", "fail"])
-def test_a_copy_that_comes_after_the_end_is_dropped(stage, task, how):
-    stage.with_queue_of_its_own()
-    result = stage.publish(task, how)
+def test_a_copy_that_comes_after_the_end_is_dropped(task_queue, task, how):
+    task_queue.with_queue_of_its_own()
+    result = task_queue.publish(task, how)
     with app.connection_for_write() as connection:
-        (raw,) = connection.default_channel.client.lrange(stage.queue, 0, -1)
-    stage.consume()
+        (raw,) = connection.default_channel.client.lrange(task_queue.queue, 0, -1)
+    task_queue.consume()
     state = ended(result).state
-    put_in_queue(stage, as_unacked(stage, raw))
-    wait_until(lambda: f"[{result.id}] was processed before" in stage.log)
-    assert len(stage.diary.events("start")) == 1
+    put_in_queue(task_queue, as_unacked(task_queue, raw))
+    wait_until(lambda: f"[{result.id}] was processed before" in task_queue.log)
+    assert len(task_queue.run_log.events("start")) == 1
     assert ended(result).state == state
 
 
-def as_unacked(stage: Stage, raw: bytes) -> bytes:
-    return b"[" + raw + b', "", "' + stage.queue.encode() + b'"]'
+def as_unacked(task_queue: TaskQueue, raw: bytes) -> bytes:
+    return b"[" + raw + b', "", "' + task_queue.queue.encode() + b'"]'
 
 
 @pytest.mark.parametrize("task", [tasks.late, tasks.late_job], ids=lambda task: task.__name__)
-def test_a_copy_of_a_message_that_was_retried_does_not_retry_it_again(stage, task):
-    stage.with_queue_of_its_own()
-    result = stage.publish(task, "retry")
+def test_a_copy_of_a_message_that_was_retried_does_not_retry_it_again(task_queue, task):
+    task_queue.with_queue_of_its_own()
+    result = task_queue.publish(task, "retry")
     with app.connection_for_write() as connection:
-        (raw,) = connection.default_channel.client.lrange(stage.queue, 0, -1)
-    stage.consume()
+        (raw,) = connection.default_channel.client.lrange(task_queue.queue, 0, -1)
+    task_queue.consume()
     assert ended(result).result == 2
-    put_in_queue(stage, as_unacked(stage, raw))
-    wait_until(lambda: f"[{result.id}] was processed before" in stage.log)
-    assert len(stage.diary.events("start")) == 3
+    put_in_queue(task_queue, as_unacked(task_queue, raw))
+    wait_until(lambda: f"[{result.id}] was processed before" in task_queue.log)
+    assert len(task_queue.run_log.events("start")) == 3
 
 
 @pytest.mark.parametrize("task", [tasks.dying, tasks.dying_job], ids=lambda task: task.__name__)
-def test_the_only_copy_runs_when_the_child_was_killed(stage, task):
-    result = stage.publish(task, "once killed")
-    first = stage.diary.wait_for("start")
-    stage.kill_child(first)
+def test_the_only_copy_runs_when_the_child_was_killed(task_queue, task):
+    result = task_queue.publish(task, "once killed")
+    first = task_queue.run_log.wait_for("start")
+    task_queue.kill_child(first)
     assert ended(result).result == f"ran {result.id}"
-    assert len(stage.diary.events("start")) == 2
+    assert len(task_queue.run_log.events("start")) == 2
 
 
-def test_the_only_copy_runs_when_the_whole_worker_was_killed(crew):
+def test_the_only_copy_runs_when_the_whole_worker_was_killed(worker_pools):
     task = tasks.dying_job
-    doomed = crew.start("prefork", name="doomed", concurrency=1).wait_ready()
-    heir = Stage(crew.of("prefork"))
-    stage = Stage([doomed])
-    stage.diary, stage.name = heir.diary, heir.name
-    result = stage.publish(task, "once killed")
-    stage.diary.wait_for("start")
+    doomed = worker_pools.start("prefork", name="doomed", concurrency=1).wait_ready()
+    heir = TaskQueue(worker_pools.of("prefork"))
+    task_queue = TaskQueue([doomed])
+    task_queue.run_log, task_queue.name = heir.run_log, heir.name
+    result = task_queue.publish(task, "once killed")
+    task_queue.run_log.wait_for("start")
     doomed.kill()
-    heir.queue = stage.queue
+    heir.queue = task_queue.queue
     heir.consume()
-    deliver_again(stage)
+    deliver_again(task_queue)
     assert ended(result).result == f"ran {result.id}"
-    assert len(stage.diary.events("start")) == 2
-    assert stage.diary.events("overlap") == []
+    assert len(task_queue.run_log.events("start")) == 2
+    assert task_queue.run_log.events("overlap") == []
 
 
-def test_the_only_copy_runs_when_the_child_was_killed_before_its_result_was_stored(stage):
+def test_the_only_copy_runs_when_the_child_was_killed_before_its_result_was_stored(task_queue):
     """The body has ended and the lock is free, but nobody knows of its result yet."""
-    result = stage.publish(tasks.dying, "result kills")
+    result = task_queue.publish(tasks.dying, "result kills")
     assert ended(result).result == "never mind"
-    assert len(stage.diary.events("start")) == 2
+    assert len(task_queue.run_log.events("start")) == 2
 
 
-def test_a_copy_within_a_chain_leaves_the_chain_whole(gated):
+def test_a_copy_within_a_chain_leaves_the_chain_whole(blocked):
     task = tasks.late
-    steps = [task.si(gated.name), tasks.plain.si(gated.name)]
-    result = chain(*(step.set(queue=gated.queue) for step in steps)).apply_async()
-    gated.diary.wait_for("start")
-    deliver_again(gated)
-    wait_until(lambda: f"[{result.parent.id}] is running, or its worker has died" in gated.log)
-    gated.diary.open_gate()
+    steps = [task.si(blocked.name), tasks.plain.si(blocked.name)]
+    result = chain(*(step.set(queue=blocked.queue) for step in steps)).apply_async()
+    blocked.run_log.wait_for("start")
+    deliver_again(blocked)
+    wait_until(lambda: f"[{result.parent.id}] is running, or its worker has died" in blocked.log)
+    blocked.run_log.let_bodies_end()
     assert ended(result).result == "plain"
-    wait_until(lambda: f"[{result.parent.id}] was processed before" in gated.log)
-    assert len(gated.diary.events("plain")) == 1
+    wait_until(lambda: f"[{result.parent.id}] was processed before" in blocked.log)
+    assert len(blocked.run_log.events("plain")) == 1
 
 
-def test_the_same_id_published_anew_is_no_copy(stage):
-    first = stage.publish(tasks.late, task_id=f"mine-{stage.name}")
+def test_the_same_id_published_anew_is_no_copy(task_queue):
+    first = task_queue.publish(tasks.late, task_id=f"mine-{task_queue.name}")
     assert ended(first).state == "SUCCESS"
-    stage.publish(tasks.late, task_id=first.id)
-    stage.diary.wait_for("end", 2)
+    task_queue.publish(tasks.late, task_id=first.id)
+    task_queue.run_log.wait_for("end", 2)

@@ -12,7 +12,7 @@ from django_redislock.celery import DuplicateResult
 from tests.support import BUSY, wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import app
-from tests.support.celery_site.harness import POOLS, Stage, Workers, all_ended, ended
+from tests.support.celery_site.harness import POOLS, TaskQueue, WorkerPools, all_ended, ended
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
@@ -20,9 +20,9 @@ SCOPES = {"queued": tasks.queued, "queued+run": tasks.queued_and_run, "job": tas
 
 
 @pytest.fixture(scope="module")
-def crew(crew) -> Workers:
-    crew.start_all()
-    return crew
+def worker_pools(worker_pools) -> WorkerPools:
+    worker_pools.start_all()
+    return worker_pools
 
 
 @pytest.fixture(params=POOLS)
@@ -34,21 +34,21 @@ only_prefork = pytest.mark.parametrize("pool", ["prefork"], indirect=True)
 
 
 @pytest.fixture
-def stage(crew, pool, request) -> Iterator[Stage]:
+def task_queue(worker_pools, pool, request) -> Iterator[TaskQueue]:
     task = request.getfixturevalue("task") if "task" in request.fixturenames else None
-    stage = Stage(crew.of(pool))
-    yield stage
+    task_queue = TaskQueue(worker_pools.of(pool))
+    yield task_queue
     # With scope "queued" only what waits is unique: canvases, whose members are always published, may run at the same
     # time.
     if task is not tasks.queued:
-        assert stage.diary.events("overlap") == []
+        assert task_queue.run_log.events("overlap") == []
 
 
 @pytest.fixture
-def gated(crew, pool) -> Iterator[Stage]:
-    stage = Stage(crew.of(pool), gated=True)
-    yield stage
-    stage.diary.open_gate()
+def blocked(worker_pools, pool) -> Iterator[TaskQueue]:
+    task_queue = TaskQueue(worker_pools.of(pool), blocked=True)
+    yield task_queue
+    task_queue.run_log.let_bodies_end()
 
 
 @pytest.fixture(params=SCOPES)
@@ -59,88 +59,88 @@ def task(request):
 # How long each scope lasts
 
 
-def test_while_one_waits_none_is_published(stage, task):
-    stage.with_queue_of_its_own()
-    first, second = stage.publish(task), stage.publish(task)
+def test_while_one_waits_none_is_published(task_queue, task):
+    task_queue.with_queue_of_its_own()
+    first, second = task_queue.publish(task), task_queue.publish(task)
     assert type(second) is DuplicateResult
     assert second.id == first.id
-    stage.consume()
+    task_queue.consume()
     assert ended(second).result == f"ran {first.id}"
-    wait_until(lambda: task.lock_info(stage.name) is None)
-    third = stage.publish(task)
+    wait_until(lambda: task.lock_info(task_queue.name) is None)
+    third = task_queue.publish(task)
     assert not isinstance(third, DuplicateResult)
     assert ended(third).state == "SUCCESS"
-    assert len(stage.diary.events("start")) == 2
+    assert len(task_queue.run_log.events("start")) == 2
 
 
-def test_queued_ends_with_the_start(gated):
-    first = gated.publish(tasks.queued)
-    gated.diary.wait_for("start")
-    assert tasks.queued.lock_info(gated.name) is None
-    second = gated.publish(tasks.queued)
+def test_queued_ends_with_the_start(blocked):
+    first = blocked.publish(tasks.queued)
+    blocked.run_log.wait_for("start")
+    assert tasks.queued.lock_info(blocked.name) is None
+    second = blocked.publish(tasks.queued)
     assert not isinstance(second, DuplicateResult)
-    gated.diary.wait_for("overlap")
-    gated.diary.open_gate()
+    blocked.run_log.wait_for("overlap")
+    blocked.run_log.let_bodies_end()
     assert {ended(first).state, ended(second).state} == {"SUCCESS"}
 
 
-def test_of_queued_and_run_one_waits_and_one_runs(gated):
+def test_of_queued_and_run_one_waits_and_one_runs(blocked):
     task = tasks.queued_and_run
-    first = gated.publish(task)
-    gated.diary.wait_for("start")
-    second, third = gated.publish(task), gated.publish(task)
+    first = blocked.publish(task)
+    blocked.run_log.wait_for("start")
+    second, third = blocked.publish(task), blocked.publish(task)
     assert not isinstance(second, DuplicateResult)
     assert (type(third), third.id) == (DuplicateResult, second.id)
-    wait_until(lambda: f"{second.id}] is published again" in gated.log)
-    assert gated.publish(task).id == second.id, "it still waits"
-    gated.diary.open_gate()
+    wait_until(lambda: f"{second.id}] is published again" in blocked.log)
+    assert blocked.publish(task).id == second.id, "it still waits"
+    blocked.run_log.let_bodies_end()
     assert {ended(first).state, ended(second).state} == {"SUCCESS"}
-    assert len(gated.diary.events("start")) == 2
-    assert gated.diary.events("overlap") == []
+    assert len(blocked.run_log.events("start")) == 2
+    assert blocked.run_log.events("overlap") == []
 
 
 @only_prefork
-def test_a_refused_message_of_queued_and_run_frees_its_place(gated):
+def test_a_refused_message_of_queued_and_run_frees_its_place(blocked):
     task = tasks.queued_and_run_refuse
-    first = gated.publish(task)
-    gated.diary.wait_for("start")
+    first = blocked.publish(task)
+    blocked.run_log.wait_for("start")
     for _ in range(2):
-        refused = gated.publish(task)
+        refused = blocked.publish(task)
         assert not isinstance(refused, DuplicateResult)
         assert type(ended(refused).result) is TaskAlreadyRunning
-    gated.diary.open_gate()
+    blocked.run_log.let_bodies_end()
     assert ended(first).state == "SUCCESS"
 
 
-def test_job_lasts_to_the_end(gated):
-    first = gated.publish(tasks.job)
-    gated.diary.wait_for("start")
-    second = gated.publish(tasks.job)
+def test_job_lasts_to_the_end(blocked):
+    first = blocked.publish(tasks.job)
+    blocked.run_log.wait_for("start")
+    second = blocked.publish(tasks.job)
     assert (type(second), second.id) == (DuplicateResult, first.id)
-    info = tasks.job.lock_info(gated.name)
-    assert info.worker in [worker.hostname for worker in gated.workers]
-    assert info.arguments == f"name='{gated.name}'" or "..." in info.arguments
-    gated.diary.open_gate()
+    info = tasks.job.lock_info(blocked.name)
+    assert info.worker in [worker.hostname for worker in blocked.workers]
+    assert info.arguments == f"name='{blocked.name}'" or "..." in info.arguments
+    blocked.run_log.let_bodies_end()
     assert ended(second).state == "SUCCESS"
 
 
-def test_job_lasts_over_retries(stage):
-    first = stage.publish(tasks.job, "retry late")
-    stage.diary.wait_for("end")
-    assert stage.publish(tasks.job).id == first.id
+def test_job_lasts_over_retries(task_queue):
+    first = task_queue.publish(tasks.job, "retry late")
+    task_queue.run_log.wait_for("end")
+    assert task_queue.publish(tasks.job).id == first.id
     assert ended(first).result == 1
-    wait_until(lambda: tasks.job.lock_info(stage.name) is None)
-    assert {event["id"] for event in stage.diary.events("start")} == {first.id}
+    wait_until(lambda: tasks.job.lock_info(task_queue.name) is None)
+    assert {event["id"] for event in task_queue.run_log.events("start")} == {first.id}
 
 
 @only_prefork
-def test_a_retry_with_other_arguments_takes_the_lock_along(stage):
+def test_a_retry_with_other_arguments_takes_the_lock_along(task_queue):
     """The key that it had is free, and its own is held until its end."""
-    first = stage.publish(tasks.job, "retry elsewhere")
-    stage.diary.wait_for("end")
-    wait_until(lambda: tasks.job.lock_info(stage.name) is None)
-    assert tasks.job.lock_info(f"{stage.name}-elsewhere").label == f"{tasks.job.name}[{first.id}]"
-    second = stage.publish(tasks.job)
+    first = task_queue.publish(tasks.job, "retry elsewhere")
+    task_queue.run_log.wait_for("end")
+    wait_until(lambda: tasks.job.lock_info(task_queue.name) is None)
+    assert tasks.job.lock_info(f"{task_queue.name}-elsewhere").label == f"{tasks.job.name}[{first.id}]"
+    second = task_queue.publish(tasks.job)
     assert not isinstance(second, DuplicateResult)
     assert ended(second).result == f"ran {second.id}"
     assert ended(first).result == f"ran {first.id}"
@@ -148,112 +148,116 @@ def test_a_retry_with_other_arguments_takes_the_lock_along(stage):
 
 @pytest.mark.parametrize(("how", "events"), [("fail", 1), ("retry", 3), ("ignore", 1), ("reject", 1), ("replace", 1)])
 @pytest.mark.parametrize("task", [tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
-def test_no_lock_is_left_however_a_task_ends(stage, task, how, events):
+def test_no_lock_is_left_however_a_task_ends(task_queue, task, how, events):
     """Its life of ten minutes is longer than any patience here."""
-    stage.publish(task, how)
-    stage.diary.wait_for("end", events)
-    wait_until(lambda: task.lock_info(stage.name) is None)
-    assert ended(stage.publish(task)).state == "SUCCESS"
+    task_queue.publish(task, how)
+    task_queue.run_log.wait_for("end", events)
+    wait_until(lambda: task.lock_info(task_queue.name) is None)
+    assert ended(task_queue.publish(task)).state == "SUCCESS"
 
 
 # Canvases
 
 
-def test_canvases_end_though_a_duplicate_waits(stage, task):
+def test_canvases_end_though_a_duplicate_waits(task_queue, task):
     """Their members are published in any case; what they find at their start is for the policy."""
-    stage.with_queue_of_its_own()
-    one, plain = (each.si(stage.name).set(queue=stage.queue) for each in (task, tasks.plain))
-    stage.publish(task)
+    task_queue.with_queue_of_its_own()
+    one, plain = (each.si(task_queue.name).set(queue=task_queue.queue) for each in (task, tasks.plain))
+    task_queue.publish(task)
     results = [
         chain(one, plain).apply_async(),
         group(one, plain).apply_async(),
-        chord([one, plain], tasks.gather.s().set(queue=stage.queue)).apply_async(),
+        chord([one, plain], tasks.gather.s().set(queue=task_queue.queue)).apply_async(),
         chain(plain, one).apply_async(),
         chord([plain, plain], one).apply_async(),
     ]
-    stage.consume()
+    task_queue.consume()
     all_ended(results)
 
 
 @only_prefork
-def test_the_same_task_twice_in_a_chain(stage, task):
-    one = task.si(stage.name).set(queue=stage.queue)
+def test_the_same_task_twice_in_a_chain(task_queue, task):
+    one = task.si(task_queue.name).set(queue=task_queue.queue)
     assert ended(chain(one, one, one).apply_async()).state == "SUCCESS"
-    stage.diary.wait_for("end", 3)
+    task_queue.run_log.wait_for("end", 3)
 
 
 @only_prefork
-def test_a_callback_that_is_its_own_task(stage, task):
-    one = task.si(stage.name).set(queue=stage.queue)
-    assert ended(stage.publish(task, link=one)).state == "SUCCESS"
-    stage.diary.wait_for("end", 2)
+def test_a_callback_that_is_its_own_task(task_queue, task):
+    one = task.si(task_queue.name).set(queue=task_queue.queue)
+    assert ended(task_queue.publish(task, link=one)).state == "SUCCESS"
+    task_queue.run_log.wait_for("end", 2)
 
 
 # Messages that never start
 
 
-def test_a_revoked_message_frees_its_lock(stage, task):
-    stage.with_queue_of_its_own()
-    result = stage.publish(task)
-    app.control.revoke(result.id, destination=[worker.hostname for worker in stage.workers], reply=True, timeout=10)
-    stage.consume()
+def test_a_revoked_message_frees_its_lock(task_queue, task):
+    task_queue.with_queue_of_its_own()
+    result = task_queue.publish(task)
+    app.control.revoke(
+        result.id, destination=[worker.hostname for worker in task_queue.workers], reply=True, timeout=10
+    )
+    task_queue.consume()
     assert ended(result).state == "REVOKED"
-    wait_until(lambda: task.lock_info(stage.name) is None)
-    assert stage.diary.events("start") == []
+    wait_until(lambda: task.lock_info(task_queue.name) is None)
+    assert task_queue.run_log.events("start") == []
 
 
 @only_prefork
-def test_what_is_revoked_and_planned_anew_runs(stage, task):
+def test_what_is_revoked_and_planned_anew_runs(task_queue, task):
     """The worker has the revoked message in its memory, and meets it at its time, in an hour."""
-    revoked = stage.publish(task, countdown=3600)
-    inspect = app.control.inspect([worker.hostname for worker in stage.workers])
+    revoked = task_queue.publish(task, countdown=3600)
+    inspect = app.control.inspect([worker.hostname for worker in task_queue.workers])
     wait_until(lambda: revoked.id in str(inspect.scheduled()))
-    app.control.revoke(revoked.id, destination=[worker.hostname for worker in stage.workers], reply=True, timeout=10)
+    app.control.revoke(
+        revoked.id, destination=[worker.hostname for worker in task_queue.workers], reply=True, timeout=10
+    )
     assert revoked.state == "REVOKED"
-    again = stage.publish(task)
+    again = task_queue.publish(task)
     assert not isinstance(again, DuplicateResult)
     assert ended(again).result == f"ran {again.id}"
 
 
 @only_prefork
-def test_an_expired_message_frees_its_lock(stage, task):
-    stage.with_queue_of_its_own()
-    result = stage.publish(task, expires=0.5)
-    wait_until(lambda: task.lock_info(stage.name) is None, 0.5 + BUSY)
-    stage.consume()
+def test_an_expired_message_frees_its_lock(task_queue, task):
+    task_queue.with_queue_of_its_own()
+    result = task_queue.publish(task, expires=0.5)
+    wait_until(lambda: task.lock_info(task_queue.name) is None, 0.5 + BUSY)
+    task_queue.consume()
     assert ended(result).state == "REVOKED"
 
 
 @only_prefork
-def test_a_purged_message_frees_its_lock_within_its_life(stage, client):
+def test_a_purged_message_frees_its_lock_within_its_life(task_queue, client):
     """Nobody meets it any more; a task that publishes for itself gives it a life that it can bear."""
-    stage.with_queue_of_its_own()
-    stage.publish(tasks.short_queue)
+    task_queue.with_queue_of_its_own()
+    task_queue.publish(tasks.short_queue)
     with app.connection_for_write() as connection:
-        connection.default_channel.queue_purge(stage.queue)
-    wait_until(lambda: tasks.short_queue.lock_info(stage.name) is None, 1 + BUSY)
-    assert not isinstance(stage.publish(tasks.short_queue), DuplicateResult)
-    stage.consume()
-    stage.diary.wait_for("end")
+        connection.default_channel.queue_purge(task_queue.queue)
+    wait_until(lambda: tasks.short_queue.lock_info(task_queue.name) is None, 1 + BUSY)
+    assert not isinstance(task_queue.publish(tasks.short_queue), DuplicateResult)
+    task_queue.consume()
+    task_queue.run_log.wait_for("end")
 
 
 @only_prefork
-def test_a_message_that_outlived_its_lock_runs_all_the_same(stage):
-    stage.with_queue_of_its_own()
+def test_a_message_that_outlived_its_lock_runs_all_the_same(task_queue):
+    task_queue.with_queue_of_its_own()
     results = []
     for _ in range(2):
-        results.append(stage.publish(tasks.short_queue))
-        wait_until(lambda: tasks.short_queue.lock_info(stage.name) is None, 1 + BUSY)
-    stage.consume()
+        results.append(task_queue.publish(tasks.short_queue))
+        wait_until(lambda: tasks.short_queue.lock_info(task_queue.name) is None, 1 + BUSY)
+    task_queue.consume()
     states = {ended(result).state for result in results}
     assert states <= {"SUCCESS", "FAILURE"}
     assert "SUCCESS" in states
 
 
 @only_prefork
-def test_messages_of_a_foreign_producer(stage, task):
+def test_messages_of_a_foreign_producer(task_queue, task):
     """They hold no lock while they wait; what they find is decided at the start."""
-    foreign = app.send_task(task.name, (stage.name,), queue=stage.queue)
+    foreign = app.send_task(task.name, (task_queue.name,), queue=task_queue.queue)
     assert ended(foreign).state == "SUCCESS"
 
 
@@ -261,38 +265,38 @@ def test_messages_of_a_foreign_producer(stage, task):
 
 
 @only_prefork
-def test_a_retried_task_is_not_lost_as_its_own_duplicate(stage, task):
-    result = stage.publish(task, "retry")
+def test_a_retried_task_is_not_lost_as_its_own_duplicate(task_queue, task):
+    result = task_queue.publish(task, "retry")
     assert ended(result).result == 2
-    assert [event["id"] for event in stage.diary.events("start")] == [result.id] * 3
+    assert [event["id"] for event in task_queue.run_log.events("start")] == [result.id] * 3
 
 
 @only_prefork
 @pytest.mark.parametrize("end", ["refused", "revoked"])
-def test_a_duplicate_that_ends_leaves_the_lock_to_its_holder(gated, end):
+def test_a_duplicate_that_ends_leaves_the_lock_to_its_holder(blocked, end):
     task = tasks.job
-    first = gated.publish(task)
-    gated.diary.wait_for("start")
+    first = blocked.publish(task)
+    blocked.run_log.wait_for("start")
     options = {"expires": -1} if end == "revoked" else {}
-    duplicate = gated.publish(task, task_id=f"duplicate-{gated.name}", **options)
+    duplicate = blocked.publish(task, task_id=f"duplicate-{blocked.name}", **options)
     assert ended(duplicate).state == ("REVOKED" if end == "revoked" else "FAILURE")
-    assert task.lock_info(gated.name).label == f"{task.name}[{first.id}]"
-    assert gated.publish(task).id == first.id
-    gated.diary.open_gate()
+    assert task.lock_info(blocked.name).label == f"{task.name}[{first.id}]"
+    assert blocked.publish(task).id == first.id
+    blocked.run_log.let_bodies_end()
     assert ended(first).state == "SUCCESS"
 
 
 @only_prefork
-def test_a_tuple_argument_does_not_leak_its_lock(gated):
+def test_a_tuple_argument_does_not_leak_its_lock(blocked):
     """The worker gets a list; its key is the producer's all the same."""
     task = tasks.job_of_all_arguments
-    first = gated.publish(task, "return", (1, ("a", "b")))
-    assert gated.publish(task, "return", [1, ["a", "b"]]).id == first.id
-    gated.diary.wait_for("start")
-    gated.diary.open_gate()
+    first = blocked.publish(task, "return", (1, ("a", "b")))
+    assert blocked.publish(task, "return", [1, ["a", "b"]]).id == first.id
+    blocked.run_log.wait_for("start")
+    blocked.run_log.let_bodies_end()
     assert ended(first).state == "SUCCESS"
-    wait_until(lambda: task.lock_info(gated.name, "return", (1, ("a", "b"))) is None)
-    again = gated.publish(task, "return", (1, ("a", "b")))
+    wait_until(lambda: task.lock_info(blocked.name, "return", (1, ("a", "b"))) is None)
+    again = blocked.publish(task, "return", (1, ("a", "b")))
     assert not isinstance(again, DuplicateResult)
     assert ended(again).state == "SUCCESS"
 
@@ -302,45 +306,45 @@ def test_a_tuple_argument_does_not_leak_its_lock(gated):
 
 @only_prefork
 @pytest.mark.parametrize("task", [tasks.queued, tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
-def test_the_lock_of_a_message_is_free_when_the_child_was_killed_before_the_body(stage, task):
+def test_the_lock_of_a_message_is_free_when_the_child_was_killed_before_the_body(task_queue, task):
     """It was acknowledged, so that nobody meets the message again."""
-    result = stage.publish(task, "killed before the start")
+    result = task_queue.publish(task, "killed before the start")
     assert type(ended(result).result).__name__ == "WorkerLostError"
-    wait_until(lambda: task.lock_info(stage.name) is None, 10)
-    assert ended(stage.publish(task)).state == "SUCCESS"
+    wait_until(lambda: task.lock_info(task_queue.name) is None, 10)
+    assert ended(task_queue.publish(task)).state == "SUCCESS"
 
 
 @only_prefork
-def test_the_place_of_a_retry_is_free_when_the_child_was_killed_that_published_it(stage):
+def test_the_place_of_a_retry_is_free_when_the_child_was_killed_that_published_it(task_queue):
     """The task has ended for everybody who waits for it."""
     task = tasks.mortal_queued
-    first = stage.publish(task, "retry and die")
+    first = task_queue.publish(task, "retry and die")
     assert type(ended(first).result).__name__ == "WorkerLostError"
-    wait_until(lambda: task.lock_info(stage.name) is None, 2 + 1 + BUSY)
-    second = stage.publish(task)
+    wait_until(lambda: task.lock_info(task_queue.name) is None, 2 + 1 + BUSY)
+    second = task_queue.publish(task)
     assert not isinstance(second, DuplicateResult)
     assert ended(second).state == "SUCCESS"
 
 
 @only_prefork
-def test_job_is_free_within_its_life_after_the_child_was_killed(stage):
+def test_job_is_free_within_its_life_after_the_child_was_killed(task_queue):
     task = tasks.mortal_job
-    result = stage.publish(task, "once killed")
-    started = stage.diary.wait_for("start")
-    stage.kill_child(started)
-    wait_until(lambda: task.lock_info(stage.name) is None, 2 + 1 + BUSY)
+    result = task_queue.publish(task, "once killed")
+    started = task_queue.run_log.wait_for("start")
+    task_queue.kill_child(started)
+    wait_until(lambda: task.lock_info(task_queue.name) is None, 2 + 1 + BUSY)
     assert type(ended(result).result).__name__ == "WorkerLostError"
-    assert ended(stage.publish(task)).state == "SUCCESS"
+    assert ended(task_queue.publish(task)).state == "SUCCESS"
 
 
 # keep_for
 
 
-def test_keep_for_keeps_the_lock_after_the_end_and_not_between_retries(stage):
+def test_keep_for_keeps_the_lock_after_the_end_and_not_between_retries(task_queue):
     task = tasks.throttled
-    assert ended(stage.publish(task, "retry")).result == 2
-    assert 0 < task.lock_info(stage.name).ttl <= 60
-    assert type(ended(stage.publish(task)).result) is TaskAlreadyRunning
-    assert task.unlock(stage.name)
-    assert ended(stage.publish(task, "fail")).state == "FAILURE"
-    assert task.unlock(stage.name)
+    assert ended(task_queue.publish(task, "retry")).result == 2
+    assert 0 < task.lock_info(task_queue.name).ttl <= 60
+    assert type(ended(task_queue.publish(task)).result) is TaskAlreadyRunning
+    assert task.unlock(task_queue.name)
+    assert ended(task_queue.publish(task, "fail")).state == "FAILURE"
+    assert task.unlock(task_queue.name)

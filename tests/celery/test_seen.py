@@ -15,7 +15,7 @@ from django_redislock.celery import single_instance
 from django_redislock.core import Lock
 from tests.support import name_of, wait_until
 from tests.support.celery_site import tasks
-from tests.support.celery_site.harness import Stage, ended, events
+from tests.support.celery_site.harness import TaskQueue, ended, events
 
 NUMBERS = itertools.count()
 
@@ -77,24 +77,24 @@ def test_the_signals_of_a_refused_task(client: Any, make: Any, policy: str) -> N
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("no_lock_is_left")
-def test_flower_and_the_log_of_a_worker(crew: Any) -> None:
-    worker = crew.start("prefork", 0, "--task-events", name="seen", concurrency=4)
-    stage = Stage([worker.wait_ready()], gated=True)
+def test_flower_and_the_log_of_a_worker(worker_pools: Any) -> None:
+    worker = worker_pools.start("prefork", 0, "--task-events", name="seen", concurrency=4)
+    task_queue = TaskQueue([worker.wait_ready()], blocked=True)
     with events() as heard:
-        runs = [stage.publish(task) for task in (tasks.refuse, tasks.skip)]
-        stage.diary.wait_for("start", 2)
-        refused, skipped = (ended(stage.publish(task)) for task in (tasks.refuse, tasks.skip))
+        runs = [task_queue.publish(task) for task in (tasks.refuse, tasks.skip)]
+        task_queue.run_log.wait_for("start", 2)
+        refused, skipped = (ended(task_queue.publish(task)) for task in (tasks.refuse, tasks.skip))
         wait_until(lambda: len(heard[refused.id]) >= 3 and len(heard[skipped.id]) >= 3, 30, lambda: f"{heard}")
-        stage.diary.open_gate()
+        task_queue.run_log.let_bodies_end()
     assert [ended(result).state for result in runs] == ["SUCCESS"] * 2
     assert (refused.state, type(refused.result)) == ("FAILURE", TaskAlreadyRunning)
     assert (skipped.state, skipped.result) == ("SUCCESS", "skipped")
     *_, last = heard[refused.id]
     assert (last["type"], last["exception"].partition("(")[0]) == ("task-failed", "TaskAlreadyRunning")
     assert heard[skipped.id][-1]["type"] == "task-succeeded"
-    lines = [line for line in stage.log.splitlines() if refused.id in line or skipped.id in line]
+    lines = [line for line in task_queue.log.splitlines() if refused.id in line or skipped.id in line]
     assert [line for line in lines if not re.search(r"[:/ \[]INFO[/\]:]", line)] == [], "no line is above INFO"
-    assert "Traceback" not in stage.log
+    assert "Traceback" not in task_queue.log
     assert sum("is skipped, because the lock has been held" in line for line in lines) == 1
     assert sum("did not get its lock" in line for line in lines if skipped.id in line) == 0
 

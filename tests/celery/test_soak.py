@@ -19,11 +19,11 @@ from celery.result import AsyncResult
 
 from django_redislock import TaskAlreadyRunning
 from django_redislock.core import held_locks
-from tests.celery.test_copies import impatient, nothing_is_left
+from tests.celery.test_copies import nothing_is_left, redelivering
 from tests.support import wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import app
-from tests.support.celery_site.harness import Stage, ended, workers
+from tests.support.celery_site.harness import TaskQueue, ended, workers
 
 pytestmark = pytest.mark.processes
 
@@ -60,9 +60,9 @@ class Reaper:
 
 @pytest.mark.long
 def test_children_killed_at_random(server, client, tmp_path):
-    with workers(server, tmp_path) as crew:
-        crowd = [crew.start("prefork", number, concurrency=3) for number in range(2)]
-        stages = [(Stage([worker.wait_ready() for worker in crowd]), TASKS[n % len(TASKS)]) for n in range(KEYS)]
+    with workers(server, tmp_path) as worker_pools:
+        crowd = [worker_pools.start("prefork", number, concurrency=3) for number in range(2)]
+        queues = [(TaskQueue([worker.wait_ready() for worker in crowd]), TASKS[n % len(TASKS)]) for n in range(KEYS)]
         results: dict[str, AsyncResult] = {}
         open_ones: list[AsyncResult] = []
         reaper = Reaper(crowd, (0.2, 1))
@@ -70,9 +70,9 @@ def test_children_killed_at_random(server, client, tmp_path):
         while time.monotonic() < end:
             open_ones = [result for result in open_ones if result.state not in states.READY_STATES]
             if len(open_ones) < BACKLOG:
-                stage, task = random.choice(stages)
+                task_queue, task = random.choice(queues)
                 how, limit = random.choice(BRIEFLY)
-                result = stage.publish(task, how, **limit)
+                result = task_queue.publish(task, how, **limit)
                 if results.setdefault(result.id, result) is result:
                     open_ones.append(result)
             reaper.pass_by()
@@ -80,7 +80,8 @@ def test_children_killed_at_random(server, client, tmp_path):
             ended(result, timeout=90)
         wait_until(lambda: not list(held_locks(client)), 15, "no lock is left")
         starts, ends, overlaps = (
-            [event for stage, _ in stages for event in stage.diary.events(name)] for name in ("start", "end", "overlap")
+            [event for task_queue, _ in queues for event in task_queue.run_log.events(name)]
+            for name in ("start", "end", "overlap")
         )
         print(
             f"{SECONDS:.0f} s: {len(results)} ids, {len(starts)} starts, {len(ends)} ends, {len(reaper.killed)} killed"
@@ -90,13 +91,13 @@ def test_children_killed_at_random(server, client, tmp_path):
 
 
 @pytest.mark.long
-def test_with_an_impatient_broker_each_message_runs_once_or_again_when_a_kill_hit_its_run(server, client, tmp_path):
+def test_redelivered_messages_run_once_or_again_when_a_kill_hit_the_run(server, client, tmp_path):
     """The broker gives out a copy of what waits or runs for more than two seconds.
 
     Every policy is there, acknowledged early and late.
     """
-    with workers(server, tmp_path) as crew, impatient(crew, "soak") as crowd:
-        stages = [(Stage(crowd.workers), task) for task in tasks.SOAKED for _ in range(2)]
+    with workers(server, tmp_path) as worker_pools, redelivering(worker_pools, "soak") as crowd:
+        queues = [(TaskQueue(crowd.workers), task) for task in tasks.SOAKED for _ in range(2)]
         published: dict[str, AsyncResult] = {}
         open_ones: list[AsyncResult] = []
         reaper = Reaper(crowd.workers, (0.5, 1.5))
@@ -104,18 +105,18 @@ def test_with_an_impatient_broker_each_message_runs_once_or_again_when_a_kill_hi
         while time.monotonic() < end:
             open_ones = [result for result in open_ones if result.state not in states.READY_STATES]
             if len(open_ones) < 2 * BACKLOG:
-                stage, task = random.choice(stages)
+                task_queue, task = random.choice(queues)
                 how, countdown = random.choice([("brief", None)] * 5 + [("brief", 3), ("brief", 5), ("slow", None)])
-                result = stage.publish(task, how, countdown=countdown)
+                result = task_queue.publish(task, how, countdown=countdown)
                 if published.setdefault(result.id, result) is result:
                     open_ones.append(result)
             reaper.pass_by()
         for result in published.values():
             ended(result, timeout=90)
-        nothing_is_left([stage for stage, _ in stages])
+        nothing_is_left([task_queue for task_queue, _ in queues])
         wait_until(lambda: not list(held_locks(client)), 15, "no lock is left")
         found = [
-            Found(id, [event for stage, _ in stages for event in stage.diary.events()], reaper.killed)
+            Found(id, [event for task_queue, _ in queues for event in task_queue.run_log.events()], reaper.killed)
             for id in published
         ]
         print(f"{len(found)} ids, {len(reaper.killed)} killed: {Counter(one.verdict for one in found)}")

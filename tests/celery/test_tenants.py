@@ -18,7 +18,7 @@ from django_redislock.core import held_locks
 from tests.support import name_of, wait_until
 from tests.support.celery_site import tenants
 from tests.support.celery_site.app import app as site
-from tests.support.celery_site.harness import Stage, ended
+from tests.support.celery_site.harness import TaskQueue, ended
 from tests.support.celery_site.tenants import connection, recipe
 
 PATH = "tests.support.celery_site.tenants.schema"
@@ -117,61 +117,63 @@ def test_a_path_that_leads_nowhere_is_an_error_of_the_system_check_and_of_publis
 
 
 @pytest.fixture(scope="module")
-def workers(crew):
+def workers(worker_pools):
     env = {"REDISLOCK_TEST_TENANTS": "1"}
-    return {pool: crew.start(pool, name=f"tenants-{pool}", env=env) for pool in ("prefork", "threads")}
+    return {pool: worker_pools.start(pool, name=f"tenants-{pool}", env=env) for pool in ("prefork", "threads")}
 
 
 @pytest.fixture(params=["prefork", "threads"])
-def stage(workers, request):
+def task_queue(workers, request):
     kept = recipe()
-    stage = Stage([workers[request.param].wait_ready()], gated=True)
-    yield stage
-    stage.diary.open_gate()
+    task_queue = TaskQueue([workers[request.param].wait_ready()], blocked=True)
+    yield task_queue
+    task_queue.run_log.let_bodies_end()
     del kept
     gc.collect()
 
 
-def publish(stage, tenant, task, *args):
+def publish(task_queue, tenant, task, *args):
     with connection.schema(tenant):
-        return stage.publish(task, *args)
+        return task_queue.publish(task, *args)
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("no_lock_is_left")
-def test_each_tenant_has_its_own_job(stage):
+def test_each_tenant_has_its_own_job(task_queue):
     """With the schema in a header alone, the second was given the result of the first."""
-    first, second = publish(stage, "acme", tenants.job), publish(stage, "umbrella", tenants.job)
+    first, second = publish(task_queue, "acme", tenants.job), publish(task_queue, "umbrella", tenants.job)
     assert not isinstance(second, DuplicateResult)
-    stage.diary.wait_for("start", 2)
-    assert [publish(stage, tenant, tenants.job).id for tenant in ("acme", "umbrella")] == [first.id, second.id]
-    stage.diary.open_gate()
+    task_queue.run_log.wait_for("start", 2)
+    assert [publish(task_queue, tenant, tenants.job).id for tenant in ("acme", "umbrella")] == [first.id, second.id]
+    task_queue.run_log.let_bodies_end()
     assert [ended(result).result[0] for result in (first, second)] == ["acme", "umbrella"]
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("no_lock_is_left")
-def test_what_is_retried_or_rescheduled_stays_with_its_tenant(stage):
-    retried = publish(stage, "acme", tenants.job, "retry after a second")
-    first = publish(stage, "umbrella", tenants.rescheduled)
-    stage.diary.wait_for("start", 2)
-    put_off = publish(stage, "umbrella", tenants.rescheduled)
+def test_what_is_retried_or_rescheduled_stays_with_its_tenant(task_queue):
+    retried = publish(task_queue, "acme", tenants.job, "retry after a second")
+    first = publish(task_queue, "umbrella", tenants.rescheduled)
+    task_queue.run_log.wait_for("start", 2)
+    put_off = publish(task_queue, "umbrella", tenants.rescheduled)
     wait_until(lambda: put_off.state == "RETRY")
-    stage.diary.open_gate()
+    task_queue.run_log.let_bodies_end()
     wait_until(lambda: retried.state == "RETRY")
-    assert publish(stage, "acme", tenants.job).id == retried.id
+    assert publish(task_queue, "acme", tenants.job).id == retried.id
     assert [ended(result).result[0] for result in (retried, first, put_off)] == ["acme", "umbrella", "umbrella"]
-    assert {event["schema"] for event in stage.diary.events("schema") if event["id"] == retried.id} == {"acme"}
+    assert {event["schema"] for event in task_queue.run_log.events("schema") if event["id"] == retried.id} == {"acme"}
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("no_lock_is_left")
-def test_a_message_without_our_headers_has_the_tenant_of_its_worker(stage):
-    result = site.send_task(tenants.rescheduled.name, (stage.name,), queue=stage.queue, headers={"schema": "acme"})
-    stage.diary.wait_for("start")
+def test_a_message_without_our_headers_has_the_tenant_of_its_worker(task_queue):
+    result = site.send_task(
+        tenants.rescheduled.name, (task_queue.name,), queue=task_queue.queue, headers={"schema": "acme"}
+    )
+    task_queue.run_log.wait_for("start")
     with connection.schema("acme"):
-        assert tenants.rescheduled.lock_info(stage.name).label == f"{tenants.rescheduled.name}[{result.id}]"
-        assert ":acme:" in name_of(tenants.rescheduled, stage.name)
-    assert tenants.rescheduled.lock_info(stage.name) is None
-    stage.diary.open_gate()
+        assert tenants.rescheduled.lock_info(task_queue.name).label == f"{tenants.rescheduled.name}[{result.id}]"
+        assert ":acme:" in name_of(tenants.rescheduled, task_queue.name)
+    assert tenants.rescheduled.lock_info(task_queue.name) is None
+    task_queue.run_log.let_bodies_end()
     assert ended(result).result[0] == "acme"

@@ -183,12 +183,12 @@ def test_a_timeout_around_acquire_takes_back_the_place_in_the_queue(aclient, cli
     async def main():
         lock = AsyncLock(aclient, "a")
         async with AsyncLock(aclient, "a"):
-            await asyncio.create_task(impatient(lock))
+            await asyncio.create_task(cancelled_acquire(lock))
             assert queued(client, "a") == 0
         async with asyncio.timeout(5), lock:
             pass
 
-    async def impatient(lock):
+    async def cancelled_acquire(lock):
         started = time.monotonic()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):

@@ -49,10 +49,10 @@ def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(make_
 
 @pytest.mark.parametrize("id", [None, "given"])
 def test_a_wait_goes_on_after_a_silence_of_the_server(make_lock, own_server, caplog, id):
-    with own_server.client() as client, client_at(own_server.url, socket_timeout=1) as impatient:
+    with own_server.client() as client, client_at(own_server.url, socket_timeout=1) as short_timeout:
         holder = make_lock(client, "a", expire=60)
         holder.acquire()
-        waiter, got = make_lock(impatient, "a", expire=60, id=id), []
+        waiter, got = make_lock(short_timeout, "a", expire=60, id=id), []
         thread = threading.Thread(target=lambda: got.append(waiter.acquire(timeout=300)))
         thread.start()
         wait_until(lambda: queued(client, "a") == 1)
@@ -69,14 +69,14 @@ def test_a_wait_goes_on_after_a_silence_of_the_server(make_lock, own_server, cap
 
 def test_a_wait_ends_when_the_server_stays_silent(make_lock, own_server, monkeypatch):
     monkeypatch.setattr(retry, "retry_for", 0.1)
-    with own_server.client() as client, client_at(own_server.url, socket_timeout=0.5) as impatient:
+    with own_server.client() as client, client_at(own_server.url, socket_timeout=0.5) as short_timeout:
         holder = make_lock(client, "a", expire=60)
         holder.acquire()
         failed = []
 
         def wait():
             with pytest.raises(LockBackendError) as caught:
-                make_lock(impatient, "a").acquire()
+                make_lock(short_timeout, "a").acquire()
             failed.append(caught.value)
 
         thread = threading.Thread(target=wait)

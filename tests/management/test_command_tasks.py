@@ -24,7 +24,7 @@ from django_redislock.task_names import is_waiting, key_of, task_of
 from tests.support import RedisServer, wait_until
 from tests.support.admin_pages import hold
 from tests.support.celery_site import tasks
-from tests.support.celery_site.harness import Stage, Workers, ended
+from tests.support.celery_site.harness import TaskQueue, WorkerPools, ended
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
 
@@ -225,24 +225,24 @@ def test_a_server_that_is_down_is_told(settings: Any, own_server: RedisServer) -
 
 
 @pytest.mark.processes
-def test_only_what_waits_is_freed_while_a_worker_runs_the_task(crew: Workers, client: redis.Redis) -> None:
+def test_only_what_waits_is_freed_while_a_worker_runs_the_task(worker_pools: WorkerPools, client: redis.Redis) -> None:
     """With a message that the worker has put off, and one that is still in the queue."""
-    stage = Stage(crew.of("prefork"), gated=True)
+    task_queue = TaskQueue(worker_pools.of("prefork"), blocked=True)
     task = tasks.queued_and_run
-    first = stage.publish(task)
-    stage.diary.wait_for("start")
-    second = stage.publish(task)
+    first = task_queue.publish(task)
+    task_queue.run_log.wait_for("start")
+    second = task_queue.publish(task)
     wait_until(lambda: second.state == "RETRY")
-    assert isinstance(stage.publish(task), DuplicateResult)
-    output, errors = run("release", "--task", task.name, "--waiting", "--match", stage.name, "--yes")
+    assert isinstance(task_queue.publish(task), DuplicateResult)
+    output, errors = run("release", "--task", task.name, "--waiting", "--match", task_queue.name, "--yes")
     assert output == f"Released 1 lock of {task.name}.\n"
     assert "celery-queue:" in errors
-    assert task.lock_info(stage.name).label == f"{task.name}[{first.id}]", "the run goes on"
-    third = stage.publish(task)
+    assert task.lock_info(task_queue.name).label == f"{task.name}[{first.id}]", "the run goes on"
+    third = task_queue.publish(task)
     assert not isinstance(third, DuplicateResult)
-    stage.diary.open_gate()
+    task_queue.run_log.let_bodies_end()
     assert [ended(result).state for result in (first, second, third)] == ["SUCCESS"] * 3
-    assert stage.diary.events("overlap") == []
+    assert task_queue.run_log.events("overlap") == []
 
 
 # Names that are not written out

@@ -34,8 +34,8 @@ def report_in_context(context: Any, customer: str) -> list[Any]:
 @locked("export")
 def export() -> None:
     """Write when it began and when it ended, for the test to see whether two overlapped."""
-    with Path(os.environ["EXPORT_DIARY"]).open("a") as diary:
-        diary.write("begin\n")
-        diary.flush()
+    with Path(os.environ["EXPORT_RUN_LOG"]).open("a") as run_log:
+        run_log.write("begin\n")
+        run_log.flush()
         time.sleep(0.1)
-        diary.write("end\n")
+        run_log.write("end\n")

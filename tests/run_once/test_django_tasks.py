@@ -63,8 +63,8 @@ def test_two_workers_run_tasks_of_one_lock_one_after_the_other(
     manage: Callable[..., Managed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("django_tasks_db", reason="django-tasks-db is not installed")
-    diary = tmp_path / "diary"
-    monkeypatch.setenv("EXPORT_DIARY", str(diary))
+    run_log = tmp_path / "run_log"
+    monkeypatch.setenv("EXPORT_RUN_LOG", str(run_log))
     options = {
         "INSTALLED_APPS": ["django_tasks_db", "django_redislock"],
         "DATABASES": {"default": sqlite_file(tmp_path)},
@@ -79,4 +79,4 @@ def test_two_workers_run_tasks_of_one_lock_one_after_the_other(
     worker = ("db_worker", "--backend", "worker", "--batch", "--no-startup-delay", "--interval", "0.1")
     workers = [manage(*worker, **options) for _ in range(2)]
     assert [each.wait() for each in workers] == [0, 0], [each.err for each in workers]
-    assert diary.read_text().split() == ["begin", "end"] * 4
+    assert run_log.read_text().split() == ["begin", "end"] * 4

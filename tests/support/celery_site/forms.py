@@ -8,13 +8,13 @@ from celery import Task, shared_task
 
 from django_redislock.celery import SingleInstanceMixin, SingleInstanceTask, single_instance
 from tests.support.celery_site.app import app
-from tests.support.celery_site.diary import Diary
+from tests.support.celery_site.run_log import RunLog
 
 
 def stay(name: str, task_id: str | None = None) -> str:
-    diary = Diary(name)
-    with diary.run(task_id):
-        diary.wait_at_gate()
+    run_log = RunLog(name)
+    with run_log.run(task_id):
+        run_log.wait_until_bodies_may_end()
     return "ran"
 
 

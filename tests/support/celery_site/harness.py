@@ -22,7 +22,7 @@ from kombu import pools
 from tests.support import Server, wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import BROKER, app, use
-from tests.support.celery_site.diary import DIRECTORY, Diary
+from tests.support.celery_site.run_log import DIRECTORY, RunLog
 from tests.support.fork_server import start_python
 from tests.support.worker import Worker
 
@@ -47,7 +47,7 @@ class ListeningWorker(Worker):
         return self
 
 
-class Workers:
+class WorkerPools:
     """Starts workers for the tests of one module, each pool once."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
@@ -102,21 +102,21 @@ def connected(server: Server, broker_url: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def workers(server: Server, directory: Path, broker_url: str | None = None) -> Iterator[Workers]:
+def workers(server: Server, directory: Path, broker_url: str | None = None) -> Iterator[WorkerPools]:
     """Give workers that take their messages from this broker, else from the server, and end with the block."""
     with connected(server, broker_url), pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv(DIRECTORY, str(directory))
         if broker_url:
             patch.setenv(BROKER, broker_url)
-        crew = Workers(directory, stack)
-        yield crew
-        crew.dismiss()
+        worker_pools = WorkerPools(directory, stack)
+        yield worker_pools
+        worker_pools.dismiss()
 
 
 @contextmanager
-def beat(directory: Path, seconds: float, task: Any, stage: Stage) -> Iterator[None]:
+def beat(directory: Path, seconds: float, task: Any, task_queue: TaskQueue) -> Iterator[None]:
     """Have a ``celery beat`` publish the task every so many seconds."""
-    entry = {"task": task.name, "schedule": seconds, "args": [stage.name], "options": {"queue": stage.queue}}
+    entry = {"task": task.name, "schedule": seconds, "args": [task_queue.name], "options": {"queue": task_queue.queue}}
     command = ["-m", "celery", "-A", "tests.support.celery_site.app", "beat"]
     command += [f"--schedule={directory / 'schedule'}", "--pidfile="]
     environment = {
@@ -133,27 +133,27 @@ def beat(directory: Path, seconds: float, task: Any, stage: Stage) -> Iterator[N
         process.wait()
 
 
-class Stage:
-    """The queue of some workers, and a diary of a name that no other test has."""
+class TaskQueue:
+    """The queue of some workers, and a log of runs of a name that no other test has."""
 
-    def __init__(self, workers: list[Worker], gated: bool = False) -> None:
+    def __init__(self, workers: list[Worker], blocked: bool = False) -> None:
         self.workers = workers
         self.queue = workers[0].queue
-        self.name = f"{'gated' if gated else 'free'}-{uuid.uuid4().hex}"  # the tasks read from it whether to wait
-        self.diary = Diary(self.name)
+        self.name = f"{'blocked' if blocked else 'free'}-{uuid.uuid4().hex}"  # the tasks read from it whether to wait
+        self.run_log = RunLog(self.name)
 
-    def with_queue_of_its_own(self) -> Stage:
-        """Let messages wait, in a queue of the stage's own, until `consume` is called."""
+    def with_queue_of_its_own(self) -> TaskQueue:
+        """Let messages wait, in a queue of its own, until `consume` is called."""
         self.queue = self.name
         return self
 
     def consume(self) -> None:
-        """Let the workers take the messages of the stage's own queue."""
+        """Let the workers take the messages of that queue."""
         for worker in self.workers:
             app.control.add_consumer(self.queue, destination=[worker.hostname])
 
     def publish(self, task: Any, *args: object, **options: Any) -> AsyncResult[Any]:
-        """Publish the task with the stage's name as its first argument, to the stage's queue."""
+        """Publish the task to the queue, with its name as the first argument."""
         return task.apply_async((self.name, *args), queue=self.queue, **options)
 
     def kill_child(self, run: dict[str, Any]) -> None:
@@ -175,11 +175,11 @@ class Stage:
         return "\n".join(worker.log for worker in self.workers)
 
 
-def on_stage(stage: Stage) -> Iterator[Stage]:
-    """Give a fixture's stage to its test, on which no two runs may overlap."""
-    yield stage
-    stage.diary.open_gate()
-    assert stage.diary.events("overlap") == []
+def checked_queue(task_queue: TaskQueue) -> Iterator[TaskQueue]:
+    """Give a fixture's queue to its test, on which no two runs may overlap."""
+    yield task_queue
+    task_queue.run_log.let_bodies_end()
+    assert task_queue.run_log.events("overlap") == []
 
 
 def ended(result: AsyncResult[Any] | GroupResult, timeout: float = 60) -> AsyncResult[Any]:
@@ -208,10 +208,10 @@ def _states(result: AsyncResult[Any] | GroupResult) -> list[str]:
 KINDS = ("single", "chain", "group", "chord")
 
 
-def published(kind: str, stage: Stage, task: Any, *args: object, **options: Any) -> Any:
+def published(kind: str, task_queue: TaskQueue, task: Any, *args: object, **options: Any) -> Any:
     """Publish the task alone, or with another one in a canvas."""
-    one = task.si(stage.name, *args).set(queue=stage.queue, **options)
-    plain, gather = (other.set(queue=stage.queue) for other in (tasks.plain.si(stage.name), tasks.gather.s()))
+    one = task.si(task_queue.name, *args).set(queue=task_queue.queue, **options)
+    plain, gather = (other.set(queue=task_queue.queue) for other in (tasks.plain.si(task_queue.name), tasks.gather.s()))
     match kind:
         case "single":
             return one.apply_async()

@@ -13,7 +13,7 @@ from celery import chain, shared_task, signals
 from celery.exceptions import Ignore, Reject
 
 from django_redislock.celery import single_instance
-from tests.support.celery_site.diary import Diary
+from tests.support.celery_site.run_log import RunLog
 
 
 class Deadly:
@@ -24,11 +24,11 @@ class Deadly:
 
 
 def act(task: Any, name: str, how: str = "return") -> Any:
-    """Start, wait at the gate if the name asks for it, and end in the way that is asked for."""
-    diary = Diary(name)
-    with diary.run(task.request.id):
-        if name.startswith("gated"):
-            diary.wait_at_gate()
+    """Start, wait if the name asks for it, and end in the way that is asked for."""
+    run_log = RunLog(name)
+    with run_log.run(task.request.id):
+        if name.startswith("blocked"):
+            run_log.wait_until_bodies_may_end()
         match how:
             case "return":
                 return f"ran {task.request.id}"
@@ -54,7 +54,7 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 raise Ignore
             case "reject":
                 raise Reject("not wanted")
-            case "reject once" | "fail once" if len(diary.events("start")) == 1:
+            case "reject once" | "fail once" if len(run_log.events("start")) == 1:
                 raise Reject("not yet") if how == "reject once" else ZeroDivisionError("not yet")
             case "reject at times" | "fail at times" if random.random() < 0.5:
                 raise Reject("not yet") if how == "reject at times" else ZeroDivisionError("not yet")
@@ -72,29 +72,29 @@ def act(task: Any, name: str, how: str = "return") -> Any:
             case "brief":
                 time.sleep(random.uniform(0, 0.3))
                 return f"ran {task.request.id}"
-            case "slow":  # longer than an impatient broker waits
+            case "slow":  # longer than the broker waits for an acknowledgement
                 time.sleep(random.uniform(2, 3))
                 return f"ran {task.request.id}"
             case "sleep":  # until a signal comes
                 time.sleep(60)
             case "once killed":
-                if len(diary.events("start")) == 1:
+                if len(run_log.events("start")) == 1:
                     time.sleep(60)
                 return f"ran {task.request.id}"
             case "result kills":
-                return Deadly() if len(diary.events("start")) == 1 else "never mind"
+                return Deadly() if len(run_log.events("start")) == 1 else "never mind"
             case "deaf":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 time.sleep(60)
             case "until lost":
-                diary.note("held", fence=task.single_instance.lock.fence)
+                run_log.note("held", fence=task.single_instance.lock.fence)
                 deadline = time.monotonic() + 60
                 while task.single_instance.lost is None and time.monotonic() < deadline:
                     time.sleep(0.05)
                 try:
                     task.single_instance.raise_if_lost()
                 except Exception as error:
-                    diary.note("told", error=type(error).__name__)
+                    run_log.note("told", error=type(error).__name__)
                 return "finished all the same"
     raise ValueError(how)
 
@@ -110,7 +110,7 @@ def _before_the_start(args: Any = (), **others: Any) -> None:
 @shared_task
 def plain(name: str) -> str:
     """A task without a lock."""
-    Diary(name).note("plain")
+    RunLog(name).note("plain")
     return "plain"
 
 
@@ -122,7 +122,7 @@ def gather(results: list[Any]) -> int:
 
 @shared_task
 def note_error(request: Any, error: BaseException, traceback: object, name: str = "") -> None:
-    Diary(name).note("errback", error=type(error).__name__)
+    RunLog(name).note("errback", error=type(error).__name__)
 
 
 # One for each policy. A life of ten minutes, so that a lock that is left behind does not look like one that is
@@ -180,7 +180,7 @@ def nested(self: Any, name: str, depth: int = 0) -> Any:
     """A task that calls itself, like a function and through Celery."""
     if depth:
         return f"ran {self.request.id}"
-    Diary(name).note("start")
+    RunLog(name).note("start")
     return [self(name, 1), self.apply((name, 1)).get(disable_sync_subtasks=False)]
 
 
@@ -222,10 +222,10 @@ def mortal_late(self: Any, name: str, how: str = "return") -> Any:
 @shared_task(bind=True, autoretry_for=(Exception,), retry_backoff=False, default_retry_delay=0.3, max_retries=3)
 @single_instance(key="{name}", expire=600)
 def autoretry(self: Any, name: str, how: str = "return") -> Any:
-    diary = Diary(name)
-    with diary.run(self.request.id):
-        if name.startswith("gated"):
-            diary.wait_at_gate()
+    run_log = RunLog(name)
+    with run_log.run(self.request.id):
+        if name.startswith("blocked"):
+            run_log.wait_until_bodies_may_end()
         if self.request.retries < 2:
             raise ZeroDivisionError(name)
         return self.request.retries

@@ -14,7 +14,7 @@ from typing import Any
 from celery import shared_task
 
 from django_redislock.celery import single_instance
-from tests.support.celery_site.diary import Diary
+from tests.support.celery_site.run_log import RunLog
 from tests.support.celery_site.tasks import act
 
 PAGE = Path(__file__).parents[3] / "docs" / "celery.rst"
@@ -63,7 +63,7 @@ if "REDISLOCK_TEST_TENANTS" in os.environ:
 
 def tenant_task(scope: str, **options: Any) -> Any:
     def body(self: Any, name: str, how: str = "return") -> Any:
-        Diary(name).note("schema", schema=schema(), id=self.request.id)
+        RunLog(name).note("schema", schema=schema(), id=self.request.id)
         return [schema(), act(self, name, how)]
 
     body.__qualname__ = body.__name__ = f"of_a_tenant_{scope}"

@@ -15,17 +15,17 @@ import psutil
 
 from tests.support import wait_until
 
-DIRECTORY = "REDISLOCK_TEST_DIARY"
+DIRECTORY = "REDISLOCK_TEST_RUN_LOG"
 
 
-class Diary:
-    """The events of all tasks that carry one name, and the gate at which they wait."""
+class RunLog:
+    """The events of all tasks that carry one name, and whether their bodies may end."""
 
     def __init__(self, name: str, directory: str | None = None) -> None:
         self.name = name
         directory = directory or os.environ[DIRECTORY]
         self._file = Path(directory, f"{name}.jsonl")
-        self._gate = Path(directory, f"{name}.gate")
+        self._may_end = Path(directory, f"{name}.may-end")
 
     def note(self, event: str, **values: object) -> None:
         """Append one line; short lines of several processes do not mix."""
@@ -46,11 +46,11 @@ class Diary:
         )
         return self.events(event)[count - 1]
 
-    def open_gate(self) -> None:
-        self._gate.touch()
+    def let_bodies_end(self) -> None:
+        self._may_end.touch()
 
-    def wait_at_gate(self, timeout: float = 120) -> None:
-        wait_until(self._gate.exists, timeout)
+    def wait_until_bodies_may_end(self, timeout: float = 120) -> None:
+        wait_until(self._may_end.exists, timeout)
 
     @contextmanager
     def run(self, task_id: str | None) -> Iterator[None]:
