@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .connections import get_client
     from .decorator import locked
-    from .election import Leader, leader
     from .exceptions import (
         AcquireTimeout,
         AlreadyAcquired,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         TaskAlreadyRunning,
     )
     from .locks import alock, held_locks, lock, locked_atomic, reset_all, rlock
+    from .run_once.election import Leader, leader
 
 __version__ = "1.0.0rc1"
 
@@ -49,8 +49,8 @@ __all__ = [
 _MODULES = {
     "get_client": "connections",
     "locked": "decorator",
-    "Leader": "election",
-    "leader": "election",
+    "Leader": "run_once.election",
+    "leader": "run_once.election",
 } | dict.fromkeys(("alock", "held_locks", "lock", "locked_atomic", "reset_all", "rlock"), "locks")
 
 

@@ -24,8 +24,8 @@ from ..core.driver.retry import with_retries
 from ..core.keys import milliseconds
 from ..core.lock import Lock
 from ..core.validation import Seconds
-from ..election import SLICE, leader
 from ..exceptions import LockBackendError, LockError
+from ..run_once.election import SLICE, leader
 
 logger = get_logger(__name__)
 

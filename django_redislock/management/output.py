@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
-
-from django.core.management.base import OutputWrapper
 
 from .. import inventory
 from ..core.listing import QueuedWaiter
-from ..core.lock import Lock
 from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, Listing
 from ..texts import duration, visible
-
-UNWRITABLE = OSError, ValueError, AttributeError
-"""What a stream raises that has no reader or no room, that was closed, or that was closed before Python started."""
-
-
-def silence(stream: Any) -> None:
-    """Let nothing more be written, because it would fail once more when Python ends, with the exit status 120."""
-    with suppress(*UNWRITABLE), Path(os.devnull).open("wb") as nothing:
-        os.dup2(nothing.fileno(), stream.fileno())
-
-
-class Speech(OutputWrapper):
-    """A stderr whose failures change nothing."""
-
-    def __init__(self, out: Any) -> None:
-        super().__init__(out)
-
-    def write(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write and flush a line, if that can be done."""
-        with suppress(*UNWRITABLE):
-            super().write(*args, **kwargs)
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what is left, or forget it."""
-        try:
-            super().flush()
-        except UNWRITABLE:
-            silence(self)
 
 
 def table(rows: list[HeldLockRow], ids: bool, *, arguments: bool = False) -> str:
@@ -123,17 +89,3 @@ def plain(row: HeldLockRow, ids: bool) -> dict[str, Any]:
 def plain_with_queue(row: HeldLockRow, ids: bool) -> dict[str, Any]:
     """Return the JSON data of a lock and of its first waiters, the next holder first."""
     return plain(row, ids) | {"queue": [waiter._asdict() for waiter in _queue_of(row)]}
-
-
-def holder_of(lock: Lock) -> str:
-    """Return who holds the lock, in words."""
-    try:
-        info = lock.owner()
-    except LockBackendError as error:
-        return f"an unknown holder ({error.cause})"
-    return "nobody any more" if info is None else f"{info.holder} for {duration(info.age)}"
-
-
-def sentence(error: object) -> str:
-    """Return the text of the error as a sentence; many errors of the system end with a full stop."""
-    return f"{str(error).rstrip('.')}."

@@ -19,7 +19,7 @@ FLOORS = [
         "conf",
         "connections",
         "locks",
-        "election",
+        "run_once.election",
         "decorator",
         "transactions",
         "fencing",
@@ -36,6 +36,7 @@ FLOORS = [
         "cache",
         "celery",
         "management",
+        "run_once",
         "metrics",
         "tracing",
         "testing",
@@ -46,6 +47,7 @@ FLOORS = [
 BESIDE = {
     ("checks", "doctor"),
     ("management", "doctor"),
+    ("management", "run_once"),
 }
 """The features of the same floor that may import each other."""
 LAZY = {

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from django_redislock import Leader, LockBackendError, LockLost, alock, election, held_locks, leader, lock
+from django_redislock import Leader, LockBackendError, LockLost, alock, held_locks, leader, lock
+from django_redislock.run_once import election
 from tests.run_once.programs import stand_for_election, stand_in_a_loop
 from tests.support import BUSY, Proxy, PythonProcess, RedisServer, counting, lived, wait_until
 

@@ -169,7 +169,7 @@ def test_run_says_how_long_the_lock_is_held_as_the_lists_do(client: redis.Redis)
 
 
 def test_it_is_said_again_while_the_wait_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("django_redislock.management.run.REPORT_EVERY", 0.05)
+    monkeypatch.setattr("django_redislock.run_once.run.REPORT_EVERY", 0.05)
     free = threading.Event()
 
     def hold() -> None:

@@ -20,13 +20,11 @@ from ...core.driver.registry import server_of
 from ...doctor import Finding, diagnose, diagnose_cache, least_rights, notes
 from ...inventory import HeldLockRow, Listing, read
 from ...models import HeldLock
+from ...run_once.command_line import ActionParser, Speech, add_parser, seconds, silence
+from ...run_once.run import run
 from ...texts import visible
-from ..durations import seconds
-from ..output import Speech, missing, plain, plain_with_queue, record, silence, table, words_of
-from ..release import release_lock, release_task
-from ..run import run
-from ..run_arguments import ActionParser, add_parser
-from ..selection import find_lock, raise_if_unread, unread
+from ..output import missing, plain, plain_with_queue, record, table, words_of
+from ..selection import find_lock, raise_if_unread, release_lock, release_task, unread
 
 
 def interval(text: str) -> float:

@@ -15,13 +15,13 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from .core.async_lock import AsyncLock
-from .core.clock import monotonic
-from .core.driver.effects import Operation, WaitForWakeup
-from .core.lock import Lock
-from .core.validation import MAX_SECONDS, Seconds
-from .exceptions import LockBackendError, LockError
-from .locks import alock, lock
+from ..core.async_lock import AsyncLock
+from ..core.clock import monotonic
+from ..core.driver.effects import Operation, WaitForWakeup
+from ..core.lock import Lock
+from ..core.validation import MAX_SECONDS, Seconds
+from ..exceptions import LockBackendError, LockError
+from ..locks import alock, lock
 
 SLICE = 1.0
 """Seconds after which a candidate checks whether it was stopped."""

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError
 
 from .. import conf
+from ..connections import get_client
+from ..core.driver import process
+from ..core.driver.effects import Pipeline
+from ..core.driver.registry import server_of
+from ..core.driver.retry import with_retries
+from ..core.keys import milliseconds
 from ..core.validation import check_expire, check_name
 from ..exceptions import LockBackendError, LockLost
 from ..locks import lock
 from ..texts import duration
-from .done_runs import DoneRuns
-from .output import Speech, holder_of, sentence
+from .command_line import LABEL, LOST, UNAVAILABLE, USAGE, Speech, find_program, holder_of, sentence
 from .process_group import ProcessGroup
-from .run_arguments import LABEL, LOST, UNAVAILABLE, USAGE, find_program
 
 REPORT_EVERY = 30.0
 """Seconds between two reports of the holder that the command waits for."""
@@ -29,6 +35,8 @@ GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL, where nothing else was asked for."""
 LONGEST_LOOK = 0.25
 """Seconds after which the lock of a running command is looked at again, or less with a short expiry."""
+KEEP = 86400.0
+"""Seconds for which a run is remembered, by ``--once``, where nothing else was asked for."""
 FORWARDED = [
     getattr(signal, f"SIG{name}")
     for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2")
@@ -272,3 +280,28 @@ class _Run:
             yield
         finally:
             acquired.set()
+
+
+class DoneRuns:
+    """The runs of one key under the lock `name` that succeeded."""
+
+    def __init__(self, name: str, key: str, keep: float | None, using: str | None) -> None:
+        self._name = name
+        self._server = server_of(get_client(using))
+        # With the length, no two pairs of name and key make the same text, even if they contain colons.
+        self._key = f"{{{conf.get().key_prefix}:run}}:done:{len(name)}:{name}:{key}".encode()
+        self._keep = milliseconds(KEEP if keep is None else keep)
+
+    def find(self) -> str | None:
+        """Return where and when a run succeeded, or None. Raises LockBackendError when Redis cannot answer."""
+        found = self._ask(b"GET", self._key)
+        return None if found is None else found.decode(errors="replace")
+
+    def remember(self) -> None:
+        """Remember that a run succeeded now. Raises LockBackendError when Redis cannot answer."""
+        now = datetime.now(UTC).isoformat(" ", "seconds")
+        self._ask(b"SET", self._key, f"on {process.HOST} at {now}".encode(), b"PX", self._keep)
+
+    def _ask(self, *command: bytes) -> bytes | None:
+        _, (reply,) = self._server.run(with_retries(self._name, Pipeline((command,)), math.inf, self._server))
+        return reply  # type: ignore[no-any-return]

@@ -1,22 +1,80 @@
-"""The arguments of ``manage.py redislock run``, and its exit statuses."""
+"""What the commands that run under a lock share: exit statuses, durations, a stderr that never fails, and the arguments
+of ``manage.py redislock run``."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from argparse import ArgumentTypeError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser, OutputWrapper
 
-from .durations import seconds
+from ..core.lock import Lock
+from ..exceptions import LockBackendError
+from ..texts import duration
 
 USAGE, UNAVAILABLE, LOST, BUSY = 2, 69, 74, 75
 """Exit statuses: bad arguments (argparse's), and EX_UNAVAILABLE, EX_IOERR and EX_TEMPFAIL of sysexits.h."""
 LABEL = 200
 """Characters of a command line that are shown where the lock is listed."""
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(text: str) -> float:
+    """Return the seconds of a duration such as 90, 90s, 5m, 1.5h or 2d."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None:
+        raise ArgumentTypeError(f"{text!r} is not a duration; write 90s, 5m, 1.5h or 2d")
+    return float(match[1]) * UNITS[match[2]]
+
+
+UNWRITABLE = OSError, ValueError, AttributeError
+"""What a stream raises that has no reader or no room, that was closed, or that was closed before Python started."""
+
+
+def silence(stream: Any) -> None:
+    """Let nothing more be written, because it would fail once more when Python ends, with the exit status 120."""
+    with suppress(*UNWRITABLE), Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
+class Speech(OutputWrapper):
+    """A stderr whose failures change nothing."""
+
+    def __init__(self, out: Any) -> None:  # because the stubs want a TextIO, and Django wraps a wrapper, too
+        super().__init__(out)
+
+    def write(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Write and flush a line, if that can be done."""
+        with suppress(*UNWRITABLE):
+            super().write(*args, **kwargs)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is left, or forget it."""
+        try:
+            super().flush()
+        except UNWRITABLE:
+            silence(self)
+
+
+def holder_of(lock: Lock) -> str:
+    """Return who holds the lock, in words."""
+    try:
+        info = lock.owner()
+    except LockBackendError as error:
+        return f"an unknown holder ({error.cause})"
+    return "nobody any more" if info is None else f"{info.holder} for {duration(info.age)}"
+
+
+def sentence(error: object) -> str:
+    """Return the text of the error as a sentence; many errors of the system end with a full stop."""
+    return f"{str(error).rstrip('.')}."
 
 
 class ActionParser(CommandParser):
