@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from .locks import alock, held_locks, lock, locked_atomic, reset_all, rlock
     from .run_once.election import Leader, leader
+    from .several import alock_all, lock_all
 
 __version__ = "1.0.0rc1"
 
@@ -36,10 +37,12 @@ __all__ = [
     "StaleFence",
     "TaskAlreadyRunning",
     "alock",
+    "alock_all",
     "get_client",
     "held_locks",
     "leader",
     "lock",
+    "lock_all",
     "locked",
     "locked_atomic",
     "reset_all",
@@ -51,6 +54,8 @@ _MODULES = {
     "locked": "decorator",
     "Leader": "run_once.election",
     "leader": "run_once.election",
+    "lock_all": "several",
+    "alock_all": "several",
 } | dict.fromkeys(("alock", "held_locks", "lock", "locked_atomic", "reset_all", "rlock"), "locks")
 
 

@@ -25,6 +25,7 @@ FLOORS = [
         "fencing",
         "signals",
         "inventory",
+        "several",
         "models",
         "server_url",
         "texts",

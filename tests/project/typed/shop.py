@@ -15,7 +15,7 @@ from django.core.cache import cache
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.test import SimpleTestCase
 
-from django_redislock import alock, lock, locked, locked_atomic, rlock
+from django_redislock import alock, alock_all, lock, lock_all, locked, locked_atomic, rlock
 from django_redislock.cache import cache_page, cached, get_cache
 from django_redislock.celery import SingleInstanceTask, single_instance
 from django_redislock.core import AsyncLock, Lock, LockInfo
@@ -37,6 +37,17 @@ def charge(invoice: int) -> int:
 async def charge_soon(invoice: int) -> None:
     async with alock(f"invoice:{invoice}") as held:
         assert_type(held, AsyncLock)
+
+
+async def transfer() -> None:
+    with lock_all(["account:1", "account:2"], timeout=5, until_commit=True) as held:
+        assert_type(held["account:1"], Lock)
+        held.raise_if_lost()
+    async with alock_all({"account:1", "account:2"}, timeout=5) as both:
+        assert_type(both["account:1"], AsyncLock)
+    lock_all(["a", 1])  # type: ignore
+    lock_all(["a"], tiemout=3)  # type: ignore
+    alock_all(["a"], until_commit=True)  # type: ignore
 
 
 with rlock("a") as outer, locked_atomic("b", timeout=3) as inner:
