@@ -11,18 +11,22 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import typing
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from celery.utils.annotations import get_optional_arg
 from django.db.models import Model
 from kombu.utils import json as kombu_json
 
 from ..core.validation import fitting_name
-from ..name_template import by_name, fill
+from ..name_template import by_name, fill, signature_of
 from ..task_names import escaped
-from .pydantic_models import Models
 
+Models = Mapping[str, Callable[[Any], Any]]
+"""By parameter: the function that makes a model of its argument."""
 NO_MODELS: Models = {}
 Key = str | Sequence[str] | Callable[..., str] | None
 
@@ -146,4 +150,30 @@ def _as_worker_sees(value: Any) -> Any:
     try:
         return kombu_json.loads(_sorted(_through_json(value, _Encoder)))
     except (TypeError, ValueError):
+        return value
+
+
+# The arguments of a task with ``pydantic=True``, as its body gets them: Celery makes models of the message's data
+
+
+def models_of(function: Callable[..., Any], strict: bool, context: Mapping[str, Any]) -> Models:
+    """Return the models of this function's arguments. They are found by its annotations, as Celery finds them."""
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, AttributeError, TypeError):  # some names may exist for type checkers only
+        hints = {}
+    found = {}
+    for name, parameter in signature_of(function).parameters.items():
+        hint = hints.get(name, parameter.annotation)
+        model: Any = get_optional_arg(hint) or hint
+        several = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if isinstance(model, type) and hasattr(model, "model_validate") and not several:
+            found[name] = partial(_model, partial(model.model_validate, strict=strict, context=context))
+    return found
+
+
+def _model(validate: Callable[[Any], Any], value: object) -> object:
+    try:
+        return value if value is None else validate(value)
+    except ValueError:  # pydantic's error is one; the worker reports it
         return value

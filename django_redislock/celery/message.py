@@ -1,18 +1,34 @@
-"""The headers that identify a message, because a broker may deliver it several times, and in any order.
+"""A message: its headers, how long it holds its lock, its arguments as text, and the result of a duplicate of it.
 
-A broker delivers a message to another worker when it was not acknowledged for too long. The first worker may still have
-its copy in memory, and start it at any time.
+Headers identify it, because a broker may deliver it several times, and in any order: it delivers a message
+to another worker when it was not acknowledged for too long. The first worker may still have its copy in memory, and
+start it at any time.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
+import reprlib
 from collections.abc import Mapping
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
-from celery import Celery
+from celery import Celery, states
 from celery.app.task import Context
+from celery.backends.base import DisabledBackend
+from celery.exceptions import SoftTimeLimitExceeded
+from celery.result import AsyncResult
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from django.db.models import Model
+from django.utils.timezone import get_default_timezone
+from django.views.debug import get_default_exception_reporter_filter
 
+from ..core import events
+from ..core.clock import monotonic
+from ..core.validation import MAX_SECONDS
+from ..name_template import by_name
 from ..task_names import waiting_id
 from .execution_lock import Delivery
 
@@ -123,3 +139,161 @@ def longest_delay(app: Celery) -> float:
 
 def _patience_of_broker(app: Celery) -> float:
     return float((app.conf.broker_transport_options or {}).get("visibility_timeout", MARKER_EXPIRE))
+
+
+MAX_ARGUMENTS_LENGTH = 300
+"""Most characters of the description of the arguments."""
+
+
+if TYPE_CHECKING:
+    _AsyncResult = AsyncResult[Any]
+else:
+    _AsyncResult = AsyncResult  # Celery 5.6 defines no type arguments for it
+
+
+class DuplicateResult(_AsyncResult):
+    """The result of the task that holds the lock, in place of one that was not published.
+
+    With ``rpc://``, whose results go to the process that published the task, ``get()`` raises NotImplementedError
+    elsewhere.
+    """
+
+    elsewhere = False
+    """Whether another process holds the lock."""
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the result, as `celery.result.AsyncResult.get` does."""
+        if self.elsewhere and not self.ignored and self.backend.as_uri() == "rpc://":
+            raise NotImplementedError(
+                f"rpc:// gives the result of {self.id} only to the process that published the task"
+            )
+        return super().get(*args, **kwargs)
+
+
+def duplicate_like(result: AsyncResult[Any]) -> DuplicateResult:
+    """Return the duplicate of a result whose task has results of its own kind, such as those that can be aborted."""
+    return _restore(type(result), result.__reduce_args__())
+
+
+def _restore(kind: type[AsyncResult[Any]], args: tuple[Any, ...]) -> DuplicateResult:
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _restore, (kind, self.__reduce_args__())
+
+    made = type("DuplicateResult", (DuplicateResult, kind), {"__module__": __name__, "__reduce__": reduce})
+    return made(*args)  # type: ignore[no-any-return]
+
+
+def waiting_expire(app: Celery, queue_life: float, countdown: object, eta: object, expires: object) -> float:
+    """Return for how many seconds a message holds its lock: until it should have started, at most until the message
+    expires."""
+    begins = countdown if countdown is not None else _seconds_until(app, eta)
+    seconds = queue_life + max(0.0, begins if isinstance(begins, (int, float)) else 0.0)
+    ends = _seconds_until(app, expires)
+    if ends is not None:
+        seconds = min(seconds, max(0.001, ends))
+    return min(seconds, MAX_SECONDS)
+
+
+def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
+    """Return whether a final state of the task was stored after this time; False when no results are kept."""
+    if (
+        isinstance(backend, DisabledBackend) or backend.as_uri() == "rpc://"
+    ):  # rpc:// gives its states to one reader only
+        return False
+    try:
+        meta = backend.get_task_meta(task_id, cache=False)
+        stored = meta.get("date_done")
+        ended = maybe_iso8601(stored) if isinstance(stored, str) else stored
+        if ended is not None and ended.tzinfo is None:
+            # With USE_TZ=False, Django's database has its local time; the backends of Celery itself have UTC.
+            local = type(backend).__module__.startswith("django_celery_results.")
+            ended = ended.replace(tzinfo=get_default_timezone() if local else UTC)
+        after = since + timedelta(milliseconds=1)  # the time of a lock is in whole milliseconds
+        return meta["status"] in states.READY_STATES and (ended is None or ended >= after)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # each result backend has its own errors
+        # Once a minute: with django-db in a coroutine, for example, no duplicate can read it.
+        events.log.log(
+            log_level_of(f"state of {task_id}"),
+            "The state of task %s could not be read (%s: %s); the task is treated as not ended.",
+            task_id,
+            type(error).__name__,
+            error,
+        )
+        return False
+
+
+def warn_dropped_callbacks(task: str, holder: str, options: Mapping[str, Any]) -> None:
+    """Report the callbacks of a message that is not published: Celery cannot add them to a published message."""
+    dropped = [name for name in ("link", "link_error") if options.get(name)]
+    if dropped:
+        events.log.warning(
+            "%s is not published, and its %s will not be called: Celery cannot add callbacks to task %s, which already "
+            "waits or runs. A message with a task_id of its own is always published.",
+            task,
+            " and ".join(dropped),
+            holder,
+        )
+
+
+def log_level_of(name: str) -> int:
+    """Return the log level for a message that is not published under this lock: WARNING once a minute, else lower.
+
+    Usually a duplicate is expected. But if no worker releases the lock, because its code has no decorator, nothing is
+    published any more.
+    """
+    minute = int(monotonic() // 60)
+    if _warned_in.get(name) == minute:
+        return logging.INFO
+    if len(_warned_in) >= MAX_REMEMBERED:
+        _warned_in.clear()
+    _warned_in[name] = minute
+    return logging.WARNING
+
+
+_warned_in: dict[str, int] = {}
+"""By lock: the minute of the last warning."""
+MAX_REMEMBERED = 1000
+"""Most locks in `_warned_in`."""
+
+
+def _seconds_until(app: Celery, when: object) -> float | None:
+    """Return the seconds until a time, or None when it is no time; Celery raises the error for that."""
+    if when is None:
+        return None
+    if isinstance(when, (int, float)):
+        return float(when)
+    try:
+        moment = maybe_iso8601(when) if isinstance(when, str) else when
+    except ValueError:
+        return None
+    if not isinstance(moment, datetime):
+        return None
+    return (maybe_make_aware(moment, app.timezone) - app.now()).total_seconds()
+
+
+class _Shortened(reprlib.Repr):
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, Model):  # its own repr() may ask the database
+            return f"{x._meta.label}:{x.pk}"
+        return super().repr_instance(x, level)
+
+
+_shortened = _Shortened()
+
+
+def describe_arguments(bound: inspect.BoundArguments) -> str:
+    """Return the arguments as text: shortened, with the values hidden that Django's error pages hide."""
+    cleanse = get_default_exception_reporter_filter().cleanse_setting
+    parts = []
+    for name, value in by_name(bound).items():
+        try:
+            hidden = cleanse(name, dict(value) if isinstance(value, Mapping) else value)
+            parts.append(f"{name}={_shortened.repr(hidden)}")
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception:  # repr() of an argument failed
+            parts.append(f"{name}=?")
+    text = ", ".join(parts)
+    return text if len(text) <= MAX_ARGUMENTS_LENGTH else f"{text[: MAX_ARGUMENTS_LENGTH - 1]}…"

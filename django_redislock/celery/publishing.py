@@ -1,19 +1,30 @@
-"""A single-instance task before it runs: its key, its locks, and its publication."""
+"""A single-instance task before it runs: its key, its locks, and its publication.
+
+A message may be made while Redis answers: the acquisition is sent, Celery makes the message, then the answer is read.
+That saves one round trip of two. When the lock is not acquired, an exception leaves Celery's functions, so this is done
+only where they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure. It does not reach a
+producer of kombu, which would close its connection to the broker.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from celery import Task
+from celery import Celery, Task
+from celery.app import base as app_module, task as task_module
 from celery.app.task import Context
 from celery.result import AsyncResult
 from celery.utils import uuid
+from celery.utils.quorum_queues import detect_quorum_queues
 from django.utils.functional import cached_property
+from kombu.serialization import registry  # type: ignore[attr-defined]
 
 from .. import conf
 from ..core import LockInfo, events
@@ -22,34 +33,31 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from ..task_names import waiting_id
 from . import options as options_of
-from .duplicates import (
+from .execution_lock import ExecutionLock, leave_queue, release_quietly
+from .key import NO_MODELS, Models, lock_name, make_key, models_of, with_tenant
+from .message import (
+    ARGUMENTS_HEADER,
+    CONTENT_TYPE,
+    KEY_HEADER,
+    MARKER_EXPIRE,
     MAX_ARGUMENTS_LENGTH,
+    REFUSED_HEADER,
+    SCOPE_HEADER,
     DuplicateResult,
+    delivery_of,
     describe_arguments,
     duplicate_like,
     has_ended,
-    log_level_of,
-    waiting_expire,
-    warn_dropped_callbacks,
-)
-from .execution import leave_queue, release_quietly
-from .execution_lock import ExecutionLock
-from .key import NO_MODELS, lock_name, make_key, with_tenant
-from .message import (
-    ARGUMENTS_HEADER,
-    KEY_HEADER,
-    MARKER_EXPIRE,
-    REFUSED_HEADER,
-    SCOPE_HEADER,
-    delivery_of,
     header,
+    log_level_of,
     marker_expire,
     new_message,
+    published_again,
+    waiting_expire,
+    warn_dropped_callbacks,
     with_ours,
 )
 from .options import TaskOptions
-from .publish_ahead import is_celerys_own, publish_ahead
-from .pydantic_models import Models, models_of
 
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
@@ -141,38 +149,55 @@ class PublishingMixin(_Task):
             if duplicate is not None:
                 warn_dropped_callbacks(self.name, duplicate.id, options)
                 return duplicate
-        options["headers"] = new_message(options.get("headers"), key, ours.scope)
-        # What Celery was told to hide is hidden here, too; the worker cannot see who made the texts of its message.
-        shown = ", ".join(filter(None, (options.get("argsrepr"), options.get("kwargsrepr"))))
-        if shown:
-            options["headers"] = with_ours(options["headers"], {ARGUMENTS_HEADER: shown[:MAX_ARGUMENTS_LENGTH]})
+        shown = self._add_headers(key, ours, options)
         if not begins_here:
             return publish(args, kwargs, task_id=task_id, producer=producer, **options)
         # A message with a given id is always published, because a canvas, or the caller of a retry, waits for that id.
-        task_id = task_id or uuid()
+        options["task_id"] = task_id = task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, shown or describe_arguments(bound))
-        try:
-            result = None
-            if known:
-                self._claim_for_known_id(lock, ours, options)
-            else:
-                own = producer is not None or not _OWN_PRODUCER.isdisjoint(options)
-                ahead = None if own or not is_celerys_own(self.app, publish) else publish
-                send = ahead and partial(ahead, args, kwargs, task_id=task_id, **options)
-                result = self._claim(lock, ours, send)
-            if result is None:
-                result = publish(args, kwargs, task_id=task_id, producer=producer, **options)
-            lock.settle(published=not isinstance(result, DuplicateResult))
-        except BaseException as error:
-            lock.settle(published=False)
-            if not _is_about(error, lock):  # then another call would only take longer: see `ExecutionLock.take`
-                release_quietly(lock)
-            raise
+        result = self._publish_under(lock, ours, known, partial(publish, args, kwargs), producer, options)
         if isinstance(result, DuplicateResult):
             warn_dropped_callbacks(self.name, result.id, options)
         else:
             self._published_in_a_row += 1
         return result
+
+    def _add_headers(self, key: str, ours: TaskOptions, message: dict[str, Any]) -> str:
+        """Add our headers to the options of a message, and return its arguments as Celery was told to show them."""
+        message["headers"] = new_message(message.get("headers"), key, ours.scope)
+        # What Celery was told to hide is hidden here, too; the worker cannot see who made the texts of its message.
+        shown = ", ".join(filter(None, (message.get("argsrepr"), message.get("kwargsrepr"))))
+        if shown:
+            message["headers"] = with_ours(message["headers"], {ARGUMENTS_HEADER: shown[:MAX_ARGUMENTS_LENGTH]})
+        return shown
+
+    def _publish_under(
+        self,
+        lock: ExecutionLock,
+        ours: TaskOptions,
+        known: bool,
+        publish: partial[AsyncResult[Any]],
+        producer: Any,
+        message: dict[str, Any],
+    ) -> AsyncResult[Any]:
+        """Take the lock and publish the message, or return the result of the holder. After an error nothing is left."""
+        try:
+            result = None
+            if known:
+                self._claim_for_known_id(lock, ours, message)
+            else:
+                own = producer is not None or not _OWN_PRODUCER.isdisjoint(message)
+                ahead = not own and is_celerys_own(self.app, publish.func)
+                result = self._claim(lock, ours, partial(publish, **message) if ahead else None)
+            if result is None:
+                result = publish(producer=producer, **message)
+            lock.settle(published=not isinstance(result, DuplicateResult))
+            return result
+        except BaseException as error:
+            lock.settle(published=False)
+            if not _is_about(error, lock):  # then another call would only take longer: see `ExecutionLock.take`
+                release_quietly(lock)
+            raise
 
     def _prevented(self, key: str, options: TaskOptions) -> DuplicateResult | None:
         """Return the result of the holder of the lock, None when the lock is not held or its holder has ended."""
@@ -305,6 +330,46 @@ class PublishingMixin(_Task):
         nobody = self.ignore_result if ignored is None else ignored
         return {"arguments": arguments} | ({"result_ignored": True} if nobody else {})
 
+    # Publishing the message of a run again
+
+    def _delayed_by_exchanges(self) -> bool:
+        """Whether Celery delays messages by exchanges of RabbitMQ: in whole seconds, of which it refuses 0."""
+        found, _ = detect_quorum_queues(self.app, self.app.connection_for_write().transport.driver_type)
+        return found
+
+    def _publish_again(
+        self,
+        lock: ExecutionLock,
+        request: Context,
+        options: TaskOptions,
+        delay: float,
+        headers: dict[str, Any],
+        *,
+        alone: bool = True,
+    ) -> None:
+        """Publish the same message for later, and mark its copies as outdated."""
+        delivery = lock.delivery or delivery_of(request)
+        more: dict[str, Any] = {} if alone else {"expires": None}  # a message that started in time has not expired
+        serializer = registry.type_to_name.get(request.get(CONTENT_TYPE))
+        if serializer is not None:  # what was pickled cannot be written as JSON
+            more["serializer"] = serializer
+        message = self.signature_from_request(
+            request,
+            countdown=math.ceil(delay) if self._delayed_by_exchanges() else delay,
+            retries=request.retries,
+            headers=published_again(request, delivery, **headers),
+            **more,
+        )
+        # Published by Celery's own method, so that the message keeps its key.
+        super().apply_async(message.args, message.kwargs, **message.options)
+        try:
+            if delivery.known:
+                lock.mark_processed(marker_expire(self.app, options.queue_life), delivery.version + 1, alone=alone)
+        except LockBackendError as error:
+            events.log.warning(
+                "Could not mark the message of %s, so its copies may be published again: %s", lock.label, error
+            )
+
     # The locks
 
     @property
@@ -356,3 +421,66 @@ class PublishingMixin(_Task):
 def _is_about(error: BaseException, lock: ExecutionLock) -> bool:
     """Return whether Redis did not answer about this lock; a router may use a lock of its own."""
     return isinstance(error, LockBackendError) and error.name == lock.name
+
+
+class NotPublished(BaseException):
+    """The lock was not acquired, so the message is not published."""
+
+
+class Gate:
+    """Stands for the producer from Celery's pool, and opens when the lock is acquired.
+
+    Celery asks it for its connection when the message is made, before the result backend and the receivers of signals
+    are notified. Only then it takes a producer: one that waited for Redis would be missed by other threads.
+    """
+
+    acquired: bool | None = None
+    """Whether the lock was acquired; None: there is no answer."""
+
+    def __init__(self, pool: Any, answer: Callable[[], bool | None], until_published: ExitStack) -> None:
+        self._pool = pool
+        self._answer: Callable[[], bool | None] | None = answer
+        self._until_published = until_published
+        self._producer: Any = None
+
+    def wait(self) -> None:
+        """Wait for the answer, once."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self.acquired = answer()
+
+    def __getattr__(self, name: str) -> Any:
+        if self._producer is None:
+            self.wait()
+            if not self.acquired:
+                raise NotPublished
+            self._producer = self._until_published.enter_context(self._pool.acquire(block=True))
+        return getattr(self._producer, name)
+
+
+def is_celerys_own(app: Celery, apply_async: Any) -> bool:
+    """Return whether the functions that publish a task are Celery's own: neither wrapped nor overridden."""
+    methods = (apply_async, task_module), (app.send_task, app_module)
+    for method, module in methods:
+        function = getattr(method, "__func__", None)
+        if type(function) is not FunctionType or function.__globals__ is not vars(module):
+            return False
+    return True
+
+
+def publish_ahead(app: Celery, lock: ExecutionLock, publish: Callable[..., Any]) -> tuple[Any, bool | None]:
+    """Take the lock and publish. Return the result, or None, and whether the lock was acquired, or None.
+
+    After any error but LockBackendError the lock may be held, because the acquisition was sent.
+    """
+    answer, result = lock.take_ahead(), None
+    if answer is None:
+        return None, None
+    with ExitStack() as until_published:
+        gate = Gate(app.producer_pool, answer, until_published)
+        try:
+            with suppress(NotPublished):
+                result = publish(producer=gate)
+        finally:
+            gate.wait()
+    return result, gate.acquired

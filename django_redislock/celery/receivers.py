@@ -1,15 +1,19 @@
-"""Receivers of Celery's signals: they release or mark the lock of a message that was revoked, was lost, or has
-ended."""
+"""What a worker learns outside of a run: receivers of Celery's signals, and the requests of the worker's main process.
+
+They release or mark the lock of a message that was revoked, was lost, or has ended. The main process alone knows that a
+hard time limit has ended a run, and how the arguments were serialized.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from celery import signals, states
 from celery.exceptions import WorkerLostError
+from celery.utils.imports import symbol_by_name
 
 from .. import conf
 from ..core import events
@@ -17,10 +21,9 @@ from ..core.clock import monotonic
 from ..exceptions import LockBackendError
 from ..task_names import waiting_id
 from . import options as options_of
-from .duplicates import waiting_expire
 from .execution_lock import ExecutionLock, confirm_published
 from .key import lock_name
-from .message import KEY_HEADER, SCOPE_HEADER, header
+from .message import CONTENT_TYPE, KEY_HEADER, SCOPE_HEADER, header, waiting_expire
 from .publishing import PublishingMixin
 from .running import SingleInstanceMixin, is_requeued
 
@@ -159,3 +162,27 @@ def _on_task_end(sender: Any = None, state: str | None = None, retval: Any = Non
             lock.label,
             error,
         )
+
+
+@lru_cache
+def request_class(base: Any) -> Any:
+    """Return the class of requests `base`, a class or its path, that passes the content type on, and lets a job end
+    with its hard time limit."""
+
+    class SingleInstanceRequest(symbol_by_name(base)):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.request_dict[CONTENT_TYPE] = self.content_type
+
+        def on_timeout(self, soft: bool, timeout: float) -> None:
+            """Do as Celery does; then release what the child has left, or is about to leave, for the next delivery.
+
+            The child cannot know whether it is killed by its time limit or with its worker: in both cases it ends by
+            SystemExit, and its message comes again in the second one only.
+            """
+            super().on_timeout(soft, timeout)
+            # Celery 5.6 has one setting for failures and time limits.
+            if not soft and getattr(self.task, "acks_on_timeout", self.task.acks_on_failure_or_timeout):
+                end_from_outside(self.task, self._context)
+
+    return SingleInstanceRequest

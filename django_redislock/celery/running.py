@@ -10,25 +10,47 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import Celery, states
+from celery.app import trace
 from celery.app.task import Context, Task
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore, Reject, Retry
 
-from ..core import LockInfo, events
-from ..exceptions import LockBackendError, TaskAlreadyRunning
+from ..core import Lock, LockInfo, events
+from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
-from .duplicates import waiting_expire
-from .execution import Execution, executions, leave_queue, release_quietly
-from .execution_lock import AfterRelease, ExecutionLock
+from .execution_lock import AfterRelease, Execution, ExecutionLock, executions, leave_queue, release_quietly
 from .key import lock_name
-from .message import KEY_HEADER, REFUSED_HEADER, header
+from .message import (
+    COPY_FENCE_HEADER,
+    FIRST_CONFLICT_HEADER,
+    KEY_HEADER,
+    REFUSED_HEADER,
+    RESCHEDULED_HEADER,
+    header,
+    longest_delay,
+    marker_expire,
+    waiting_expire,
+)
 from .options import Declaration, TaskOptions
-from .publishing import HANDOVER_GRACE
-from .republish import HandledElsewhere, RepublishingMixin
+from .publishing import HANDOVER_GRACE, PublishingMixin
+
+MARGIN = 0.1
+"""Seconds between the expiry of a lock or a processed marker and the next try."""
+
+GROWTH = 0.1
+"""The delay of a rescheduled task is at least this part of the time waited so far."""
+LONGEST_DELAY = 300.0
+"""Longest delay by this growth in seconds, on average. A broker gives a message to another worker much later."""
+
+
+HIDES_IGNORED_RETRIES = hasattr(trace, "get_actual_ignore_result")
+"""Whether Celery stores no RETRY when the message has `ignore_result`; before 5.6.3 it asks the task only."""
 
 _warned_foreign: set[str] = set()
 """Tasks for which the warning about a message without our headers was logged."""
@@ -39,7 +61,11 @@ else:
     _DjangoTask = DjangoTask
 
 
-class SingleInstanceMixin(RepublishingMixin):
+class HandledElsewhere(Ignore):
+    """A copy of the message is processed elsewhere, or it was published again. This copy ends and stores nothing."""
+
+
+class SingleInstanceMixin(PublishingMixin):
     """Makes a task class run one instance at a time: ``class MyTask(SingleInstanceMixin, ProjectTask)``.
 
     The options are a dict in the class attribute, or the task option, ``single_instance``; subclasses inherit them one
@@ -82,7 +108,7 @@ class SingleInstanceMixin(RepublishingMixin):
     @property
     def Request(self) -> Any:  # type: ignore[override]
         """The class of this task's requests in a worker's main process."""
-        from .request import request_class
+        from .receivers import request_class
 
         return request_class(super().Request)
 
@@ -108,8 +134,7 @@ class SingleInstanceMixin(RepublishingMixin):
         name, task_id = lock_name(self.name, key), None if request is None else request.id
         for outer in executions():
             if outer.lock is not None and outer.lock.name == name:
-                with Execution(self.name, task_id, outer.lock):
-                    return super().__call__(*args, **kwargs)
+                return self._body(task_id, outer.lock, args, kwargs)
         if options.scope != "run":
             self._warn_foreign(request)
         lock = self._running_lock(name, options, request, args, kwargs)
@@ -123,8 +148,26 @@ class SingleInstanceMixin(RepublishingMixin):
             )
         if options.scope == "queued" and (lock.delivery is None or not lock.delivery.message):
             leave_queue(queued)
-            with Execution(self.name, task_id):
-                return super().__call__(*args, **kwargs)
+            return self._body(task_id, None, args, kwargs)
+        return self._run_under(lock, queued, options, request, args, kwargs)
+
+    def _body(self, task_id: str | None, lock: Lock | None, args: Any, kwargs: Any) -> Any:
+        with Execution(self.name, task_id, lock):
+            return super().__call__(*args, **kwargs)
+
+    def _run_under(
+        self,
+        lock: ExecutionLock,
+        queued: ExecutionLock | None,
+        options: TaskOptions,
+        request: Context | None,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Take the lock, run the body and release the lock, or do as the options say about a duplicate.
+
+        `queued`: another lock, which the message holds until the body begins.
+        """
         try:
             try:
                 acquired, holder = self._acquire(lock, options, queued)
@@ -142,8 +185,8 @@ class SingleInstanceMixin(RepublishingMixin):
                 self._store_started(request)
             queued = leave_queue(queued)  # once: later, the message of a retry holds the place
             try:
-                with Execution(self.name, task_id, None if options.scope == "queued" else lock):
-                    result = super().__call__(*args, **kwargs)
+                task_id = None if request is None else request.id
+                result = self._body(task_id, None if options.scope == "queued" else lock, args, kwargs)
             except BaseException as error:
                 self._set_ending(lock, options, request, error)
                 raise
@@ -325,6 +368,112 @@ class SingleInstanceMixin(RepublishingMixin):
             task_id=None if request is None else request.id,
         )
         return options.skip_result
+
+    # Messages that are published again
+
+    def _reschedule(
+        self,
+        lock: ExecutionLock,
+        error: LockError,
+        options: TaskOptions,
+        request: Context | None,
+        limit: float | None,
+        queued: ExecutionLock | None,
+        *,
+        silent: bool = False,
+    ) -> NoReturn:
+        """Publish the same message again for later, or raise the error where that cannot be done.
+
+        Works like `Task.retry`, but spends none of the task's retries, and stores the state before the message is
+        published: Celery stores the state of a Retry afterwards, perhaps over the result of a faster successor.
+        `silent`: another run of the same id goes on, and its state stays.
+        """
+        before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
+        since = header(request, FIRST_CONFLICT_HEADER) or now
+        waited = max(0.0, now - since)
+        if request is None or request.is_eager or (limit is not None and waited >= limit):
+            raise error
+        if not isinstance(error, LockBackendError):
+            self._claim_message(lock, request, options, final=False)
+        delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY))
+        delay *= random.uniform(0.5, 1.5)  # noqa: S311
+        if limit is not None:
+            delay = min(delay, limit - waited)
+        if queued is not None:  # the message waits again, and keeps its lock
+            with suppress(LockBackendError):
+                queued._copy(expire=queued.expire + delay).acquire(blocking=False)
+        try:
+            if not (silent or self.ignore_result or request.ignore_result):
+                self.backend.mark_as_retry(request.id or "", error, request=request)
+            self._publish_again(
+                lock, request, options, delay, {RESCHEDULED_HEADER: before + 1, FIRST_CONFLICT_HEADER: since}
+            )
+        except Exception as failure:
+            raise error from failure
+        events.emit(
+            "rescheduled",
+            "%s[%s] is published again, to start in %.1f s.",
+            self.name,
+            request.id,
+            delay,
+            name=lock.name,
+            task=self.name,
+            task_id=request.id,
+            delay=delay,
+            often=before + 1,
+        )
+        if silent or self.store_errors_even_if_ignored or not HIDES_IGNORED_RETRIES:
+            raise HandledElsewhere(f"published again: {error}")
+        request.update(ignore_result=True)
+        raise Retry(f"published again, to start in {delay:.1f} s: {error}", error)
+
+    def _end_if_copy(self, lock: ExecutionLock, request: Context | None, options: TaskOptions) -> None:
+        """End here and store nothing when the lock was refused because of a copy of the message.
+
+        The copy runs, or its process has died; the expiry of its lock shows which. So the message is published once
+        more, to start then. If the copy runs, and the message was acknowledged at its start, nothing else is needed. A
+        message that is acknowledged late stays with the broker until it is processed. But a broker that redelivered it
+        may delete it when this copy is acknowledged. So one message checks again, as long as the copy runs.
+        """
+        if lock.processed:
+            events.log.info("%s was processed before; this copy of its message is dropped.", lock.label)
+            raise HandledElsewhere("processed")
+        if lock.retry_in is None or request is None:
+            return
+        holder, delay = None, lock.retry_in
+        if self.acks_late:  # it asks on; another one looks once, and only at the expiry it can see who has died
+            delay = min(delay, longest_delay(self.app))
+        with suppress(LockBackendError):
+            holder = lock.owner()
+        fence = holder.fence if holder is not None and lock.is_copy(holder) else None
+        if fence is not None and fence == header(request, COPY_FENCE_HEADER) and not self.acks_late:
+            events.log.info("%s is running; this copy of its message is dropped.", lock.label)
+            raise HandledElsewhere("a copy runs")
+        try:
+            self._publish_again(lock, request, options, delay + MARGIN, {COPY_FENCE_HEADER: fence}, alone=False)
+        except Exception as failure:
+            raise Reject(failure, requeue=True) from failure
+        events.log.info(
+            "%s is running, or its worker has died; this copy of its message starts again in %.1f s.", lock.label, delay
+        )
+        raise HandledElsewhere("a copy runs, or has died")
+
+    def _claim_message(
+        self, lock: ExecutionLock, request: Context | None, options: TaskOptions, *, final: bool
+    ) -> None:
+        """Mark a message that is refused (`final`) or published again now, unless a copy of it runs or was
+        processed."""
+        done = final and not self.acks_late
+        try:
+            lock.claim(
+                marker_expire(self.app, options.queue_life) if done else options.expire, "done" if done else "ending"
+            )
+        except LockBackendError as error:
+            events.log.warning("Could not mark the message of %s, so its copies may run: %s", lock.label, error)
+            return
+        self._end_if_copy(lock, request, options)
+        if final and not done and request is not None:
+            request.update(single_instance_lock=lock)
 
 
 def is_requeued(error: object) -> bool:

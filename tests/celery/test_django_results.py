@@ -14,7 +14,7 @@ call_command("migrate", verbosity=0)
 import time
 from celery import Celery
 from django_redislock.celery import single_instance
-from django_redislock.celery.duplicates import DuplicateResult
+from django_redislock.celery.message import DuplicateResult
 
 app = Celery("site", broker="memory://", backend="django-db", set_as_current=True)
 app.conf.timezone = args[0]

@@ -13,7 +13,7 @@ from celery.exceptions import Ignore, Retry
 from django_redislock import LockBackendError, LockLost, TaskAlreadyRunning
 from django_redislock.celery import SingleInstanceTask
 from django_redislock.celery.publishing import KEY_HEADER
-from django_redislock.celery.republish import HIDES_IGNORED_RETRIES
+from django_redislock.celery.running import HIDES_IGNORED_RETRIES
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.lease import Lease
 from django_redislock.signals import task_rescheduled

@@ -15,7 +15,7 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from django_redislock import TaskAlreadyRunning
-from django_redislock.celery import duplicates, receivers, single_instance
+from django_redislock.celery import message as message_module, receivers, single_instance
 from django_redislock.celery.message import KEY_HEADER, SCOPE_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.lease import Lease
@@ -225,18 +225,18 @@ class Broken(Mapping):
 
 def test_an_argument_that_cannot_be_shown_is_a_question_mark(make):
     bound = make(lambda self, a=1, b=2: None)._signature.bind(Broken(), 7)
-    assert duplicates.describe_arguments(bound) == "a=?, b=7"
+    assert message_module.describe_arguments(bound) == "a=?, b=7"
 
 
 def test_of_many_locks_only_the_latest_warnings_are_remembered(client, make, monkeypatch, caplog):
-    monkeypatch.setattr(duplicates, "MAX_REMEMBERED", 2)
-    monkeypatch.setattr(duplicates, "_warned_in", {})
+    monkeypatch.setattr(message_module, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(message_module, "_warned_in", {})
     for _ in range(5):
         task = make(scope="job", on_conflict="skip")
         task.delay()
         task.delay()
-        assert len(duplicates._warned_in) <= 2
-    assert duplicates._warned_in
+        assert len(message_module._warned_in) <= 2
+    assert message_module._warned_in
 
 
 def test_what_is_no_time_is_left_to_celery(client, make):

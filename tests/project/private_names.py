@@ -129,7 +129,7 @@ PRIVATE = [
         "the check of functions that are marked and are no tasks",
         LOUD,
     ),
-    Private("celery.worker.request", "_context", ("celery/request.py",), "the request that ended by its limit", LOUD),
+    Private("celery.worker.request", "_context", ("celery/receivers.py",), "the request that ended by its limit", LOUD),
     Private(
         "django_celery_beat.schedulers",
         "_dirty",

@@ -16,7 +16,7 @@ from celery.signals import before_task_publish
 from django.core.exceptions import SynchronousOnlyOperation
 
 from django_redislock import TaskAlreadyRunning
-from django_redislock.celery import DuplicateResult, duplicates, execution_lock, publishing
+from django_redislock.celery import DuplicateResult, execution_lock, message as message_module, publishing
 from django_redislock.celery.execution_lock import Delivery, MessageLease
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
@@ -56,7 +56,7 @@ def test_the_duplicate_of_an_abortable_task_can_be_aborted(client, make, scope):
 
 def test_a_state_that_cannot_be_read_is_a_warning_once_a_minute(client, make, scope, monkeypatch, caplog):
     """As with django-db in a coroutine, where the ORM raises for each duplicate."""
-    monkeypatch.setattr(duplicates, "_warned_in", {})
+    monkeypatch.setattr(message_module, "_warned_in", {})
     task = make(scope=scope)
     task.delay()
     monkeypatch.setattr(type(task.backend), "get_task_meta", lambda *args, **options: raise_asynchronous())
