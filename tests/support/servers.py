@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -54,8 +55,14 @@ class Server:
     def url(self) -> str:
         return self.given_url
 
+    @cached_property
+    def used_databases(self) -> set[int]:
+        """The numbers of the other databases that this test has used."""
+        return set()
+
     def url_of_db(self, db: int) -> str:
-        """Return the URL of another database of the same server."""
+        """Return the URL of another database of the same server; it is emptied at the end of the test."""
+        self.used_databases.add(db)
         return urlunsplit(urlsplit(self.url)._replace(path=f"/{db}"))
 
     def client(self, **options: Any) -> redis.Redis:
