@@ -18,13 +18,11 @@ class DjangoRedislockConfig(AppConfig):
         """Register the system checks, and read the settings for the core. Opens no connection."""
         from . import conf
         from .checks import CHECKS, NETWORK_CHECKS, TAG
-        from .unknown_backend import replace_unknown_modules
 
         for check in CHECKS:
             register(check, TAG)
         for check in NETWORK_CHECKS:
             register(check, TAG, deploy=True)
-        replace_unknown_modules()
         with suppress(ImproperlyConfigured):  # the checks report it
             conf.get()
         # Once, before a server forks: else the first miss of each of its processes takes the time of the import.

@@ -11,13 +11,11 @@ from django.conf import settings
 from django.core.cache import caches
 from django.core.checks import CheckMessage, Error, Info, Warning
 from django.core.exceptions import ImproperlyConfigured
-from django.utils.module_loading import import_string
 
 from . import conf
 from .connections import client_of_cache, clients
 from .core.driver.registry import server_of
 from .doctor import inspect
-from .unknown_backend import UnknownBackend, advice, problem
 
 TAG = "redislock"
 
@@ -81,16 +79,6 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
     ]
 
 
-def check_backends(**kwargs: object) -> list[CheckMessage]:
-    """Report misspelt backends of this package."""
-    return [
-        Error(problem(alias, backend), hint=advice(backend), id="redislock.E007")
-        for alias, cache in settings.CACHES.items()
-        for backend in [str(cache.get("BACKEND", ""))]
-        if backend.startswith("django_redislock.") and not _exists(backend)
-    ]
-
-
 def check_cluster_caches(**kwargs: object) -> list[CheckMessage]:
     """Report wrong URLs and options of a `ClusterCache`."""
     found: list[CheckMessage] = []
@@ -109,16 +97,6 @@ def check_cluster_caches(**kwargs: object) -> list[CheckMessage]:
             )
             found.append(Error(f"CACHES[{alias!r}]: {error}", hint=hint, id="redislock.E015"))
     return found
-
-
-def _exists(path: str) -> bool:
-    try:
-        import_string(path)
-    except (ImportError, UnknownBackend):
-        return False
-    except ImproperlyConfigured:  # the backend exists; its first use reports a missing package
-        return True
-    return True
 
 
 def _is_named() -> bool:
@@ -187,7 +165,6 @@ CHECKS = (
     check_values,
     check_alias_exists,
     check_alias_is_redis,
-    check_backends,
     check_cluster_caches,
     check_url_or_alias,
     check_renewal_can_keep_up,

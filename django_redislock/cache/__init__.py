@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 
-from ..unknown_backend import raise_unknown
 from .backends.django_backend import DjangoRedisCache
 from .backends.local import DummyCache, LocMemCache
 from .celery_refresh import refreshable
@@ -58,7 +57,7 @@ def __getattr__(name: str) -> Any:
     # django-redis is an extra: it is imported only when a backend on it is used.
     module = {"RedisCache": "django_redis_backend", "ClusterCache": "cluster_backend"}.get(name)
     if module is None:
-        raise_unknown(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return getattr(import_module(f"{__name__}.backends.{module}"), name)
     except ModuleNotFoundError as error:
