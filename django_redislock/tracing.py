@@ -194,10 +194,10 @@ def _wrap_cache(spans: Spans) -> list[Callable[[], None]]:
 
 def _wrap_celery_refresh(spans: Spans) -> list[Callable[[], None]]:
     """Put spans around the computations of a Celery worker for ``refresh="celery"``; return functions that undo it."""
-    from .cache import celery_refresh
+    from .cache import refresh as refreshes
 
-    kind: Any = celery_refresh.CeleryRefreshMixin
-    refresh_from_message, default_of = kind.refresh_from_message, celery_refresh._function_of
+    kind: Any = refreshes.CeleryRefreshMixin
+    refresh_from_message, default_of = kind.refresh_from_message, refreshes._function_of
 
     @wraps(refresh_from_message)
     def refresh(cache: Any, message: dict[str, Any]) -> None:
@@ -207,8 +207,8 @@ def _wrap_celery_refresh(spans: Spans) -> list[Callable[[], None]]:
     def traced(message: dict[str, Any]) -> Any:
         return spans.computed(default_of(message), get_current_span(), False)
 
-    kind.refresh_from_message, celery_refresh._function_of = refresh, traced
+    kind.refresh_from_message, refreshes._function_of = refresh, traced
     return [
         lambda: setattr(kind, "refresh_from_message", refresh_from_message),
-        lambda: setattr(celery_refresh, "_function_of", default_of),
+        lambda: setattr(refreshes, "_function_of", default_of),
     ]

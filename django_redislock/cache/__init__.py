@@ -15,10 +15,10 @@ from django.core.exceptions import ImproperlyConfigured
 
 from .backends.django_backend import DjangoRedisCache
 from .backends.local import DummyCache, LocMemCache
-from .celery_refresh import refreshable
 from .compute_once import ComputeOnceMixin
 from .decorators import cached
 from .pages import cache_page
+from .refresh import refreshable
 
 if TYPE_CHECKING:
     from .backends.cluster_backend import ClusterCache

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -10,19 +14,17 @@ from typing import Any, Unpack
 from asgiref.sync import iscoroutinefunction
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, connections
 from django.utils.functional import cached_property
 
 from .. import conf
 from ..core.driver.async_server import async_server_of
 from ..core.driver.registry import server_of
 from ..core.driver.server import Server
-from ..exceptions import LockBackendError
+from ..exceptions import ComputationFailed, LockBackendError
 from .async_calls import call_any, run_read
-from .celery_refresh import CeleryRefreshMixin, check_importable
-from .failures import dump_failure, load_failure, may_hide
 from .invalidation import InvalidatingMixin
-from .lease.read import read_value
-from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest
+from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value
 from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of
 from .locks import LocksMixin
 from .many import ManyMixin
@@ -35,10 +37,14 @@ from .options import (
     validate,
     with_stale_and_jitter,
 )
-from .refresh import refresh_in_task, refresh_in_thread
+from .refresh import CeleryRefreshMixin, check_importable, refresh_in_task, refresh_in_thread
 from .stats import Counters, Tally, alias_of, counters_for
 
 OPTION = "CACHES[…]['OPTIONS']['LOCK']"
+MAX_TEXT = 1000
+"""Number of characters of an error's text that are sent."""
+MAX_PICKLE = 32768
+"""Number of bytes up to which an exception itself is sent."""
 
 
 class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMixin):
@@ -260,3 +266,50 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         if not self._ignores_errors():
             raise (error.__cause__ or error) from None
         return None, -2
+
+
+def may_hide(error: BaseException) -> bool:
+    """Return whether a caller may get the stale value in place of this error of its computation.
+
+    Not within a transaction that the error has broken: the caller would go on, and commit nothing of it.
+    """
+    for connection in connections.all(initialized_only=True):
+        if connection.in_atomic_block and (
+            connection.needs_rollback or (isinstance(error, DatabaseError) and not connection.is_usable())
+        ):
+            error.add_note(
+                "The stale value is not returned in its place, because the error has broken the transaction of "
+                f"database {connection.alias!r}: compute within an atomic() of its own."
+            )
+            return False
+    return True
+
+
+def dump_failure(name: str, dumps: Callable[[Any], bytes], loads: Callable[[bytes], Any], error: Exception) -> bytes:
+    """Return the exception as bytes for the waiters: as text, and serialized like a value of the cache if it can be."""
+    text = json.dumps(_as_text(name, error).args).encode()
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301  # pickled here
+            data = dumps(error)
+            if len(data) <= MAX_PICKLE and isinstance(loads(data), Exception):
+                return b"=%b\n%b" % (text, data)
+    except Exception:  # noqa: S110  # its own methods may raise anything, and not every serializer takes exceptions
+        pass
+    return b"!" + text
+
+
+def load_failure(loads: Callable[[bytes], Any], data: bytes) -> Exception:
+    """Return the exception from the bytes, or ComputationFailed where its class cannot be imported."""
+    text, _, serialized = data[1:].partition(b"\n")
+    found: Any = None
+    if serialized:
+        with suppress(Exception):
+            found = loads(serialized)
+    error = found if isinstance(found, Exception) else ComputationFailed(*json.loads(text))
+    error.add_note("It was raised in another process, which computed the value for all waiting callers.")
+    return error
+
+
+def _as_text(name: str, error: Exception) -> ComputationFailed:
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return ComputationFailed(name, kind, str(error)[:MAX_TEXT])

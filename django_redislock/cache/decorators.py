@@ -14,10 +14,10 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
 from ..name_template import name_from
-from .celery_refresh import refreshable
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
 from .options import GetOrSetOptions, Timeout, timeout_for, validate
+from .refresh import refreshable
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

@@ -27,9 +27,9 @@ from ..core.driver.server import Server
 from ..core.keys import literal
 from ..exceptions import LockBackendError
 from .backends.base import RedisBackend
-from .lease.invalidate import invalidate, invalidate_pattern
 from .lease.request import is_forbidden, is_refusal, log_level, note_logged
 from .lease.single_flight import end_flights
+from .lease.store import invalidate, invalidate_pattern
 
 IGNORED: Any = None
 """The result of the base class when Redis cannot be reached and IGNORE_EXCEPTIONS is set."""

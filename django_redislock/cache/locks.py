@@ -18,8 +18,7 @@ from ..core.null_server import NULL_SERVER
 from ..core.redis_py import RedisPyLock
 from ..core.validation import Seconds, wait_as_redis
 from .backends.base import RedisBackend, warn_once
-from .lease.cluster_slots import is_clustered
-from .lease.invalidate import invalidate_matching
+from .lease.store import invalidate_matching
 
 OF_TIMEOUT = (
     "The timeout of cache.lock(timeout=...) is the expiry of the lock, as in django-redis: the lock is not renewed, "
@@ -176,6 +175,6 @@ class LocksMixin(RedisBackend):
                 for info in list(held_locks(server, prefix))
                 if own.fullmatch(info.name.removeprefix("cache:") if info.kind == "cache" else info.name)
             )
-            if is_clustered(server):  # the list does not contain the leases
+            if server.splits:  # the list does not contain the leases
                 freed += server.run(invalidate_matching(server, prefix, own.fullmatch))
         return freed

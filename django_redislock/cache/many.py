@@ -17,8 +17,7 @@ from ..exceptions import LockBackendError
 from .async_calls import call_any, run_read
 from .backends.base import RedisBackend
 from .lease.many import DefaultForMany, get_values
-from .lease.read import read_values
-from .lease.request import LARGE_TO_DECODE, MISSING, Outcome, ValueRequest
+from .lease.request import LARGE_TO_DECODE, MISSING, Outcome, ValueRequest, read_values
 from .lease.single_flight import Caller, result_of
 from .lease.store import ABSENT
 from .options import DEFAULTS, CheckedOptions, ManyOptions, Timeout, timeout_for, validate

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from django_redislock.cache.lease import cluster_slots
+from django_redislock.cache.lease import request
 from django_redislock.core import keys
 from django_redislock.core.driver import registry
 from tests.support import OneNode, wait_until
@@ -57,9 +57,9 @@ def ours(client):
 
 def test_a_slot_is_what_the_server_takes_it_for(nodes):
     for key in [*KEYS, "}{", "{x", "a}b{c}", "{{a}}"]:
-        assert cluster_slots.slot_of(key.encode()) == nodes.execute_command("CLUSTER KEYSLOT", key)
+        assert request.slot_of(key.encode()) == nodes.execute_command("CLUSTER KEYSLOT", key)
     for prefix in ("redislock", "an other"):
-        for slot, number in list(cluster_slots._numbers(prefix).items())[::1000]:
+        for slot, number in list(request._numbers(prefix).items())[::1000]:
             assert number >= keys.BUCKETS
             assert nodes.execute_command("CLUSTER KEYSLOT", f"{{{prefix}:{number}}}:lock:x") == slot
 
@@ -234,7 +234,7 @@ def test_get_many_set_many_and_delete_many_of_keys_in_several_slots(clustered, n
 
 
 def test_what_is_many_keys_for_an_invalidation(cache):
-    from django_redislock.cache.lease.invalidate import invalidate
+    from django_redislock.cache.lease.store import invalidate
     from django_redislock.core.driver.registry import server_of
 
     server = server_of(cache._client_for(""))

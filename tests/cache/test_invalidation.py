@@ -12,7 +12,7 @@ import pytest
 import redis
 from django.test import override_settings
 
-from django_redislock.cache.lease.invalidate import glob_to_regex
+from django_redislock.cache.lease.store import glob_to_regex
 from django_redislock.core import Lock, held_locks, reset_all
 from tests.support import monitoring, wait_until
 from tests.support.cache_programs import cache_at, commands, held

@@ -10,9 +10,8 @@ from functools import partial
 
 import pytest
 
-from django_redislock.cache.lease import circles
-from django_redislock.cache.lease.cluster_slots import lease_keys
-from django_redislock.cache.lease.request import lease_name
+from django_redislock.cache.lease import obtain
+from django_redislock.cache.lease.request import lease_keys, lease_name
 from django_redislock.core.driver.effects import Pipeline
 from tests.support import BUSY, wait_until
 from tests.support.cache_programs import Work, cache_at, cache_elsewhere
@@ -221,6 +220,6 @@ def test_a_wait_that_is_over_is_no_part_of_a_circle(caches, client, pool):
 def test_a_name_of_a_server_that_is_unknown_or_of_nobody_ends_the_chain(redis_url):
     server = cache_at(redis_url)._server_of("k")
     head = b"id\n7\n1\n"
-    assert circles._needs_in(head + b'{"needs":[["elsewhere","lock","5"]]}', server) == [(None, b"lock", "5")]
+    assert obtain._needs_in(head + b'{"needs":[["elsewhere","lock","5"]]}', server) == [(None, b"lock", "5")]
     for value in (None, b"id\n0\n1\nchannel", head + b"{}", b"not ours", head + b"{"):
-        assert circles._needs_in(value, server) == []
+        assert obtain._needs_in(value, server) == []

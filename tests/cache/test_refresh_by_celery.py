@@ -14,7 +14,7 @@ from kombu.exceptions import OperationalError
 from kombu.utils import functional
 
 from django_redislock import tasks
-from django_redislock.cache import cached, celery_refresh, refreshable
+from django_redislock.cache import cached, refresh, refreshable
 from tests.support import cache_programs, monitoring, wait_until
 from tests.support.cache_programs import Work, cache_at, held, never, order, refreshable_never
 from tests.support.worker import Worker
@@ -58,7 +58,7 @@ def test_of_many_messages_about_one_value_a_worker_processes_one_although_the_by
 ):
     """Twenty callers had asked while the worker was away, and it computed one report twenty times."""
     computed = []
-    monkeypatch.setitem(celery_refresh._registered, "the.same", lambda *args, **kwargs: computed.append(1) or "old")
+    monkeypatch.setitem(refresh._registered, "the.same", lambda *args, **kwargs: computed.append(1) or "old")
     settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}}
     caches["default"].set("k", "old", 25)
     for number in range(20):
@@ -100,7 +100,7 @@ def test_without_a_broker_one_process_tries_and_the_others_wait_for_the_end_of_t
     from tests.support.celery_site.harness import connected
 
     monkeypatch.setitem(app.conf, "broker_transport_options", {"max_retries": 1, "interval_start": 0})
-    monkeypatch.setattr(celery_refresh, "pause_refresh", lambda request: None)  # so each call is that of a new process
+    monkeypatch.setattr(refresh, "pause_refresh", lambda request: None)  # so each call is that of a new process
     settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": redis_url}}
     caches["default"].set("k", "old", 25)
     default = functools.partial(cache_programs.celebrate, "worker", year=2026)

@@ -13,7 +13,7 @@ import pytest
 from django.core.cache import caches
 
 from django_redislock.cache import cached
-from django_redislock.cache.failures import dump_failure, load_failure
+from django_redislock.cache.compute_once import dump_failure, load_failure
 from django_redislock.exceptions import AcquireTimeout, ComputationFailed
 from tests.support import cache_programs, wait_until
 from tests.support.cache_programs import Work, cache_at, followers, held, lease_elsewhere, never, waiters

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
 from django_redislock import tasks, tracing
-from django_redislock.cache import ComputeOnceMixin, cached, celery_refresh
+from django_redislock.cache import ComputeOnceMixin, cached, refresh
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.server import Server
 from tests.support import lived, wait_until
@@ -180,7 +180,7 @@ def test_the_end_of_it_leaves_everything_as_it_was():
             kind.get_or_set,
             kind.aget_or_set_many,
             kind.refresh_from_message,
-            celery_refresh._function_of,
+            refresh._function_of,
         )
 
     before = wrapped()

@@ -52,11 +52,11 @@ BESIDE = {
 }
 """The features of the same floor that may import each other."""
 LAZY = {
-    ("cache.celery_refresh", "tasks"),
+    ("cache.refresh", "tasks"),
     ("checks", "celery.decorator"),
     ("doctor", "cache"),
     ("tracing", "cache.async_calls"),
-    ("tracing", "cache.celery_refresh"),
+    ("tracing", "cache.refresh"),
     ("tracing", "cache.compute_once"),
 }
 """The imports within a function that lead up or aside: they need an extra, or Django's apps."""

@@ -8,12 +8,10 @@ from collections.abc import Generator
 from functools import partial
 from typing import Any, NamedTuple
 
-from django_redislock.cache.lease.invalidate import INVALIDATE, invalidate
 from django_redislock.cache.lease.many import get_values
-from django_redislock.cache.lease.read import read_value
-from django_redislock.cache.lease.request import MISSING, ValueLease, ValueRequest, computing
+from django_redislock.cache.lease.request import MISSING, ValueLease, ValueRequest, computing, read_value
 from django_redislock.cache.lease.single_flight import Caller, get_value, refresh_or_stale
-from django_redislock.cache.lease.store import SETTLE
+from django_redislock.cache.lease.store import INVALIDATE, SETTLE, invalidate
 from django_redislock.core import clock
 from django_redislock.core.driver.effects import Pipeline, ScriptCall, Sleep
 from django_redislock.core.driver.retry import with_retries

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from redis.exceptions import RedisError
 
-from django_redislock.cache.lease import circles, single_flight
+from django_redislock.cache.lease import obtain, single_flight
 from django_redislock.celery import execution_lock
 from django_redislock.core import clock, keys, quorum_lease, renewals
 
@@ -81,7 +81,7 @@ def simulated() -> Iterator[None]:
     replace(renewals, "report", lambda tell: tell())  # it would start a thread
     stand_in = SimpleNamespace(get_ident=now.thread_number, current_thread=threading.current_thread)
     replace(single_flight, "threading", stand_in)
-    replace(circles, "living_servers", now.servers)
+    replace(obtain, "living_servers", now.servers)
     replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))
     replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
     log = logging.getLogger("django_redislock")

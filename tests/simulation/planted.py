@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django_redislock.cache.lease import circles, invalidate, obtain, single_flight, store
+from django_redislock.cache.lease import obtain, single_flight, store
 from django_redislock.celery import execution_lock
 from django_redislock.core import lease, operations, reentrant, scripts
 
@@ -71,8 +71,8 @@ def _not_written(leases: Any) -> Any:
 
 
 def _looks_first(own: Any, wanted: Any, target: Any) -> Any:
-    rank = yield from circles._rank_in_circle(own, wanted.name, target)
-    yield from circles._name(own, wanted, target)
+    rank = yield from obtain._rank_in_circle(own, wanted.name, target)
+    yield from obtain._name_wait(own, wanted, target)
     return rank
 
 
@@ -87,7 +87,7 @@ def _all_alike(delivery: execution_lock.Delivery) -> tuple[bytes, bytes]:
 
 
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
-L, S, INV = obtain.LEASE, store.SETTLE, invalidate.INVALIDATE
+L, S, INV = obtain.LEASE, store.SETTLE, store.INVALIDATE
 START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
 
 LOCK: dict[str, Planted] = {
@@ -154,7 +154,7 @@ CACHE: dict[str, Planted] = {
     "every caller computes": lambda: script(
         L, "local held = holder and not mine and not overdue", "local held = false"
     ),
-    "an invalidation ends no lease": lambda: attribute(invalidate, "_end", lambda *args: iter(())),
+    "an invalidation ends no lease": lambda: attribute(store, "_end_leases", lambda *args: iter(())),
     "an invalidation keeps the witness": lambda: script(INV, "redis.call('DEL', witness)", ""),
     "an invalidation keeps the lease": lambda: script(INV, "hand_over(lock, queue, '')", ""),
     "a lease that ended stores all the same": lambda: script(S, "if not stands then", "if false then"),
@@ -177,9 +177,9 @@ CACHE: dict[str, Planted] = {
 NESTED: dict[str, Planted] = {
     "circles over two servers are not found": lambda: attribute(obtain, "closes_circle", _never_a_circle),
     "a computation does not wait for another one": lambda: attribute(obtain, "closes_circle", _always_a_circle),
-    "a lease does not name what its computation waits for": lambda: attribute(circles, "_write", _not_written),
-    "only the next lease is read": lambda: attribute(circles, "LONGEST", 1),
-    "a lease on another server is not read": lambda: attribute(circles, "_server_at", lambda wanted: None),
+    "a lease does not name what its computation waits for": lambda: attribute(obtain, "_write_needs", _not_written),
+    "only the next lease is read": lambda: attribute(obtain, "LONGEST_CHAIN", 1),
+    "a lease on another server is not read": lambda: attribute(obtain, "_server_at", lambda wanted: None),
 }
 CELERY: dict[str, Planted] = {
     "a copy does not ask for the marker": lambda: script(
@@ -251,7 +251,7 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
     "a computation names what it waits for after it looked": (
         "nested",
-        lambda: attribute(circles, "_look", _looks_first),
+        lambda: attribute(obtain, "_look_for_circle", _looks_first),
     ),
     **{name: ("quorum", defect) for name, defect in QUORUM_NOT_FOUND.items()},
 }

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import redis
 
-from django_redislock.cache.lease.invalidate import INVALIDATE
 from django_redislock.cache.lease.obtain import LEASE
-from django_redislock.cache.lease.store import SETTLE, digest
+from django_redislock.cache.lease.store import INVALIDATE, SETTLE, digest
 from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START
 from django_redislock.core import scripts
 from django_redislock.core.keys import lock_keys, witness_key

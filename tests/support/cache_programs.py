@@ -17,7 +17,7 @@ from django.utils.module_loading import import_string
 
 from django_redislock.cache import refreshable
 from django_redislock.cache.lease import single_flight
-from django_redislock.cache.lease.cluster_slots import lease_keys
+from django_redislock.cache.lease.request import lease_keys
 from django_redislock.cache.lease.store import digest
 from django_redislock.core import Lock
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads

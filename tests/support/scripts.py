@@ -6,7 +6,7 @@ import redis
 
 from django_redislock.core.driver.script import Script
 
-HOMES = ["core.scripts", "cache.lease.obtain", "cache.lease.invalidate", "cache.lease.store", "celery.execution_lock"]
+HOMES = ["core.scripts", "cache.lease.obtain", "cache.lease.store", "celery.execution_lock"]
 
 
 def load_scripts(*servers: redis.Redis) -> None:

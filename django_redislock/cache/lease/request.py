@@ -1,4 +1,4 @@
-"""The request for a value, the lease under which it is computed, and the outcome."""
+"""The request for a value, its plain read, the lease under which it is computed, and the outcome."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ import hashlib
 import math
 import threading
 import weakref
+from binascii import crc_hqx
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from logging import DEBUG
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from redis.exceptions import NoPermissionError
+from redis.exceptions import ClusterCrossSlotError, NoPermissionError
 
 from ...core import events
 from ...core.clock import monotonic
-from ...core.driver.effects import CallAside, Operation
+from ...core.driver.effects import CallAside, Operation, Pipeline
+from ...core.driver.retry import with_retries
 from ...core.driver.server import Server
-from ...core.keys import LockKeys, lock_keys, new_id
+from ...core.driver.slot_table import SLOTS, slot_of
+from ...core.keys import BUCKETS, LockKeys, lock_keys, new_id
 from ...core.lease import Lease
+from ...core.slot_locks import keys_in
 from ...core.validation import MAX_NAME, fitting_name
 from ...exceptions import LockBackendError
 from ..stats import Counters
-from .cluster_slots import lease_keys
 
 MISSING: Any = object()
 KIND = "cache:"
@@ -215,3 +218,48 @@ def lease_name(key: str) -> str:
 def era_key(keys: LockKeys) -> bytes:
     """Return the key of the era. Its deletion makes all witnesses of the bucket void."""
     return keys.held[: -len(b"held")] + b"era"
+
+
+def lease_keys(server: Server, prefix: str, name: str, key: str) -> LockKeys:
+    """Return the keys of the lease of this name, whose value has this key.
+
+    In cluster mode all keys of one script must be in one slot, that of the value. Such a server is recognised by its
+    answer CROSSSLOT to the first script that names a value and its lease. From then on the lease of a value has its
+    keys in the value's slot. Such a server never grants a lease under other keys, so all processes agree.
+    """
+    if not server.splits:
+        return lock_keys(prefix, name)
+    number = _numbers(prefix)[slot_of(key.encode())]
+    return keys_in(b"{%b:%d}" % (prefix.encode(), number), name)
+
+
+@lru_cache(maxsize=4)
+def _numbers(prefix: str) -> dict[int, int]:
+    """Return for each slot a number whose hash tag is in that slot; none of them is the number of a bucket."""
+    found: dict[int, int] = {}
+    start, number = crc_hqx(prefix.encode() + b":", 0), BUCKETS
+    while len(found) < SLOTS:
+        found.setdefault(crc_hqx(b"%d" % number, start) % SLOTS, number)
+        number += 1
+    return found
+
+
+def read_value(key: str, with_ttl: bool) -> Operation[tuple[bytes | None, int]]:
+    """Read a value and its time to live in milliseconds (-1: it never expires; -2: unknown, or it has just expired)."""
+    commands = ((b"GET", key.encode()),) + (((b"PTTL", key.encode()),) if with_ttl else ())
+    _, replies = yield from with_retries(lease_name(key), Pipeline(commands), monotonic())
+    return replies[0], replies[1] if with_ttl else -2
+
+
+def read_values(server: Server, keys: list[str]) -> Operation[list[bytes | None]]:
+    """Read many values: by one command, or by one for each value if they are in several slots."""
+    name, raw = lease_name(keys[0]), [key.encode() for key in keys]
+    if not server.splits:
+        try:
+            _, replies = yield from with_retries(name, Pipeline(((b"MGET", *raw),)), monotonic())
+            return list(replies[0])
+        except LockBackendError as error:
+            if not isinstance(error.__cause__, ClusterCrossSlotError):
+                raise
+    _, replies = yield from with_retries(name, Pipeline(tuple((b"GET", key) for key in raw)), monotonic())
+    return list(replies)
