@@ -7,8 +7,11 @@ from typing import Any
 from celery import shared_task
 from django.core.cache import caches
 
+from .core.events import step
+
 
 @shared_task(name="django_redislock.refresh", ignore_result=True)
 def refresh(alias: str, message: dict[str, Any]) -> None:
     """Refresh a cached value; the backend of the alias wrote the message."""
-    caches[alias].refresh_from_message(message)  # type: ignore[attr-defined]
+    with step("refresh", message["key"]):
+        caches[alias].refresh_from_message(message)  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from ..core.driver.registry import server_of
 from ..core.driver.server import Server
 from ..exceptions import ComputationFailed, LockBackendError
 from .async_calls import call_any, run_read
+from .backends.base import observed
 from .invalidation import InvalidatingMixin
 from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value
 from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of
@@ -61,6 +62,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         self._constructor_args = server, params
         super().__init__(server, {**params, "OPTIONS": self.more_options | options})  # type: ignore[call-arg]
 
+    @observed
     def get_or_set(
         self,
         key: Any,
@@ -138,6 +140,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
                 return value
         return result_of(server.run(get_value(request, caller, call.wait, call.on_wait_timeout)))
 
+    @observed
     async def aget_or_set(
         self,
         key: Any,

@@ -10,12 +10,13 @@ from typing import Any, Unpack
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
+from ..core import events
 from ..core.driver.async_server import async_server_of
 from ..core.driver.registry import server_of
 from ..core.driver.server import Server
 from ..exceptions import LockBackendError
 from .async_calls import call_any, run_read
-from .backends.base import RedisBackend
+from .backends.base import RedisBackend, observed
 from .lease.many import DefaultForMany, get_values
 from .lease.request import LARGE_TO_DECODE, MISSING, Outcome, ValueRequest, read_values
 from .lease.single_flight import Caller, result_of
@@ -26,6 +27,7 @@ from .options import DEFAULTS, CheckedOptions, ManyOptions, Timeout, timeout_for
 class ManyMixin(RedisBackend):
     """`get_or_set_many` and `aget_or_set_many`."""
 
+    @observed
     def get_or_set_many(
         self,
         keys: Iterable[Any],
@@ -58,6 +60,7 @@ class ManyMixin(RedisBackend):
             many.add_outcomes(server.run(get_values(requests, default, caller, many.wait, many.on_wait_timeout)))
         return many.values()
 
+    @observed
     async def aget_or_set_many(
         self,
         keys: Iterable[Any],
@@ -97,7 +100,9 @@ class ManyMixin(RedisBackend):
         found = self.get_many(many.keys, version=many.version)
         missing = [key for key in many.keys if key not in found]
         if missing:
-            new = many.asked_for(missing, many.default(missing))
+            with events.step("compute"):
+                computed = many.default(missing)
+            new = many.asked_for(missing, computed)
             for timeout, some in many.by_timeout(new):
                 self.set_many(some, timeout, version=many.version)
             found |= new
@@ -107,7 +112,9 @@ class ManyMixin(RedisBackend):
         found = await self.aget_many(many.keys, version=many.version)
         missing = [key for key in many.keys if key not in found]
         if missing:
-            new = many.asked_for(missing, await call_any(many.default, missing))
+            with events.step("compute"):
+                computed = await call_any(many.default, missing)
+            new = many.asked_for(missing, computed)
             for timeout, some in many.by_timeout(new):
                 await self.aset_many(some, timeout, version=many.version)
             found |= new

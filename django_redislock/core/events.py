@@ -1,9 +1,11 @@
-"""Events of locks: each is logged once, and passed to listeners (Django's signals are one)."""
+"""Events of locks: each is logged once, and passed to listeners (Django's signals are one). Steps, which take time, are
+surrounded by those who observe them (tracing is one)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 log = logging.getLogger("django_redislock")
@@ -32,3 +34,17 @@ def emit(event: str, message: str, *args: object, level: int | None = None, **da
         log.log(level, message, *args)
     for listener in listeners:
         listener(event, data)
+
+
+Observer = Callable[[str, Any], AbstractContextManager[object]]
+observers: list[Observer] = []
+"""Each returns what a step happens in, such as a span. The steps, and what they are about: a "command" of a driver (the
+place of its server, and the call), a method of the cache or a "refresh" by Celery (the key or keys), and "compute"."""
+
+
+def step(name: str, about: object = None) -> AbstractContextManager[object]:
+    """Return what the observers put around a step."""
+    stack = ExitStack()
+    for observer in observers:
+        stack.enter_context(observer(name, about))
+    return stack

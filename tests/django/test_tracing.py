@@ -13,9 +13,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
 from django_redislock import tasks, tracing
-from django_redislock.cache import ComputeOnceMixin, cached, refresh
+from django_redislock.cache import cached
 from django_redislock.core import AsyncLock, Lock
-from django_redislock.core.driver.server import Server
 from tests.support import lived, wait_until
 from tests.support.cache_programs import cache_at, order
 
@@ -172,19 +171,27 @@ def test_cached_functions_are_seen_by_their_keys(redis_url, tracer):
     assert len(spans_of(tracer, "redislock compute")) == 1
 
 
-def test_the_end_of_it_leaves_everything_as_it_was():
-    def wrapped():
-        kind = ComputeOnceMixin
-        return (
-            Server.call,
-            kind.get_or_set,
-            kind.aget_or_set_many,
-            kind.refresh_from_message,
-            refresh._function_of,
-        )
+@pytest.mark.parametrize("method", ["get_or_set", "aget_or_set", "get_or_set_many", "aget_or_set_many"])
+def test_a_call_without_a_lease_has_the_spans_of_the_call_and_its_computation(cache, tracer, method):
+    keys, default = (["k"], lambda keys: {"k": 5}) if method.endswith("many") else ("k", lambda: 5)
+    value = getattr(cache, method)(keys, default, 60, lock=False)
+    assert (asyncio.run(value) if method.startswith("a") else value) in (5, {"k": 5})
+    (request,) = spans_of(tracer, f"redislock {method}")
+    (compute,) = spans_of(tracer, "redislock compute")
+    assert compute.parent.span_id == request.context.span_id
+    assert request.attributes["redislock.outcome"] == "computed"
 
-    before = wrapped()
-    end = tracing.install(TracerProvider())
-    assert not set(wrapped()) & set(before)
+
+def test_after_its_end_no_span_is_made(cache, client, tracer):
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    end = tracing.install(provider)
+    cache.get_or_set("k", lambda: 5, 60)
     end()
-    assert wrapped() == before
+    seen = exporter.get_finished_spans()
+    assert "redislock compute" in {span.name for span in seen}
+    with tracer.get_tracer("view").start_as_current_span("view"), Lock(client, "a"):
+        cache.get_or_set("l", lambda: 5, 60)
+    assert exporter.get_finished_spans() == seen
+    assert len(spans_of(tracer, "redislock compute")) == 2  # the other one goes on

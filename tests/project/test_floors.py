@@ -55,9 +55,6 @@ LAZY = {
     ("cache.refresh", "tasks"),
     ("checks", "celery.decorator"),
     ("doctor", "cache"),
-    ("tracing", "cache.async_calls"),
-    ("tracing", "cache.refresh"),
-    ("tracing", "cache.compute_once"),
 }
 """The imports within a function that lead up or aside: they need an extra, or Django's apps."""
 

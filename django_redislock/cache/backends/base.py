@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from django.core.cache.backends.base import BaseCache
 from redis import Redis
@@ -13,10 +14,10 @@ from redis.client import Pipeline
 from redis.commands.helpers import list_or_args
 from redis.exceptions import ClusterCrossSlotError
 
+from ...core import events
 from ...core.driver.by_slot import is_crossing
 from ...core.driver.registry import server_of
 from ...core.driver.server import Server
-from ...core.events import log
 from ..async_calls import call_any
 from ..lease.request import MISSING
 from ..options import Timeout, timeout_for
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 else:
     Base = object
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _reported: ContextVar[tuple[Any, ...]] = ContextVar("redislock_reported", default=())
 """The value that was read already, while it is reported to the tools."""
 
@@ -33,7 +36,36 @@ _reported: ContextVar[tuple[Any, ...]] = ContextVar("redislock_reported", defaul
 @lru_cache
 def warn_once(message: str) -> None:
     """Log the warning once in each process."""
-    log.warning(message)
+    events.log.warning(message)
+
+
+def observed(method: F) -> F:
+    """Make each call of a method of a cache a step of that name, about its first argument."""
+    name: str = method.__name__
+    first = list(inspect.signature(method).parameters)[1]
+
+    def about(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return args[0] if args else options.get(first)
+
+    if inspect.iscoroutinefunction(method):
+
+        @wraps(method)
+        async def call(self: Any, *args: Any, **options: Any) -> Any:
+            if not events.observers:
+                return await method(self, *args, **options)
+            with events.step(name, about(args, options)):
+                return await method(self, *args, **options)
+
+    else:
+
+        @wraps(method)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            if not events.observers:
+                return method(self, *args, **options)
+            with events.step(name, about(args, options)):
+                return method(self, *args, **options)
+
+    return call  # type: ignore[return-value]
 
 
 class RedisBackend(Base):
@@ -124,19 +156,23 @@ class RedisBackend(Base):
 
     def _get_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
         """Do as Django's own method, but take a function as the timeout, too."""
-        if not callable(timeout):
-            return super().get_or_set(key, default, timeout, version)
         value = self.get(key, MISSING, version=version)
         if value is MISSING:
-            value = default() if callable(default) else default
-            self.add(key, value, timeout=timeout(value), version=version)
+            value = default
+            if callable(default):
+                with events.step("compute"):
+                    value = default()
+            self.add(key, value, timeout=timeout_for(timeout, value), version=version)
             value = self.get(key, value, version=version)
         return value
 
     async def _aget_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
         value = await self.aget(key, MISSING, version=version)
         if value is MISSING:
-            value = await call_any(default) if callable(default) else default
+            value = default
+            if callable(default):
+                with events.step("compute"):
+                    value = await call_any(default)
             await self.aadd(key, value, timeout=timeout_for(timeout, value), version=version)
             value = await self.aget(key, value, version=version)
         return value

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError, RedisError
@@ -146,8 +146,9 @@ class AsyncServer:
                 return await asyncio.sleep(seconds)
             case Invoke(function):
                 try:
-                    value = function()
-                    return await value if inspect.isawaitable(value) else value, None
+                    with events.step("compute") if events.observers else nullcontext():
+                        value = function()
+                        return await value if inspect.isawaitable(value) else value, None
                 except Exception as error:  # not CancelledError: a cancelled task must not wait for what comes next
                     return None, error
             case CallAside(function):
@@ -159,6 +160,12 @@ class AsyncServer:
 
     async def call(self, call: ScriptCall | Pipeline) -> Any:
         """Run a script or commands, and return the reply or the replies."""
+        if not events.observers:
+            return await self._call(call)
+        with events.step("command", (self.place, call)):
+            return await self._call(call)
+
+    async def _call(self, call: ScriptCall | Pipeline) -> Any:
         connection = await self._commands.open()
         try:
             if isinstance(call, ScriptCall):

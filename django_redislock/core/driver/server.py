@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar, TypeVar
@@ -19,6 +20,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError, TimeoutError
 
+from .. import events
 from ..clock import monotonic
 from . import idle, os_threads, retry
 from .connection import Connection, new_connection
@@ -120,6 +122,12 @@ class Server:
 
     def call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
         """Run a script, several scripts or commands on a borrowed connection."""
+        if not events.observers:
+            return self._call(call)
+        with events.step("command", (self.place, call)):
+            return self._call(call)
+
+    def _call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
         pool, thread = self.pool, get_ident()
         nested = thread in pool.users  # a signal handler, or a destructor, in the middle of a call
         connection, new = None, False
@@ -280,7 +288,8 @@ class Server:
                 return time.sleep(seconds)
             case Invoke(function):
                 try:
-                    return function(), None
+                    with events.step("compute") if events.observers else nullcontext():
+                        return function(), None
                 except BaseException as error:
                     return None, error
             case CallAside(function):
