@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from django_redislock.cache.lease import obtain, single_flight
-from django_redislock.cache.lease.request import ValueRequest
+from django_redislock.cache.lease.request import Answer, ValueRequest, Verdict
 from django_redislock.core import held_locks
 from django_redislock.core.clock import monotonic
 from tests.support import lived, wait_until
@@ -67,9 +67,9 @@ def test_who_finds_the_value_after_a_lost_reply_keeps_no_lease(cache_and_want, c
     cache, want = cache_and_want
     lease = want.lease(threading.current_thread())
     steps = partial(obtain.request_lease, want, lease, b"", monotonic() + 10, False)
-    assert want.server.run(steps())[0] == b"compute"
+    assert want.server.run(steps()).verdict is Verdict.COMPUTE
     cache.set("k", "v")
-    assert want.server.run(steps()) == (b"value", client.get(":1:k")), (
+    assert want.server.run(steps()) == Answer(Verdict.VALUE, client.get(":1:k")), (
         "the same call again, as its reply did not arrive"
     )
     assert not held(client)

@@ -7,7 +7,7 @@ their calls take one round trip and one sleeper waits for all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...core.clock import monotonic
@@ -15,7 +15,7 @@ from ...core.driver.effects import Invoke, Operation
 from ...core.driver.interleave import interleave
 from ...exceptions import LockBackendError
 from .obtain import lookup
-from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases
+from .request import MISSING, Answer, Outcome, ValueRequest, Verdict, enclosing_leases
 from .single_flight import Caller, Flight, close, failed, for_followers, get_value, own_copy, register
 from .store import ABSENT, ComputeJob, finish, give_back, under_leases
 
@@ -57,89 +57,99 @@ def _lead_many(
     requests: list[ValueRequest], default: DefaultForMany, caller: Caller, until: float, last: bool = False
 ) -> Operation[dict[str, Outcome]]:
     """Lead the flights that have no leader in this process; return their outcomes. `last`: does not wait."""
-    alone = ("alone",) if last else ()
-    flights: dict[str, Flight] = {}
-    outcomes: dict[str, Outcome] = {}
+    flights = _Flights(caller, last)
     # A caller that computes another value waits for one value at a time, so that it follows one chain of waits.
     nested = bool(enclosing_leases())
+    try:
+        led = requests if nested else flights.register(requests)
+        if led:
+            try:
+                yield from _get_or_compute_many(led, default, flights, -math.inf if nested else until)
+            except LockBackendError as error:
+                for request in led:
+                    if request.key not in flights.outcomes:
+                        flights.note(request, failed(error))
+        return flights.outcomes
+    finally:
+        flights.close()
 
-    def note(request: ValueRequest, outcome: Outcome) -> None:
-        outcomes[request.key] = outcome
-        end_flight(request, for_followers(outcome))
 
-    def end_flight(request: ValueRequest, outcome: Outcome) -> None:
-        flight = flights.pop(request.key, None)
+class _Flights:
+    """The flights that one call for many keys leads, and the outcomes that it has. `last`: it does not wait."""
+
+    def __init__(self, caller: Caller, last: bool) -> None:
+        self.caller = caller
+        self.last = last
+        self.outcomes: dict[str, Outcome] = {}
+        self._flights: dict[tuple[Any, ...], Flight] = {}
+
+    def register(self, requests: list[ValueRequest]) -> list[ValueRequest]:
+        """Register a flight for each request; return those whose key had none in this process."""
+        led = []
+        for request in requests:
+            key, flight = self._key(request), Flight(self.caller)
+            if register(key, flight):
+                self._flights[key] = flight
+                led.append(request)
+        return led
+
+    def note(self, request: ValueRequest, outcome: Outcome) -> None:
+        """Note an outcome, and give the followers their part of it."""
+        self.outcomes[request.key] = outcome
+        self._end(self._key(request), for_followers(outcome))
+
+    def leave(self, requests: Iterable[ValueRequest]) -> None:
+        """End the flights without an outcome: their followers ask Redis themselves."""
+        for request in requests:
+            self._end(self._key(request), Outcome())
+
+    def close(self) -> None:
+        """End all flights that are left."""
+        for key, flight in self._flights.items():
+            close(key, flight)
+
+    def _end(self, key: tuple[Any, ...], outcome: Outcome) -> None:
+        flight = self._flights.pop(key, None)
         if flight is not None:
             flight.outcome = outcome
-            close((request.server, request.key, *alone), flight)
+            close(key, flight)
 
-    def leave(requests: list[ValueRequest]) -> None:
-        for request in requests:
-            end_flight(request, Outcome())
-
-    try:
-        if not nested:
-            for request in requests:
-                flight = Flight(caller)
-                if register((request.server, request.key, *alone), flight):
-                    flights[request.key] = flight
-        led = [request for request in requests if nested or request.key in flights]
-        try:
-            if led:
-                yield from _get_or_compute_many(
-                    led, caller.acquirer, default, -math.inf if nested else until, note, leave, last
-                )
-        except LockBackendError as error:
-            for request in led:
-                if request.key not in outcomes:
-                    note(request, failed(error))
-        return outcomes
-    finally:
-        for request in requests:
-            if request.key in flights:
-                close((request.server, request.key, *alone), flights[request.key])
+    def _key(self, request: ValueRequest) -> tuple[Any, ...]:
+        return (request.server, request.key, "alone") if self.last else (request.server, request.key)
 
 
 def _get_or_compute_many(
-    requests: list[ValueRequest],
-    acquirer: Acquirer,
-    default: DefaultForMany,
-    until: float,
-    note: Callable[[ValueRequest, Outcome], None],
-    leave: Callable[[list[ValueRequest]], None],
-    last: bool,
+    requests: list[ValueRequest], default: DefaultForMany, flights: _Flights, until: float
 ) -> Operation[None]:
     """Get many values: compute those that no other caller computes, and wait for the others.
 
-    `note` gets each outcome as soon as there is one. It gets none of a value that another caller still computes at
-    `until`, and none of the rest after a failure. `leave` gets the requests that the caller does not serve while it
-    computes others: their followers ask Redis themselves. `last`: does not wait, and computes these values, too. Raises
-    LockBackendError.
+    `flights` notes each outcome as soon as there is one: none of a value that another caller still computes at `until`,
+    and none of the rest after a failure. While the caller computes some values, it serves no followers of the others.
+    A last call computes also what another caller computes. Raises LockBackendError.
     """
-    leases = [request.lease(acquirer) for request in requests]
-    found: dict[int, tuple[bytes, bytes, bytes, Any]] = {}
+    leases = [request.lease(flights.caller.acquirer) for request in requests]
+    found: dict[int, Answer] = {}
 
     def process_found() -> Operation[bool]:
         """Compute the values whose leases this caller holds; False after a failure."""
         jobs: list[ComputeJob] = []
         has_failed = False
         for number in sorted(found):
-            verdict, reply, old_digest, value = found.pop(number)
-            request = requests[number]
-            if verdict == b"value":
-                note(request, Outcome(reply, value, shared=True))
-            elif verdict == b"failed":
+            request, answer = requests[number], found.pop(number)
+            if answer.verdict is Verdict.VALUE:
+                flights.note(request, Outcome(answer.data, answer.value, shared=True))
+            elif answer.verdict is Verdict.FAILED:
                 has_failed = True
-                note(request, Outcome(error=request.load_failure(reply), shared=True))
-            elif verdict != b"wait" or last:
-                jobs.append(ComputeJob(request, leases[number], verdict, reply, old_digest))
+                flights.note(request, Outcome(error=request.load_failure(answer.data), shared=True))
+            elif answer.verdict is not Verdict.WAIT or flights.last:
+                jobs.append(ComputeJob(request, leases[number], answer))
         if jobs:
             computed = {job.request.key for job in jobs}
-            leave([request for request in requests if request.key not in computed])
+            flights.leave(request for request in requests if request.key not in computed)
             outcomes = yield from under_leases(jobs, _compute_many(jobs, default))
             for number, job in enumerate(jobs):
                 has_failed = has_failed or outcomes[number].error is not None
-                note(job.request, outcomes[number])
+                flights.note(job.request, outcomes[number])
         return not has_failed
 
     try:

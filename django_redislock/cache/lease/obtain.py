@@ -36,9 +36,11 @@ from ...exceptions import LockBackendError
 from .request import (
     MISSING,
     Acquirer,
+    Answer,
     Outcome,
     ValueLease,
     ValueRequest,
+    Verdict,
     enclosing_leases,
     is_forbidden,
     is_refusal,
@@ -53,7 +55,7 @@ LEASE = Script("lease", "index", "expiry", "take", home=__package__)
 PIECE = 262144
 """Bytes of a large value that are fetched by one command."""
 
-MESSAGE_KINDS = {b"=": b"value", b"#": b"large", b"!": b"failed"}
+MESSAGE_KINDS = {b"=": Verdict.VALUE, b"#": Verdict.LARGE, b"!": Verdict.FAILED}
 """The first byte of a message of settle.lua, and the verdict that it means."""
 
 
@@ -72,56 +74,69 @@ def get_or_compute(
     subscribed already. `old` is a stale value that is to be replaced. Raises LockBackendError.
     """
     lease = request.lease(acquirer)
-    verdict, reply, old_digest, value = yield from lookup(request, lease, -math.inf if last else until, listening, old)
+    answer = yield from lookup(request, lease, -math.inf if last else until, listening, old)
     yield from end_wait(lease)
-    if verdict == b"value":
-        return Outcome(reply, value, shared=True)
-    if verdict == b"failed":
-        return Outcome(error=request.load_failure(reply), shared=True)
-    if verdict == b"wait" and (not last or (old is not None and not reply)):
-        return Outcome()
-    job = ComputeJob(request, lease, verdict, reply, old_digest)
+    match answer.verdict:
+        case Verdict.VALUE:
+            return Outcome(answer.data, answer.value, shared=True)
+        case Verdict.FAILED:
+            return Outcome(error=request.load_failure(answer.data), shared=True)
+        case Verdict.PAUSED:
+            return Outcome()
+        case Verdict.WAIT if not last:
+            return Outcome()
+    job = ComputeJob(request, lease, answer)
     return (yield from under_leases([job], compute(job)))
 
 
 def lookup(
     request: ValueRequest, lease: ValueLease, until: float, listening: bool, old: bytes | None = None
-) -> Operation[tuple[bytes, bytes, bytes, Any]]:
-    """Return the verdict and reply of `request_lease`, the digest of the stale value to replace, and the value.
+) -> Operation[Answer]:
+    """Return the answer of `request_lease`, with the value deserialized.
 
-    The verdict is b"unreachable" when the server cannot be reached and the request ignores errors, and b"forbidden"
-    when permissions are missing.
+    The verdict is UNREACHABLE when the server cannot be reached and the request ignores errors, and FORBIDDEN when
+    permissions are missing.
     """
     old_digest = b"" if old is None else digest(old)
     if is_forbidden(request.server):
-        return b"forbidden", b"", old_digest, MISSING
+        return Answer(Verdict.FORBIDDEN, old_digest=old_digest)
     try:
         while True:
-            verdict, reply = yield from request_lease(request, lease, old_digest, until, listening, old is not None)
-            if verdict == b"large":
-                found = yield from _fetch_large(request, reply)
+            answer = yield from request_lease(request, lease, old_digest, until, listening, old is not None)
+            if answer.verdict is Verdict.LARGE:
+                found = yield from _fetch_large(request, answer.data)
                 if found is None:
                     continue
-                verdict, reply = b"value", found
-            if verdict != b"value":
-                return verdict, reply, old_digest, MISSING
-            value = yield from request.decode(reply)
+                answer = Answer(Verdict.VALUE, found)
+            if answer.verdict is not Verdict.VALUE:
+                return answer._replace(old_digest=old_digest)
+            value = yield from request.decode(answer.data)
             if value is not MISSING:
-                return verdict, reply, old_digest, value
-            old_digest = digest(reply)
+                return answer._replace(value=value)
+            old_digest = digest(answer.data)  # it is too old by the base class's own rule
     except LockBackendError as error:
-        keys = lease.keys
-        if is_crossing(error.__cause__, request.server):
-            lease.keys = lease_keys(request.server, request.prefix, lease.name, request.key)
-            if lease.keys != keys:
-                return (yield from lookup(request, lease, until, listening, old))
-        request.counters.count("errors")
-        if is_refusal(error, request.server):
-            return b"forbidden", b"", old_digest, MISSING
-        if not request.ignore_errors:
-            raise
-        note_logged(request.server)
-        return b"unreachable", b"", old_digest, MISSING
+        if _moves_keys(request, lease, error):
+            return (yield from lookup(request, lease, until, listening, old))
+        return Answer(_verdict_without_lease(request, error), old_digest=old_digest)
+
+
+def _moves_keys(request: ValueRequest, lease: ValueLease, error: LockBackendError) -> bool:
+    """Give the lease its keys of cluster mode if the error shows that mode; return whether they are others."""
+    keys = lease.keys
+    if is_crossing(error.__cause__, request.server):
+        lease.keys = lease_keys(request.server, request.prefix, lease.name, request.key)
+    return lease.keys != keys
+
+
+def _verdict_without_lease(request: ValueRequest, error: LockBackendError) -> Verdict:
+    """Return how the caller computes without a lease after this error; raise it if it may not."""
+    request.counters.count("errors")
+    if is_refusal(error, request.server):
+        return Verdict.FORBIDDEN
+    if not request.ignore_errors:
+        raise error
+    note_logged(request.server)
+    return Verdict.UNREACHABLE
 
 
 def _fetch_large(request: ValueRequest, message: bytes) -> Operation[bytes | None]:
@@ -150,92 +165,136 @@ def _fetch_large(request: ValueRequest, message: bytes) -> Operation[bytes | Non
 
 def request_lease(
     request: ValueRequest, lease: ValueLease, old_digest: bytes, until: float, listening: bool, has_old: bool = False
-) -> Operation[tuple[bytes, bytes]]:
-    """Ask for the value or the lease, wait while another process computes, and return a verdict and its reply.
-
-    b"value": the value. b"large": the message about a large value, or b"". b"compute": the fence of the acquired
-    lease, and the expiry of the stale value. b"wait": the fence of the lease that another caller holds, or b"" when a
-    computation failed a moment ago and the caller has a stale value. b"failed": the serialized error of the
-    computation. b"cycle": b"", because the holder of the lease waits for the caller.
-    """
-    keys, id, name = lease.keys, lease.id.encode(), lease.name
-    about = record("cache", "", request.expire, request.auto_renewal)
-    optional_keys = (failures_key(lease),) if has_old else ()
-    nested = bool(enclosing_leases())
-    waiter: Any = None
-    reply: Any = None
-    holders: set[bytes] = set()
-    circle: bool | None = None
-    looked_at = b""
-
-    def call(channel: bytes, join: bool) -> ScriptCall:
-        return ScriptCall(
-            LEASE,
-            (*keys[:4], request.key.encode(), *witness_keys(lease), *optional_keys),
-            (
-                *(id, milliseconds(request.expire), name.encode(), about, channel, b"%d" % join),
-                *(old_digest, b"%d" % has_old, b"%d" % request.due_ms if has_old and request.due_ms else b""),
-            ),
-            undo=partial(release_call, lease, channel),
-        )
-
+) -> Operation[Answer]:
+    """Ask for the value or the lease, wait while another process computes, and return the answer."""
+    inquiry = _Inquiry(request, lease, old_digest, until, has_old)
     try:
         while True:
-            last = monotonic() >= until
-            patience = monotonic() if request.ignore_errors else until
-            level = log_level(request.server, request.ignore_errors)
-            if listening and waiter is None and not last:
-                _, waiter = yield from with_retries(name, Subscribe(keys.lock, id), patience, request.server, level)
-            if reply is None or last:
-                effect = call(b"" if waiter is None else waiter.channel, join=waiter is not None and not last)
-                sent, reply = yield from with_retries(name, effect, patience, request.server, level)
-            if reply[0] == b"paused":
-                return b"wait", b""
-            if reply[0] == b"compute":
-                lease.note_acquired(int(reply[1]), sent)
-                return b"compute", b" ".join(reply[1:3])
-            if reply[0] in (b"value", b"large") and reply[2]:  # the lease is ours by a reservation or a lost reply
-                yield from with_retries(name, release_call(lease), patience, lease, level)
-            if reply[0] == b"large":
-                return b"large", b""
-            if reply[0] == b"wait" and not last:
-                if waiter is None:
-                    listening, reply = True, None
-                    continue
-                if nested and reply[1] != looked_at:
-                    circle = yield from closes_circle(lease, reply[1])
-                    looked_at = b"" if circle is None else reply[1]
-                if circle:
-                    with suppress(LockBackendError):
-                        yield from with_retries(name, release_call(lease, waiter.channel), patience, lease, level)
-                    return b"cycle", b""
-                if not lease.waited:
-                    lease.waited = True
-                    request.counters.count("waited")
-                holders.add(reply[1])
-                began = monotonic()
-                message = yield wait_effect(waiter, until, reply[2], 0, *reply[3:])
-                request.counters.count("seconds_waited", monotonic() - began)
-                if message is None:
-                    reply = None
-                    continue
-                if len(holders) > 1:  # the message may be an earlier holder's, and the place in the queue a later one's
-                    with suppress(LockBackendError):
-                        yield from with_retries(name, release_call(lease, waiter.channel), patience, lease, level)
-                return MESSAGE_KINDS[message[:1]], message[1:]
-            return reply[0], reply[1]
+            reply = yield from inquiry.ask(listening)
+            if reply[0] != b"wait" or inquiry.is_last:
+                return (yield from inquiry.answer(reply))
+            if inquiry.waiter is None:  # the next call joins the queue: a wake-up before it would have been missed
+                listening = True
+                continue
+            if (yield from inquiry.is_in_circle(reply[1])):
+                yield from inquiry.leave_queue()
+                return Answer(Verdict.CYCLE)
+            message = yield from inquiry.wait(reply)
+            if message is not None:
+                return Answer(MESSAGE_KINDS[message[:1]], message[1:])
     except LockBackendError:
         raise
     except GeneratorExit:
-        waiter = None  # nothing can be yielded any more, and the driver undoes the call
+        inquiry.waiter = None  # nothing can be yielded any more, and the driver undoes the call
         raise
     except BaseException:  # interrupted: give back the lease, or the place in the queue
         with suppress(RedisError):
-            yield release_call(lease, b"" if waiter is None else waiter.channel).with_text()
+            yield release_call(lease, inquiry.channel).with_text()
         raise
     finally:
-        if waiter is not None:
-            yield Unsubscribe(waiter)
+        if inquiry.waiter is not None:
+            yield Unsubscribe(inquiry.waiter)
+
+
+class _Inquiry:
+    """The calls by which one caller asks for a value or its lease, and its place in the queue."""
+
+    def __init__(
+        self, request: ValueRequest, lease: ValueLease, old_digest: bytes, until: float, has_old: bool
+    ) -> None:
+        self._request = request
+        self._lease = lease
+        self._old_digest = old_digest
+        self._until = until
+        self._has_old = has_old
+        self._nested = bool(enclosing_leases())
+        self._in_circle: bool | None = None
+        self._looked_at = b""
+        """The fence of the holder that was asked for whom it waits."""
+        self._holders: set[bytes] = set()
+        """The fences of the leases that the caller waited for."""
+        self.waiter: Any = None
+        self.is_last = False
+        """Whether the time is over, so that the last reply counts."""
+
+    @property
+    def channel(self) -> bytes:
+        """The channel of the waiter, b"" if there is none."""
+        return b"" if self.waiter is None else self.waiter.channel
+
+    def ask(self, listening: bool) -> Operation[Any]:
+        """Subscribe if the process listens, call the script, and return its reply."""
+        lease = self._lease
+        self.is_last = monotonic() >= self._until
+        if listening and self.waiter is None and not self.is_last:
+            _, self.waiter = yield from self._try(Subscribe(lease.keys.lock, lease.id.encode()))
+        sent, reply = yield from self._try(self._call(self.channel, self.waiter is not None and not self.is_last))
+        if reply[0] == b"compute":
+            lease.note_acquired(int(reply[1]), sent)
+        return reply
+
+    def answer(self, reply: Any) -> Operation[Answer]:
+        """Return what a reply means that is not to be waited for."""
+        match reply[0]:
+            case b"compute":
+                return Answer(Verdict.COMPUTE, fence=reply[1], old_expires_at=reply[2])
+            case b"wait":
+                return Answer(Verdict.WAIT, fence=reply[1])
+            case b"paused":
+                return Answer(Verdict.PAUSED)
+        if reply[2]:  # there is a value, and the lease is ours by a reservation or a lost reply
+            yield from self._try(release_call(self._lease))
+        return Answer(Verdict.LARGE) if reply[0] == b"large" else Answer(Verdict.VALUE, reply[1])
+
+    def is_in_circle(self, fence: bytes) -> Operation[bool]:
+        """Whether the holder of the lease with this fence waits for the caller; looked at once for each holder."""
+        if self._nested and fence != self._looked_at:
+            self._in_circle = yield from closes_circle(self._lease, fence)
+            self._looked_at = b"" if self._in_circle is None else fence
+        return bool(self._in_circle)
+
+    def wait(self, reply: Any) -> Operation[bytes | None]:
+        """Sleep until the holder of the lease sends a message, and return it; None: ask again."""
+        request, lease = self._request, self._lease
+        if not lease.waited:
+            lease.waited = True
+            request.counters.count("waited")
+        self._holders.add(reply[1])
+        began = monotonic()
+        message = yield wait_effect(self.waiter, self._until, reply[2], 0, *reply[3:])
+        request.counters.count("seconds_waited", monotonic() - began)
+        if message is not None and len(self._holders) > 1:
+            # The message may be an earlier holder's, and the place in the queue a later one's.
+            yield from self.leave_queue()
+        return message  # type: ignore[no-any-return]
+
+    def leave_queue(self) -> Operation[None]:
+        """Give up the place in the queue."""
+        with suppress(LockBackendError):
+            yield from self._try(release_call(self._lease, self.channel))
+
+    def _try(self, effect: ScriptCall | Subscribe) -> Operation[tuple[float, Any]]:
+        request = self._request
+        until = monotonic() if request.ignore_errors else self._until
+        level = log_level(request.server, request.ignore_errors)
+        return with_retries(request.name, effect, until, request.server, level)
+
+    def _call(self, channel: bytes, join: bool) -> ScriptCall:
+        request, lease = self._request, self._lease
+        due = b"%d" % request.due_ms if self._has_old and request.due_ms else b""
+        about = record("cache", "", request.expire, request.auto_renewal)
+        return ScriptCall(
+            LEASE,
+            (
+                *(*lease.keys[:4], request.key.encode(), *witness_keys(lease)),
+                *((failures_key(lease),) if self._has_old else ()),
+            ),
+            (
+                *(lease.id.encode(), milliseconds(request.expire), lease.name.encode(), about),
+                *(channel, b"%d" % join, self._old_digest, b"%d" % self._has_old, due),
+            ),
+            undo=partial(release_call, lease, channel),
+        )
 
 
 def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[ComputeJob | None]:
@@ -244,8 +303,8 @@ def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Op
     Returns None when another process holds the lease, or a refresh failed a moment ago.
     """
     lease = request.lease(acquirer)
-    verdict, reply, old_digest, _ = yield from lookup(request, lease, -math.inf, listening=False, old=old)
-    return ComputeJob(request, lease, verdict, reply, old_digest) if verdict == b"compute" else None
+    answer = yield from lookup(request, lease, -math.inf, listening=False, old=old)
+    return ComputeJob(request, lease, answer) if answer.verdict is Verdict.COMPUTE else None
 
 
 def cancel_refresh(request: ValueRequest) -> Operation[None]:

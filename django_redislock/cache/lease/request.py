@@ -11,6 +11,7 @@ from binascii import crc_hqx
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property, lru_cache, partial
 from logging import DEBUG
 from types import TracebackType
@@ -114,6 +115,36 @@ class ValueRequest:
         return ValueLease(
             self.server, name, keys, self.id or new_id(), self.expire, acquirer, self.max_hold, lambda: None
         )
+
+
+class Verdict(Enum):
+    """What a caller of a value is told, and so has to do."""
+
+    VALUE = "the value is there"
+    LARGE = "a large value is there, and has to be fetched"
+    FAILED = "the caller that computed it failed"
+    COMPUTE = "the caller has the lease, and computes for all callers"
+    WAIT = "another caller computes it"
+    PAUSED = "a refresh failed a moment ago, and the caller has a stale value"
+    CYCLE = "the holder of the lease waits for this caller"
+    UNREACHABLE = "the server cannot be reached, and the request ignores errors"
+    FORBIDDEN = "the server allows no leases"
+
+
+class Answer(NamedTuple):
+    """The verdict, and what belongs to it."""
+
+    verdict: Verdict
+    data: bytes = b""
+    """The value or the error, serialized; of a large value the message about it, or b""."""
+    value: Any = MISSING
+    """The value, deserialized for this caller."""
+    fence: bytes = b""
+    """The fence of the lease, whoever holds it."""
+    old_digest: bytes = b""
+    """The digest of the stale value that is to be replaced, b"" if there is none."""
+    old_expires_at: bytes = b""
+    """The time at which the stale value expires."""
 
 
 class Outcome(NamedTuple):

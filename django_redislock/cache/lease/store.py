@@ -27,9 +27,11 @@ from ...exceptions import LockBackendError
 from .request import (
     KIND,
     MISSING,
+    Answer,
     Outcome,
     ValueLease,
     ValueRequest,
+    Verdict,
     computing,
     era_key,
     is_interruption,
@@ -54,19 +56,16 @@ ABSENT: Any = object()
 
 
 class ComputeJob(NamedTuple):
-    """A value that this process computes, and the verdict that led to it."""
+    """A value that this process computes, and the answer that led to it."""
 
     request: ValueRequest
     lease: ValueLease
-    verdict: bytes
-    reply: bytes
-    old_digest: bytes
-    """The digest of the stale value, b"" if there is none."""
+    answer: Answer
 
     @property
     def is_leader(self) -> bool:
         """Whether the value is computed for all callers."""
-        return self.verdict == b"compute"
+        return self.answer.verdict is Verdict.COMPUTE
 
     @property
     def fence(self) -> bytes:
@@ -75,13 +74,7 @@ class ComputeJob(NamedTuple):
         A caller that does not wait any longer may store its value under the lease of the caller that still computes: a
         lease that stands proves that no invalidation happened meanwhile. A reservation (fence 0) proves nothing.
         """
-        fence = self.reply.partition(b" ")[0]
-        return b"" if fence == b"0" else fence
-
-    @property
-    def old_expires_at(self) -> bytes:
-        """The time at which the stale value expires."""
-        return self.reply.partition(b" ")[2]
+        return b"" if self.answer.fence == b"0" else self.answer.fence
 
 
 def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operation[T]:
@@ -91,20 +84,20 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
     """
     leading = [job for job in jobs if job.is_leader]
     token = computing.set((*computing.get(), *[job.lease for job in leading])) if leading else None
-    for request, lease, *_ in leading:
+    for request, lease, _ in leading:
         if lease.waited:
             request.counters.count("taken_over")
         watchdog.add(lease, request.auto_renewal)
     try:
         return (yield from operation)
     except BaseException as error:
-        for _, lease, *_ in leading:
+        for _, lease, _ in leading:
             watchdog.remove(lease)
         if not isinstance(error, GeneratorExit):  # the driver undoes the calls then
-            yield from give_back([lease for _, lease, *_ in leading if not lease.inherited_by_fork and not lease.ended])
+            yield from give_back([lease for _, lease, _ in leading if not lease.inherited_by_fork and not lease.ended])
         raise
     finally:
-        for _, lease, *_ in jobs:
+        for _, lease, _ in jobs:
             lease.ended = True
         if token is not None:
             with suppress(ValueError):  # the generator is closed by another task than the one that ran it
@@ -127,10 +120,10 @@ def compute(job: ComputeJob) -> Operation[Outcome]:
 
 def finish(job: ComputeJob, value: Any, error: BaseException | None) -> Operation[Outcome]:
     """Store the value, or send the error to the waiters; the lease ends. Returns the outcome of the computation."""
-    request, lease, verdict, _, _ = job
-    counters = request.counters
+    request, lease = job.request, job.lease
+    expiry_ms: int | None = None
     if error is None and value is not ABSENT:
-        counters.count("computed")
+        request.counters.count("computed")
         try:
             data, expiry_ms = request.dumps(value)
             copy = yield from request.decode(data)
@@ -140,37 +133,52 @@ def finish(job: ComputeJob, value: Any, error: BaseException | None) -> Operatio
             error = failure
     watchdog.remove(lease)
     if error is not None or value is ABSENT:
-        if error is not None:
-            counters.count("errors")
-        if job.is_leader and not lease.inherited_by_fork:
-            if error is None or is_interruption(error):
-                yield from _release(job)
-            else:
-                yield from settle_as_failed(job, error)  # type: ignore[arg-type]
-        lease.ended = True
-        if error is None:
-            return Outcome(absent=True)
-        return Outcome(error=error, trace=error.__traceback__, shared=True)
-    outcome = Outcome(data, value if copy is MISSING else copy, shared=verdict in (b"unreachable", b"forbidden"))
-    if verdict == b"forbidden" and expiry_ms != 0:
+        return (yield from _finish_without_value(job, error))
+    outcome = Outcome(data, value if copy is MISSING else copy)
+    verdict = job.answer.verdict
+    if verdict is Verdict.FORBIDDEN and expiry_ms != 0:
         yield from _store_without_lease(job, data, expiry_ms)
+    if verdict in (Verdict.FORBIDDEN, Verdict.UNREACHABLE):  # there is no lease; the followers here get the value
+        return outcome._replace(shared=True)
     if not job.fence or lease.inherited_by_fork:
         return outcome
+    stored = yield from _store_or_ignore(job, data, expiry_ms)
+    lease.ended = True
+    return outcome._replace(shared=stored)
+
+
+def _finish_without_value(job: ComputeJob, error: BaseException | None) -> Operation[Outcome]:
+    """End the lease after an error of the computation, or because it returned no value for the key."""
+    request, lease, _ = job
+    if error is not None:
+        request.counters.count("errors")
+    if job.is_leader and not lease.inherited_by_fork:
+        if error is None or is_interruption(error):
+            yield from _release(job)
+        else:
+            yield from settle_as_failed(job, error)  # type: ignore[arg-type]
+    lease.ended = True
+    if error is None:
+        return Outcome(absent=True)
+    return Outcome(error=error, trace=error.__traceback__, shared=True)
+
+
+def _store_or_ignore(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[bool]:
+    """Store the value; return True, too, when the server does not store it and the request ignores that."""
+    request = job.request
     try:
-        stored = yield from _store(job, data, expiry_ms)
+        return (yield from _store(job, data, expiry_ms))
     except LockBackendError as failure:
-        counters.count("errors")
+        request.counters.count("errors")
         if not request.ignore_errors:
             raise
         note_logged(request.server)
-        stored = True
         if isinstance(failure.__cause__, ResponseError):  # the server answers, but stores nothing: full, or a replica
             try:
                 yield from _store(job, data, 0)
             except LockBackendError:
                 yield from _release(job)
-    lease.ended = True
-    return outcome._replace(shared=stored)
+        return True
 
 
 def _store(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[bool]:
@@ -223,7 +231,7 @@ def _log_reply(job: ComputeJob, reply: int) -> None:
 def _store_without_lease(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[None]:
     """Store the value as the base class does, on a server that refuses leases."""
     expiry = () if expiry_ms is None else (b"PX", b"%d" % expiry_ms)
-    command = (b"SET", job.request.key.encode(), data, *expiry, *(() if job.old_digest else (b"NX",)))
+    command = (b"SET", job.request.key.encode(), data, *expiry, *(() if job.answer.old_digest else (b"NX",)))
     try:
         yield from with_retries(job.lease.name, Pipeline((command,)), monotonic())
     except LockBackendError:
@@ -232,12 +240,14 @@ def _store_without_lease(job: ComputeJob, data: bytes, expiry_ms: int | None) ->
 
 
 def _store_call(job: ComputeJob, expiry_ms: bytes, data: bytes, *upload: bytes) -> ScriptCall:
-    request, lease = job.request, job.lease
+    request, lease, answer = job
     keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, request.key.encode(), *witness_keys(lease))
-    if job.old_digest or upload:
+    if answer.old_digest or upload:
         keys += (failures_key(lease), *upload)
     name, leader = lease.name.encode(), b"%d" % job.is_leader
-    return ScriptCall(SETTLE, keys, (job.fence, name, expiry_ms, job.old_digest, job.old_expires_at, data, leader))
+    return ScriptCall(
+        SETTLE, keys, (job.fence, name, expiry_ms, answer.old_digest, answer.old_expires_at, data, leader)
+    )
 
 
 def _upload(key: bytes, data: bytes) -> Pipeline:
