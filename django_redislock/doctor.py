@@ -16,12 +16,12 @@ from redis.exceptions import NoPermissionError, RedisError
 from . import conf
 from .core import Lock
 from .core.clock import monotonic
-from .core.driver.cluster import Cluster
+from .core.driver.cluster.cluster import Cluster
+from .core.driver.cluster.table import Node
 from .core.driver.registry import Client, server_of
 from .core.driver.retry import advice_for
 from .core.driver.sentinels import UnknownService
 from .core.driver.server import Server
-from .core.driver.slot_table import Node
 from .core.keys import literal
 from .core.operations import renew_call
 from .core.renewals import ask

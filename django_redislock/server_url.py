@@ -10,7 +10,7 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import parse_url
 from redis.sentinel import Sentinel
 
-from .core.driver.connection_kinds import settings_of
+from .core.driver.kinds import settings_of
 
 
 class UnknownOption(ValueError):

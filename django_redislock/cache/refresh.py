@@ -26,8 +26,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from ..core.driver.async_server import async_server_of
-from ..core.driver.fork import after_in_child
 from ..core.driver.os_threads import start_here
+from ..core.driver.process import after_in_child
 from ..core.events import log
 from ..core.keys import new_id
 from .async_calls import ends_with_its_call

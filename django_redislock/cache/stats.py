@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from django.conf import settings
 
-from ..core.driver.fork import after_in_child
+from ..core.driver.process import after_in_child
 
 CounterName = Literal[
     "hits",

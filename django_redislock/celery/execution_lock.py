@@ -26,10 +26,9 @@ from ..core import events, operations, scripts
 from ..core.base import MESSAGES
 from ..core.clock import monotonic
 from ..core.driver import process
-from ..core.driver.effects import Operation, ScriptCall
+from ..core.driver.effects import Operation, Script, ScriptCall
 from ..core.driver.replicated import unconfirmed_grant
 from ..core.driver.retry import with_retries
-from ..core.driver.script import Script
 from ..core.driver.server import Server
 from ..core.keys import LockKeys, lock_keys, milliseconds, record
 from ..core.lease import Lease

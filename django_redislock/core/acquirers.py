@@ -18,7 +18,7 @@ from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 from ..exceptions import LockError, LockLost, LossRecord, NotAcquired
 from . import events
 from .driver.effects import Operation, Sleep
-from .driver.fork import after_in_child
+from .driver.process import after_in_child
 from .driver.server import Server
 from .keys import LockKeys
 from .lease import Lease

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from . import scripts
 from .clock import monotonic
-from .driver.by_slot import Missing, by_slot
+from .driver.cluster.by_slot import Missing, by_slot
 from .driver.effects import Operation, ScriptCall
 from .driver.registry import Client, server_of
 from .driver.server import Server

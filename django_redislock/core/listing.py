@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from . import operations, scripts
 from .clock import monotonic
-from .driver.by_slot import Missing
+from .driver.cluster.by_slot import Missing
 from .driver.effects import Operation, ScriptCall
 from .driver.interleave import interleave
 from .driver.registry import Client, server_of

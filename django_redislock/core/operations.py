@@ -15,11 +15,10 @@ from redis.exceptions import RedisError, TimeoutError
 from ..exceptions import AlreadyAcquired, LockBackendError
 from . import events, scripts
 from .clock import monotonic
-from .driver.by_slot import Missing, by_slot
-from .driver.effects import Operation, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
+from .driver.cluster.by_slot import Missing, by_slot
+from .driver.effects import Operation, Script, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
 from .driver.replicated import unconfirmed_grant
 from .driver.retry import with_retries
-from .driver.script import Script
 from .driver.server import Server
 from .keys import BUCKETS, LockKeys, held_keys, milliseconds, new_id, witness_key
 from .lease import Lease

@@ -18,7 +18,7 @@ from ..exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, Lock
 from . import events, operations
 from .acquirers import Acquirers, CallerView, chain, holders
 from .clock import monotonic
-from .driver.cluster import is_same
+from .driver.cluster.cluster import is_same
 from .driver.effects import Operation
 from .driver.registry import server_of
 from .driver.server import Server

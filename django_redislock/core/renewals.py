@@ -15,7 +15,7 @@ from redis.exceptions import ClusterCrossSlotError, NoScriptError, RedisError
 from . import events
 from .clock import monotonic
 from .driver import os_threads
-from .driver.by_slot import is_crossing, split
+from .driver.cluster.by_slot import is_crossing, split
 from .driver.effects import ScriptBatch, ScriptCall
 from .lease import Cause, Lease
 from .loss import cause_call, causes_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .driver.script import Script
+from .driver.effects import Script
 
 ACQUIRE = Script(
     *("acquire", "index", "expiry", "take", "quick", "handover", "counts", "turns"),

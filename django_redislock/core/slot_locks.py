@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from ..exceptions import LockBackendError
 from .clock import monotonic
-from .driver.cluster import Cluster
+from .driver.cluster.cluster import Cluster
 from .driver.effects import At, Operation, Pipeline
 from .driver.retry import with_retries
 from .driver.server import Server

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from . import events
 from .clock import monotonic
 from .driver import os_threads
-from .driver.fork import after_in_child
 from .driver.os_threads import Slot
+from .driver.process import after_in_child
 from .lease import Lease
 from .renewals import Renewals, acquirer_ended, patience_of, report, report_not_renewed
 

@@ -12,7 +12,7 @@ from redis.asyncio.connection import AbstractConnection
 
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.cluster import Cluster
+from django_redislock.core.driver.cluster.cluster import Cluster
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from tests.support import BUSY, async_client_at, queued, until

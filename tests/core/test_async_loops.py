@@ -16,7 +16,7 @@ from django_redislock import NotAcquired
 from django_redislock.core import AsyncLock, AsyncRLock, Lock, held_locks
 from django_redislock.core.driver import wakeups_tasks
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.cluster import Cluster
+from django_redislock.core.driver.cluster.cluster import Cluster
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from tests.support import (

@@ -13,7 +13,7 @@ from redis import exceptions
 from redis.asyncio import Redis as AsyncRedis
 
 import django_redislock
-from django_redislock.core.driver.connection_kinds import (
+from django_redislock.core.driver.kinds import (
     close_at_once,
     is_at_end,
     new_async_connection,
@@ -44,7 +44,7 @@ def private_parts_in(path: Path) -> set[str]:
 
 def test_one_module_uses_the_private_parts_of_redis_py_and_they_are_all_named_here():
     found = {path.relative_to(PACKAGE).as_posix(): private_parts_in(path) for path in PACKAGE.rglob("*.py")}
-    assert {name: parts for name, parts in found.items() if parts} == {"core/driver/connection_kinds.py": PRIVATE}
+    assert {name: parts for name, parts in found.items() if parts} == {"core/driver/kinds.py": PRIVATE}
 
 
 def test_the_socket_of_a_connection_is_there_while_it_is_connected(redis_url):

@@ -8,30 +8,30 @@ from pathlib import Path
 import pytest
 
 import django_redislock
-from django_redislock.core.driver import fork
+from django_redislock.core.driver import process
 
 
 def test_the_resets_run_in_their_order_whatever_the_order_of_the_imports(monkeypatch):
     ran = []
-    monkeypatch.setattr(fork, "_resets", {})
-    for name in sorted(fork.ORDER):
-        fork.after_in_child(name, lambda name=name: ran.append(name))
-    fork._reset_all()
-    assert ran == list(fork.ORDER)
+    monkeypatch.setattr(process, "_resets", {})
+    for name in sorted(process.ORDER):
+        process.after_in_child(name, lambda name=name: ran.append(name))
+    process._reset_all()
+    assert ran == list(process.ORDER)
 
 
 def test_an_error_in_one_reset_is_raised_after_the_others(monkeypatch):
     ran = []
-    monkeypatch.setattr(fork, "_resets", {name: lambda name=name: ran.append(name) for name in fork.ORDER})
-    fork.after_in_child(fork.ORDER[1], lambda: 1 / 0)
+    monkeypatch.setattr(process, "_resets", {name: lambda name=name: ran.append(name) for name in process.ORDER})
+    process.after_in_child(process.ORDER[1], lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        fork._reset_all()
-    assert ran == [fork.ORDER[0], *fork.ORDER[2:]]
+        process._reset_all()
+    assert ran == [process.ORDER[0], *process.ORDER[2:]]
 
 
 def test_a_reset_without_a_place_in_the_order_is_refused():
     with pytest.raises(ValueError, match="'other' is not in the order"):
-        fork.after_in_child("other", lambda: None)
+        process.after_in_child("other", lambda: None)
 
 
 def test_the_order_names_the_resets_that_there_are():
@@ -40,4 +40,4 @@ def test_the_order_names_the_resets_that_there_are():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "after_in_child":
                 names.append(ast.literal_eval(node.args[0]))
-    assert sorted(names) == sorted(fork.ORDER)
+    assert sorted(names) == sorted(process.ORDER)

@@ -13,9 +13,8 @@ import redis
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.effects import Pipeline, ScriptBatch, ScriptCall
-from django_redislock.core.driver.primary import NotPrimary
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.driver.resp import Replies
+from django_redislock.core.driver.resp import NotPrimary, Replies
 from django_redislock.core.lease import Lease
 from django_redislock.core.operations import release_call, renew_call
 from django_redislock.exceptions import LockBackendError, LockLost

@@ -13,8 +13,7 @@ from redis.exceptions import InvalidResponse, NoScriptError, ResponseError, Time
 from django_redislock.core.driver import resp
 from django_redislock.core.driver.connection import Connection
 from django_redislock.core.driver.effects import ScriptCall
-from django_redislock.core.driver.primary import NotPrimary
-from django_redislock.core.driver.resp import Incomplete, Replies, encode_command
+from django_redislock.core.driver.resp import Incomplete, NotPrimary, Replies, encode_command
 from django_redislock.core.scripts import COUNT
 
 

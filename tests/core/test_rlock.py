@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 
 from django_redislock.core import AsyncRLock, Lock, RLock
-from django_redislock.core.driver.place import place_of
+from django_redislock.core.driver.kinds import place_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockLost, NotAcquired

@@ -16,7 +16,7 @@ from django_redislock import conf
 from django_redislock.celery.execution_lock import Delivery
 from django_redislock.celery.options import complete
 from django_redislock.core import AsyncLock, AsyncRLock, Lock, RLock
-from django_redislock.core.driver import refusal
+from django_redislock.core.driver import wakeups
 from django_redislock.core.driver.registry import server_of
 from tests.support import RedisServer, counting, lived, queued, wait_until
 from tests.support.cache_programs import cache_at
@@ -195,7 +195,7 @@ def test_many_who_wait_share_their_looks(admin: redis.Redis, as_user: Any) -> No
 def test_with_the_right_granted_wake_ups_arrive_again(
     admin: redis.Redis, as_user: Any, user: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(refusal, "REFUSED_FOR", 0.5)
+    monkeypatch.setattr(wakeups, "REFUSED_FOR", 0.5)
     client = as_user()
     room = server_of(client).room
     with Lock(admin, "a", expire=30):

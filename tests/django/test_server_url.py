@@ -5,8 +5,7 @@ from django.core.exceptions import ImproperlyConfigured
 from redis.sentinel import SentinelManagedSSLConnection
 
 from django_redislock import conf, get_client
-from django_redislock.core.driver.connection_kinds import settings_of
-from django_redislock.core.driver.place import place_of
+from django_redislock.core.driver.kinds import place_of, settings_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.server_url import client_from_url
 

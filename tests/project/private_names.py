@@ -20,7 +20,7 @@ class Private(NamedTuple):
     without: str
 
 
-KINDS = ("core/driver/connection_kinds.py",)
+KINDS = ("core/driver/kinds.py",)
 LOUD = "an AttributeError or ImportError names it at the first use"
 PAGES = ("cache/pages.py",)
 DJANGOS = ("cache/backends/django_backend.py",)

@@ -9,10 +9,10 @@ from typing import Any
 
 from redis.exceptions import AskError, MovedError, RedisError, TryAgainError
 
-from django_redislock.core.driver.cluster import RETRY_FOR_BY_CLUSTER, operation_of
+from django_redislock.core.driver.cluster.cluster import RETRY_FOR_BY_CLUSTER, operation_of
+from django_redislock.core.driver.cluster.routes import ClusterRoom, home_of, subscribe
+from django_redislock.core.driver.cluster.table import SLOTS, SlotTable, slot_of
 from django_redislock.core.driver.effects import At, AtEach, ScriptBatch, ScriptCall, Subscribe
-from django_redislock.core.driver.routes import ClusterRoom, home_of, subscribe
-from django_redislock.core.driver.slot_table import SLOTS, SlotTable, slot_of
 from django_redislock.exceptions import LockBackendError, LockError
 
 from .driver import Room, Thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from django_redislock.core.driver.script import Script
+from django_redislock.core.driver.effects import Script
 
 Planted = Callable[[], AbstractContextManager[None]]
 

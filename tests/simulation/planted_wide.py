@@ -7,8 +7,9 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from django_redislock.core import quorum_attempt, quorum_parts, scripts
-from django_redislock.core.driver import replicated, routes, slot_table
-from django_redislock.core.driver.slot_table import SlotTable
+from django_redislock.core.driver import replicated
+from django_redislock.core.driver.cluster.cluster import routes, table
+from django_redislock.core.driver.cluster.table import SlotTable
 from django_redislock.core.operations import AcquireRequest
 from django_redislock.core.quorum_attempt import PartRequest, QuorumAttempt
 from django_redislock.core.quorum_lease import QuorumLease
@@ -81,6 +82,6 @@ REPLICAS: dict[str, Planted] = {
 }
 CLUSTER: dict[str, Planted] = {
     "a call does not follow its slot": lambda: attribute(SlotTable, "redirect", _moved_to_nobody),
-    "an empty table replaces a better one": lambda: attribute(slot_table, "slots_in", lambda reply: slot_table.SLOTS),
+    "an empty table replaces a better one": lambda: attribute(table, "slots_in", lambda reply: table.SLOTS),
     "a slot that moves is an error": lambda: attribute(routes, "NotNow", RedisError),
 }

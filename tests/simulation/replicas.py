@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from django_redislock.core.driver.effects import Effect, Operation, ScriptCall
-from django_redislock.core.driver.primary import NotPrimary
 from django_redislock.core.driver.replicated import ReplicatedServer, Wait, grants, judged, with_wait
+from django_redislock.core.driver.resp import NotPrimary
 
 from .history import FAULTS_UNTIL
 from .hosts import Host

@@ -10,7 +10,7 @@ import redis
 
 from django_redislock.celery.execution_lock import DONE, LEAVE
 from django_redislock.core import RLock, scripts
-from django_redislock.core.driver.script import Script
+from django_redislock.core.driver.effects import Script
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
 from tests.simulation.cache import Change, Get

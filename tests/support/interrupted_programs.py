@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from django_redislock.core import Lock
-from django_redislock.core.driver.cluster import Cluster
+from django_redislock.core.driver.cluster.cluster import Cluster
 from django_redislock.core.driver.registry import server_of
 from tests.support import client_at, queued, say, wait_until
 from tests.support.cache_programs import cache_at

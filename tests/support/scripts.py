@@ -4,7 +4,7 @@ from importlib import import_module
 
 import redis
 
-from django_redislock.core.driver.script import Script
+from django_redislock.core.driver.effects import Script
 
 HOMES = ["core.scripts", "cache.lease.obtain", "cache.lease.store", "celery.execution_lock"]
 

@@ -15,7 +15,7 @@ from redis.commands.helpers import list_or_args
 from redis.exceptions import ClusterCrossSlotError
 
 from ...core import events
-from ...core.driver.by_slot import is_crossing
+from ...core.driver.cluster.by_slot import is_crossing
 from ...core.driver.registry import server_of
 from ...core.driver.server import Server
 from ..async_calls import call_any

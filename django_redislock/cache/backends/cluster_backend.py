@@ -21,9 +21,8 @@ from redis.cluster import REDIS_ALLOWED_KEYS, ClusterNode
 from redis.connection import parse_url
 from redis.exceptions import ClusterError, ConnectionError, RedisClusterException, RedisError, ResponseError
 
-from ...core.driver.connection_kinds import find_new_addresses
-from ...core.driver.fork import after_in_child
-from ...core.driver.identity import identity
+from ...core.driver.kinds import find_new_addresses, identity
+from ...core.driver.process import after_in_child
 from .django_redis_backend import RedisCache
 
 F = TypeVar("F", bound=Callable[..., Any])

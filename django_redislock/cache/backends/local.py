@@ -12,7 +12,7 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.cache.backends.dummy import DummyCache as DjangosDummyCache
 from django.core.cache.backends.locmem import LocMemCache as DjangosLocMemCache
 
-from ...core.driver.fork import after_in_child
+from ...core.driver.process import after_in_child
 from ...core.driver.server import Server
 from ..compute_once import ComputeOnceMixin
 from ..invalidation import InvalidatingMixin

@@ -24,11 +24,10 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from ...core.clock import monotonic
-from ...core.driver.by_slot import is_crossing
-from ...core.driver.effects import Operation, Pipeline, RunAt, ScriptCall, Sleep, Subscribe, Unsubscribe
+from ...core.driver.cluster.by_slot import is_crossing
+from ...core.driver.effects import Operation, Pipeline, RunAt, Script, ScriptCall, Sleep, Subscribe, Unsubscribe
 from ...core.driver.registry import living_servers
 from ...core.driver.retry import with_retries, with_retries_each
-from ...core.driver.script import Script
 from ...core.driver.server import Server
 from ...core.keys import milliseconds, record
 from ...core.operations import release_call, wait_effect

@@ -21,10 +21,10 @@ from redis.exceptions import ClusterCrossSlotError, NoPermissionError
 
 from ...core import events
 from ...core.clock import monotonic
+from ...core.driver.cluster.table import SLOTS, slot_of
 from ...core.driver.effects import CallAside, Operation, Pipeline
 from ...core.driver.retry import with_retries
 from ...core.driver.server import Server
-from ...core.driver.slot_table import SLOTS, slot_of
 from ...core.keys import BUCKETS, LockKeys, lock_keys, new_id
 from ...core.lease import Lease
 from ...core.slot_locks import keys_in

@@ -19,7 +19,7 @@ from asgiref.sync import SyncToAsync
 from ...core import events
 from ...core.clock import monotonic
 from ...core.driver.effects import Operation, WaitForFuture
-from ...core.driver.fork import after_in_child
+from ...core.driver.process import after_in_child
 from ...core.driver.server import Server
 from ...exceptions import AcquireTimeout, LockBackendError
 from .obtain import get_or_compute

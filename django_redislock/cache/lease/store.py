@@ -12,11 +12,10 @@ from redis.exceptions import RedisError, ResponseError
 
 from ...core import events
 from ...core.clock import monotonic
-from ...core.driver.by_slot import is_crossing
-from ...core.driver.effects import Invoke, Operation, Pipeline, ScriptBatch, ScriptCall, T
+from ...core.driver.cluster.by_slot import is_crossing
+from ...core.driver.effects import Invoke, Operation, Pipeline, Script, ScriptBatch, ScriptCall, T
 from ...core.driver.interleave import interleave
 from ...core.driver.retry import with_retries
-from ...core.driver.script import Script
 from ...core.driver.server import Server
 from ...core.keys import LockKeys, held_keys, lock_keys, witness_key
 from ...core.operations import names, release_call

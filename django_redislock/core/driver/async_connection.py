@@ -19,11 +19,10 @@ from typing import Any
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
 
 from .. import events
-from . import unanswered
-from .connection_kinds import close_at_once, transport_of
+from . import connection as for_threads
 from .effects import ScriptCall, undo_after
-from .primary import NotPrimary
-from .resp import Incomplete, Replies
+from .kinds import close_at_once, transport_of
+from .resp import Incomplete, NotPrimary, Replies
 
 UNSENT = (
     "The event loop ended while Redis did not answer, before everything was sent: locks that its tasks acquired or "
@@ -106,7 +105,7 @@ class AsyncConnection(asyncio.Protocol):
         if self.idle:
             close_at_once(self._redis_connection)
         elif self._abort_later is None:
-            self._abort_later = self._loop.call_later(self._patience + unanswered.DRAIN_FOR, self.abort)
+            self._abort_later = self._loop.call_later(self._patience + for_threads.DRAIN_FOR, self.abort)
 
     def leave(self) -> None:
         """Close the connection because the loop ends; a thread waits for the replies that are still to come.
@@ -121,7 +120,7 @@ class AsyncConnection(asyncio.Protocol):
             encrypted = self._transport.get_extra_info("ssl_object") is not None
             try:
                 own = socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
-                unanswered.close_when_answered(own, b"", None if encrypted else self._replies, len(self._pending))
+                for_threads.close_when_answered(own, b"", None if encrypted else self._replies, len(self._pending))
             except OSError:
                 unsent = 1
             else:

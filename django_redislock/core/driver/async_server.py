@@ -15,7 +15,6 @@ from redis.exceptions import ConnectionError, RedisError
 from .. import events
 from ..clock import monotonic
 from .async_connection import AsyncConnection, SharedConnection
-from .connection_kinds import close_at_once, is_at_end, new_async_connection
 from .effects import (
     CallAside,
     Effect,
@@ -31,8 +30,8 @@ from .effects import (
     WaitForFuture,
     WaitForWakeup,
 )
-from .primary import NotPrimary
-from .resp import encode_command
+from .kinds import close_at_once, is_at_end, new_async_connection
+from .resp import NotPrimary, encode_command
 from .server import Server
 from .wakeups_tasks import AsyncWaitingRoom
 

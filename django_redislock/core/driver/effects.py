@@ -1,4 +1,4 @@
-"""The effects that an operation asks its driver for.
+"""The effects that an operation asks its driver for, and the Lua scripts that most of them run.
 
 An algorithm is written once, without I/O, for threads and for asyncio: as an operation, a generator that yields
 effects. Its driver carries out each effect (it runs a `ScriptCall`, sleeps for a `WaitForWakeup`, …) and sends the
@@ -7,15 +7,42 @@ result into the generator, or throws the error into it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from functools import lru_cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple, TypeVar
 
 from redis.exceptions import ConnectionError, ResponseError
 
 from .resp import PART, encode_command, with_sizes
-from .script import Script
+
+LOCK_SCRIPTS = files(__package__.rpartition(".")[0]) / "lua"
+
+
+class Script:
+    """One Lua script: the texts of the parts that it uses, followed by the text of its own file.
+
+    The files are in the folder ``lua`` of the package `home`, or of the lock. `granted` takes a reply and returns
+    whether it grants or renews a lock; it is None for a script that does neither.
+    """
+
+    def __init__(self, name: str, *parts: str, home: str = "", granted: Callable[[Any], bool] | None = None) -> None:
+        folders = [files(home) / "lua", LOCK_SCRIPTS] if home else [LOCK_SCRIPTS]
+        self.name = name
+        self.granted = granted
+        self.text = b"".join(_read(part, folders) for part in ("lib", *parts, name))
+        self.sha = hashlib.sha1(self.text, usedforsecurity=False).hexdigest().encode()
+
+    def __repr__(self) -> str:
+        return f"<Script {self.name}>"
+
+
+def _read(part: str, folders: list[Traversable]) -> bytes:
+    found = [path for folder in folders if (path := folder / f"{part}.lua").is_file()]
+    return found[0].read_bytes()
 
 
 class ScriptCall:

@@ -16,7 +16,7 @@ from weakref import ref
 from .. import events
 from ..clock import monotonic
 from . import os_threads
-from .fork import after_in_child
+from .process import after_in_child
 
 IDLE = 60.0
 """Seconds after which an unused connection is closed."""

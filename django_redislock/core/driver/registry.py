@@ -10,14 +10,12 @@ from weakref import ref
 from redis import Redis, RedisCluster
 from redis.asyncio import Redis as AsyncRedis, RedisCluster as AsyncRedisCluster
 
-from . import async_cluster
-from .cluster import Cluster
-from .fork import after_in_child
-from .identity import identity
+from .cluster.cluster import Cluster
+from .kinds import identity
+from .process import after_in_child
 from .replicated import ReplicatedServer
 from .server import Server
 
-Cluster.view_kind = async_cluster.AsyncCluster
 Client = Redis | AsyncRedis | RedisCluster | AsyncRedisCluster
 
 _by_pool: weakref.WeakKeyDictionary[Any, Server] = weakref.WeakKeyDictionary()

@@ -14,11 +14,10 @@ from typing import Any
 from redis.exceptions import NoScriptError, RedisError
 
 from .async_server import AsyncServer
+from .cluster.table import Node
 from .effects import Call, Effect, ScriptBatch, ScriptCall
-from .primary import NotPrimary
-from .resp import encode_command
+from .resp import NotPrimary, encode_command
 from .server import Server
-from .slot_table import Node
 
 CONFIRM_WITHIN = 0.5
 """Seconds that replicas have, and half of the time in which the reply must come at most."""

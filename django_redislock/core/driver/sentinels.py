@@ -18,9 +18,8 @@ from redis.sentinel import Sentinel
 from ..clock import monotonic
 from . import os_threads
 from .connection import Connection, new_connection
-from .connection_kinds import forced_host, settings_of
 from .effects import Pipeline
-from .identity import identity, inherited_settings
+from .kinds import forced_host, identity, inherited_settings, settings_of
 
 ASK_FOR = 0.5
 """Seconds."""

@@ -24,7 +24,6 @@ from .. import events
 from ..clock import monotonic
 from . import idle, os_threads, retry
 from .connection import Connection, new_connection
-from .connection_kinds import settings_of, sync_connection_kind
 from .effects import (
     CallAside,
     Effect,
@@ -40,12 +39,11 @@ from .effects import (
     WaitForFuture,
     WaitForWakeup,
 )
-from .identity import inherited_settings
-from .place import place_of
+from .kinds import inherited_settings, place_of, settings_of, sync_connection_kind
 from .pool import ConnectionPool
-from .primary import NotPrimary
-from .refusal import Refusal
+from .resp import NotPrimary
 from .sentinels import SentinelService
+from .wakeups import Refusal
 from .wakeups_threads import WaitingRoom
 
 DEFAULT_TIMEOUT = 5.0

@@ -14,8 +14,8 @@ from ..clock import monotonic
 from . import os_threads
 from .async_server import async_server_of
 from .effects import Operation
-from .fork import after_in_child
 from .os_threads import Slot
+from .process import after_in_child
 from .server import Server
 
 GRACE = 0.01

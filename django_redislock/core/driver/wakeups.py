@@ -4,8 +4,8 @@ A waiter sleeps until a message with its id arrives on the channel of its proces
 connection breaks, or the process that was served first is frozen. So for each lock one waiter of the process polls: it
 also tries when the lock expires, and twice a second. Where many processes wait, each of them tries more rarely.
 
-A user of Redis may lack the right to subscribe. Then no message arrives, and each waiter looks: it tries again and
-again, after pauses that grow.
+A user of Redis may lack the right to subscribe, or a proxy may refuse it. Then no message arrives, and each waiter
+looks: it tries again and again, after pauses that grow.
 """
 
 from __future__ import annotations
@@ -21,11 +21,39 @@ from weakref import ref
 
 from redis.exceptions import ConnectionError, RedisError, ResponseError
 
+from .. import events
 from ..clock import monotonic
 from . import process
-from .primary import check_role
-from .refusal import Refusal
-from .resp import encode_command
+from .resp import check_role, encode_command
+
+REFUSED_FOR = 60.0
+"""Seconds after which another try to subscribe is made: the user may have got the right."""
+REFUSED = (
+    "Redis, or a proxy before it, refuses SUBSCRIBE (%s). So waiters try for locks and values again and again, and get "
+    "them later. Grant +subscribe and the channels &redislock:wake:*; 'manage.py redislock doctor --acl' prints all "
+    "rights. A proxy must know channels, or locks must bypass it."
+)
+
+
+class Refusal:
+    """The refusal of a server to let its clients subscribe, shared by all waiting rooms of that server."""
+
+    def __init__(self) -> None:
+        self._until = -math.inf
+        self._reported = False
+
+    @property
+    def stands(self) -> bool:
+        """Whether the server refused SUBSCRIBE a short time ago."""
+        return monotonic() < self._until
+
+    def note(self, error: ResponseError) -> None:
+        """Note the refusal; the first one is logged."""
+        self._until = monotonic() + REFUSED_FOR
+        if not self._reported:
+            self._reported = True
+            events.log.warning(REFUSED, str(error))  # the error itself would keep frames alive
+
 
 POLL_INTERVAL = 0.5
 """Seconds between two tries without a wake-up."""

@@ -12,9 +12,8 @@ from redis.exceptions import ConnectionError, RedisError, ResponseError
 from ..clock import monotonic
 from . import idle
 from .async_connection import AsyncConnection, SharedConnection
-from .refusal import Refusal
 from .resp import encode_command
-from .wakeups import POLL_INTERVAL, BaseWaitingRoom, Keepalive, Waiter
+from .wakeups import POLL_INTERVAL, BaseWaitingRoom, Keepalive, Refusal, Waiter
 
 
 class WaitingTask(Waiter):

@@ -8,7 +8,7 @@ import redis.asyncio
 from redis.cluster import LoadBalancingStrategy
 
 from django_redislock.core import Lock, RLock
-from django_redislock.core.driver.connection_kinds import nodes_of
+from django_redislock.core.driver.kinds import nodes_of
 from django_redislock.core.driver.registry import server_of
 
 

@@ -14,9 +14,9 @@ from redis.asyncio.cluster import ClusterNode
 from django_redislock.core import Lock, held_locks, scripts
 from django_redislock.core.contention import contention
 from django_redislock.core.driver import retry
+from django_redislock.core.driver.cluster.routes import route_each
 from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.driver.routes import route_each
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.listing import list_locks
 from django_redislock.core.operations import count

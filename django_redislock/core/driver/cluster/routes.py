@@ -21,9 +21,9 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from .effects import At, AtEach, Operation, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe
-from .slot_table import Node, NotNow, SlotTable, is_unanswered, no_owner, slot_of
-from .wakeups import Waiter
+from ..effects import At, AtEach, Operation, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe
+from ..wakeups import Waiter
+from .table import Node, NotNow, SlotTable, is_unanswered, no_owner, slot_of
 
 MAX_REDIRECTIONS = 5
 """Redirections of one call before the call is repeated as for a server that cannot be reached."""

@@ -1,4 +1,5 @@
-"""redis-py's connections: of the same settings for threads and for asyncio, and all their private parts that we use.
+"""redis-py's clients and connections: what our connections inherit from a client, the same settings for threads and for
+asyncio, and all private parts of redis-py that we use.
 
 Our own code on redis-py's sockets is clearly faster than redis-py's, and only our own can be interrupted by signal
 handlers without harm. A new version of redis-py may rename a private part: then only the functions at the end of this
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
+from collections.abc import Hashable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,6 +22,38 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode
 from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError
+
+OURS = frozenset(
+    {
+        *("retry", "retry_on_error", "retry_on_timeout", "health_check_interval"),
+        *("socket_timeout", "socket_connect_timeout"),
+        *("decode_responses", "encoding", "encoding_errors", "protocol", "legacy_responses"),
+        *("maint_notifications_config", "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler"),
+        *("maintenance_state", "maintenance_notification_hash", "event_dispatcher", "himport_registry"),
+        *("orig_host_address", "orig_socket_timeout", "orig_socket_connect_timeout"),
+        *("driver_info", "lib_name", "lib_version"),  # Django's own backend makes another one for every thread
+    }
+)
+"""Settings that our connections do not inherit, as of redis-py 8.1."""
+
+
+def inherited_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a client that our connections inherit."""
+    return {key: value for key, value in settings.items() if key not in OURS}
+
+
+def identity(value: Any) -> Any:
+    """Return a hashable value that is equal for equal settings; objects are compared by their own ``==``."""
+    if isinstance(value, dict):
+        return "dict", frozenset((key, identity(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return "list", tuple(map(identity, value))
+    try:
+        hash(value)
+    except TypeError:
+        return "object", id(value)  # the id stays unique, because the server keeps the object
+    return value
+
 
 _NAMES = ("Connection", "SSLConnection", "UnixDomainSocketConnection")
 _THREADS = {getattr(for_asyncio, name): getattr(for_threads, name) for name in _NAMES}
@@ -188,3 +222,21 @@ def find_new_addresses(client: RedisCluster, addresses: list[tuple[str, int]]) -
 def parse_error(line: str) -> RedisError:
     """Return the exception for an error reply, by its first word."""
     return BaseParser.parse_error(line)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def place_of(pool: Any) -> Hashable:
+    """Return the identity of the pool's database. It is equal for two pools of one database with different settings.
+
+    It contains the number of the database and either host and port, or the path of the socket, or the service's name
+    and the places of its Sentinels. Host names are compared as they are written.
+    """
+    options = settings_of(pool)
+    database = str(options.get("db") or 0)
+    manager = getattr(pool, "sentinel_manager", None)
+    if manager is not None:
+        sentinels = frozenset(place_of(sentinel.connection_pool) for sentinel in manager.sentinels)
+        return pool.service_name, bool(pool.is_master), sentinels, database
+    path = options.get("path")
+    if path:
+        return str(path), database
+    return str(options.get("host") or "localhost"), str(options.get("port") or 6379), database

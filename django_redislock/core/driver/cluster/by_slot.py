@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ClusterCrossSlotError
 
-from ...exceptions import LockBackendError
-from .. import events
+from ....exceptions import LockBackendError
+from ... import events
+from ..effects import Operation, ScriptCall
+from ..retry import with_retries, with_retries_each
+from ..server import Server
 from .cluster import Cluster
-from .effects import Operation, ScriptCall
-from .retry import with_retries, with_retries_each
-from .server import Server
-from .slot_table import slot_of
+from .table import slot_of
 
 T = TypeVar("T")
 

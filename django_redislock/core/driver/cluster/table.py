@@ -10,11 +10,11 @@ from typing import Any
 
 from redis.exceptions import AskError, AuthenticationError, ConnectionError, MovedError, RedisError, TimeoutError
 
-from ..clock import monotonic
-from .effects import At, AtEach, Operation, Pipeline
-from .primary import NotPrimary
-from .server import Server
-from .wakeups import new_channel
+from ...clock import monotonic
+from ..effects import At, AtEach, Operation, Pipeline
+from ..resp import NotPrimary
+from ..server import Server
+from ..wakeups import new_channel
 
 SLOTS = 16384
 REFRESH_PAUSE = 0.5
