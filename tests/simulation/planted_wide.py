@@ -8,7 +8,7 @@ from redis.exceptions import RedisError
 
 from django_redislock.core import quorum_attempt, quorum_parts, scripts
 from django_redislock.core.driver import replicated
-from django_redislock.core.driver.cluster.cluster import routes, table
+from django_redislock.core.driver.cluster import routes, table
 from django_redislock.core.driver.cluster.table import SlotTable
 from django_redislock.core.operations import AcquireRequest
 from django_redislock.core.quorum_attempt import PartRequest, QuorumAttempt
