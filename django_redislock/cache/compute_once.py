@@ -23,7 +23,6 @@ from ..core.driver.registry import server_of
 from ..core.driver.server import Server
 from ..exceptions import ComputationFailed, LockBackendError
 from .async_calls import call_any, run_read
-from .backends.base import observed
 from .invalidation import InvalidatingMixin
 from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value
 from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of
@@ -62,7 +61,6 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         self._constructor_args = server, params
         super().__init__(server, {**params, "OPTIONS": self.more_options | options})  # type: ignore[call-arg]
 
-    @observed
     def get_or_set(
         self,
         key: Any,
@@ -114,33 +112,43 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         call = self._prepare(key, default, timeout, version, checked)
         if call is None:
             return self._get_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
-        request = call.request
-        server = request.server
-        caller = Caller.thread(server)
         if checked.due:
-            try:
-                reader = server_of(self._client_for(request.key, write=False))
-                data, ttl_ms = reader.run(read_value(request.key, with_ttl=True))
-            except LockBackendError as error:
-                data, ttl_ms = self._reading_failed(error)
-            value = self._loads_or_missing(request.key, data)
-            self._report_read("get", value, key, MISSING, version=version)
-            if value is not MISSING and data is not None:
-                if ttl_ms == -1 or ttl_ms > checked.due * 1000:
-                    request.counters.count("hits")
-                    return value
-                if checked.refresh == "inline":
-                    wait_s = call.wait_with_stale()
-                    return result_of(server.run(refresh_or_stale(request, caller, data, value, wait_s, call.may_hide)))
-                if checked.refresh == "thread":
-                    refresh_in_thread(request, data)
-                elif not is_refresh_paused(request):
-                    self._refresh_in_celery(call, key, default, timeout, version, data, ttl_ms)
-                request.counters.count("stale_served")
+            value = self._stored_or_refreshed(call, key, default, timeout, version)
+            if value is not MISSING:
                 return value
-        return result_of(server.run(get_value(request, caller, call.wait, call.on_wait_timeout)))
+        server = call.request.server
+        return result_of(server.run(get_value(call.request, Caller.thread(server), call.wait, call.on_wait_timeout)))
 
-    @observed
+    def _stored_or_refreshed(
+        self, call: GetOrSetCall, key: Any, default: Any, timeout: Timeout, version: int | None
+    ) -> Any:
+        """Return the stored value, MISSING if there is none. If it is due, refresh it, or have it refreshed."""
+        request, checked = call.request, call.options
+        try:
+            reader = server_of(self._client_for(request.key, write=False))
+            data, ttl_ms = reader.run(read_value(request.key, with_ttl=True))
+        except LockBackendError as error:
+            data, ttl_ms = self._reading_failed(error)
+        value = self._loads_or_missing(request.key, data)
+        self._report_read("get", value, key, MISSING, version=version)
+        if value is MISSING or data is None:
+            return MISSING
+        if ttl_ms == -1 or ttl_ms > checked.due * 1000:
+            request.counters.count("hits")
+            return value
+        if checked.refresh == "inline":
+            server = request.server
+            inline = refresh_or_stale(
+                request, Caller.thread(server), data, value, call.wait_with_stale(), call.may_hide
+            )
+            return result_of(server.run(inline))
+        if checked.refresh == "thread":
+            refresh_in_thread(request, data)
+        elif not is_refresh_paused(request):
+            self._refresh_in_celery(call, key, default, timeout, version, data, ttl_ms)
+        request.counters.count("stale_served")
+        return value
+
     async def aget_or_set(
         self,
         key: Any,

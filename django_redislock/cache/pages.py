@@ -7,7 +7,7 @@ from the cache. What the requests share about a rendering is a word (see `Said`)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from copy import copy
 from typing import Any, TypeVar, Unpack
 
@@ -95,56 +95,62 @@ def cache_page(
 
     def decorate(view: View) -> View:
         rules = _Rules(view, page_timeout=timeout, cache_alias=cache, key_prefix=key_prefix)
-
-        if iscoroutinefunction(view):
-
-            @functools.wraps(view)
-            async def async_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-                page = _Page(rules, request, stale, on_error)
-                find, store, ask = sync_to_async(page.find), sync_to_async(page.store), sync_to_async(page.ask)
-
-                async def render_once() -> Any:
-                    try:
-                        if await find() is None:
-                            await store(await view(request, *args, **kwargs))
-                    except Exception as error:
-                        page.fail(error)
-                    return await sync_to_async(page.say)()
-
-                while (asked := await ask()) is not None:
-                    key, waiting = asked
-                    all_options = options | waiting
-                    await sync_to_async(page.hear)(
-                        await page.cache.aget_or_set(key, render_once, page.said_for, **all_options)
-                    )
-                if not page.is_answered:
-                    await store(await view(request, *args, **kwargs))
-                return page.answer()
-
-            return async_view  # type: ignore[return-value]
-
-        @functools.wraps(view)
-        def sync_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-            page = _Page(rules, request, stale, on_error)
-
-            def render_once() -> Any:
-                try:
-                    if page.find() is None:
-                        page.store(view(request, *args, **kwargs))
-                except Exception as error:
-                    page.fail(error)
-                return page.say()
-
-            while (asked := page.ask()) is not None:
-                key, waiting = asked
-                page.hear(page.cache.get_or_set(key, render_once, page.said_for, **(options | waiting)))
-            if not page.is_answered:
-                page.store(view(request, *args, **kwargs))
-            return page.answer()
-
-        return sync_view  # type: ignore[return-value]
+        wrap: Any = _wrap_async if iscoroutinefunction(view) else _wrap
+        return wrap(view, functools.partial(_Page, rules, stale, on_error), options)  # type: ignore[no-any-return]
 
     return decorate
+
+
+def _wrap(
+    view: Callable[..., HttpResponseBase], new_page: Callable[[HttpRequest], _Page], options: PageOptions
+) -> Callable[..., HttpResponseBase]:
+    @functools.wraps(view)
+    def cached_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        page = new_page(request)
+
+        def render_once() -> Any:
+            try:
+                if page.find() is None:
+                    page.store(view(request, *args, **kwargs))
+            except Exception as error:
+                page.fail(error)
+            return page.say()
+
+        while (asked := page.ask()) is not None:
+            key, waiting = asked
+            page.hear(page.cache.get_or_set(key, render_once, page.said_for, **(options | waiting)))
+        if not page.is_answered:
+            page.store(view(request, *args, **kwargs))
+        return page.answer()
+
+    return cached_view
+
+
+def _wrap_async(
+    view: Callable[..., Awaitable[HttpResponseBase]], new_page: Callable[[HttpRequest], _Page], options: PageOptions
+) -> Callable[..., Awaitable[HttpResponseBase]]:
+    @functools.wraps(view)
+    async def cached_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        page = new_page(request)
+        find, store, ask = sync_to_async(page.find), sync_to_async(page.store), sync_to_async(page.ask)
+
+        async def render_once() -> Any:
+            try:
+                if await find() is None:
+                    await store(await view(request, *args, **kwargs))
+            except Exception as error:
+                page.fail(error)
+            return await sync_to_async(page.say)()
+
+        while (asked := await ask()) is not None:
+            key, waiting = asked
+            said = await page.cache.aget_or_set(key, render_once, page.said_for, **(options | waiting))
+            await sync_to_async(page.hear)(said)
+        if not page.is_answered:
+            await store(await view(request, *args, **kwargs))
+        return page.answer()
+
+    return cached_view
 
 
 class _Rules(CacheMiddleware):
@@ -156,7 +162,7 @@ class _Rules(CacheMiddleware):
 class _Page:
     """The answer to one request, by Django's rules: a page, or the error of the view."""
 
-    def __init__(self, rules: _Rules, request: HttpRequest, stale: float, on_error: str | None) -> None:
+    def __init__(self, rules: _Rules, stale: float, on_error: str | None, request: HttpRequest) -> None:
         if not hasattr(request, "META"):
             raise TypeError("cache_page didn't receive an HttpRequest: decorate methods with @method_decorator")
         self.rules = copy(rules)
