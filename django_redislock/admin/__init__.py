@@ -23,9 +23,17 @@ from ..inventory import cause_of, find
 from ..models import HeldLock, decode_key
 from ..texts import visible
 from . import contention, display
-from .filters import AgeFilter, ConnectionFilter, HostFilter, KindFilter, StateFilter, TaskFilter
 from .force_release import ForceRelease, confirmation_page, fill_in_names, history_entry, selection_value
-from .queryset import HeldLocks, read_waiters
+from .queryset import (
+    AgeFilter,
+    ConnectionFilter,
+    HeldLocks,
+    HostFilter,
+    KindFilter,
+    StateFilter,
+    TaskFilter,
+    read_waiters,
+)
 
 if TYPE_CHECKING:
     from django.contrib.admin.views.main import ChangeList

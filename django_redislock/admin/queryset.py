@@ -1,4 +1,4 @@
-"""The held locks for the admin's change list, with the methods of a QuerySet that it calls."""
+"""The held locks for the admin's change list, with the methods of a QuerySet that it calls, and the list's filters."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
+from django.contrib import admin
 from django.core.exceptions import ImproperlyConfigured
+from django.http import HttpRequest
 from django.utils.functional import cached_property
+from django.utils.translation import gettext, gettext_lazy as _
 
+from ..connections import clients
 from ..core import LockInfo
 from ..core.records import StoredLock
 from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, Listing, queue, read
 from ..models import HeldLock, encode_key
 from ..task_names import task_of
+from ..texts import duration, visible
+
+if TYPE_CHECKING:
+    from django.contrib.admin.views.main import ChangeList
 
 
 def renewal_is_late(lock: LockInfo | HeldLock) -> bool:
@@ -158,3 +166,92 @@ def read_waiters(lock: HeldLock) -> HeldLock:
         with suppress(ImproperlyConfigured, LockBackendError):
             lock.queue = queue(lock.connection, lock.name)
     return lock
+
+
+class KindFilter(admin.SimpleListFilter):
+    title = _("kind")
+    parameter_name = "kind"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        return HeldLock._meta.get_field("kind").choices
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(kind=self.value())
+
+
+class ConnectionFilter(admin.SimpleListFilter):
+    title = _("connection")
+    parameter_name = "connection"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        try:
+            found, failed = clients()
+        except ImproperlyConfigured:  # reading the locks reports it
+            return []
+        names = [*found, *failed]
+        return [(name, name) for name in names] if len(names) > 1 else []
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(connection=self.value())
+
+
+class StateFilter(admin.SimpleListFilter):
+    title = _("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        return [("renewed", _("renewing")), ("expiring", _("expiring soon")), ("unrenewed", _("not renewed"))]
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(state=self.value())
+
+
+class AgeFilter(admin.SimpleListFilter):
+    title = _("age")
+    parameter_name = "older"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        return [
+            (str(seconds), gettext("more than %(time)s") % {"time": duration(seconds)})
+            for seconds in (60, 600, 3600, 86400)
+        ]
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        seconds = self.value()
+        return queryset.filter(older=float(seconds)) if seconds and seconds in dict(self.lookup_choices) else queryset
+
+
+class FoundFilter(admin.SimpleListFilter):
+    """Offers the values of the locks that were read for the page, so that Redis is read only once."""
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        return []
+
+    def has_output(self) -> bool:
+        return True
+
+    def choices(self, changelist: ChangeList) -> Iterator[Any]:
+        self.lookup_choices = [(value, visible(value)) for value in sorted(self.found(changelist.queryset))]
+        return super().choices(changelist)
+
+    def found(self, locks: Any) -> set[str]:
+        raise NotImplementedError
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(**{str(self.parameter_name): self.value()})
+
+
+class TaskFilter(FoundFilter):
+    title = _("task")
+    parameter_name = "task"
+
+    def found(self, locks: Any) -> set[str]:
+        return locks.tasks  # type: ignore[no-any-return]
+
+
+class HostFilter(FoundFilter):
+    title = _("host")
+    parameter_name = "host"
+
+    def found(self, locks: Any) -> set[str]:
+        return locks.hosts  # type: ignore[no-any-return]

@@ -143,10 +143,9 @@ def check_tasks() -> list[CheckMessage]:
             for name, task in tasks.items()
             if isinstance(getattr(task, "single_instance", None), Mapping)
         ]
-        found += [message for task in tasks.values() for message in _check_expire(app, task)]
-        found += [message for task in tasks.values() for message in _check_super(task)]
-        found += [message for task in tasks.values() for message in _check_key(task)]
-        found += [message for task in tasks.values() for message in _check_tenant(task)]
+        for task in tasks.values():
+            if isinstance(task, SingleInstanceMixin):
+                found += [*_check_expire(app, task), *_check_super(task), *_check_key(task), *_check_tenant(task)]
     return found + [
         Error(
             f"{declaration.function} is marked with @single_instance, but no task was made from it.",
@@ -158,10 +157,8 @@ def check_tasks() -> list[CheckMessage]:
     ]
 
 
-def _check_expire(app: Celery, task: Any) -> list[CheckMessage]:
+def _check_expire(app: Celery, task: SingleInstanceMixin) -> list[CheckMessage]:
     """Report a task that may still run when its lock has expired."""
-    if not isinstance(task, SingleInstanceMixin):
-        return []
     options, limit = task._options, task.time_limit or app.conf.task_time_limit
     if options.auto_renewal or options.scope == "queued" or not limit or limit <= options.expire:
         return []
@@ -174,9 +171,9 @@ def _check_expire(app: Celery, task: Any) -> list[CheckMessage]:
     ]
 
 
-def _check_key(task: Any) -> list[CheckMessage]:
+def _check_key(task: SingleInstanceMixin) -> list[CheckMessage]:
     """Report a task that the key of the settings does not fit; the decorator has checked a key of the task itself."""
-    if not isinstance(task, SingleInstanceMixin) or "key" in task._given_options:
+    if "key" in task._given_options:
         return []
     try:
         check_parameters(task._options.key, task.run)
@@ -191,21 +188,18 @@ def _check_key(task: Any) -> list[CheckMessage]:
     return []
 
 
-def _check_tenant(task: Any) -> list[CheckMessage]:
+def _check_tenant(task: SingleInstanceMixin) -> list[CheckMessage]:
     """Report a task whose tenant cannot be imported."""
     try:
-        if isinstance(task, SingleInstanceMixin):
-            task._options.get_tenant  # noqa: B018 - it is imported
+        task._options.get_tenant  # noqa: B018 - it is imported
     except ImproperlyConfigured as error:
         hint = f"Correct {conf.NAME}['CELERY']['TENANT'], or the task's own option."
         return [Error(f"The task {task.name} has no key. {error}", hint=hint, id="redislock.E014")]
     return []
 
 
-def _check_super(task: Any) -> list[CheckMessage]:
+def _check_super(task: SingleInstanceMixin) -> list[CheckMessage]:
     """Report a task whose class overrides a method of ours and does not call it."""
-    if not isinstance(task, SingleInstanceMixin):
-        return []
     ours = SingleInstanceMixin.__mro__
     found: list[CheckMessage] = []
     for kind in type(task).__mro__:

@@ -76,6 +76,12 @@ def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool =
         _release(sender._lock_of_message(request.id, header(request, KEY_HEADER), request))
 
 
+def _lock_of_run(task: SingleInstanceMixin, request: Any) -> ExecutionLock:
+    """Return the lock of a run in another process. Raises TypeError when its arguments have no key."""
+    name = lock_name(task.name, task._key_of(request.args, request.kwargs, request))
+    return task._running_lock(name, task._options, request, (), {})
+
+
 def end_from_outside(task: SingleInstanceMixin, request: Any) -> None:
     """Let no lock remain of a message whose run is ended from outside of its process, and which does not come again.
 
@@ -83,8 +89,7 @@ def end_from_outside(task: SingleInstanceMixin, request: Any) -> None:
     """
     if task._options.scope == "job" and task.acks_late:
         with suppress(TypeError):  # without a key it had no lock
-            name = lock_name(task.name, task._key_of(request.args, request.kwargs, request))
-            lock = task._running_lock(name, task._options, request, (), {})
+            lock = _lock_of_run(task, request)
             _tell(
                 partial(lock.mark_processed, task._marker_expire),
                 "Could not record that %s was terminated, so its lock may stay until it expires: %s",
@@ -103,10 +108,8 @@ def _on_retry_of_a_lost_process(sender: Any = None, request: Any = None, reason:
     if not killed or not isinstance(sender, SingleInstanceMixin) or sender._options.scope != "job":
         return
     with suppress(TypeError):  # without a key it had no lock
-        options = sender._options
-        name = lock_name(sender.name, sender._key_of(request.args, request.kwargs, request))
-        lock = sender._running_lock(name, options, request, (), {})
-        seconds = waiting_expire(sender.app, options.queue_life, reason.when, None, None)
+        lock = _lock_of_run(sender, request)
+        seconds = waiting_expire(sender.app, sender._options.queue_life, reason.when, None, None)
 
         def keep() -> None:
             holder = lock.owner()
