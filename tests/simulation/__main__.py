@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -15,6 +16,8 @@ from .history import simulated
 from .planted import NOT_FOUND, PLANTED
 
 CHUNK = 500
+WRITTEN = ["lock", "rlock", "replicas", "cluster"]
+"""The kinds of histories that can be written: those of one lock."""
 
 
 def main() -> None:
@@ -30,7 +33,13 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, help="one history only")
     parser.add_argument("--story", action="store_true", help="tell the history of --seed; a failing one is made small")
+    parser.add_argument(
+        "--history", metavar="FILE", help="write what was seen as JSON lines; judge them by tests/histories/check.py"
+    )
     options = parser.parse_args()
+    if options.history is not None:
+        _write(options)
+        return
     if options.seed is not None:
         _one(options.seed, options.only, options.story)
         return
@@ -92,6 +101,15 @@ def _plant(options: Any) -> None:
             except Exception as error:
                 seen = f"ERROR {error!r}"
             print(f"{kind:7}{time.monotonic() - began:6.1f} s  {name}: {seen}", flush=True)
+
+
+def _write(options: Any) -> None:
+    """Write histories of one lock to a file, and judge none of them."""
+    kinds = [options.only] if options.only else WRITTEN
+    with open(options.history, "w") as file, simulated():  # noqa: PTH123
+        for number, seed in enumerate(range(options.first, options.first + options.seeds)):
+            for line in history_of(seed, kinds[seed % len(kinds)]).record(number):
+                file.write(json.dumps(line) + "\n")
 
 
 def _one(seed: int, only: str | None, story: bool) -> None:

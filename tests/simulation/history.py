@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from django_redislock.cache.lease import obtain, single_flight
 from django_redislock.celery import execution_lock
 from django_redislock.core import clock, keys, quorum_lease, renewals
+from django_redislock.core.lease import Lease
 
 from .driver import Thread
 from .model_server import ModelServer
@@ -53,12 +54,18 @@ class _Now:
         process: Any = self.world and self.world.running.process
         return getattr(process, "links", [process])
 
+    def note_loss(self, lease: Lease, cause: Any) -> bool:
+        if self.world is not None and not lease._losses:
+            self.world.losses[lease] = self.world.time
+        return real_note_loss(lease, cause)
+
     def thread_number(self) -> int:
         world = self.world
         return threading.get_ident() if world is None or world.running is None else id(world.running)
 
 
 real_monotonic = clock.monotonic
+real_note_loss = Lease.note_loss
 now = _Now()
 
 
@@ -78,6 +85,7 @@ def simulated() -> Iterator[None]:
                 replace(module, "monotonic", now.monotonic)
             if vars(module).get("new_id") is new_id:
                 replace(module, "new_id", now.new_id)
+    replace(Lease, "note_loss", lambda lease, cause: now.note_loss(lease, cause))
     replace(renewals, "report", lambda tell: tell())  # it would start a thread
     stand_in = SimpleNamespace(get_ident=now.thread_number, current_thread=threading.current_thread)
     replace(single_flight, "threading", stand_in)
@@ -127,8 +135,15 @@ class History:
     def look_at_the_end(self) -> None:
         """See what is left."""
 
+    def record(self, number: int) -> list[dict[str, Any]]:
+        """Run the history, and return its lines for `tests.histories.check`. Within `simulated()`."""
+        raise NotImplementedError(f"histories of kind {self.kind} are not written")
+
     def fail(self, what: str) -> None:
-        """Say what should not have been seen."""
+        """Say what should not have been seen; a history that is written leaves that to who reads it."""
+        if self.world.notes is not None:
+            self.world.tell("VIOLATION", what)
+            return
         story = self.world.story
         raise Violation("\n".join([*story[-80:], f"{self.world.time:9.4f}  VIOLATION: {what}"]))
 

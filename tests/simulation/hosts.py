@@ -57,6 +57,7 @@ class Host:
     def trouble(self, seconds: float) -> None:
         """Note that something is wrong with it for so long."""
         self.troubled = max(self.troubled, self.world.time + seconds + SETTLED)
+        self.world.note_fault(self, self.troubled, "trouble")
 
 
 class Machine(Process):

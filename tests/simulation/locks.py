@@ -59,8 +59,9 @@ class SimulatedLock(BaseLock):
 class Belief:
     """That a thread holds the lock."""
 
-    def __init__(self, lease: Lease, epoch: float) -> None:
+    def __init__(self, lease: Lease, epoch: float, began: float) -> None:
         self.lease = lease
+        self.began = began
         self.expire = lease.expire  # before an extension
         self.epoch = epoch
         self.forced_at: float | None = None
@@ -87,6 +88,9 @@ class LockHistory(History):
     lock_kind: type[SimulatedLock] = SimulatedLock
     patience = 3 * SOCKET_TIMEOUT
     """Seconds: a socket timeout may pass before the last try is sent, one in it, and one in its repetition."""
+
+    slack = 0.5
+    """Seconds that the packets of one call may take when nothing goes wrong."""
 
     def __init__(self, plan: Plan) -> None:
         self.beliefs: dict[Thread, Belief] = {}
@@ -151,25 +155,28 @@ class LockHistory(History):
 
     def _acquired(self, thread: Thread, lock: Any, timeout: float | None) -> Generator[Any, Any, bool]:
         world, freezes = self.world, thread.process.freezes
-        asked = world.time
+        asked, outcome = world.time, "waits"
         self.waiting[thread] = timeout, asked
         try:
             got: bool = yield from lock._acquire(thread, timeout)
+            outcome = "granted" if got else "empty"
         except LockError as error:
             world.tell(thread, f"acquire raised {error}")
             self.see_error(thread, timeout, error)
-            got = False
-            yield Sleep(0.05)
+            outcome, got = "raised", False
         else:
             if not got:
                 world.tell(thread, f"did not get it within {timeout} s")
         finally:
             del self.waiting[thread]
+            self._note_call(thread, lock, outcome, timeout, asked)
         took = world.time - asked
         if timeout is not None and freezes == thread.process.freezes and took > timeout + self.patience + 0.3:
             self.fail(f"{thread} came back after {took:.3f} s, though its timeout is {timeout} s")
         if got:
             self.begins(thread, lock._leases[thread])
+        elif outcome == "raised":
+            yield Sleep(0.05)
         return got
 
     def _hold(self, thread: Thread, lock: Any, step: Round) -> Generator[Any, Any, None]:
@@ -196,10 +203,11 @@ class LockHistory(History):
                 world.tell(thread, f"extend raised {error}")
         self._see_loss(thread, belief)
         del self.beliefs[thread]
-        forced = belief.forced_at is not None
+        forced, until, released = belief.forced_at is not None, self._until(belief), False
         world.tell(thread, "releases")
         try:
             yield from lock._release(lease)
+            released = True
             if forced:
                 self.fail(f"{thread} was not told that another release ended its acquisition")
         except LockError as error:
@@ -207,15 +215,45 @@ class LockHistory(History):
             self.lost = True
             if isinstance(error, LockLost):
                 self._see_loss(thread, belief)
+        finally:
+            self._note_belief(thread, belief, until, released)
         if lease.id != "given":
             self._is_free(lease.fence)
+
+    def record(self, number: int) -> list[dict[str, Any]]:
+        head = {"history": number, "source": f"{self.kind} {self.plan.seed}", "holders": 1, "fences": True}
+        head |= {"slack": self.slack, "free": PROMISED, "late": self.patience + self.slack}
+        self.world.notes = [{"event": "history", **head}]
+        self.run()
+        for thread, belief in self.beliefs.items():  # of those who were killed
+            self._note_belief(thread, belief, self._until(belief), False)
+        return self.world.notes
+
+    def _note_call(self, thread: Thread, lock: Any, outcome: str, timeout: float | None, asked: float) -> None:
+        """Write how a call of acquire ended; it waits until its process is killed, or the history ends."""
+        at = min(self.world.time, thread.process.killed_at)
+        shared = lock._given_id is not None
+        values = {"who": str(thread), "name": NAME, "asked": asked, "timeout": timeout, "shared": shared}
+        self.world.note(outcome, **values | {"at": at})
+
+    def _until(self, belief: Belief) -> float:
+        """Return until when a belief lasted that ends now, or ended when its process was killed."""
+        world, lease, process = self.world, belief.lease, belief.process
+        noted = world.losses.get(lease, math.inf)
+        return min(world.time, noted, lease.deadline - process.offset, process.killed_at)
+
+    def _note_belief(self, thread: Thread, belief: Belief, until: float, released: bool) -> None:
+        lease = belief.lease
+        values = {"who": str(thread), "name": NAME, "id": lease.id, "fence": lease.fence, "from": belief.began}
+        values |= {"until": until, "released": released, "expires": lease.deadline - belief.process.offset}
+        self.world.note("believed", **values, clock=belief.process.offset)
 
     def see_error(self, thread: Thread, timeout: float | None, error: LockError) -> None:
         """See whether acquire may raise this."""
 
     def begins(self, thread: Thread, lease: Lease) -> None:
         """Note that the thread believes to hold the lock."""
-        belief = Belief(lease, self.world.epoch_now())
+        belief = Belief(lease, self.world.epoch_now(), self.world.time)
         if lease.fence in self.released:
             belief.forced_at = self.world.time
         self.world.tell(thread, f"holds it, fence {lease.fence}, for {lease.expire} s")
@@ -279,6 +317,7 @@ class LockHistory(History):
             elif what.args[0] != id or what.args[3] not in (b"", fence):
                 return
             self.released.add(int(fence))
+            self.world.note("freed", name=NAME, fence=int(fence), who=str(process))
             for belief in self.beliefs.values():  # whoever uses the same id may release it, too
                 if belief.lease.fence == int(fence) and belief.forced_at is None:
                     belief.forced_at = self.world.time

@@ -339,6 +339,7 @@ class ReplicatedHistory(LockHistory):
 
     kind = "replicas"
     lock_kind = ReplicatedLock
+    slack = 0.8
     world_kind = ReplicatedWorld
     world: ReplicatedWorld
     server = property(lambda self: self.world.leader.server, lambda self, value: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable
 from copy import deepcopy
@@ -23,6 +24,8 @@ EPOCH = 1_700_000_000.0
 """The server's clock at the beginning, in seconds."""
 SETTLED = 0.7
 """Seconds after a fault until which its victim may still pause before its next try."""
+CONSEQUENCES = SOCKET_TIMEOUT + 6
+"""Seconds after a fault until which a request may still be executed, and what it was granted may end."""
 
 
 class Fault(NamedTuple):
@@ -87,10 +90,15 @@ class World:
         """Until then something is wrong with the server."""
         self.epoch = 0
         """How often data was lost, or its expiry came early."""
+        self._epoch_noted = 0
         self.clock_stepped = False
         self.server = ModelServer(lambda: int((self.time + self.server_clock) * 1_000_000))
         self.processes = [self.new_process(number) for number in range(plan.processes)]
         self.story: list[str] = []
+        self.notes: list[dict[str, Any]] | None = None
+        """The lines of the history for `tests.histories.check`, if it is to be written."""
+        self.losses: dict[Any, float] = {}
+        """When each loss was noted by its holder."""
         self.met: dict[tuple[int, int], str] = {}
         """The faults that requests met."""
         self.gave_up: Callable[[ScriptCall], None] = lambda call: None
@@ -117,6 +125,16 @@ class World:
     def tell(self, who: object, what: str) -> None:
         """Add a line to the story."""
         self.story.append(f"{self.time:9.4f}  {who}: {what}")
+
+    def note(self, event: str, **values: object) -> None:
+        """Add a line to the history that is written."""
+        if self.notes is not None:
+            self.notes.append({"event": event, "at": self.time, **values})
+
+    def note_fault(self, who: object, until: float, what: str, loses: bool = False) -> None:
+        """Note that something goes wrong from now, and has consequences for a while after `until`."""
+        names = ["a"] if loses else []
+        self.note("fault", who=str(who), what=what, until=until + CONSEQUENCES, loses=names)
 
     def at(self, time: float, event: Callable[[], None]) -> None:
         """Have something happen then."""
@@ -203,10 +221,10 @@ class World:
     def _restart(self, seconds: float, state: Callable[[], tuple[Any, Any]] | None) -> None:
         self.tell("server", f"restarts within {seconds:.3f} s{'' if state is None else ', with other data'}")
         self.down_until = self.time + seconds
-        self.trouble(self.down_until)
         if state is not None:
             self.server.data, self.server.ends = state()
             self.epoch += 1
+        self.trouble(self.down_until)
         for process in self.processes:
             process.room.cut()
             process.soon(0.01, process.room.broken)
@@ -214,6 +232,8 @@ class World:
     def trouble(self, until: float) -> None:
         """Note that something is wrong with the server until then."""
         self.troubled = max(self.troubled, until + SETTLED)
+        self.note_fault("server", self.troubled, "trouble", self.epoch > self._epoch_noted)
+        self._epoch_noted = self.epoch
 
 
 class Captured(BaseException):
@@ -240,6 +260,7 @@ class Process(Server):
         self.random = random.Random(world.plan.seed * 16 + number)
         self.offset = self.random.uniform(0, 1000)
         self.alive = True
+        self.killed_at = math.inf
         self.frozen = False
         self.freezes = 0
         self.requests = 0
@@ -280,16 +301,20 @@ class Process(Server):
     def trouble(self, seconds: float = 0.0) -> None:
         """Note that it suffers from a fault for so long."""
         self.troubled = max(self.troubled, self.world.time + seconds + SETTLED)
+        self.world.note_fault(self, self.troubled, "trouble")
 
     def kill(self) -> None:
         self.alive = False
+        self.killed_at = self.world.time
         self.room.cut()
         self.world.tell(self, "killed")
+        self.world.note_fault(self, self.world.time, "killed")
 
     def freeze(self) -> None:
         if self.alive and not self.frozen:
             self.frozen = True
             self.freezes += 1
+            self.world.note_fault(self, self.world.time, "frozen")
             self.world.tell(self, "frozen")
 
     def thaw(self) -> None:

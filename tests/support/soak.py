@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
 import threading
 import time
+import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -32,22 +35,29 @@ class Ledger:
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def note(self, **values: object) -> None:
-        """Append a line."""
-        os.write(self._file, json.dumps({"pid": os.getpid(), "at": monotonic(), **values}).encode() + b"\n")
+    def note(self, event: str, **values: object) -> None:
+        """Append a line of docs/histories.rst."""
+        who = f"{process_name(os.getpid())} thread {threading.get_native_id()}"
+        line = {"event": event, "at": monotonic(), "who": who, **values}
+        os.write(self._file, json.dumps(line).encode() + b"\n")
 
 
-def soak(url: str, direct_url: str, path: str, seed: int, min_replicas: int) -> None:
-    """Work until a line comes."""
+def process_name(pid: int) -> str:
+    """Return what the lines of a process begin with: none begins with the name of another."""
+    return f"process {pid:08d}"
+
+
+def soak(url: str, direct_url: str, path: str, seed: int, min_replicas: int, library: str = "") -> None:
+    """Work until a line comes. `library`: the locks of a peer only."""
     ledger, over = Ledger(path), threading.Event()
     locks = partial(_locks, min_replicas)
-    programs = [locks, locks, _values]
+    programs = [locks, locks, _values] if not library else [partial(_locks_of_a_peer, library)] * 2
 
     def run(program: Any, chance: random.Random) -> None:
         try:
             program(url, direct_url, ledger, chance, over)
         except BaseException as error:
-            ledger.note(event="crashed", error=repr(error))
+            ledger.note("crashed", error=repr(error))
             raise
 
     threads = [
@@ -74,25 +84,63 @@ def _locks(
         kind = chance.choice([Lock, Lock, RLock])
         confirmed = 0 if name == UNCONFIRMED else min_replicas
         lock = kind(client, name, expire=expire, auto_renewal=chance.random() < 0.8, min_replicas=confirmed)
-        timeout, asked = chance.choice([0.0, 0.5, 3.0]), monotonic()
-        try:
-            acquired = lock.acquire(timeout=timeout)
-        except LockError:
-            acquired = False
-        began = monotonic()
-        ledger.note(event="asked", took=began - asked, timeout=timeout)
-        if not acquired:
+        timeout = chance.choice([0.0, 0.5, 3.0])
+        if not _asked(ledger, name, timeout, partial(lock.acquire, timeout=timeout)):
             continue
+        began, held, released = monotonic(), dict[str, Any](), False
         with suppress(LockError):
             lock.raise_if_lost()
-            fence, last = lock.fence, began
+            owner, last = {"fence": lock.fence, "id": lock.id}, began
             until = began + chance.choice([0.0, 0.02, 0.3, 2.5]) * chance.random()
             while (now := monotonic()) < until and lock.lost is None:
                 last = now
                 time.sleep(STEP)
-            ledger.note(event="held", name=name, fence=fence, began=began, ended=last)
+            held = {"from": began, "until": last, "expires": last + expire, **owner}
         with suppress(LockError):
             lock.release()
+            released = True
+        if held:
+            ledger.note("believed", name=name, released=released, **held)
+    client.close()
+
+
+def _asked(ledger: Ledger, name: str, timeout: float, acquire: Callable[[], bool]) -> bool:
+    """Acquire, and note how the call ended."""
+    asked, outcome = monotonic(), "raised"
+    with suppress(LockError, redis.RedisError):
+        outcome = "granted" if acquire() else "empty"
+    ledger.note(outcome, name=name, asked=asked, timeout=timeout, shared=False)
+    return outcome == "granted"
+
+
+def _locks_of_a_peer(
+    library: str, url: str, direct_url: str, ledger: Ledger, chance: random.Random, over: threading.Event
+) -> None:
+    """Do with a lock of redis-py or python-redis-lock what is done with ours, in whole seconds.
+
+    Its holder believes in it until it releases, because neither tells of a loss. With redis-py, which does not renew,
+    no body takes longer than half the expiry.
+    """
+    redis_lock = importlib.import_module("redis_lock")  # only who compares installs it
+    client, expire = redis.Redis.from_url(url, socket_timeout=5), 2
+    while not over.is_set():
+        name, timeout = chance.choice(LOCKS), chance.choice([0, 1, 2])
+        if library == "redis-py":
+            lock: Any = redis.lock.Lock(client, name, timeout=expire, sleep=0.1)
+            acquire = partial(lock.acquire, blocking=timeout > 0, blocking_timeout=timeout or None)
+        else:
+            lock = redis_lock.Lock(client, name, expire=expire, auto_renewal=True)
+            acquire = partial(lock.acquire, blocking=timeout > 0, timeout=timeout or None)
+        if not _asked(ledger, name, timeout, acquire):
+            continue
+        began, released = monotonic(), False
+        time.sleep(chance.choice([0.0, 0.02, 0.3, 1.0 if library == "redis-py" else 2.5]) * chance.random())
+        last = monotonic()
+        with suppress(redis.RedisError, redis.exceptions.LockError, redis_lock.NotAcquired):
+            lock.release()
+            released = True
+        held = {"from": began, "until": last, "expires": last + expire, "released": released}
+        ledger.note("believed", name=name, id=uuid.uuid4().hex, fence=None, **held)
     client.close()
 
 
@@ -112,7 +160,11 @@ def _values(url: str, direct_url: str, ledger: Ledger, chance: random.Random, ov
                 last = now
             time.sleep(STEP)
         if lease is not None:
-            ledger.note(event="computed", name=key, fence=lease.fence, began=began, ended=last)
+            held = {"from": began, "until": last, "expires": last, "released": True, "id": lease.id}
+            if key.startswith("changing"):  # after the change it may go on, beside the next one
+                ledger.note("computed", key=key)
+            else:
+                ledger.note("believed", name=f"cache:{key}", fence=lease.fence, **held)
         return version
 
     while not over.is_set():
@@ -121,13 +173,13 @@ def _values(url: str, direct_url: str, ledger: Ledger, chance: random.Random, ov
         key = f"{'changing' if changing else 'constant'}:{period}:{chance.randrange(3)}"
         try:
             if changing and chance.random() < 0.4:
-                ledger.note(event="changes", name=key)
+                ledger.note("changes", key=key)
                 origin.incr(key)
                 cache.delete(key)
-                ledger.note(event="changed", name=key)
+                ledger.note("changed", key=key)
             else:
                 cache.get_or_set(key, lambda key=key: compute(key), timeout=3600)
         except (redis.RedisError, LockError) as error:
-            ledger.note(event="failed", name=key, error=type(error).__name__)
+            ledger.note("failed", key=key, error=type(error).__name__)
         time.sleep(chance.choice([0.0, 0.01, 0.05]))
     origin.close()
