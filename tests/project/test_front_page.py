@@ -77,9 +77,19 @@ def links(question: str) -> dict[str, str]:
         ),
         ("How do I begin?", "Quick start", ["pip install", "redislock doctor"]),
         (
-            "Lock, decorator, task or cache: which one? And when none of them?",
-            "Which tool when",
+            "Lock, decorator, task or cache: which one?",
+            "How-to",
             ["get_or_set", "@single_instance"],
+        ),
+        (
+            "When is another tool better?",
+            "When another tool is better",
+            ["advisory lock", "unique constraint", "etcd", "Redisson"],
+        ),
+        (
+            "How do I run a command once in the cluster, or elect a leader?",
+            "Run this once in the cluster",
+            ["A command under a lock"],
         ),
     ],
 )  # fmt: skip

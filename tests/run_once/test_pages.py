@@ -1,4 +1,4 @@
-"""The snippets of docs/run-once.rst and docs/recipes.rst, as printed."""
+"""The snippets of docs/run-once.rst and docs/howto.rst, as printed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lines(page: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("page", ["run-once", "recipes", "choosing"])
+@pytest.mark.parametrize("page", ["run-once", "howto"])
 def test_every_command_line_is_understood(page: str) -> None:
     seen = 0
     for words in lines(page):
@@ -75,7 +75,7 @@ def test_the_consumer_runs_in_one_thread_at_a_time_and_is_elected_again() -> Non
         raise SystemExit  # ends the thread of the snippet
 
     names: dict[str, Any] = {"feed": feed, "handle": lambda message, fence: handled.append((message, fence))}
-    exec(block("recipes", "post_fork"), names)
+    exec(block("howto", "post_fork"), names)
     for _ in range(2):
         names["post_fork"](None, None)
     wait_until(lambda: handled)
@@ -90,8 +90,8 @@ def test_the_consumer_runs_in_one_thread_at_a_time_and_is_elected_again() -> Non
 def test_the_task_is_a_single_instance_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     monkeypatch.setattr(_state._tls, "current_app", None)  # afterwards, that of other tests again
-    with Celery("recipes", broker="memory://"):
-        exec(block("recipes", "send_invoice"), names)
+    with Celery("howto", broker="memory://"):
+        exec(block("howto", "send_invoice"), names)
         assert names["send_invoice"].run(3) == "sent 3"
         assert isinstance(names["send_invoice"], SingleInstanceMixin)
 
