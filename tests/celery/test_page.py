@@ -1,4 +1,4 @@
-"""The code on the page about Celery runs."""
+"""The code on the page about Celery runs, and that of the page about migration from other packages for Celery."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from django_redislock.celery import DuplicateResult
 from django_redislock.core import Lock, held_locks
 from tests.support import name_of, wait_until
 
-PAGE = (Path(__file__).parents[2] / "docs" / "celery.rst").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "celery.rst").read_text() + (DOCS / "migration.rst").read_text().partition("\nFrom celery-once\n")[2]
 
 
 @pytest.fixture(scope="module")
 def page():
     """All code of the page, as one module."""
     blocks = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", PAGE)
-    blocks = [block for block in blocks if "set_schema" not in block]  # which test_celery_tenants.py runs
+    # test_tenants.py runs what sets a schema.
+    blocks = [block for block in blocks if "set_schema" not in block and "CACHES" not in block]
     code = "\n".join(line[4:] for block in blocks for line in block.splitlines())
     namespace: dict = {"__name__": "page"}
     before = _state._tls.current_app

@@ -14,7 +14,7 @@ import django
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-ELSEWHERE = {"celery.rst", "migration-cache.rst", "run-once.rst", "start.rst"}
+ELSEWHERE = {"celery.rst", "run-once.rst", "start.rst"}
 """Pages of whose code other tests show what it does; that of ``start.rst`` is the README's."""
 AFTER = {
     "cache.rst": """
