@@ -19,7 +19,7 @@ from redis.asyncio import RedisCluster as AsyncRedisCluster
 from . import conf
 from .core.driver.registry import Client, close_unused, server_of
 from .core.driver.server import Server
-from .core.null_server import NULL_SERVER
+from .core.memory_server import GRANTS_ALL
 from .server_url import client_from_url
 
 _servers: tuple[conf.Settings | None, dict[str | None, Server]] = (None, {})
@@ -37,7 +37,7 @@ def get_client(using: str | None = None) -> Client:
 
 
 def server(settings: conf.Settings, using: str | None = None) -> Server:
-    """Return the server that holds the locks under these settings; with ``ENABLED: False`` it is the null server.
+    """Return the server that holds the locks under these settings; with ``ENABLED: False`` it grants every lock.
 
     Each server is looked up once for a settings object. Raises what `get_client` does.
     """
@@ -48,7 +48,7 @@ def server(settings: conf.Settings, using: str | None = None) -> Server:
     try:
         return found[using]
     except KeyError:
-        found[using] = server_of(_client(settings, using)) if settings.enabled else NULL_SERVER
+        found[using] = server_of(_client(settings, using)) if settings.enabled else GRANTS_ALL
         return found[using]
 
 

@@ -11,8 +11,8 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from asgiref.sync import iscoroutinefunction
 
-from .core.granted import GrantedLock
-from .core.null_server import NULL_SERVER
+from .core.lock import Lock
+from .core.memory_server import GRANTS_ALL
 from .core.validation import check_name, unexpected
 from .exceptions import AcquireTimeout
 from .locks import LockOptions, alock, check_flags, lock
@@ -239,6 +239,4 @@ def _check_options(options: dict[str, Any], on_conflict: str) -> None:
         "auto_renewal",
         "min_replicas",
     }
-    GrantedLock(
-        NULL_SERVER, "any", **{key: options[key] for key in of_the_lock & options.keys() if options[key] is not None}
-    )
+    Lock(GRANTS_ALL, "any", **{key: options[key] for key in of_the_lock & options.keys() if options[key] is not None})

@@ -13,7 +13,6 @@ from .connections import server
 from .core import listing
 from .core.async_lock import AsyncLock, AsyncRLock
 from .core.base import BaseLock
-from .core.granted import GrantedAsyncLock, GrantedAsyncRLock, GrantedLock, GrantedRLock
 from .core.lock import Lock, RLock
 from .core.records import LockInfo
 from .core.validation import Nothing, Seconds, check_flag, unexpected, wait_of
@@ -87,14 +86,14 @@ def lock(
     kind_of_lock: type[Lock]
     if until_commit is not None or reentrant is not False:
         check_flags(until_commit, reentrant)
-    if until_commit is None:
+    if not settings.enabled:  # nobody is kept out, and so nothing waits for the commit
+        kind_of_lock = RLock if reentrant or until_commit else Lock
+    elif until_commit is None:
         kind_of_lock = WarnBeforeCommitRLock if reentrant else WarnBeforeCommitLock
     elif until_commit:
         kind_of_lock = UntilCommitLock
     else:
         kind_of_lock = RLock if reentrant else Lock
-    if not settings.enabled:
-        kind_of_lock = GrantedRLock if issubclass(kind_of_lock, RLock) else GrantedLock
     return _build(
         kind_of_lock,
         settings,
@@ -146,13 +145,8 @@ def alock(
         raise unexpected("alock", wrong, alock.__kwdefaults__ or ())
     settings = conf.get()
     check_flags(None, reentrant)
-    kind_of_lock: type[AsyncLock]
-    if settings.enabled:
-        kind_of_lock = AsyncRLock if reentrant else AsyncLock
-    else:
-        kind_of_lock = GrantedAsyncRLock if reentrant else GrantedAsyncLock
     return _build(
-        kind_of_lock,
+        AsyncRLock if reentrant else AsyncLock,
         settings,
         name,
         using,

@@ -13,8 +13,7 @@ from redis import Redis
 from .. import conf
 from ..core import Lock, held_locks
 from ..core.driver.registry import server_of
-from ..core.granted import Granted
-from ..core.null_server import NULL_SERVER
+from ..core.memory_server import GRANTS_ALL
 from ..core.redis_py import RedisPyLock
 from ..core.validation import Seconds, wait_as_redis
 from .backends.base import RedisBackend, warn_once
@@ -25,10 +24,6 @@ OF_TIMEOUT = (
     "and the wait for it has no limit. Give blocking_timeout=... to limit the wait. Only the timeout of "
     "django_redislock.lock(timeout=...) is the wait."
 )
-
-
-class GrantedCacheLock(Granted, RedisPyLock):
-    """A lock that is granted to every caller (ENABLED is False)."""
 
 
 class LocksMixin(RedisBackend):
@@ -79,8 +74,8 @@ class LocksMixin(RedisBackend):
                     None if blocking is True and blocking_timeout is None else wait_as_redis(blocking, blocking_timeout)
                 )
                 return plain._like(name, wait)
-        server = client or self._client_for(name) if settings.enabled else NULL_SERVER
-        return (RedisPyLock if settings.enabled else GrantedCacheLock)(
+        server = client or self._client_for(name) if settings.enabled else GRANTS_ALL
+        return RedisPyLock(
             server,
             name,
             timeout,
@@ -103,10 +98,10 @@ class LocksMixin(RedisBackend):
 
     def _plain_lock(self, settings: conf.Settings) -> RedisPyLock | None:
         """Return the lock from which locks without options are copied; None if servers differ by key."""
-        servers = self._all_clients() if settings.enabled else [NULL_SERVER]
+        servers = self._all_clients() if settings.enabled else [GRANTS_ALL]
         plain = None
         if len(servers) == 1:
-            plain = (RedisPyLock if settings.enabled else GrantedCacheLock)(
+            plain = RedisPyLock(
                 servers[0],
                 "any",
                 expire=settings.expire,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,7 @@ from .keys import lock_keys, new_id, record
 from .lease import Lease
 from .loss import check_reason, find_cause, report_reset
 from .operations import AcquireRequest
-from .records import LockInfo, Token
+from .records import LockInfo, Token, parse
 from .validation import Nothing, Seconds, Wait, check_expire, check_name, check_prefix, unexpected, wait_of
 from .watchdog import acquirer_ended, watchdog
 
@@ -224,7 +225,8 @@ class BaseLock(CallerView[Lease]):
         return token is None or token.accepts(lease.shared)
 
     def _watch(self, lease: Lease) -> None:
-        watchdog.add(lease, self.auto_renewal)
+        if not self._server.grants_all:
+            watchdog.add(lease, self.auto_renewal)
 
     def _record(self) -> bytes:
         """Return the record of the holder, for `owner()` and lists."""
@@ -279,12 +281,27 @@ class BaseLock(CallerView[Lease]):
             lease.lose((yield from find_cause(lease)))
 
     def _owner(self) -> Operation[LockInfo | None]:
+        if self._server.grants_all:
+            with suppress(NotAcquired):
+                return self._granted_info(self._visible_lease())
+            return None
         (stored,) = yield from operations.read([self.name], [self._keys])
         return None if stored is None else stored.info
 
     def _owned(self, acquirer: Any) -> Operation[bool]:
+        if self._server.grants_all:  # not by the owner, because a lock object may be shared
+            lease = self._lease_of(acquirer)
+            return lease is not None and lease.fence > 0
         holder = yield from self._owner()
         return holder is not None and holder.id == self._owner_id(acquirer)
+
+    def _granted_info(self, lease: Lease | None) -> LockInfo | None:
+        """Return what a server would tell of the caller's acquisition, because this server remembers none."""
+        if lease is None or not lease.fence:
+            return None
+        value = b"%s\n%d\n%d\n%s" % (lease.id.encode(), lease.fence, lease.fence // 1000, self._record())
+        stored = parse(self.name, value, round(lease.expire * 1000), 0, int(time.time() * 1000))
+        return None if stored is None else stored.info
 
     def _reset(self, fence: int | None, by: object, reason: str) -> Operation[bool]:
         check_reason(reason)

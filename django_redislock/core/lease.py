@@ -217,7 +217,12 @@ class Lease:
     @property
     def loss(self) -> LossRecord | None:
         """Why and when the lock was lost, or None while it is held; sends no command."""
-        if not self._losses and monotonic() >= self.deadline and not self.inherited_by_fork:
+        if (
+            not self._losses
+            and monotonic() >= self.deadline
+            and not self.inherited_by_fork
+            and not self.server.grants_all
+        ):
             self.lose(self.ending)
         return self.noted_loss
 

@@ -14,9 +14,9 @@ from django.core.cache.backends.locmem import LocMemCache as DjangosLocMemCache
 
 from ...core.driver.process import after_in_child
 from ...core.driver.server import Server
+from ...core.memory_server import MemoryServer
 from ..compute_once import ComputeOnceMixin
 from ..invalidation import InvalidatingMixin
-from .local_server import LocalServer
 
 
 class LocalBackend(ComputeOnceMixin):
@@ -26,7 +26,7 @@ class LocalBackend(ComputeOnceMixin):
         return None
 
     def _client_for(self, redis_key: str, write: bool = True) -> Any:
-        return _servers.setdefault((type(self).__name__, self._constructor_args[0]), LocalServer())
+        return _servers.setdefault((type(self).__name__, self._constructor_args[0]), MemoryServer())
 
     def _all_clients(self) -> list[Any]:
         return [self._client_for("")]
@@ -51,7 +51,7 @@ class DummyCache(LocalBackend, DjangosDummyCache):
     """Django's cache that keeps nothing, with the methods of the Redis backends and locks between its threads."""
 
 
-_servers: dict[tuple[str, str], LocalServer] = {}
+_servers: dict[tuple[str, str], MemoryServer] = {}
 """The servers by kind and LOCATION of the cache, because Django makes a backend for every thread and task."""
 
 

@@ -55,7 +55,7 @@ def server_of(client: Client | Server) -> Server:
 
 def replicated(server: Server, min_replicas: int) -> Server:
     """Return the server for locks that so many of its replicas must confirm; with 0 the server itself."""
-    if not min_replicas or server.connection_class is None:  # the null server
+    if not min_replicas or server.connection_class is None:  # a server in memory
         return server
     if isinstance(server, Cluster):
         return _shared_cluster(Cluster(server, min_replicas))

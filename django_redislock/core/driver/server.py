@@ -65,6 +65,8 @@ class Server:
     """Whether the housekeeper will close its idle connections."""
     left_out_until = 0.0
     """Until then, quorum locks do not wait for this server, because it did not answer."""
+    grants_all = False
+    """Whether every caller gets every lock, and no lock is lost."""
     min_replicas = 0
     """How many replicas must confirm a lock; a `ReplicatedServer` has another number."""
     splits = False

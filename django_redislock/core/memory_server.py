@@ -1,4 +1,4 @@
-"""A server of locks within one process, for tests and development, without Redis."""
+"""A server of locks within one process, without Redis: for tests and development, and for ``ENABLED: False``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import time
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ...core import scripts
-from ...core.clock import monotonic
-from ...core.driver.effects import Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
-from ...core.null_server import NullServer
+from . import scripts
+from .clock import monotonic
+from .driver.async_server import AsyncServer
+from .driver.effects import Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
+from .driver.server import DEFAULT_TIMEOUT, Server
 
 NOTES = 16
 """Number of forced releases that are remembered for the former holders."""
@@ -23,14 +24,19 @@ class _Held(NamedTuple):
     ends: float
 
 
-class LocalServer(NullServer):
-    """Answers the scripts of the lock from this process's memory, so that one thread at a time holds a lock.
+class MemoryServer(Server):
+    """Answers the scripts of the lock from this process's memory; it has no connections.
 
-    Waiters are woken by each release, in no order. There is no driver for asyncio.
+    One thread at a time holds a lock. Waiters are woken by each release, in no order; tasks cannot wait. With
+    `grants_all` every caller gets every lock at once, no lock is lost, and the server remembers none.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, grants_all: bool = False) -> None:
+        self.grants_all = grants_all
+        self.connection_class, self.settings, self.place = None, {}, None
+        self.timeout = self.patience = DEFAULT_TIMEOUT
+        self.limit = 0
+        self.forget_connections()
         self.forget()
 
     def forget(self) -> None:
@@ -55,7 +61,9 @@ class LocalServer(NullServer):
         if isinstance(call, ScriptBatch):
             return [self.call(each) for each in call.calls]
         if isinstance(call, Pipeline):
-            return super().call(call)
+            return [None] * len(call.commands)
+        if self.grants_all:  # takes no lock, because a forked child may inherit it from a thread within a call
+            return _grant(call)
         with self._changed:
             now = monotonic()
             self._held = {lock: held for lock, held in self._held.items() if held.ends > now}
@@ -87,7 +95,11 @@ class LocalServer(NullServer):
                     return [0, b"0", b" ".join(b"%d" % len(name) for name in names), b"".join(names)]
                 case scripts.COUNT:
                     return [len(self._held), 0, 0]
-            return super().call(call)
+            return 1
+
+    def renew(self, call: ScriptCall | ScriptBatch, patience: float) -> Any:
+        """Do as `call`."""
+        return self.call(call)
 
     def _acquire(self, lock: bytes, args: tuple[bytes, ...], now: float) -> int | list[Any]:
         id, expire_ms, name, record = args[:4]
@@ -141,6 +153,24 @@ class LocalServer(NullServer):
         return super()._do(effect)
 
 
+def _grant(call: ScriptCall) -> Any:
+    """Return the reply of a server that grants the call, and stores nothing."""
+    match call.script:
+        case scripts.ACQUIRE:
+            return int(time.time() * 1_000_000)  # a fence that still grows
+        case scripts.RENEW:
+            return [1] * (len(call.keys) // 2)
+        case scripts.READ:
+            return [0, b"-1 -2 0 " * (len(call.keys) // 2), b""]
+        case scripts.NAMES:
+            return [0, b"0", b"", b""]
+        case scripts.COUNT:
+            return [0, 0, 0]
+        case scripts.CAUSE:
+            return [None] * (len(call.keys) // 2)
+    return 1
+
+
 def _fence_of(held: _Held) -> bytes:
     return held.value.split(b"\n", 2)[1]
 
@@ -148,3 +178,20 @@ def _fence_of(held: _Held) -> bytes:
 def _mark(id: bytes, fence: bytes) -> bytes:
     """Return the beginning of the value of a lock of this id, and of this fence if there is one."""
     return b"%s\n%s\n" % (id, fence) if fence else id + b"\n"
+
+
+class AsyncMemoryServer(AsyncServer):
+    """The memory server as an event loop sees it."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        super().__init__(server)
+        self._memory = server
+
+    async def call(self, call: ScriptCall | Pipeline) -> Any:
+        """Do the work of the script."""
+        return self._memory.call(call)
+
+
+MemoryServer.view_kind = AsyncMemoryServer
+GRANTS_ALL = MemoryServer(grants_all=True)
+"""The server of all locks with ``ENABLED: False``."""
