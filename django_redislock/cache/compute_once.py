@@ -23,6 +23,7 @@ from ..core.driver.registry import server_of
 from ..core.driver.server import Server
 from ..exceptions import ComputationFailed, LockBackendError
 from .async_calls import call_any, run_read
+from .backends.base import observed
 from .invalidation import InvalidatingMixin
 from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value
 from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of
@@ -61,6 +62,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         self._constructor_args = server, params
         super().__init__(server, {**params, "OPTIONS": self.more_options | options})  # type: ignore[call-arg]
 
+    @observed
     def get_or_set(
         self,
         key: Any,
@@ -149,6 +151,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         request.counters.count("stale_served")
         return value
 
+    @observed
     async def aget_or_set(
         self,
         key: Any,
@@ -226,14 +229,15 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         own = self._settings
         if checked.settings:
             own = replace(own, **checked.settings)
-        dumps, loads = partial(self._dumps_for, redis_key, timeout), partial(self._loads, redis_key)
+        dumps = partial(self._dumps_for, timeout)
         request = ValueRequest(
             server=server,
             prefix=settings.key_prefix,
             key=redis_key,
+            caller_key=key,
             default=default,
             dumps=with_stale_and_jitter(dumps, checked, own.jitter) if checked.stale or own.jitter else dumps,
-            loads=loads,
+            loads=self._loads,
             expire=own.expire,
             auto_renewal=own.auto_renewal,
             max_hold=own.max_hold,
@@ -241,13 +245,20 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             should_cache=checked.should_cache,
             due_ms=int(checked.due * 1000),
             counters=self._counters,
-            dump_failure=partial(dump_failure, redis_key, lambda error: self._dumps(redis_key, error, None)[0], loads),
-            load_failure=partial(load_failure, loads),
+            dump_failure=self._dump_failure,
+            load_failure=self._load_failure,
         )
         on_timeout = own.on_wait_timeout if checked.on_wait_timeout is None else checked.on_wait_timeout
         return GetOrSetCall(request, own.wait, on_timeout, checked, may_hide if own.on_error == "stale" else None)
 
-    def _dumps_for(self, redis_key: str, timeout: Timeout, value: Any) -> tuple[bytes, int | None]:
+    def _dump_failure(self, redis_key: str, error: Exception) -> bytes:
+        dumps, loads = (lambda error: self._dumps(redis_key, error, None)[0]), partial(self._loads, redis_key)
+        return dump_failure(redis_key, dumps, loads, error)
+
+    def _load_failure(self, redis_key: str, data: bytes) -> Exception:
+        return load_failure(partial(self._loads, redis_key), data)
+
+    def _dumps_for(self, timeout: Timeout, redis_key: str, value: Any) -> tuple[bytes, int | None]:
         if not callable(timeout):
             return self._dumps(redis_key, value, timeout)
         own = timeout(value)

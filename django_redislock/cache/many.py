@@ -21,7 +21,7 @@ from .lease.many import DefaultForMany, get_values
 from .lease.request import LARGE_TO_DECODE, MISSING, Outcome, ValueRequest, read_values
 from .lease.single_flight import Caller, result_of
 from .lease.store import ABSENT
-from .options import DEFAULTS, CheckedOptions, ManyOptions, Timeout, timeout_for, validate
+from .options import DEFAULTS, CheckedOptions, GetOrSetCall, ManyOptions, Timeout, timeout_for, validate
 
 
 class ManyMixin(RedisBackend):
@@ -146,7 +146,10 @@ class _ManyRequest:
         self.checked: CheckedOptions = validate("get_or_set_many", **options) if options else DEFAULTS
         self.redis_keys: dict[str, Any] = {cache._redis_key(key, version): key for key in self.keys}
         self.found: dict[str, Any] = {}
-        self.locked = self.checked.lock and cache._lease_server(next(iter(self.redis_keys), ""), timeout) is not None
+        self._first_server = (
+            cache._lease_server(next(iter(self.redis_keys), ""), timeout) if self.checked.lock else None
+        )
+        self.locked = self._first_server is not None
         """Whether missing values are computed under leases."""
 
     def asked_for(self, keys: list[Any], values: dict[Any, Any]) -> dict[Any, Any]:
@@ -189,12 +192,18 @@ class _ManyRequest:
     def missing(self, compute_one: Callable[[Any], Any]) -> list[tuple[Server, list[ValueRequest]]]:
         """Return the requests for the missing values by server; `compute_one` computes the value of one key."""
         by_server: dict[Server, list[ValueRequest]] = {}
+        call: GetOrSetCall | None = None
         for redis_key, key in self.redis_keys.items():
-            if redis_key not in self.found:
-                prepared = self.cache._prepare(key, None, self.timeout, self.version, self.checked)
-                self.wait, self.on_wait_timeout = prepared.wait, prepared.on_wait_timeout
-                request = replace(prepared.request, default=partial(compute_one, key), caller_key=key)
-                by_server.setdefault(request.server, []).append(request)
+            if redis_key in self.found:
+                continue
+            compute = partial(compute_one, key)
+            if call is None or not self.cache._has_one_server:
+                call = self.cache._prepare(key, compute, self.timeout, self.version, self.checked)
+                request = call.request
+                self.wait, self.on_wait_timeout = call.wait, call.on_wait_timeout
+            else:
+                request = replace(call.request, key=redis_key, caller_key=key, default=compute)
+            by_server.setdefault(request.server, []).append(request)
         return list(by_server.items())
 
     def add_outcomes(self, outcomes: dict[str, Outcome]) -> None:

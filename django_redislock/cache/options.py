@@ -136,16 +136,16 @@ def timeout_for(timeout: Timeout, value: Any) -> float | None:
 
 
 def with_stale_and_jitter(
-    dumps: Callable[[Any], tuple[bytes, int | None]], options: CheckedOptions, jitter: float
-) -> Callable[[Any], tuple[bytes, int | None]]:
+    dumps: Callable[[str, Any], tuple[bytes, int | None]], options: CheckedOptions, jitter: float
+) -> Callable[[str, Any], tuple[bytes, int | None]]:
     """Return a `dumps` that shortens each expiry at random by up to the share `jitter`, and then adds `stale` seconds.
 
     It does not shorten the time `refresh_before`: a value that is due as soon as it is stored would be computed at
     each call.
     """
 
-    def changed(value: Any) -> tuple[bytes, int | None]:
-        data, expiry_ms = dumps(value)
+    def changed(redis_key: str, value: Any) -> tuple[bytes, int | None]:
+        data, expiry_ms = dumps(redis_key, value)
         if expiry_ms:
             fresh = max(0.0, expiry_ms - options.refresh_before * 1000)
             shortened = int(expiry_ms - fresh * random.random() * jitter)  # noqa: S311

@@ -22,7 +22,9 @@ def test_values_can_be_computed_by_tasks(aclient, client):
 
     def want():
         return ValueRequest(
-            *(server, "redislock", "k", compute, lambda value: (pickle.dumps(value), 60000), pickle.loads),
+            *(server, "redislock", "k", compute),
+            dumps=lambda key, value: (pickle.dumps(value), 60000),
+            loads=lambda key, data: pickle.loads(data),
             expire=10,
             auto_renewal=False,
             max_hold=None,

@@ -169,8 +169,8 @@ class CacheHistory(History):
             prefix="redislock",
             key=key,
             default=partial(self._compute, thread, plan, step, key),
-            dumps=lambda value: (b"%d" % value + (b":" + LARGE if self.plan.options["large"] else b""), life),
-            loads=lambda data: int(data.partition(b":")[0]),
+            dumps=lambda key, value: (b"%d" % value + (b":" + LARGE if self.plan.options["large"] else b""), life),
+            loads=lambda key, data: int(data.partition(b":")[0]),
             expire=plan.options["expire"],
             auto_renewal=True,
             max_hold=plan.options["max_hold"],
@@ -292,7 +292,7 @@ class CacheHistory(History):
         if data is None:
             return (yield from get_value(request, self._caller(thread), step.wait, "compute"))
         asked, computed = self.world.time, self.computed[request.key]
-        value = request.loads(data)
+        value = request.loads(request.key, data)
         if left >= STALE:
             return (yield from get_value(request, self._caller(thread), step.wait, "compute"))
         outcome = yield from refresh_or_stale(request, self._caller(thread), data, value, 0.0, None)

@@ -27,8 +27,9 @@ NEEDS: dict[str, dict[str, str]] = {
 """Which other value the computation of each value needs."""
 WITHOUT_CIRCLE = ("chain", "one that two need")
 LIFE = 60_000
-QUIET = 0.4
-"""Seconds within which somebody computes or gets a value, when nothing goes wrong: less than between two polls."""
+QUIET = 0.45
+"""Seconds within which somebody computes or gets a value, when nothing goes wrong: less than between two polls. The
+last of a circle of three pauses for 0.2 s between its looks, which take some ten round trips."""
 
 
 class GetNested(NamedTuple):
@@ -92,8 +93,8 @@ class NestedHistory(History):
             prefix="redislock",
             key=path[-1],
             default=partial(self._compute, thread, plan, step, path),
-            dumps=lambda value: (value.encode(), LIFE),
-            loads=bytes.decode,
+            dumps=lambda key, value: (value.encode(), LIFE),
+            loads=lambda key, data: data.decode(),
             expire=plan.options["expire"],
             auto_renewal=True,
             max_hold=None,

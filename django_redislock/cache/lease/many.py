@@ -140,7 +140,7 @@ def _get_or_compute_many(
                 flights.note(request, Outcome(answer.data, answer.value, shared=True))
             elif answer.verdict is Verdict.FAILED:
                 has_failed = True
-                flights.note(request, Outcome(error=request.load_failure(answer.data), shared=True))
+                flights.note(request, Outcome(error=request.load_failure(request.key, answer.data), shared=True))
             elif answer.verdict is not Verdict.WAIT or flights.last:
                 jobs.append(ComputeJob(request, leases[number], answer))
         if jobs:

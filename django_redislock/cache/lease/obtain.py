@@ -79,7 +79,7 @@ def get_or_compute(
         case Verdict.VALUE:
             return Outcome(answer.data, answer.value, shared=True)
         case Verdict.FAILED:
-            return Outcome(error=request.load_failure(answer.data), shared=True)
+            return Outcome(error=request.load_failure(request.key, answer.data), shared=True)
         case Verdict.PAUSED:
             return Outcome()
         case Verdict.WAIT if not last:
@@ -198,6 +198,12 @@ def request_lease(
 class _Inquiry:
     """The calls by which one caller asks for a value or its lease, and its place in the queue."""
 
+    __slots__ = (
+        *("_request", "_lease", "_old_digest", "_until", "_has_old", "_nested", "_in_circle", "_looked_at"),
+        *("_waits_for", "_had_others"),
+        *("waiter", "is_last"),
+    )
+
     def __init__(
         self, request: ValueRequest, lease: ValueLease, old_digest: bytes, until: float, has_old: bool
     ) -> None:
@@ -210,8 +216,10 @@ class _Inquiry:
         self._in_circle: bool | None = None
         self._looked_at = b""
         """The fence of the holder that was asked for whom it waits."""
-        self._holders: set[bytes] = set()
-        """The fences of the leases that the caller waited for."""
+        self._waits_for = b""
+        """The fence of the lease that the caller waited for last."""
+        self._had_others = False
+        """Whether it waited for the lease of another holder before."""
         self.waiter: Any = None
         self.is_last = False
         """Whether the time is over, so that the last reply counts."""
@@ -258,11 +266,12 @@ class _Inquiry:
         if not lease.waited:
             lease.waited = True
             request.counters.count("waited")
-        self._holders.add(reply[1])
+        self._had_others = self._had_others or self._waits_for not in (b"", reply[1])
+        self._waits_for = reply[1]
         began = monotonic()
         message = yield wait_effect(self.waiter, self._until, reply[2], 0, *reply[3:])
         request.counters.count("seconds_waited", monotonic() - began)
-        if message is not None and len(self._holders) > 1:
+        if message is not None and self._had_others:
             # The message may be an earlier holder's, and the place in the queue a later one's.
             yield from self.leave_queue()
         return message  # type: ignore[no-any-return]

@@ -73,10 +73,10 @@ class ValueRequest:
     key: str
     """The key of the value in Redis."""
     default: Callable[[], Any]
-    dumps: Callable[[Any], tuple[bytes, int | None]]
-    """Turns a value into the bytes to store, and their expiry in milliseconds (None: never)."""
-    loads: Callable[[bytes], Any]
-    """Turns stored bytes into the value, or into MISSING when it is too old."""
+    dumps: Callable[[str, Any], tuple[bytes, int | None]]
+    """Turns a key and its value into the bytes to store, and their expiry in milliseconds (None: never)."""
+    loads: Callable[[str, bytes], Any]
+    """Turns a key and stored bytes into the value, or into MISSING when it is too old."""
     expire: float
     auto_renewal: bool
     max_hold: float | None
@@ -85,15 +85,15 @@ class ValueRequest:
     should_cache: Callable[[Any], object] | None = None
     """Decides whether a value is stored; a value that is not stored still goes to the current waiters."""
     counters: Counters = field(default_factory=Counters)
-    dump_failure: Callable[[Exception], bytes] = lambda error: repr(error).encode()
+    dump_failure: Callable[[str, Exception], bytes] = lambda key, error: repr(error).encode()
     """Turns an error of `default` into the bytes that are sent to the waiters."""
-    load_failure: Callable[[bytes], Exception] = lambda data: RuntimeError(data.decode())
+    load_failure: Callable[[str, bytes], Exception] = lambda key, data: RuntimeError(data.decode())
     id: str = ""
     """The owner id of the lease, when another process acquired it for this one."""
     due_ms: int = 0
     """The milliseconds before its expiry at which a stale value is due for a refresh; 0: unknown."""
     caller_key: Any = None
-    """The key as the caller gave it, in a request for many keys."""
+    """The key as the caller gave it."""
 
     @property
     def name(self) -> str:
@@ -103,8 +103,8 @@ class ValueRequest:
     def decode(self, data: bytes) -> Operation[Any]:
         """Return what `loads` makes of stored bytes; the loop of a task goes on meanwhile if they are many."""
         if len(data) < LARGE_TO_DECODE:
-            return self.loads(data)
-        return (yield CallAside(partial(self.loads, data)))
+            return self.loads(self.key, data)
+        return (yield CallAside(partial(self.loads, self.key, data)))
 
     def lease(self, acquirer: Acquirer) -> ValueLease:
         """Return a lease that is not acquired yet."""
@@ -112,9 +112,11 @@ class ValueRequest:
         keys = lock_keys(self.prefix, name)
         if self.server.splits:
             keys = lease_keys(self.server, self.prefix, name, self.key)
-        return ValueLease(
-            self.server, name, keys, self.id or new_id(), self.expire, acquirer, self.max_hold, lambda: None
-        )
+        return ValueLease(self.server, name, keys, self.id or new_id(), self.expire, acquirer, self.max_hold, _no_lock)
+
+
+def _no_lock() -> None:
+    """Stand for the reference to the lock object of a lease that has none."""
 
 
 class Verdict(Enum):

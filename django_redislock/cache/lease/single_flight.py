@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from asgiref.sync import SyncToAsync
 
 from ...core import events
 from ...core.clock import monotonic
+from ...core.driver import process
 from ...core.driver.effects import Operation, WaitForFuture
 from ...core.driver.process import after_in_child
 from ...core.driver.server import Server
@@ -58,14 +59,35 @@ class Flight:
     """The calls of this process for one value: its leader, and the future of its outcome for the followers."""
 
     def __init__(self, caller: Caller | None = None) -> None:
-        self.pid = os.getpid()
+        self.pid = process.pid
         self.loop = None if caller is None else caller.loop
         self.thread = threading.get_ident()
         self.serves = getattr(SyncToAsync.threadlocal, "main_event_loop", None)
         """The loop that waits for this thread of its `sync_to_async`; `async_to_sync` needs it here."""
         self.waiting: list[None] = []
         self.outcome = Outcome()
-        self.done: Future[Outcome] = Future()
+        self._ended = False
+
+    @property
+    def done(self) -> Future[Outcome]:
+        """The future of its outcome; made for the first follower, because most flights have none."""
+        # Without a lock, see below: the leader ends the flight and then looks for a future, a follower does the
+        # opposite, so one of them sees the other.
+        future: Future[Outcome] = vars(self).setdefault("made", Future())
+        if self._ended:
+            self._give_outcome(future)
+        return future
+
+    def end(self) -> None:
+        """Give its outcome to the followers."""
+        self._ended = True
+        future = vars(self).get("made")
+        if future is not None:
+            self._give_outcome(future)
+
+    def _give_outcome(self, future: Future[Outcome]) -> None:
+        with suppress(InvalidStateError):  # the other one was faster
+            future.set_result(self.outcome)
 
     @property
     def followers(self) -> int:
@@ -214,8 +236,8 @@ def close(key: tuple[Any, ...], flight: Flight, wake: bool = True) -> None:
         _flights.get(key) is flight
     ):  # a follower may remove it in between: then there are two leaders, and Redis decides
         _flights.pop(key, None)
-    if wake and flight.pid == os.getpid():
-        flight.done.set_result(flight.outcome)
+    if wake and flight.pid == process.pid:
+        flight.end()
 
 
 def end_flights(server: Server, keys: Iterable[str] | None = None) -> None:

@@ -124,7 +124,7 @@ def finish(job: ComputeJob, value: Any, error: BaseException | None) -> Operatio
     if error is None and value is not ABSENT:
         request.counters.count("computed")
         try:
-            data, expiry_ms = request.dumps(value)
+            data, expiry_ms = request.dumps(request.key, value)
             copy = yield from request.decode(data)
             if request.should_cache is not None and not request.should_cache(value):
                 expiry_ms = 0
@@ -261,7 +261,7 @@ def settle_as_failed(job: ComputeJob, error: Exception | None = None) -> Operati
 
     Without an error they ask again. The next refresh of a stale value pauses in both cases.
     """
-    data = b"" if error is None else job.request.dump_failure(error)
+    data = b"" if error is None else job.request.dump_failure(job.request.key, error)
     with suppress(LockBackendError):
         yield from with_retries(job.lease.name, _store_call(job, b"!", data), monotonic())
 
