@@ -18,7 +18,7 @@ from django.core.checks import CheckMessage, Error, Warning
 from django.core.exceptions import ImproperlyConfigured
 
 from .. import conf
-from .options import Declaration, SingleInstanceOptions, check_parameters
+from .options import Declaration, SingleInstanceOptions, TaskOptions, check_parameters
 from .running import SingleInstanceMixin
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -145,7 +145,9 @@ def check_tasks() -> list[CheckMessage]:
         ]
         for task in tasks.values():
             if isinstance(task, SingleInstanceMixin):
-                found += [*_check_expire(app, task), *_check_super(task), *_check_key(task), *_check_tenant(task)]
+                options = task._options
+                found += [*_check_expire(app, task, options), *_check_super(task)]
+                found += [*_check_key(task, options), *_check_tenant(task, options)]
     return found + [
         Error(
             f"{declaration.function} is marked with @single_instance, but no task was made from it.",
@@ -157,9 +159,9 @@ def check_tasks() -> list[CheckMessage]:
     ]
 
 
-def _check_expire(app: Celery, task: SingleInstanceMixin) -> list[CheckMessage]:
+def _check_expire(app: Celery, task: SingleInstanceMixin, options: TaskOptions) -> list[CheckMessage]:
     """Report a task that may still run when its lock has expired."""
-    options, limit = task._options, task.time_limit or app.conf.task_time_limit
+    limit = task.time_limit or app.conf.task_time_limit
     if options.auto_renewal or options.scope == "queued" or not limit or limit <= options.expire:
         return []
     return [
@@ -171,12 +173,12 @@ def _check_expire(app: Celery, task: SingleInstanceMixin) -> list[CheckMessage]:
     ]
 
 
-def _check_key(task: SingleInstanceMixin) -> list[CheckMessage]:
+def _check_key(task: SingleInstanceMixin, options: TaskOptions) -> list[CheckMessage]:
     """Report a task that the key of the settings does not fit; the decorator has checked a key of the task itself."""
     if "key" in task._given_options:
         return []
     try:
-        check_parameters(task._options.key, task.run)
+        check_parameters(options.key, task.run)
     except ValueError as error:
         return [
             Error(
@@ -188,10 +190,10 @@ def _check_key(task: SingleInstanceMixin) -> list[CheckMessage]:
     return []
 
 
-def _check_tenant(task: SingleInstanceMixin) -> list[CheckMessage]:
+def _check_tenant(task: SingleInstanceMixin, options: TaskOptions) -> list[CheckMessage]:
     """Report a task whose tenant cannot be imported."""
     try:
-        task._options.get_tenant  # noqa: B018 - it is imported
+        options.get_tenant  # noqa: B018 - it is imported
     except ImproperlyConfigured as error:
         hint = f"Correct {conf.NAME}['CELERY']['TENANT'], or the task's own option."
         return [Error(f"The task {task.name} has no key. {error}", hint=hint, id="redislock.E014")]

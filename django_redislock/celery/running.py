@@ -13,7 +13,7 @@ import os
 import random
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from celery import Celery, states
 from celery.app import trace
@@ -63,6 +63,22 @@ else:
 
 class HandledElsewhere(Ignore):
     """A copy of the message is processed elsewhere, or it was published again. This copy ends and stores nothing."""
+
+
+class Run(NamedTuple):
+    """What the steps of one run share."""
+
+    lock: ExecutionLock
+    options: TaskOptions
+    request: Context | None
+    """None in a direct call."""
+    queued: ExecutionLock | None
+    """Another lock, which the message holds until the body begins."""
+
+    @property
+    def task_id(self) -> str | None:
+        """The id of the task; None in a direct call."""
+        return None if self.request is None else self.request.id
 
 
 class SingleInstanceMixin(PublishingMixin):
@@ -141,56 +157,44 @@ class SingleInstanceMixin(PublishingMixin):
         queued = None if task_id is None else self._lock_of_message(task_id, key, request)
         if queued is not None and queued.name == lock.name:  # the execution takes it over
             queued = None
+        run = Run(lock, options, request, queued)
         refused = header(request, REFUSED_HEADER)
         if refused is not None and options.on_conflict == "skip":
-            return self._skip(
-                queued or lock, options, request, f"{refused} held the lock when this message was published"
-            )
+            return self._skip(run, queued or lock, f"{refused} held the lock when this message was published")
         if options.scope == "queued" and (lock.delivery is None or not lock.delivery.message):
             leave_queue(queued)
             return self._body(task_id, None, args, kwargs)
-        return self._run_under(lock, queued, options, request, args, kwargs)
+        return self._run_under_lock(run, args, kwargs)
 
     def _body(self, task_id: str | None, lock: Lock | None, args: Any, kwargs: Any) -> Any:
         with Execution(self.name, task_id, lock):
             return super().__call__(*args, **kwargs)
 
-    def _run_under(
-        self,
-        lock: ExecutionLock,
-        queued: ExecutionLock | None,
-        options: TaskOptions,
-        request: Context | None,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """Take the lock, run the body and release the lock, or do as the options say about a duplicate.
-
-        `queued`: another lock, which the message holds until the body begins.
-        """
+    def _run_under_lock(self, run: Run, args: Any, kwargs: Any) -> Any:
+        """Take the lock, run the body and release the lock, or do as the options say about a duplicate."""
+        lock, options, request, queued = run
         try:
             try:
-                acquired, holder = self._acquire(lock, options, queued)
+                acquired, holder = self._acquire(run)
             except LockBackendError as error:
                 if options.on_backend_error == "reschedule":
-                    self._reschedule(lock, error, options, request, options.reschedule_limit, queued)
+                    self._reschedule(run, error, options.reschedule_limit)
                 if options.on_backend_error != "run":
                     raise
                 events.log.warning("%s runs without its lock, because Redis does not answer.", lock.label)
             else:
                 if not acquired:
-                    self._end_if_copy(lock, request, options)
-                    return self._conflict(lock, holder, options, request, queued)
+                    self._end_if_copy(run)
+                    return self._conflict(run, holder)
             if self._tracks_started:
                 self._store_started(request)
             queued = leave_queue(queued)  # once: later, the message of a retry holds the place
             try:
-                task_id = None if request is None else request.id
-                result = self._body(task_id, None if options.scope == "queued" else lock, args, kwargs)
+                result = self._body(run.task_id, None if options.scope == "queued" else lock, args, kwargs)
             except BaseException as error:
-                self._set_ending(lock, options, request, error)
+                self._set_ending(run, error)
                 raise
-            self._set_ending(lock, options, request)
+            self._set_ending(run)
             return result
         except (HandledElsewhere, Retry):  # from now on, another message or a copy of this one holds the place
             queued = None
@@ -222,10 +226,9 @@ class SingleInstanceMixin(PublishingMixin):
             where = {"pid": os.getpid(), "hostname": request.hostname}
             self.backend.store_result(request.id or "", where, states.STARTED, request=request)
 
-    def _set_ending(
-        self, lock: ExecutionLock, options: TaskOptions, request: Context | None, error: BaseException | None = None
-    ) -> None:
+    def _set_ending(self, run: Run, error: BaseException | None = None) -> None:
         """Decide what remains of the lock after the body, which ended with this error or without one."""
+        lock, options, request, _ = run
         late, delivery = self.acks_late, lock.delivery
         if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
             # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
@@ -274,10 +277,9 @@ class SingleInstanceMixin(PublishingMixin):
             return None
         return request
 
-    def _acquire(
-        self, lock: ExecutionLock, options: TaskOptions, queued: ExecutionLock | None
-    ) -> tuple[bool, LockInfo | None]:
+    def _acquire(self, run: Run) -> tuple[bool, LockInfo | None]:
         """Return whether the lock was acquired, and else its holder, if it has one that Redis can name."""
+        lock, options, _, queued = run
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:
@@ -296,15 +298,9 @@ class SingleInstanceMixin(PublishingMixin):
             return False, holder
         return False, None
 
-    def _conflict(
-        self,
-        lock: ExecutionLock,
-        holder: LockInfo | None,
-        options: TaskOptions,
-        request: Context | None,
-        queued: ExecutionLock | None,
-    ) -> Any:
+    def _conflict(self, run: Run, holder: LockInfo | None) -> Any:
         """Treat a duplicate as the options say: return the task's result, or raise."""
+        lock, options, request, _ = run
         error = TaskAlreadyRunning(
             lock.name,
             "an execution that starts or ends at this moment" if holder is None else holder.holder,
@@ -312,7 +308,7 @@ class SingleInstanceMixin(PublishingMixin):
         )
         policy, limit = options.on_conflict, options.reschedule_limit
         same = request is not None and holder is not None and holder.label == lock.label
-        again = same and policy == "skip" and self._is_published_anew(lock, request)
+        again = same and policy == "skip" and self._is_published_anew(run)
         if same and not again:  # a retry whose former run goes on, or a copy that cannot be identified as one
             policy, limit = "reschedule", None
         events.emit(
@@ -325,39 +321,40 @@ class SingleInstanceMixin(PublishingMixin):
             name=lock.name,
             holder=holder,
             task=self.name,
-            task_id=None if request is None else request.id,
+            task_id=run.task_id,
             on_conflict=policy,
             level=logging.DEBUG if policy == "skip" else None,  # the skip itself is logged
         )
         if policy == "reschedule":
-            self._reschedule(lock, error, options, request, limit, queued, silent=same)
+            self._reschedule(run, error, limit, silent=same)
         lock.count_duplicate()
         comes_again = self._is_rejected(error)  # so an error must leave no marker; another end does
         if not comes_again:
-            self._claim_message(lock, request, options, final=True)
+            self._claim_message(run, final=True)
         if callable(policy):
             result = policy(self, error)
         elif policy == "skip":
             age = 0.0 if holder is None else holder.age
-            result = self._skip(lock, options, request, f"the lock has been held for {age:.1f} s by {error.holder}")
+            result = self._skip(run, lock, f"the lock has been held for {age:.1f} s by {error.holder}")
             if again:  # what is stored under the id is the other run's
                 raise HandledElsewhere("the run of its id goes on")
         else:
             raise error
         if comes_again:
-            self._claim_message(lock, request, options, final=True)
+            self._claim_message(run, final=True)
         return result
 
-    def _is_published_anew(self, lock: ExecutionLock, request: Context | None) -> bool:
+    def _is_published_anew(self, run: Run) -> bool:
         """Return whether a caller published this message under an id that it had used before.
 
         A retry and a replacement are published under the id of the run that they follow, and must not be dropped.
         """
+        request, delivery = run.request, run.lock.delivery
         if request is None or request.retries or request.replaced_task_nesting:
             return False
-        return lock.delivery is not None and lock.delivery.known
+        return delivery is not None and delivery.known
 
-    def _skip(self, lock: ExecutionLock, options: TaskOptions, request: Context | None, why: str) -> Any:
+    def _skip(self, run: Run, lock: ExecutionLock, why: str) -> Any:
         events.emit(
             "skipped",
             "%s is skipped, because %s.",
@@ -365,36 +362,27 @@ class SingleInstanceMixin(PublishingMixin):
             why,
             name=lock.name,
             task=self.name,
-            task_id=None if request is None else request.id,
+            task_id=run.task_id,
         )
-        return options.skip_result
+        return run.options.skip_result
 
     # Messages that are published again
 
-    def _reschedule(
-        self,
-        lock: ExecutionLock,
-        error: LockError,
-        options: TaskOptions,
-        request: Context | None,
-        limit: float | None,
-        queued: ExecutionLock | None,
-        *,
-        silent: bool = False,
-    ) -> NoReturn:
+    def _reschedule(self, run: Run, error: LockError, limit: float | None, *, silent: bool = False) -> NoReturn:
         """Publish the same message again for later, or raise the error where that cannot be done.
 
         Works like `Task.retry`, but spends none of the task's retries, and stores the state before the message is
         published: Celery stores the state of a Retry afterwards, perhaps over the result of a faster successor.
         `silent`: another run of the same id goes on, and its state stays.
         """
+        lock, options, request, queued = run
         before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
         since = header(request, FIRST_CONFLICT_HEADER) or now
         waited = max(0.0, now - since)
         if request is None or request.is_eager or (limit is not None and waited >= limit):
             raise error
         if not isinstance(error, LockBackendError):
-            self._claim_message(lock, request, options, final=False)
+            self._claim_message(run, final=False)
         delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY))
         delay *= random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:
@@ -405,9 +393,8 @@ class SingleInstanceMixin(PublishingMixin):
         try:
             if not (silent or self.ignore_result or request.ignore_result):
                 self.backend.mark_as_retry(request.id or "", error, request=request)
-            self._publish_again(
-                lock, request, options, delay, {RESCHEDULED_HEADER: before + 1, FIRST_CONFLICT_HEADER: since}
-            )
+            ours = {RESCHEDULED_HEADER: before + 1, FIRST_CONFLICT_HEADER: since}
+            self._publish_again(lock, request, options, delay, ours)
         except Exception as failure:
             raise error from failure
         events.emit(
@@ -427,7 +414,7 @@ class SingleInstanceMixin(PublishingMixin):
         request.update(ignore_result=True)
         raise Retry(f"published again, to start in {delay:.1f} s: {error}", error)
 
-    def _end_if_copy(self, lock: ExecutionLock, request: Context | None, options: TaskOptions) -> None:
+    def _end_if_copy(self, run: Run) -> None:
         """End here and store nothing when the lock was refused because of a copy of the message.
 
         The copy runs, or its process has died; the expiry of its lock shows which. So the message is published once
@@ -435,6 +422,7 @@ class SingleInstanceMixin(PublishingMixin):
         message that is acknowledged late stays with the broker until it is processed. But a broker that redelivered it
         may delete it when this copy is acknowledged. So one message checks again, as long as the copy runs.
         """
+        lock, options, request, _ = run
         if lock.processed:
             events.log.info("%s was processed before; this copy of its message is dropped.", lock.label)
             raise HandledElsewhere("processed")
@@ -458,20 +446,20 @@ class SingleInstanceMixin(PublishingMixin):
         )
         raise HandledElsewhere("a copy runs, or has died")
 
-    def _claim_message(
-        self, lock: ExecutionLock, request: Context | None, options: TaskOptions, *, final: bool
-    ) -> None:
+    def _claim_message(self, run: Run, *, final: bool) -> None:
         """Mark a message that is refused (`final`) or published again now, unless a copy of it runs or was
         processed."""
+        lock, options, request, _ = run
         done = final and not self.acks_late
         try:
-            lock.claim(
-                marker_expire(self.app, options.queue_life) if done else options.expire, "done" if done else "ending"
-            )
+            if done:
+                lock.claim(marker_expire(self.app, options.queue_life), "done")
+            else:
+                lock.claim(options.expire, "ending")
         except LockBackendError as error:
             events.log.warning("Could not mark the message of %s, so its copies may run: %s", lock.label, error)
             return
-        self._end_if_copy(lock, request, options)
+        self._end_if_copy(run)
         if final and not done and request is not None:
             request.update(single_instance_lock=lock)
 
