@@ -33,7 +33,7 @@ KEEP = 90 * 86400.0
 """Seconds for which the last times are kept after the last publication of a beat."""
 Run = tuple[float, int]
 """The time of the last run of an entry, in seconds since 1970, and the number of its runs."""
-PAUSE = 1.0
+BEAT_PAUSE = 1.0
 """Seconds after which a beat stands for election again when Redis did not answer."""
 
 
@@ -75,14 +75,14 @@ class LeaderMixin:
             if self._unshared:
                 self._share_quietly()
         elif not self._stand():
-            return 0.0 if self._reported == "waits" else PAUSE
+            return 0.0 if self._reported == "waits" else BEAT_PAUSE
         if self._quiet_until:
             if monotonic() < self._quiet_until:
-                return min(PAUSE, self._quiet_until - monotonic())
+                return min(BEAT_PAUSE, self._quiet_until - monotonic())
             try:
                 self._load()
             except LockBackendError:  # the error is logged
-                return PAUSE
+                return BEAT_PAUSE
             self._quiet_until = 0.0
         wait: float = super().tick(*args, **kwargs)  # type: ignore[misc]
         return wait
@@ -137,7 +137,7 @@ class LeaderMixin:
                 self._follow()
                 return False
             # What Redis has lost, the former leader gives back as soon as it notices that.
-            self._quiet_until = monotonic() + term.expire / 3 + PAUSE if self._load() else 0.0
+            self._quiet_until = monotonic() + term.expire / 3 + BEAT_PAUSE if self._load() else 0.0
         except LockBackendError as error:
             self._report("away", logger.error, f"Beat publishes nothing, because it cannot be elected: {error}")
             with suppress(LockError):

@@ -23,7 +23,7 @@ def table(rows: list[HeldLockRow], ids: bool, *, arguments: bool = False) -> str
     )
 
 
-def record(rows: list[HeldLockRow], ids: bool) -> str:
+def lines_of(rows: list[HeldLockRow], ids: bool) -> str:
     return "\n\n".join("\n".join(f"{key:<11} {text}" for key, text in _all(row, ids).items()) for row in rows)
 
 

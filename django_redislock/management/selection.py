@@ -20,7 +20,7 @@ from ..inventory import HeldLockRow, Listing, find, force_release, read
 from ..run_once.command_line import sentence
 from ..task_names import is_waiting, key_of, task_of
 from ..texts import visible
-from .output import counted, missing, record, table
+from .output import counted, lines_of, missing, table
 
 SUGGESTED = 5
 """Similar names that are suggested at most."""
@@ -139,7 +139,7 @@ def release_lock(command: BaseCommand, options: dict[str, Any]) -> None:
     if len(rows) > 1:
         where = ", ".join(row.connection for row in rows)
         raise CommandError(f"A lock of this name is held on several connections: {where}. Choose with --connection.")
-    command.stderr.write(record(rows, False))
+    command.stderr.write(lines_of(rows, False))
     if options["dry_run"]:
         command.stdout.write("Dry run: nothing was released.")
         return

@@ -25,7 +25,7 @@ from ..locks import alock, lock
 
 SLICE = 1.0
 """Seconds after which a candidate checks whether it was stopped."""
-PAUSE = 0.5, 1.0
+ELECTION_PAUSE = 0.5, 1.0
 """Seconds between two tries of a candidate while Redis cannot serve it, chosen at random in between."""
 
 
@@ -206,7 +206,7 @@ def elect(term: Lock, stopped: Callable[[], bool]) -> bool:
         except LockBackendError as error:
             if refused_for_good(error):
                 raise
-            time.sleep(random.uniform(*PAUSE))  # noqa: S311
+            time.sleep(random.uniform(*ELECTION_PAUSE))  # noqa: S311
     return False
 
 
@@ -220,7 +220,7 @@ async def aelect(term: AsyncLock, stopped: Callable[[], bool]) -> bool:
         except LockBackendError as error:
             if refused_for_good(error):
                 raise
-            await asyncio.sleep(random.uniform(*PAUSE))  # noqa: S311
+            await asyncio.sleep(random.uniform(*ELECTION_PAUSE))  # noqa: S311
     return False
 
 

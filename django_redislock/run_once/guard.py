@@ -22,7 +22,7 @@ from contextlib import suppress
 
 ENDED = 3
 """The exit status of a guard that had to end the command."""
-PAUSE = 0.02
+LOOK_EVERY = 0.02
 """Seconds between two looks at a group that is to end."""
 SLICE = 1.0
 """Seconds after which the guard looks at the clock again: a wait does not count a suspension, but the clock does."""
@@ -93,7 +93,7 @@ def end(group: int, grace: float) -> None:
             if time.monotonic() >= over:
                 os.killpg(group, signal.SIGKILL)
                 return
-            time.sleep(PAUSE)
+            time.sleep(LOOK_EVERY)
 
 
 def is_alive(group: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .guard import ENDED, PAUSE, is_alive
+from .guard import ENDED, LOOK_EVERY, is_alive
 
 HELPER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 
@@ -81,7 +81,7 @@ class ProcessGroup:
         while is_alive(self.id):
             with suppress(ChildProcessError):  # process 1 of a container inherits the orphans
                 os.waitpid(-self.id, os.WNOHANG)
-            time.sleep(PAUSE)
+            time.sleep(LOOK_EVERY)
         self._running = False
         self._terminal.take_back()
         return code if code >= 0 else 128 - code

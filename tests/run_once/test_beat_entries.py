@@ -18,7 +18,7 @@ from celery.schedules import crontab
 
 from django_redislock import LockLost, held_locks, lock
 from django_redislock.celery import beat
-from django_redislock.celery.beat import PAUSE, LeaderMixin, PersistentScheduler
+from django_redislock.celery.beat import BEAT_PAUSE, LeaderMixin, PersistentScheduler
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
 
@@ -188,7 +188,7 @@ def test_a_new_leader_takes_over_what_the_former_one_gives_back_after_a_loss_of_
     assert tick(first) == ["report"]  # the second one has not seen that
     client.flushall()
     assert second._stand()
-    assert second.tick() == pytest.approx(PAUSE)
+    assert second.tick() == pytest.approx(BEAT_PAUSE)
     assert second.sent == []
     with pytest.raises(LockLost):
         first._term.extend()  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ from ...models import HeldLock
 from ...run_once.command_line import ActionParser, Speech, add_parser, seconds, silence
 from ...run_once.run import run
 from ...texts import visible
-from ..output import missing, plain, plain_with_queue, record, table, words_of
+from ..output import lines_of, missing, plain, plain_with_queue, table, words_of
 from ..selection import find_lock, raise_if_unread, release_lock, release_task, unread
 
 
@@ -112,7 +112,7 @@ class Command(BaseCommand):
         if action == "list":
             self._list(options)
         elif action == "show":
-            self._print(find_lock(options["name"], options["connection"]), options, record, plain_with_queue)
+            self._print(find_lock(options["name"], options["connection"]), options, lines_of, plain_with_queue)
         elif action == "watch":
             self._watch(options)
         elif action == "doctor":
