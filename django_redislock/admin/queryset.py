@@ -168,18 +168,22 @@ def read_waiters(lock: HeldLock) -> HeldLock:
     return lock
 
 
-class KindFilter(admin.SimpleListFilter):
+class FieldFilter(admin.SimpleListFilter):
+    """Filters by the field of `HeldLocks` that its parameter names."""
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.filter(**{str(self.parameter_name): self.value()})
+
+
+class KindFilter(FieldFilter):
     title = _("kind")
     parameter_name = "kind"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         return HeldLock._meta.get_field("kind").choices
 
-    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return queryset.filter(kind=self.value())
 
-
-class ConnectionFilter(admin.SimpleListFilter):
+class ConnectionFilter(FieldFilter):
     title = _("connection")
     parameter_name = "connection"
 
@@ -191,19 +195,13 @@ class ConnectionFilter(admin.SimpleListFilter):
         names = [*found, *failed]
         return [(name, name) for name in names] if len(names) > 1 else []
 
-    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return queryset.filter(connection=self.value())
 
-
-class StateFilter(admin.SimpleListFilter):
+class StateFilter(FieldFilter):
     title = _("state")
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         return [("renewed", _("renewing")), ("expiring", _("expiring soon")), ("unrenewed", _("not renewed"))]
-
-    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return queryset.filter(state=self.value())
 
 
 class AgeFilter(admin.SimpleListFilter):
@@ -221,8 +219,11 @@ class AgeFilter(admin.SimpleListFilter):
         return queryset.filter(older=float(seconds)) if seconds and seconds in dict(self.lookup_choices) else queryset
 
 
-class FoundFilter(admin.SimpleListFilter):
+class FoundFilter(FieldFilter):
     """Offers the values of the locks that were read for the page, so that Redis is read only once."""
+
+    found: str
+    """The property of `HeldLocks` with these values."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         return []
@@ -231,27 +232,17 @@ class FoundFilter(admin.SimpleListFilter):
         return True
 
     def choices(self, changelist: ChangeList) -> Iterator[Any]:
-        self.lookup_choices = [(value, visible(value)) for value in sorted(self.found(changelist.queryset))]
+        self.lookup_choices = [(value, visible(value)) for value in sorted(getattr(changelist.queryset, self.found))]
         return super().choices(changelist)
-
-    def found(self, locks: Any) -> set[str]:
-        raise NotImplementedError
-
-    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return queryset.filter(**{str(self.parameter_name): self.value()})
 
 
 class TaskFilter(FoundFilter):
     title = _("task")
     parameter_name = "task"
-
-    def found(self, locks: Any) -> set[str]:
-        return locks.tasks  # type: ignore[no-any-return]
+    found = "tasks"
 
 
 class HostFilter(FoundFilter):
     title = _("host")
     parameter_name = "host"
-
-    def found(self, locks: Any) -> set[str]:
-        return locks.hosts  # type: ignore[no-any-return]
+    found = "hosts"

@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 KEEP = 90 * 86400.0
 """Seconds for which the last times are kept after the last publication of a beat."""
-Run = tuple[float, int]
+LastRun = tuple[float, int]
 """The time of the last run of an entry, in seconds since 1970, and the number of its runs."""
 BEAT_PAUSE = 1.0
 """Seconds after which a beat stands for election again when Redis did not answer."""
@@ -61,9 +61,9 @@ class LeaderMixin:
 
     _term: Lock | None = None
     _reserved: Any = None
-    _last_runs: dict[str, Run] = {}  # this one and the next are never changed in place before there is a term
+    _last_runs: dict[str, LastRun] = {}  # this one and the next are never changed in place before there is a term
     """The last run of each entry, as far as this beat knows."""
-    _unshared: dict[str, Run] = {}
+    _unshared: dict[str, LastRun] = {}
     """The runs that Redis has not got yet."""
     _quiet_until = 0.0
     """Until when a leader publishes nothing, because other beats may remember later runs than Redis; 0: it may."""
@@ -212,7 +212,7 @@ class LeaderMixin:
         self._ask((b"HSET", self._key, *fields), (b"PEXPIRE", self._key, milliseconds(KEEP)))
         self._unshared = {name: run for name, run in self._unshared.items() if unshared.get(name) != run}
 
-    def _read(self) -> dict[str, Run]:
+    def _read(self) -> dict[str, LastRun]:
         (reply,) = self._ask((b"HGETALL", self._key))
         pairs = ((name.decode(), run.split()) for name, run in zip(reply[::2], reply[1::2], strict=True))
         return {name: (float(run[0]), int(run[1])) for name, run in pairs}
@@ -224,12 +224,12 @@ class LeaderMixin:
         return replies  # type: ignore[no-any-return]
 
 
-def run_of(entry: Any) -> Run:
+def run_of(entry: Any) -> LastRun:
     """Return the last run of the entry."""
     return maybe_make_aware(entry.last_run_at).timestamp(), entry.total_run_count
 
 
-def newest(own: dict[str, Run], shared: dict[str, Run]) -> dict[str, Run]:
+def newest(own: dict[str, LastRun], shared: dict[str, LastRun]) -> dict[str, LastRun]:
     """Return the last run of each entry: the shared one, unless this beat knows one that is later by time and by count.
 
     By the time alone, a former leader whose clock was ahead would be right; by the count alone, one who did not know

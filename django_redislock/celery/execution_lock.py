@@ -96,7 +96,7 @@ class MessageLease(Lease):
     __slots__ = ()
     published: ClassVar[set[MessageLease]] = set()
     """Those of messages that are sent, until Redis has confirmed the longer life."""
-    _pid: ClassVar[int] = 0
+    confirming_pid: ClassVar[int] = 0
     """The process whose exit gives the rest of them their life."""
 
     def watch_acquirer(self) -> None:
@@ -121,9 +121,9 @@ class MessageLease(Lease):
 
     def lengthen(self, expire: float) -> None:
         """Give the lock this life soon: its message is sent."""
-        if MessageLease._pid != process.pid:
+        if MessageLease.confirming_pid != process.pid:
             self.published.clear()  # a forked child has its parent's
-            MessageLease._pid = process.pid
+            MessageLease.confirming_pid = process.pid
             Finalize(
                 None, confirm_published, exitpriority=0
             )  # also in children of multiprocessing, where atexit is not
