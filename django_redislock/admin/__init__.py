@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,15 @@ if TYPE_CHECKING:
     ModelAdmin = admin.ModelAdmin[HeldLock]
 else:
     ModelAdmin = admin.ModelAdmin
+
+
+def _column(title: Any, show: Callable[[HeldLock], str], order: str | None = None) -> Any:
+    """Return a method of the admin that shows a lock by this function, as a column or on its page."""
+
+    def column(self: Any, obj: HeldLock) -> str:
+        return show(obj)
+
+    return admin.display(description=title, ordering=order)(column)
 
 
 @admin.register(HeldLock)
@@ -177,30 +187,15 @@ class HeldLockAdmin(ModelAdmin):
             *(ACTION_CHECKBOX_NAME, selection_value(obj), label),
         )
 
-    @admin.display(description=_("name"), ordering="name")
-    def lock(self, obj: HeldLock) -> str:
-        return display.name_html(obj)
-
-    @admin.display(description=_("holder"), ordering="holder")
-    def holder(self, obj: HeldLock) -> str:
-        return display.holder_html(obj)
-
-    @admin.display(description=_("held for"), ordering="age")
-    def held_for(self, obj: HeldLock) -> str:
-        return display.age_html(obj)
-
-    @admin.display(description=_("expires in"), ordering="ttl")
-    def expires_in(self, obj: HeldLock) -> str:
-        return display.expiry_html(obj)
-
     @admin.display(description=_("waiting"), ordering="waiting")
     def waiting_now(self, obj: HeldLock) -> str:
         """Return the number of waiters, in bold if there are any."""
         return format_html('<span class="redislock-waiting">{}</span>', obj.waiting) if obj.waiting else "0"
 
-    @admin.display(description=_("fence"), ordering="fence")
-    def fence_number(self, obj: HeldLock) -> str:
-        return str(obj.fence)
+    lock = _column(_("name"), display.name_html, "name")
+    holder = _column(_("holder"), display.holder_html, "holder")
+    held_for = _column(_("held for"), display.age_html, "age")
+    expires_in = _column(_("expires in"), display.expiry_html, "ttl")
 
     # The page of one lock
 
@@ -215,10 +210,6 @@ class HeldLockAdmin(ModelAdmin):
             (_("Expiry"), {"fields": ["acquired", "held_for", "expires_in", "expiry", *renewed]}),
         ]
 
-    @admin.display(description=_("acquired"))
-    def acquired(self, obj: HeldLock) -> str:
-        return display.isolate(display.date_and_time(obj.acquired_at))
-
     @admin.display(description=_("last renewed"))
     def last_renewed(self, obj: HeldLock) -> str:
         """Return the time since the last renewal: each renewal gives the lock its whole expiry again."""
@@ -227,30 +218,14 @@ class HeldLockAdmin(ModelAdmin):
             return gettext("not yet")
         return display.fill_in(gettext("%(time)s ago"), time=display.duration_html(ago))
 
-    @admin.display(description=_("process"))
-    def process(self, obj: HeldLock) -> str:
-        return str(obj.pid)
-
-    @admin.display(description=_("id"))
-    def shortened_id(self, obj: HeldLock) -> str:
-        return format_html('<bdi dir="ltr">{}</bdi>', obj.owner_id)
-
-    @admin.display(description=_("arguments"))
-    def arguments(self, obj: HeldLock) -> str:
-        return display.isolate(visible(obj.arguments))
-
-    @admin.display(description=_("worker"))
-    def worker(self, obj: HeldLock) -> str:
-        return display.isolate(visible(obj.worker))
-
-    @admin.display(description=_("waiting"))
-    def waiters(self, obj: HeldLock) -> str:
-        """Return the number of waiters, and a list of the first ones with place and waiting time."""
-        return display.queue_html(obj)
-
-    @admin.display(description=_("expiry"))
-    def expiry(self, obj: HeldLock) -> str:
-        return display.duration_html(obj.expire)
+    fence_number = _column(_("fence"), lambda lock: str(lock.fence), "fence")
+    acquired = _column(_("acquired"), lambda lock: display.isolate(display.date_and_time(lock.acquired_at)))
+    process = _column(_("process"), lambda lock: str(lock.pid))
+    shortened_id = _column(_("id"), lambda lock: format_html('<bdi dir="ltr">{}</bdi>', lock.owner_id))
+    arguments = _column(_("arguments"), lambda lock: display.isolate(visible(lock.arguments)))
+    worker = _column(_("worker"), lambda lock: display.isolate(visible(lock.worker)))
+    waiters = _column(_("waiting"), display.queue_html)
+    expiry = _column(_("expiry"), lambda lock: display.duration_html(lock.expire))
 
     def render_change_form(
         self,
