@@ -65,7 +65,7 @@ def test_without_an_address_there_are_no_links_and_no_broken_picture():
     assert "image::" not in readme
     assert ":alt:" not in readme
     assert "`__" not in readme
-    assert "Start, Tutorial, How-to" in readme
+    assert "All pages, How-to" in readme
     assert readme.replace("\n\n\n", "\n\n").count("\n") > 150
 
 
