@@ -16,7 +16,7 @@ from .core.base import BaseLock
 from .core.lock import Lock, RLock
 from .core.records import LockInfo
 from .core.validation import Nothing, Seconds, check_flag, unexpected, wait_of
-from .transactions import UntilCommitLock, WarnBeforeCommitLock, WarnBeforeCommitRLock, in_atomic
+from .transactions import UNTIL_COMMIT, WARN_BEFORE_COMMIT, in_atomic
 
 L = TypeVar("L", bound=BaseLock)
 
@@ -83,19 +83,10 @@ def lock(
     if wrong:
         raise unexpected("lock", wrong, lock.__kwdefaults__ or ())
     settings = conf.get()
-    kind_of_lock: type[Lock]
     if until_commit is not None or reentrant is not False:
         check_flags(until_commit, reentrant)
-    if not settings.enabled:  # nobody is kept out, and so nothing waits for the commit
-        kind_of_lock = RLock if reentrant or until_commit else Lock
-    elif until_commit is None:
-        kind_of_lock = WarnBeforeCommitRLock if reentrant else WarnBeforeCommitLock
-    elif until_commit:
-        kind_of_lock = UntilCommitLock
-    else:
-        kind_of_lock = RLock if reentrant else Lock
-    return _build(
-        kind_of_lock,
+    made: Lock = _build(
+        RLock if reentrant or until_commit else Lock,
         settings,
         name,
         using,
@@ -110,6 +101,9 @@ def lock(
         kind,
         min_replicas,
     )
+    if until_commit is not False and settings.enabled:  # else nobody is kept out, and so nothing waits for the commit
+        made._transactions = UNTIL_COMMIT if until_commit else WARN_BEFORE_COMMIT
+    return made
 
 
 def rlock(

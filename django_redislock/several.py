@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -101,7 +100,7 @@ class Locks(_Several[Lock]):
                 if not each.acquire(timeout=seconds):
                     raise AcquireTimeout(each.name, self._timeout)
                 # Not the lock's own end of a block: it would wait for the commit, and nothing was written yet.
-                acquired.push(partial(Lock.__exit__, each))
+                acquired.push(each._exit_now)
             acquired.pop_all()
         return self
 

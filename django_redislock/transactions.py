@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections
@@ -20,98 +19,76 @@ from django.db.backends.signals import connection_created
 from django.dispatch import receiver
 
 from .core import events
-from .core.acquirers import chain
-from .core.base import BaseLock
-from .core.lock import Lock, RLock
 from .exceptions import LockError, LockLost, NotAcquired
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from .core.driver.effects import Operation
     from .core.lease import Lease
+    from .core.lock import Lock
 
 
-class UntilCommitLock(RLock):
-    """A lock that is released after the commit or the rollback of the open transactions, and renewed until then.
+class UntilCommit:
+    """Releases a lock after the commit or the rollback of the open transactions; it is renewed until then.
 
-    The same transaction may acquire it again, as an `RLock`, so that it does not wait for itself. If the lock is lost
-    before the commit, the commit becomes a rollback and raises LockLost.
-
-    Inside a Django TestCase, where nothing is committed, it is released at the end of its block.
+    If the lock is lost before the commit, the commit becomes a rollback and raises LockLost. Errors of a release after
+    a transaction are logged. Inside a Django TestCase, where nothing is committed, a lock is released at the end of its
+    block. Give it to re-entrant locks, so that a transaction does not wait for itself.
     """
 
-    def release(self) -> None:
-        """Release the lock after the open transactions of this thread; at once when there are none.
-
-        Raises NotAcquired, LockLost and LockBackendError as `Lock.release` does. Errors after a transaction are logged.
-        """
-        transactions = _open_transactions()
-        if not transactions or self.lost is not None:
-            super().release()
-            return
-        self._release_after(transactions)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        transactions = _open_transactions()
-        if not transactions or self.lost is not None:
-            super().__exit__(kind, error, trace)
-            return
-        try:
-            self._release_after(transactions)
-        except NotAcquired as failure:
-            if error is None:
-                raise
-            chain(self.name, error, failure)
-
-    def _watch(self, lease: Lease) -> None:
-        super()._watch(lease)
+    def watch(self, lease: Lease) -> None:
+        """Let no commit of this thread go through once the lock was lost."""
         # Around ``atomic()`` nothing waits for a commit: that of a block whose lock was lost went through.
         _held.releases[lease] = 0
         for connection in _connections():
             _hooks_of(connection)
 
-    def _release_after(self, transactions: set[BaseDatabaseWrapper]) -> None:
-        lease = self._require_lease(self._acquirer())
+    def postpones(self, lock: Lock) -> bool:
+        """Release the lock after the open transactions of this thread; return whether there are any."""
+        transactions = _open_transactions()
+        if not transactions or lock.lost is not None:
+            return False
+        lease = lock._require_lease(lock._acquirer())
         waiting = _held.releases.get(lease, 0)
         if waiting == lease.hold_count:  # every entry is left already
-            raise NotAcquired(self.name)
+            raise NotAcquired(lock.name)
         _held.releases[lease] = waiting + 1
         for connection in transactions:
-            _hooks_of(connection).waiting.append((self, transactions))
-
-    def _after_transactions(self) -> None:
-        lease = self._lease_of(self._acquirer())
-        if lease is not None:
-            _held.releases[lease] = _held.releases.get(lease, 1) - 1
-        try:
-            super().__exit__(None, None, None)
-        except LockLost:
-            pass  # the error was logged, and the commit is done
-        except LockError as error:
-            stays = "" if isinstance(error, NotAcquired) else ", so it stays held until it expires"
-            events.log.warning("Lock %r could not be released after its transaction%s: %s", self.name, stays, error)
+            _hooks_of(connection).waiting.append((lock, transactions))
+        return True
 
 
-class WarnBeforeCommit(BaseLock):
-    """Logs a warning, once for each place in the code, when the lock is released before the commit by mistake."""
+class WarnBeforeCommit:
+    """Logs a warning, once for each place in the code, when a lock is released before the commit by mistake."""
 
-    def _release(self, lease: Lease) -> Operation[None]:
-        _warn_before_commit(self.name)
-        return super()._release(lease)
+    def watch(self, lease: Lease) -> None:
+        """Do nothing: only the release matters."""
+
+    def postpones(self, lock: Lock) -> bool:
+        """Warn if an atomic block is open, and return False. The end of an inner block is no release."""
+        for connection in _connections():
+            if in_atomic(connection):
+                lease = lock._lease_of(lock._acquirer())
+                if lock._given_id is not None if lease is None else lease.hold_count <= 1:
+                    _warn_before_commit(lock.name)
+                break
+        return False
 
 
-class WarnBeforeCommitLock(WarnBeforeCommit, Lock):
-    """A lock whose release inside a transaction is logged as a mistake."""
+UNTIL_COMMIT, WARN_BEFORE_COMMIT = UntilCommit(), WarnBeforeCommit()
 
 
-class WarnBeforeCommitRLock(WarnBeforeCommit, RLock):
-    """The re-entrant kind. The end of an inner block is no release."""
-
-    def _release(self, lease: Lease) -> Operation[None]:
-        return super()._release(lease) if lease.hold_count == 1 else RLock._release(self, lease)
+def _release_after_transactions(lock: Lock) -> None:
+    lease = lock._lease_of(lock._acquirer())
+    if lease is not None:
+        _held.releases[lease] = _held.releases.get(lease, 1) - 1
+    try:
+        lock._exit_now()
+    except LockLost:
+        pass  # the error was logged, and the commit is done
+    except LockError as error:
+        stays = "" if isinstance(error, NotAcquired) else ", so it stays held until it expires"
+        events.log.warning("Lock %r could not be released after its transaction%s: %s", lock.name, stays, error)
 
 
 class _Held(threading.local):
@@ -138,7 +115,7 @@ class _TransactionHooks:
     """
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        self.waiting: list[tuple[UntilCommitLock, set[BaseDatabaseWrapper]]] = []
+        self.waiting: list[tuple[Lock, set[BaseDatabaseWrapper]]] = []
         """Each lock, with all connections whose transactions it waits for."""
         self._connection = connection
         self._commit, self._rollback, self._close = connection.commit, connection.rollback, connection.close
@@ -172,7 +149,7 @@ class _TransactionHooks:
             for lock, transactions in waiting:
                 transactions.discard(self._connection)
                 if not transactions:
-                    stack.callback(lock._after_transactions)
+                    stack.callback(_release_after_transactions, lock)
 
 
 def _hooks_of(connection: BaseDatabaseWrapper) -> _TransactionHooks:
@@ -218,11 +195,6 @@ _places_warned: set[tuple[str, int]] = set()
 
 
 def _warn_before_commit(name: str) -> None:
-    for connection in _connections():
-        if in_atomic(connection):
-            break
-    else:
-        return
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("django_redislock", "contextlib"):
         frame = frame.f_back

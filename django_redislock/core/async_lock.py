@@ -18,7 +18,6 @@ from .driver.async_server import async_server_of
 from .driver.effects import Operation
 from .lease import Lease
 from .records import LockInfo, Token
-from .reentrant import Reentrant
 from .validation import AS_MADE, AsMade, Seconds
 
 T = TypeVar("T")
@@ -204,10 +203,12 @@ class AsyncLock(BaseLock):
                 lease.acquirer.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)
 
 
-class AsyncRLock(Reentrant, AsyncLock):
+class AsyncRLock(AsyncLock):
     """A lock that the task that holds it may acquire again, through any AsyncRLock object of the same name and
     database.
 
     Each further entry renews the lock and proves that it is still held: a lost one raises LockLost. The last exit
     releases. For the arguments see `Lock`.
     """
+
+    _reentrant = True

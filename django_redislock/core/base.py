@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, Unpack
 
 from ..exceptions import AlreadyAcquired, LockError, NotAcquired
 from . import events, operations, validation
@@ -32,6 +32,16 @@ RETRY_BY_TOKEN = 0.1
 MESSAGES = {"acquired": "Lock %r acquired (fence %d).", "released": "Lock %r released (fence %d)."}
 
 
+class Transactions(Protocol):
+    """What a lock does about transactions of a database, of which this layer knows nothing."""
+
+    def watch(self, lease: Lease) -> None:
+        """Note that the lock was acquired."""
+
+    def postpones(self, lock: Any) -> bool:
+        """Return whether the release by the calling thread happens later. Raises NotAcquired."""
+
+
 class BaseLock(CallerView[Lease]):
     """A lock of a name in Redis: at most one holder at a time.
 
@@ -49,7 +59,10 @@ class BaseLock(CallerView[Lease]):
     Raises TypeError and ValueError for bad arguments.
     """
 
-    _lease_kind = Lease
+    _reentrant = False
+    """Whether the thread or task that holds the lock may acquire it again."""
+    _transactions: Transactions | None = None
+    """What its release has to do with the transactions of a database; None: nothing."""
 
     def __init__(
         self,
@@ -156,6 +169,26 @@ class BaseLock(CallerView[Lease]):
                 yield Sleep(RETRY_BY_TOKEN if left is None else min(RETRY_BY_TOKEN, left))
 
     def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
+        lease = self._lease_of(acquirer) if self._reentrant else None
+        return self._acquire_anew(acquirer, timeout, token) if lease is None else self._enter_again(lease, acquirer)
+
+    def _enter_again(self, lease: Lease, acquirer: Any) -> Operation[bool]:
+        """Prove that the lock is still held, by a renewal; then count the entry.
+
+        It is counted in the process, so that no repeated command can count twice.
+        """
+        if lease.loss is None:
+            yield from self._renew(lease)
+        self._raise_loss(lease)
+        if lease in holders.leases_of(self._server, self._keys, acquirer):
+            lease.hold_count += 1
+        else:  # Redis did not answer its last release: it is still held, but no longer watched
+            holders.add(lease)
+            self._watch(lease)
+        self._leases[acquirer] = lease
+        return True
+
+    def _acquire_anew(self, acquirer: Any, timeout: float | None, token: Token | None) -> Operation[bool]:
         turn = object()
         # With an id of the caller's choice Redis cannot distinguish this object's threads or tasks: one would wait for
         # itself. In a forked child, acquisitions that the parent's threads began never end.
@@ -227,12 +260,23 @@ class BaseLock(CallerView[Lease]):
     def _watch(self, lease: Lease) -> None:
         if not self._server.grants_all:
             watchdog.add(lease, self.auto_renewal)
+        if self._transactions is not None:
+            self._transactions.watch(lease)
 
     def _record(self) -> bytes:
         """Return the record of the holder, for `owner()` and lists."""
         return record(self.kind, self.label, self.expire, self.auto_renewal)
 
     def _release(self, lease: Lease) -> Operation[None]:
+        return self._leave_inner(lease) if lease.hold_count > 1 else self._release_last(lease)
+
+    def _leave_inner(self, lease: Lease) -> Operation[None]:
+        """Leave a block within another one of the same acquisition."""
+        yield from ()
+        lease.hold_count -= 1
+        self._raise_loss(lease)
+
+    def _release_last(self, lease: Lease) -> Operation[None]:
         self._stop(lease)
         if lease.loss is None:
             try:
@@ -312,9 +356,31 @@ class BaseLock(CallerView[Lease]):
         return freed
 
     def _new_lease(self, acquirer: Any, id: str) -> Lease:
-        return self._lease_kind(
-            self._server, self.name, self._keys, id, self.expire, acquirer, self.max_hold, weakref.ref(self)
-        )
+        lease = Lease(self._server, self.name, self._keys, id, self.expire, acquirer, self.max_hold, weakref.ref(self))
+        lease.reentrant = self._reentrant
+        return lease
+
+    def _lease_of(self, acquirer: Any) -> Lease | None:
+        """Return the acquisition of the thread or task, but none that this process inherited by a fork.
+
+        If the lock is re-entrant, it may be one through another object; one that was released there is forgotten.
+        """
+        lease = self._leases.get(acquirer)
+        if not self._reentrant:
+            return None if lease is None or lease.inherited_by_fork else lease
+        if lease is not None:
+            if lease.inherited_by_fork:
+                return None
+            if lease.hold_count:
+                return lease
+            self._forget(lease)
+        held = holders.leases_of(self._server, self._keys, acquirer)
+        return next((lease for lease in held if lease.reentrant), None)
+
+    def _visible_lease(self) -> Lease | None:
+        if not self._reentrant:
+            return super()._visible_lease()
+        return self._leases.reported() or self._lease_of(self._acquirer()) or super()._visible_lease()
 
     def _owner_id(self, acquirer: Any) -> str | None:
         """Return the id of the acquirer's acquisition, or the given id."""
@@ -337,6 +403,9 @@ class BaseLock(CallerView[Lease]):
         holders.remove(lease)
 
     def _forget(self, lease: Lease) -> None:
+        if lease.inherited_by_fork and lease.hold_count > 1:  # a forked child leaves its parent's blocks one by one
+            lease.hold_count -= 1
+            return
         lease.hold_count = 0
         if self._leases.get(lease.acquirer) is lease:
             self._leases.end(lease.acquirer, lease.noted_loss)

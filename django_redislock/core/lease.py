@@ -93,6 +93,7 @@ class Lease:
             "pid",
             "fence",
             "hold_count",
+            "reentrant",
         ),
         *("acquired", "deadline", "next_renewal", "failures"),
         *("renewing", "renewal_pending", "shared", "mark", "may_outlive", "shortens", "_end_of_acquirer", "_losses"),
@@ -123,6 +124,8 @@ class Lease:
         self.fence = 0
         self.hold_count = 1
         """How often its acquirer has entered it; more than once through an RLock only."""
+        self.reentrant = False
+        """Whether its acquirer may enter it again, through any lock object; each object keeps the lease alive."""
         self.acquired = 0.0
         self.deadline = 0.0
         self.next_renewal = 0.0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..exceptions import AcquireTimeout
+from ..exceptions import AcquireTimeout, NotAcquired
+from .acquirers import chain
 from .base import BaseLock
 from .lease import calling_thread
 from .records import LockInfo
-from .reentrant import Reentrant
 from .validation import AS_MADE, AsMade, Seconds
 
 
@@ -48,7 +48,8 @@ class Lock(BaseLock):
         Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError
         when Redis cannot answer: then `release` may be repeated, and otherwise the lock ends by its expiry.
         """
-        self._server.run(self._release(self._require_lease(self._acquirer())))
+        if self._transactions is None or not self._transactions.postpones(self):
+            self._server.run(self._release(self._require_lease(self._acquirer())))
 
     def __enter__(self) -> Self:
         if not self._server.run(self._acquire(self._acquirer(), self._wait.timeout)):
@@ -66,7 +67,20 @@ class Lock(BaseLock):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._transactions is not None:
+            try:
+                if self._transactions.postpones(self):
+                    return
+            except NotAcquired as failure:
+                if error is None:
+                    raise
+                chain(self.name, error, failure)
+                return
         self._server.run(self._exit(self._acquirer(), error))
+
+    def _exit_now(self, *raised: Any) -> None:
+        """Leave a block now, whatever transactions are open."""
+        self._server.run(self._exit(self._acquirer(), raised[1] if raised else None))
 
     def extend(self, expire: Seconds | None = None) -> Literal[True]:
         """Set the expiry of the held lock to `expire` seconds from now (None: to its own), and return True.
@@ -118,9 +132,11 @@ class Lock(BaseLock):
         return self._server.run(self._reset(fence, by, reason))
 
 
-class RLock(Reentrant, Lock):
+class RLock(Lock):
     """A lock that the thread that holds it may acquire again, through any RLock object of the same name and database.
 
     Each further entry renews the lock and proves that it is still held: a lost one raises LockLost. The last exit
     releases. For the arguments see `Lock`.
     """
+
+    _reentrant = True

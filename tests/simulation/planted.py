@@ -6,7 +6,7 @@ from typing import Any
 
 from django_redislock.cache.lease import obtain, single_flight, store
 from django_redislock.celery import execution_lock
-from django_redislock.core import lease, operations, reentrant, scripts
+from django_redislock.core import base, lease, operations, scripts
 
 from .patches import Planted, attribute, script
 from .planted_wide import CLUSTER, QUORUM, QUORUM_NOT_FOUND, REPLICAS
@@ -33,18 +33,16 @@ def _no_undo(claim: operations.AcquireRequest, channel: bytes, join: bool, ticke
 _call = operations.AcquireRequest.call
 
 
-def _enters_anew(self: reentrant.Reentrant, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
-    return (yield from super(reentrant.Reentrant, self)._acquire(acquirer, timeout, token))
+def _enters_anew(self: base.BaseLock, lease: Any, acquirer: Any) -> Any:
+    return self._acquire_anew(acquirer, None, None)
 
 
-def _leaves_at_once(self: reentrant.Reentrant, lease: Any) -> Any:
-    yield from super(reentrant.Reentrant, self)._release(lease)
+def _leaves_at_once(self: base.BaseLock, lease: Any) -> Any:
+    return self._release_last(lease)
 
 
-def _never_leaves(self: reentrant.Reentrant, lease: Any) -> Any:
-    lease.hold_count += 1
-    if lease.hold_count < 4:
-        yield from super(reentrant.Reentrant, self)._release(lease)
+def _never_leaves(self: base.BaseLock, lease: Any) -> Any:
+    yield from ()
 
 
 def _everybody_leads(key: Any, until: float, request: Any, caller: Any, last: bool = False, old: Any = None) -> Any:
@@ -146,9 +144,9 @@ LOCK: dict[str, Planted] = {
     "a try that was not answered is not undone": lambda: attribute(operations.AcquireRequest, "call", _no_undo),
 }
 RLOCK: dict[str, Planted] = {
-    "a re-entrant lock is not re-entrant": lambda: attribute(reentrant.Reentrant, "_acquire", _enters_anew),
-    "the inner exit releases": lambda: attribute(reentrant.Reentrant, "_release", _leaves_at_once),
-    "the outer exit does not release": lambda: attribute(reentrant.Reentrant, "_release", _never_leaves),
+    "a re-entrant lock is not re-entrant": lambda: attribute(base.BaseLock, "_enter_again", _enters_anew),
+    "the inner exit releases": lambda: attribute(base.BaseLock, "_leave_inner", _leaves_at_once),
+    "the outer exit does not release": lambda: attribute(base.BaseLock, "_release_last", _never_leaves),
 }
 CACHE: dict[str, Planted] = {
     "every caller computes": lambda: script(

@@ -7,15 +7,16 @@ from collections.abc import Generator
 from typing import Any
 
 from django_redislock.core.driver.effects import Sleep
-from django_redislock.core.reentrant import Reentrant
 from django_redislock.exceptions import LockError, LockLost
 
 from .driver import Thread
 from .locks import KEYS, NAME, QUIET, Belief, LockHistory, Round, SimulatedLock
 
 
-class SimulatedRLock(Reentrant, SimulatedLock):
+class SimulatedRLock(SimulatedLock):
     """The shipped re-entrant lock, driven by the world."""
+
+    _reentrant = True
 
 
 class RLockHistory(LockHistory):
