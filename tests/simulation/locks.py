@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Generator
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
+
+from redis.exceptions import RedisError
 
 from django_redislock.core import scripts
 from django_redislock.core.base import BaseLock
@@ -26,6 +30,11 @@ PROMISED = 2.0
 """The same while something is wrong with others: a reservation that nobody claims, a roll call, two polls, and what
 packets take."""
 LOOK = 0.25
+WOKEN = 0.2
+"""Seconds after the expiry of a lock within which its waiter tries, when nothing goes wrong: polling may hide that it
+slept for too long."""
+LATEST = 8.0
+"""Seconds that a renewal may be late at the server."""
 
 
 class Round(NamedTuple):
@@ -81,6 +90,25 @@ class Belief:
         return self.stands and self.forced_at is None and not (self.shortened and self.lease.shared)
 
 
+def repeated(operation: Generator[Any, Any, Any]) -> Generator[Any, Any, None]:
+    """Do what the operation does, and its last call once more, as if the answer had been lost."""
+    effect = next(operation)
+    while True:
+        try:
+            reply = yield effect
+        except RedisError as error:
+            proceed = partial(operation.throw, error)
+        else:
+            proceed = partial(operation.send, reply)
+        try:
+            effect = proceed()
+        except StopIteration:
+            break
+    yield Sleep(0.1)
+    with suppress(RedisError):
+        yield effect
+
+
 class LockHistory(History):
     """Some processes that want one lock."""
 
@@ -109,6 +137,12 @@ class LockHistory(History):
         self.joined: dict[bytes, int] = {}  # when each waiter joined the queue, by the server's clock in us
         self.asked: dict[bytes, int] = {}
         """The longest expiry in ms that was asked for, by fence: that of a thread, or of an extension."""
+        self.held_until = 0.0
+        """When the lock was free, or will be unless somebody renews it."""
+        self.orphans: dict[int, float] = {}
+        """Since when nobody believes to hold the acquisition with this fence, though the lock is still its own."""
+        self.resets: set[bytes] = set()
+        """The forced releases that have ended an acquisition."""
         self.reserved: dict[bytes, int] = {}  # when each reservation was made, by the same clock
         super().__init__(plan)
         self.world.gave_up = self._gave_up
@@ -170,6 +204,7 @@ class LockHistory(History):
         finally:
             del self.waiting[thread]
             self._note_call(thread, lock, outcome, timeout, asked)
+        self._see_answer(thread, outcome, timeout, asked)
         took = world.time - asked
         if timeout is not None and freezes == thread.process.freezes and took > timeout + self.patience + 0.3:
             self.fail(f"{thread} came back after {took:.3f} s, though its timeout is {timeout} s")
@@ -179,13 +214,63 @@ class LockHistory(History):
             yield Sleep(0.05)
         return got
 
+    def _is_quiet(self, process: Process, since: float) -> bool:
+        """Whether neither the process nor the server has suffered from a fault since then."""
+        single = type(self.world) is World and not process.frozen
+        return self.plan.calm or (single and process.troubled < since and self.world.troubled < since)
+
+    def _see_answer(self, thread: Thread, outcome: str, timeout: float | None, asked: float) -> None:
+        """See that who comes back with nothing waited for its limit, and that a call without a wait takes a free lock.
+
+        Nothing is raised while nothing is wrong.
+        """
+        world, quiet = self.world, self._is_quiet(thread.process, asked)
+        if outcome == "raised" and quiet:
+            self.fail(f"{thread} got an error, though nothing was wrong")
+        if outcome != "raised" and quiet and timeout is not None and world.time > asked + timeout + self.slack:
+            self.fail(f"{thread} came back after {world.time - asked:.3f} s, though its timeout is {timeout} s")
+        if outcome == "empty" and timeout is not None:
+            took = world.time - asked
+            if took < timeout - 0.001:
+                self.fail(f"{thread} came back with nothing after {took:.3f} s, though its timeout is {timeout} s")
+            if type(world) is World and self.held_until < asked and not world.clock_stepped:
+                self.fail(f"{thread} was refused a lock that was free since {self.held_until:.3f}")
+
+    def _see_expiry(self) -> None:
+        """Note until when the lock is held; see that its only waiter tries then, if nobody has released it before."""
+        world, value = self.world, self.server.peek(KEYS.lock)
+        if value is None:
+            self.held_until = min(self.held_until, world.time)
+            return
+        ends = self.held_until = self.server.ends.get(KEYS.lock, math.inf) / 1000 - world.server_clock
+
+        def look() -> None:
+            waiting = [(thread, since) for thread, (timeout, since) in self.waiting.items() if timeout is None]
+            if self.held_until == ends and len(self.waiting) == len(waiting) == 1 and waiting[0][1] < ends - QUIET:
+                self.fail(f"{waiting[0][0]} was not woken when the lock expired at {ends:.3f}")
+
+        if self.plan.calm and type(world) is World and ends < math.inf:
+            world.at(ends + WOKEN, look)
+
+    def _see_orphan(self, value: bytes | None) -> None:
+        """See that the lock expires after nobody believes to hold it."""
+        world, fence = self.world, int(value.split(b"\n", 2)[1]) if value else 0
+        believed = any(each.lease.fence == fence and each.stands for each in self.beliefs.values())
+        self.orphans = {} if not fence or believed else {fence: self.orphans.get(fence, world.time)}
+        longest = self.asked.get(b"%d" % fence, 3000) / 1000 + (QUIET if self.plan.calm else LATEST)
+        if self.orphans and world.time > self.orphans[fence] + longest + LOOK and not world.clock_stepped:
+            self.fail(f"fence {fence} holds the lock, though nobody believed so for {longest} s")
+
     def _hold(self, thread: Thread, lock: Any, step: Round) -> Generator[Any, Any, None]:
         world, belief = self.world, self.beliefs[thread]
         lease = belief.lease
         if step.resets:
             yield Sleep(step.held / 2)
             try:
-                yield from lock._reset(None, "olga", "why")
+                if step.pause:
+                    yield from lock._reset(lease.fence, "olga", "why")
+                else:
+                    yield from repeated(lock._reset(None, "olga", "why"))
             except LockError as error:
                 world.tell(thread, f"reset raised {error}")
         if step.held:
@@ -204,6 +289,7 @@ class LockHistory(History):
         self._see_loss(thread, belief)
         del self.beliefs[thread]
         forced, until, released = belief.forced_at is not None, self._until(belief), False
+        began = world.time
         world.tell(thread, "releases")
         try:
             yield from lock._release(lease)
@@ -215,6 +301,9 @@ class LockHistory(History):
             self.lost = True
             if isinstance(error, LockLost):
                 self._see_loss(thread, belief)
+            own = lease.fence in self.released - self.reset and not forced and lease.id != "given"
+            if own and self._is_quiet(thread.process, began):
+                self.fail(f"a release of {thread} raised an error, though it had released")
         finally:
             self._note_belief(thread, belief, until, released)
         if lease.id != "given":
@@ -294,6 +383,7 @@ class LockHistory(History):
 
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         """See whose turn it was, and who was force-released."""
+        self._see_expiry()
         if not isinstance(what, ScriptCall):
             return
         queue = self.server.data.get(KEYS.queue) or {}
@@ -311,6 +401,11 @@ class LockHistory(History):
             if value.startswith(id + b"\n" + fence):  # an earlier call did it
                 return
             if what.script is scripts.RESET:
+                if what.args[1] not in (b"", fence):
+                    self.fail(f"a reset of fence {what.args[1].decode()} released fence {fence.decode()}")
+                if what.args[2] in self.resets:
+                    self.fail(f"a repeated reset released fence {fence.decode()}, too")
+                self.resets.add(what.args[2])
                 self.world.tell(process, f"force-released fence {fence.decode()}")
                 self.lost = True
                 self.reset.add(int(fence))
@@ -324,7 +419,10 @@ class LockHistory(History):
 
     def _see_end(self, call: ScriptCall, before: bytes | None) -> None:
         """See that the lock ends no later than after the longest expiry that its holders asked for."""
-        fence = (before or b"").split(b"\n", 2)[1]
+        if before is None:
+            self.fail("a renewal was confirmed of a lock that nobody held")
+            return
+        fence = before.split(b"\n", 2)[1]
         asked = self.asked[fence] = max(self.asked.get(fence, 3000), int(call.args[2]))
         if self.server.ends.get(KEYS.lock, 0) > self.server._ms + asked:
             self.fail(f"a renewal left the lock an end later than {asked} ms, which is the longest that was asked for")
@@ -379,6 +477,7 @@ class LockHistory(History):
         value = self.server.peek(KEYS.lock)
         if value is not None and value.split(b"\n", 2)[1] != b"0":
             self.free_since = world.time
+        self._see_orphan(value)
         for thread, (_, since) in self.waiting.items():
             process = thread.process
             if process.alive and not process.frozen:

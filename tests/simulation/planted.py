@@ -9,6 +9,7 @@ from django_redislock.celery import execution_lock
 from django_redislock.core import base, lease, operations, scripts
 
 from .patches import Planted, attribute, script
+from .planted_calls import CALLS, CALLS_OF_CACHES, CALLS_OF_RLOCKS, CALLS_OF_TASKS
 from .planted_wide import CLUSTER, QUORUM, QUORUM_NOT_FOUND, REPLICAS
 
 
@@ -177,6 +178,9 @@ NESTED: dict[str, Planted] = {
     "a computation does not wait for another one": lambda: attribute(obtain, "closes_circle", _always_a_circle),
     "a lease does not name what its computation waits for": lambda: attribute(obtain, "_write_needs", _not_written),
     "only the next lease is read": lambda: attribute(obtain, "LONGEST_CHAIN", 1),
+    "a computation names what it waits for after it looked": lambda: attribute(
+        obtain, "_look_for_circle", _looks_first
+    ),
     "a lease on another server is not read": lambda: attribute(obtain, "_server_at", lambda wanted: None),
 }
 CELERY: dict[str, Planted] = {
@@ -216,11 +220,11 @@ CELERY: dict[str, Planted] = {
 PLANTED: dict[str, tuple[str, Planted]] = {
     name: (kind, defect)
     for kind, defects in (
-        ("lock", LOCK),
-        ("rlock", RLOCK),
-        ("cache", CACHE),
+        ("lock", LOCK | CALLS),
+        ("rlock", RLOCK | CALLS_OF_RLOCKS),
+        ("cache", CACHE | CALLS_OF_CACHES),
         ("nested", NESTED),
-        ("celery", CELERY),
+        ("celery", CELERY | CALLS_OF_TASKS),
         ("quorum", QUORUM),
         ("replicas", REPLICAS),
         ("cluster", CLUSTER),
@@ -247,10 +251,6 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         lambda: script(INV, "deletes and #KEYS or 0", "0"),
     ),
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
-    "a computation names what it waits for after it looked": (
-        "nested",
-        lambda: attribute(obtain, "_look_for_circle", _looks_first),
-    ),
     **{name: ("quorum", defect) for name, defect in QUORUM_NOT_FOUND.items()},
 }
 """What no oracle sees yet."""

@@ -207,7 +207,9 @@ class CeleryHistory(Worker):
         elif script is RELEASE:
             if self.kept.get(what.keys[0], (b"",))[0] == what.args[0]:
                 del self.kept[what.keys[0]]
-        elif script is LEAVE and what.args[3]:
+        elif script is LEAVE and reply == 1:
+            self.left.add((what.args[0].decode(), int(what.args[2])))
+        if script is LEAVE and what.args[3]:
             kept_now = before is not None and before.startswith(b"%b\n%b\n" % (what.args[0], what.args[2]))
             if reply == 1 and what.args[4] and kept_now:  # else an earlier call did it
                 self.kept[what.keys[0]] = what.args[4], self.world.time + QUEUE_LIFE, self.world.epoch
@@ -216,6 +218,12 @@ class CeleryHistory(Worker):
             self._note_end(what.keys[0], MARKER)
         elif script is CLAIM and what.args[3] == b"done" and reply == 1:
             self._note_end(what.keys[1], MARKER)
+
+    def see_loss(self, thread: Thread, body: Body) -> None:
+        lease, world = body.lease, self.world
+        in_time = thread.process.clock() < lease.deadline
+        if in_time and (lease.id, lease.fence) in self.left and body.epoch == world.epoch and not world.clock_stepped:
+            self.fail(f"{body.message} was told that it lost its lock, which it had released")
 
     def _note_end(self, marker: bytes, seconds: float) -> None:
         copies = marker.partition(b":done:")[2].decode()

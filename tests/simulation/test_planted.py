@@ -8,7 +8,7 @@ from tests.simulation.explore import Found, explore
 from tests.simulation.planted import NOT_FOUND, PLANTED
 
 SEEDS = 2000
-"""Each is found within 600, unless a change of the package changes what the seeds draw."""
+"""All but one are found within 600, unless a change of the package changes what the seeds draw."""
 
 
 @pytest.mark.slow

@@ -8,9 +8,12 @@ import time
 
 import pytest
 
-from tests.simulation import __main__ as command
+from django_redislock.core import operations
+from django_redislock.core.driver.effects import Sleep
+from tests.simulation import __main__ as command, world
 from tests.simulation.explore import KINDS, Found, explore, explore_bounded, history_of, shrink
 from tests.simulation.history import simulated
+from tests.simulation.patches import attribute
 from tests.simulation.planted import PLANTED
 
 SECONDS = float(os.environ.get("REDISLOCK_SIMULATION_SECONDS", "0"))
@@ -58,6 +61,15 @@ def test_a_failing_history_is_made_small(name):
     assert sum(len(thread.steps) for thread in plan.threads) <= 4
     assert len(plan.faults) <= 1
     assert "VIOLATION" in str(violation)
+
+
+def test_a_history_that_makes_no_progress_ends_and_tells_its_seed():
+    def tries_at_once(*place: object) -> Sleep:
+        return Sleep(0)
+
+    told = pytest.raises(Found, match=r"a livelock\nRepeat it: .* --seed")
+    with attribute(operations, "wait_effect", tries_at_once), attribute(world, "MOST_EVENTS", 3000), told:
+        explore(range(50), "lock")
 
 
 def test_the_command_tells_a_story(capsys, monkeypatch):

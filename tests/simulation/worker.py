@@ -100,6 +100,8 @@ class Worker(History):
         """By lock: the id that keeps it for the retry of a job, until when, and the epoch."""
         self.ended: dict[str, tuple[float, int]] = {}
         """By message: until when none of its copies may start, because one has ended, and the epoch."""
+        self.left: set[tuple[str, int]] = set()
+        """The owner id and the fence of each execution that has released its lock, or left it to its retry."""
         self.publishing: list[str] = []
         """The keys of the messages that are just published."""
         self.published: list[str] = []
@@ -199,11 +201,13 @@ class Worker(History):
         lock.ending = AfterRelease(self.expire if self.late else MARKER, not self.late, keep_id, keep)
         world.tell(thread, f"{message} ends{', and will be retried' if retries else ''}")
         self.bodies.remove(body)
-        left = True
+        left, lost = True, body.lease.noted_loss
         try:
             yield from lock._release(body.lease)
         except LockLost as error:
             world.tell(thread, f"release raised {error}")
+            if lost is None:
+                self.see_loss(thread, body)
         except LockError as error:
             world.tell(thread, f"release raised {error}")
             left = False
@@ -211,6 +215,9 @@ class Worker(History):
             yield Sleep(0.05)
             yield from self._confirm(thread, message, lock)
         message.excused = message.excused or not left
+
+    def see_loss(self, thread: Thread, body: Body) -> None:
+        """See that an execution that released its lock was not told of a loss."""
 
     def _confirm(self, thread: Thread, message: Message, lock: Any) -> Generator[Any, Any, None]:
         """Mark the message when its result is stored."""

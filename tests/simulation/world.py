@@ -24,6 +24,8 @@ EPOCH = 1_700_000_000.0
 """The server's clock at the beginning, in seconds."""
 SETTLED = 0.7
 """Seconds after a fault until which its victim may still pause before its next try."""
+MOST_EVENTS = 200_000
+"""Of one history; the longest of those that the suite runs has a few thousand."""
 CONSEQUENCES = SOCKET_TIMEOUT + 6
 """Seconds after a fault until which a request may still be executed, and what it was granted may end."""
 
@@ -143,8 +145,12 @@ class World:
 
     def run(self, until: float, ended: Callable[[], bool]) -> bool:
         """Let everything happen until then, or until it has ended; tell whether it has."""
-        events, pop = self._events, heapq.heappop
+        events, pop, last = self._events, heapq.heappop, self._number + MOST_EVENTS
         while events and events[0][0] <= until:
+            if self._number > last:
+                raise Violation(
+                    "\n".join([*self.story[-20:], f"VIOLATION: more than {MOST_EVENTS} events: a livelock"])
+                )
             self.time, _, event = pop(events)
             event()
             if ended():
