@@ -125,6 +125,7 @@ class AsyncServer:
         del proceed, result
 
     async def _do(self, effect: Effect, cancelled: bool) -> Any:
+        # One case for each effect, as in `Server`. After a cancellation scripts are sent without waiting for replies.
         match effect:
             case ScriptCall():
                 return await (self._send_and_forget(effect) if cancelled else self.call(effect))

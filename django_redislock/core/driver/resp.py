@@ -101,6 +101,8 @@ class Replies:
 
         Raises Incomplete when the rest has not arrived, and InvalidResponse or ValueError for data that is no reply.
         """
+        # One loop for all kinds, without a function for each: most replies are one line, and each of them would pay for
+        # the call. Arrays are no recursion, because a reply may break off at any depth, and no byte is parsed again.
         data = self._data
         while True:
             end = data.find(b"\r\n", self._position)

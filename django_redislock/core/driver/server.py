@@ -273,6 +273,7 @@ class Server:
             del proceed, result
 
     def _do(self, effect: Effect) -> Any:
+        # One case for each effect; the calls of scripts come first, because a lock that is free needs nothing else.
         match effect:
             case ScriptCall() | ScriptBatch() | Pipeline():
                 return self.call(effect)
