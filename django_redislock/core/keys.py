@@ -38,6 +38,14 @@ def lock_keys(prefix: str, name: str) -> LockKeys:
     return LockKeys(lock + raw, held, fence, queue + raw, receipts + raw)
 
 
+def keys_in(tag: bytes, name: str) -> LockKeys:
+    """Return the keys of a lock in the slot of a hash tag."""
+    raw = name.encode()
+    return LockKeys(
+        tag + b":lock:" + raw, tag + b":held", tag + b":fence", tag + b":queue:" + raw, tag + b":released:" + raw
+    )
+
+
 # For each bucket by itself: where a process used more prefixes than were kept, each lock made the keys of all buckets.
 @lru_cache(maxsize=16 * BUCKETS)
 def _bucket(prefix: str, bucket: int) -> LockKeys:

@@ -1,29 +1,34 @@
-"""The locks held now: listed, and reset all at once."""
+"""The locks held now: listed, and reset all at once; and the leases of values that no index lists."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from redis.exceptions import RedisError
+
+from ..exceptions import LockBackendError
 from . import operations, scripts
 from .clock import monotonic
 from .driver.cluster.by_slot import Missing
-from .driver.effects import Operation, ScriptCall
+from .driver.cluster.cluster import Cluster
+from .driver.effects import At, Operation, Pipeline, ScriptCall
 from .driver.interleave import interleave
 from .driver.registry import Client, server_of
 from .driver.retry import with_retries
 from .driver.server import Server
-from .keys import LockKeys, lock_keys
+from .keys import BUCKETS, LockKeys, keys_in, lock_keys
 from .lock import Lock
 from .records import LockInfo, StoredLock
-from .slot_locks import find_slot_locks
 from .validation import check_prefix
 
 BATCH = 200
 """Locks read, or reset, in one call at most, so that the server is not kept busy for long."""
+KEYS_OF_A_SCAN = b"1000"
 MAX_WAITERS = 20
 """Waiters of a queue that are listed at most."""
 
@@ -128,3 +133,47 @@ def reset_all(client: Client | Server, prefix: str = "redislock") -> int:
         server.run(interleave(resets, ended))
         freed += sum(ended.values())
     return freed
+
+
+class SlotLocks(NamedTuple):
+    """What a scan found."""
+
+    held: list[tuple[str, LockKeys]]
+    """The names and the keys of the locks."""
+    tags: set[bytes]
+    """The hash tags of all keys beyond the buckets."""
+
+
+def find_slot_locks(server: Server, prefix: str) -> Operation[SlotLocks]:
+    """Find the leases of values on a server in cluster mode, in no order: locks in the slots of their values.
+
+    No index lists them, so all keys are scanned. Raises LockBackendError.
+    """
+    found = SlotLocks([], set())
+    ours = b"{" + re.sub(rb"([*?[\\])", rb"\\\1", prefix.encode()) + b":*}:*"
+    # Another prefix may begin with this one, and the numbers of the buckets are those of other locks.
+    of_lock = re.compile(rb"(\{%b:(\d+)\}):(?:lock:(.*))?" % re.escape(prefix.encode()), re.DOTALL).match
+    for node in (yield from _primaries(server, prefix)):
+        cursor = b""
+        while cursor != b"0":
+            scan = Pipeline(((b"SCAN", cursor or b"0", b"MATCH", ours, b"COUNT", KEYS_OF_A_SCAN),))
+            call = scan if node is None else At(node, scan)
+            _, ((cursor, keys),) = yield from with_retries(prefix, call, monotonic())
+            for parts in filter(None, map(of_lock, keys)):
+                if int(parts[2]) >= BUCKETS:
+                    found.tags.add(parts[1])
+                    if parts[3] is not None:
+                        name = parts[3].decode()
+                        found.held.append((name, keys_in(parts[1], name)))
+    return found
+
+
+def _primaries(server: Server, prefix: str) -> Operation[Sequence[Server | None]]:
+    """Return the primaries of a Cluster; None stands for the server itself."""
+    if not isinstance(server, Cluster):
+        return [None]
+    try:
+        yield from server.table.read_anew()
+    except RedisError as error:
+        raise LockBackendError(prefix, str(error)) from error
+    return server.table.primaries

@@ -67,20 +67,14 @@ class MemoryServer(Server):
         with self._changed:
             now = monotonic()
             self._held = {lock: held for lock, held in self._held.items() if held.ends > now}
+            # One case for each script of the lock: a table of functions would be longer, and read twice.
             match call.script:
                 case scripts.ACQUIRE:
                     return self._acquire(call.keys[0], call.args, now)
                 case scripts.RELEASE:
                     return self._free(call.keys[0], _mark(call.args[0], call.args[3]))
                 case scripts.RESET:
-                    found = self._held.get(call.keys[0])
-                    if found is None or call.args[1] not in (b"", _fence_of(found)):
-                        return 0 if found is None else -1
-                    fence = _fence_of(found)
-                    self._notes[fence] = b"%b\n%d\n%b" % (fence, time.time() * 1000, call.args[3])
-                    for gone in list(self._notes)[:-NOTES]:
-                        del self._notes[gone]
-                    return self._free(call.keys[0], b"")
+                    return self._reset(call.keys[0], call.args[1], call.args[3])
                 case scripts.CAUSE:
                     return [self._notes.get(fence, b"") for fence in call.args]
                 case scripts.RENEW:
@@ -113,6 +107,16 @@ class MemoryServer(Server):
         value = b"%s\n%d\n%d\n%s" % (id, self._fence, int(time.time() * 1000), record)
         self._held[lock] = _Held(value, name, now + int(expire_ms) / 1000)
         return self._fence
+
+    def _reset(self, lock: bytes, wanted: bytes, note: bytes) -> int:
+        found = self._held.get(lock)
+        if found is None or wanted not in (b"", _fence_of(found)):
+            return 0 if found is None else -1
+        fence = _fence_of(found)
+        self._notes[fence] = b"%b\n%d\n%b" % (fence, time.time() * 1000, note)
+        for gone in list(self._notes)[:-NOTES]:
+            del self._notes[gone]
+        return self._free(lock, b"")
 
     def _free(self, lock: bytes, mark: bytes) -> int:
         found = self._held.get(lock)

@@ -25,9 +25,8 @@ from ...core.driver.cluster.table import SLOTS, slot_of
 from ...core.driver.effects import CallAside, Operation, Pipeline
 from ...core.driver.retry import with_retries
 from ...core.driver.server import Server
-from ...core.keys import BUCKETS, LockKeys, lock_keys, new_id
+from ...core.keys import BUCKETS, LockKeys, keys_in, lock_keys, new_id
 from ...core.lease import Lease
-from ...core.slot_locks import keys_in
 from ...core.validation import MAX_NAME, fitting_name
 from ...exceptions import LockBackendError
 from ..stats import Counters

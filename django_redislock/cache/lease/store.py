@@ -17,9 +17,9 @@ from ...core.driver.effects import Invoke, Operation, Pipeline, Script, ScriptBa
 from ...core.driver.interleave import interleave
 from ...core.driver.retry import with_retries
 from ...core.driver.server import Server
-from ...core.keys import LockKeys, held_keys, lock_keys, witness_key
+from ...core.keys import LockKeys, held_keys, keys_in, lock_keys, witness_key
+from ...core.listing import find_slot_locks
 from ...core.operations import names, release_call
-from ...core.slot_locks import find_slot_locks, keys_in
 from ...core.validation import MAX_NAME
 from ...core.watchdog import watchdog
 from ...exceptions import LockBackendError
