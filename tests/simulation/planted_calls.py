@@ -74,20 +74,24 @@ def _remembers_longer(self: lease.Lease, sent: float, expire: float) -> None:
 _renewed = lease.Lease.renewed
 
 
-def _counts_no_entry(self: base.BaseLock, held: Any, acquirer: Any) -> Any:
-    got = yield from _enter_again(self, held, acquirer)
-    held.hold_count = 1
+def _counts_no_entry(self: base.BaseLock, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
+    held = self._lease_of(acquirer)
+    got = yield from _enter(self, acquirer, timeout, token)
+    if held is not None:
+        held.hold_count = 1
     return got
 
 
-def _enters_what_is_lost(self: base.BaseLock, held: Any, acquirer: Any) -> Any:
-    yield from ()
+def _enters_what_is_lost(self: base.BaseLock, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
+    held = self._lease_of(acquirer)
+    if held is None:
+        return (yield from _enter(self, acquirer, timeout, token))
     held.hold_count += 1
     self._leases[acquirer] = held
     return True
 
 
-_enter_again = base.BaseLock._enter_again
+_enter = base.BaseLock._acquire
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 L, S = obtain.LEASE, store.SETTLE
 LEAVE = execution_lock.LEAVE
@@ -130,8 +134,8 @@ CALLS: dict[str, Planted] = {
     "receipts are kept for a millisecond": lambda: script(R, "RECEIPT_LIFE_MS)", "1)"),
 }
 CALLS_OF_RLOCKS: dict[str, Planted] = {
-    "entering again is not counted": lambda: attribute(base.BaseLock, "_enter_again", _counts_no_entry),
-    "a lock that was lost is entered again": lambda: attribute(base.BaseLock, "_enter_again", _enters_what_is_lost),
+    "entering again is not counted": lambda: attribute(base.BaseLock, "_acquire", _counts_no_entry),
+    "a lock that was lost is entered again": lambda: attribute(base.BaseLock, "_acquire", _enters_what_is_lost),
 }
 CALLS_OF_CACHES: dict[str, Planted] = {
     "a waiter for a value does not join the queue": lambda: script(
