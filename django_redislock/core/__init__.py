@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from .async_lock import AsyncLock, AsyncRLock
-from .async_quorum import AsyncQuorumLock
 from .listing import held_locks, reset_all
 from .lock import Lock, RLock
-from .quorum import QuorumLock
+from .quorum import AsyncQuorumLock, QuorumLock
 from .records import LockInfo
 from .redis_py import AsyncRedisPyLock, RedisPyLock
 

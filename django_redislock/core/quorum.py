@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import combinations, starmap
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from ..exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockError
-from . import events, operations
-from .acquirers import Acquirers, CallerView, chain, holders
+from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError
+from . import events
+from .acquirers import Acquirers, CallerView, chain, holders, works_for
+from .async_lock import coroutine_function, current_task
 from .clock import monotonic
 from .driver.cluster.cluster import is_same
-from .driver.effects import Operation
 from .driver.registry import server_of
-from .driver.server import Server
-from .driver.side_by_side import on_servers, run_in_loop
+from .driver.side_by_side import run_in_loop
 from .lease import calling_thread
 from .lock import Lock
-from .loss import check_reason, report_reset
 from .operations import SELF_WAIT
 from .quorum_lease import QuorumLease
-from .records import LockInfo, StoredLock
 from .validation import AS_MADE, AsMade, Nothing, Seconds, check_expire, unexpected, wait_of
 
 SHORTEST_EXPIRE = 0.01
 """Seconds; of a shorter expiry, the allowance for clocks leaves next to nothing."""
-T = TypeVar("T")
 
 
 class BaseQuorumLock(CallerView[QuorumLease]):
     """A lock that is held on most of several independent servers, so that it outlives the loss of some of them.
 
     `clients` are redis-py clients of at least three servers that do not replicate each other. A Cluster is one of them,
-    by `redis.RedisCluster` or `redis.asyncio.RedisCluster`. The other arguments and the methods are those of `Lock`,
-    with two differences: there is no fence, because servers that do not know each other cannot draw increasing numbers
-    together, and there is no `id`.
+    by `redis.RedisCluster` or `redis.asyncio.RedisCluster`. The other arguments are those of `Lock`. There is no fence,
+    because servers that do not know each other cannot draw increasing numbers together, and no `id`.
 
-    All servers are asked at the same time. Most of them suffice: the others are waited for during some milliseconds,
-    and a server that did not answer is left out for two seconds. A part that a server lost is taken anew while the
-    lock is held.
+    It is an ordinary lock of that name on each server. All servers are asked at the same time, and most of them
+    suffice: the others are waited for during some milliseconds, and a server that did not answer is left out for two
+    seconds. An attempt that gets too few gives them back, and is repeated after a random pause, so waiters are not
+    served in order. `held_locks(client)` lists the lock of each server, and ``Lock(client, name).reset()`` frees it.
 
     Its limits are those of Redlock: it relies on the servers' clocks running at about the same speed (it allows for 1 %
     of `expire`), and a server that lost its data must stay away for one `expire`. For a lock that guards more than
@@ -121,7 +118,7 @@ class BaseQuorumLock(CallerView[QuorumLease]):
     def _holds_through_another_object(self, acquirer: Any) -> bool:
         leases = [lease for server in self._servers for lease in holders.leases_of(server, self._keys, acquirer)]
         held = [lease for lease in leases if lease.loss is None and lease.renewing and lease.max_hold is None]
-        return len(held) >= majority(self._servers)
+        return len(held) > len(self._servers) // 2
 
     def _accept(self, lease: QuorumLease) -> bool:
         self._report_wait(lease, acquired=True)
@@ -144,44 +141,6 @@ class BaseQuorumLock(CallerView[QuorumLease]):
         await lease.extend(None if expire is None else check_expire(expire))
         self._raise_loss(lease)
         return True
-
-    async def _owner(self) -> LockInfo | None:
-        def votes(stored: dict[Server, list[StoredLock | None]]) -> list[tuple[str, int]]:
-            held = [lock for (lock,) in stored.values() if lock is not None]
-            return Counter(root_of(lock.id) for lock in held).most_common(1) or [("", 0)]
-
-        def is_decided(stored: dict[Server, list[StoredLock | None]], unanswered: int) -> bool:
-            return not needed - unanswered <= votes(stored)[0][1] < needed
-
-        needed = majority(self._servers)
-        stored, cause = await self._on_all(lambda until: operations.read([self.name], [self._keys], until), is_decided)
-        if not is_decided(stored, len(self._servers) - len(stored)):
-            raise LockBackendError(self.name, cause)
-        ((id, count),) = votes(stored)
-        if count < needed:
-            return None
-        infos = [lock.info for (lock,) in stored.values() if lock is not None and root_of(lock.id) == id]
-        # The lock ends with this part: from then on, too few parts are held.
-        return replace(sorted(infos, key=lambda info: info.ttl)[count - needed], id=id)
-
-    async def _reset(self, by: object, reason: str) -> bool:
-        check_reason(reason)
-        needed = majority(self._servers)
-        replies, cause = await self._on_all(
-            lambda until: operations.reset(self.name, self._keys, None, by, reason, until),
-            lambda replies, _: len(replies) >= needed,
-        )
-        if len(replies) < needed:
-            raise LockBackendError(self.name, cause)
-        freed = 1 in replies.values()
-        if freed:
-            report_reset(f"Quorum lock {self.name!r}", self.name, None, by, reason)
-        return freed
-
-    async def _on_all(
-        self, operation: Callable[[float], Operation[T]], enough: Callable[[dict[Server, T], int], bool]
-    ) -> tuple[dict[Server, T], str]:
-        return await on_servers({server: operation(monotonic()) for server in self._servers}, enough)
 
 
 class QuorumLock(BaseQuorumLock):
@@ -221,32 +180,6 @@ class QuorumLock(BaseQuorumLock):
         """
         return run_in_loop(partial(self._extend, self._require_lease(self._acquirer()), expire))
 
-    def owner(self) -> LockInfo | None:
-        """Return the holder on most servers, or None. Raises LockBackendError when too many servers cannot answer."""
-        return run_in_loop(self._owner)
-
-    def locked(self) -> bool:
-        """Return whether anybody holds the lock now. Raises as `owner` does."""
-        return self.owner() is not None
-
-    def owned(self) -> bool:
-        """Ask the servers and return whether this thread's acquisition holds the lock now. Raises as `owner` does."""
-        lease, holder = self._lease_of(self._acquirer()), self.owner()
-        return lease is not None and holder is not None and holder.id == lease.id
-
-    def ttl(self) -> float | None:
-        """Return the seconds until the lock's expiry, or None when nobody holds it. Raises as `owner` does."""
-        holder = self.owner()
-        return None if holder is None else holder.ttl
-
-    def reset(self, by: object = None, reason: str = "") -> bool:
-        """Force-release the lock, wake the next waiter, and return whether any server held it; the rest is as for
-        `Lock.reset`.
-
-        Raises LockBackendError when too many servers cannot answer.
-        """
-        return run_in_loop(partial(self._reset, by, reason))
-
     def __enter__(self) -> Self:
         if not self.acquire():
             raise AcquireTimeout(self.name, self._wait.timeout)
@@ -266,11 +199,73 @@ class QuorumLock(BaseQuorumLock):
             chain(self.name, error, failure)
 
 
-def majority(servers: list[Server]) -> int:
-    """Return the smallest number of the servers that is more than half of them."""
-    return len(servers) // 2 + 1
+class AsyncQuorumLock(BaseQuorumLock):
+    """A quorum lock for the tasks of asyncio; `QuorumLock`, its equivalent for threads, describes the arguments.
 
+    The clients are `redis.asyncio.Redis` or `redis.Redis`. Holder and cancellation are as for `AsyncLock`.
+    """
 
-def root_of(id: str) -> str:
-    """Return the id of a quorum lock's acquisition by the id of one of its parts."""
-    return id.partition(".")[0]
+    def _acquirer(self) -> Any:
+        return current_task() or works_for.get()()
+
+    @coroutine_function
+    def acquire(
+        self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE
+    ) -> Coroutine[Any, Any, bool]:
+        """Acquire the lock for this task, and return whether it was acquired, as `QuorumLock.acquire` does."""
+        return self._acquire(current_task(), self._wait.seconds(blocking, timeout))
+
+    async def _acquire(self, acquirer: Any, seconds: float | None) -> bool:
+        task = current_task()
+        acquirer = acquirer or task
+        works_for.set(weakref.ref(acquirer))
+        for lease, until in self._attempts(acquirer, seconds, kept_waiting=task is acquirer):
+            try:
+                if await lease.acquire(until):
+                    return self._accept(lease)
+            except BaseException:
+                lease.abandon()
+                raise
+            self._report_wait(lease, acquired=False)
+        return False
+
+    @coroutine_function
+    def release(self) -> Coroutine[Any, Any, None]:
+        """Release the lock on all servers and wake the next waiter; the errors are those of `QuorumLock.release`."""
+        return self._release(self._acquirer())
+
+    async def _release(self, acquirer: Any) -> None:
+        lease = self._require_lease(acquirer or self._acquirer())
+        try:
+            await lease.release()
+        except asyncio.CancelledError:  # it has been sent
+            self._leases.end(lease.acquirer, lease.loss)
+            raise
+        self._end(lease)
+
+    @coroutine_function
+    def extend(self, expire: Seconds | None = None) -> Coroutine[Any, Any, Literal[True]]:
+        """Set the expiry of the held lock to `expire` seconds from now (None: to its own), as `QuorumLock.extend`."""
+        return self._extend(self._require_lease(self._acquirer()), expire)
+
+    async def __aenter__(self) -> Self:
+        if not await self.acquire():
+            raise AcquireTimeout(self.name, self._wait.timeout)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        acquirer = self._acquirer()
+        if acquirer not in self._leases and len(self._leases) == 1:  # another task closes a generator
+            (acquirer,) = self._leases
+        try:
+            await self._release(acquirer)
+        except LockError as failure:
+            if error is None:
+                raise
+            chain(self.name, error, failure)
+
+    def _call_on_lost(self, lease: QuorumLease) -> None:
+        with suppress(RuntimeError):  # its loop is closed, and no task is left to be notified
+            lease.acquirer.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)

@@ -1,13 +1,22 @@
-"""One acquisition of a quorum lock: its part on each of the servers, and whether most of them still hold it."""
+"""One acquisition of a quorum lock: an ordinary lock on each of the servers, held while most of them hold it.
+
+The algorithm is Redlock of Redis' documentation ("Distributed Locks with Redis"): all servers are asked at the same
+time, most of them suffice within the time for which they are valid, and otherwise everything is given back, and asked
+for again after a random pause. The allowance for the drift of clocks is taken from each expiry.
+
+All of it runs in one event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
+from random import random
 from typing import Any
 
 from ..exceptions import LockBackendError, LossCode, LossRecord
@@ -16,30 +25,88 @@ from .acquirers import holders
 from .base import BaseLock
 from .clock import monotonic
 from .driver import os_threads, process
+from .driver.async_server import async_server_of
 from .driver.effects import Operation
 from .driver.os_threads import Slot
 from .driver.server import Server
-from .driver.side_by_side import LEFT_OUT, in_background, on_servers
-from .lease import Lease
+from .driver.side_by_side import GRACE, in_background, left_out, on_servers
+from .keys import new_id
+from .lease import Lease, end_of
 from .loss import find_cause
-from .quorum_attempt import QuorumAttempt
-from .quorum_parts import Part
+from .operations import AcquireRequest
 from .watchdog import watchdog
 
-MENDED = {"server_lost_data", "no_answer", "expired"}
-"""The losses after which a part is taken anew; after a forced release it is not."""
+DRIFT, SHORTEST_DRIFT = 0.01, 0.002
+"""The share of the expiry, and the seconds, by which clocks may differ until then: as in Redlock."""
+PATIENCE = 1.0
+"""Seconds for which a server that does not answer is waited for, where the others do not suffice; a quarter of the
+expiry if that is less."""
+ANSWER = 0.15
+"""Seconds for which a call that cannot wait waits for the answers."""
+SPLIT = 0.05
+"""Seconds, and up to as many more, for which an attempt keeps too few locks: others may have the rest. If each kept
+them until its end, none of three acquisitions would ever hold most of five servers."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 0.1
+"""Seconds until the next attempt, at most; random, so that two acquisitions do not meet again. It doubles each time."""
+GIVE_BACK = 0.1
+"""Seconds for which the replies are waited for when locks are given back."""
 
 
-class QuorumLease(QuorumAttempt):
-    """One acquisition, from the first attempt to the release. The loss is reported to `lock`, the quorum lock."""
+class PartLease(Lease):
+    """The lease on one server. Its loss is not yet the loss of the quorum lock, and its server is not tried again."""
+
+    __slots__ = ()
+    retry_for = 0.0
+    reports_waits = False
+
+    def renewed(self, sent: float, expire: float) -> None:
+        super().renewed(sent - drift_of(expire), expire)
+
+    def change(self, expire: float) -> None:
+        super().change(expire)
+        self.deadline = min(self.deadline, monotonic() + expire - drift_of(expire))
+
+    def watch_acquirer(self) -> None:
+        whole = self.lock_ref()
+        self._end_of_acquirer = None if whole is None else whole.end_of_acquirer
+
+    def report_loss(self) -> None:
+        whole = self.lock_ref()
+        if whole is not None:
+            whole.loss  # noqa: B018  (the loss of the whole is noticed and reported where it is read)
+
+
+def drift_of(expire: float) -> float:
+    """Return the seconds by which an expiry ends earlier for this process than on the server."""
+    return expire * DRIFT + SHORTEST_DRIFT
+
+
+class QuorumLease:
+    """One acquisition, from the first attempt to the release. The loss is reported to `lock`, the quorum lock.
+
+    It is made by the thread or task that acquires. `template` is a lock with the arguments of the lock on each server.
+    """
 
     def __init__(self, servers: list[Server], template: BaseLock, acquirer: Any, lock: Any) -> None:
-        super().__init__(servers, template, acquirer)
+        self.name = template.name
+        self.expire = template.expire
+        self.acquirer = acquirer
+        self.end_of_acquirer = end_of(acquirer)
+        self.waited = 0.0
+        """Seconds for which the acquisition waited in a queue, and between its attempts."""
+        self._waited = False
+        self.servers = servers
+        self.needed = len(servers) // 2 + 1
+        self._template = template
+        self._record = template._record()
         self._lock = weakref.ref(lock)
         self._pid = process.pid
-        self._acquired = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._leases: dict[Server, Lease] = {}
+        """The locks that were granted, and neither released nor given back."""
         self._released = 0
-        self._upkeep: asyncio.TimerHandle | None = None
+        self._complete = self._ended = False
+        """Whether most of the locks were acquired, and whether the acquisition has ended."""
         self._loss: Slot[LossRecord] = Slot()
 
     @property
@@ -47,155 +114,184 @@ class QuorumLease(QuorumAttempt):
         """Whether the acquisition belongs to the process that this one was forked from."""
         return self._pid != process.pid
 
+    # The acquisition
+
     async def acquire(self, until: float) -> bool:
-        """Acquire most of the parts; see `QuorumAttempt.acquire`."""
-        acquired = await super().acquire(until)
-        if acquired:
-            self._plan_upkeep()
-        return acquired
+        """Acquire most of the locks until this time; a call that cannot wait tries once.
 
-    def _hold(self, part: Part) -> None:
-        lease = part.lease
-        if lease is not None:
-            self._acquired = lease.acquired = self._acquired or lease.acquired
-            watchdog.add(lease, self._template.auto_renewal)
-            holders.add(lease)
+        Raises LockBackendError when too many servers cannot answer.
+        """
+        self._loop = asyncio.get_running_loop()
+        began, pause = monotonic(), SHORTEST_PAUSE
+        try:
+            while not await self._attempt(until):
+                if monotonic() >= until or self._ended:
+                    return False
+                await asyncio.sleep(min(random() * pause, max(0.0, until - monotonic())))  # noqa: S311
+                pause = min(2 * pause, LONGEST_PAUSE)
+            self._complete = not self._ended
+            for lease in self.held():
+                self._hold(lease)
+            return self._complete
+        finally:
+            self.waited = monotonic() - began if self._waited else 0.0
+            if not self._complete:
+                self._ended = True
+                await self._give_back()
 
-    def _plan_upkeep(self) -> None:
-        """Ask again later for parts that are not held."""
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-        if self.loop is not None and len(self._held()) < len(self.parts):
-            self._upkeep = self.loop.call_later(min(self.expire / 3, LEFT_OUT), _mend, weakref.ref(self))
+    def _hold(self, lease: Lease) -> None:
+        watchdog.add(lease, self._template.auto_renewal)
+        holders.add(lease)
 
-    def mend(self) -> None:
-        """Ask for the parts that are not held, if the lock is held and renewed."""
-        if self._ended or not any(part.lease is not None and part.lease.renewing for part in self._held()):
-            return
-        for part in self.parts:
-            loss = None if part.lease is None else part.lease.loss
-            left_out = part.server.left_out_until > monotonic()
-            if part.task is None and not part.held and not left_out and (loss is None or loss.code in MENDED):
-                self._start(part, 0.0)
-        self._plan_upkeep()
+    async def _attempt(self, until: float) -> bool:
+        """Ask the servers once, and return whether most grant their lock; otherwise give back those that do."""
+        attempt = Attempt(self, until)
+        try:
+            won = await attempt.run()
+        finally:
+            self._waited = self._waited or attempt.has_waited
+            attempt.end()
+        if not won:
+            await self._give_back()
+        return won
+
+    def request(self, server: Server, seconds: float) -> AcquireRequest:
+        """Return a request for the lock on the server, which waits for so many seconds."""
+        # Each try has an id of its own, so that the undo of one whose reply got lost cannot undo a later one.
+        template, whole = self._template, weakref.ref(self)
+        lease = PartLease(
+            server, self.name, template._keys, new_id(), self.expire, self.acquirer, template.max_hold, whole
+        )
+        return AcquireRequest(lease, self._record, None if seconds == math.inf else seconds, given_id=False)
+
+    async def ask(self, request: AcquireRequest) -> bool:
+        """Ask the request's server, and return whether it granted the lock, which is noted then."""
+        lease, server = request.lease, request.lease.server
+        try:
+            granted = await async_server_of(server).run(operations.acquire(request))
+        except LockBackendError as error:
+            if not error.refused:
+                left_out.note(server)
+            if lease.fence:  # granted, but too few replicas confirmed it
+                with suppress(LockBackendError):
+                    await async_server_of(server).run(operations.release(lease))
+            raise
+        except Exception as error:  # of a function that provides the address or the password
+            left_out.note(server)
+            raise LockBackendError(self.name, f"{type(error).__name__}: {error}") from error
+        if granted and self._ended:
+            await async_server_of(server).run(operations.release(lease))
+        elif granted:
+            self._leases[server] = lease
+            if self._complete:
+                self._hold(lease)
+        return granted
+
+    async def _give_back(self) -> None:
+        leases, self._leases = self._leases, {}
+        for lease in leases.values():
+            watchdog.remove(lease)
+            holders.remove(lease)
+        await self._release_all(leases.values())
+
+    async def _release_all(self, leases: Iterable[Lease]) -> None:
+        await on_servers({lease.server: operations.release(lease) for lease in leases}, lambda *_: True, GIVE_BACK)
+
+    # What the holder does
 
     async def extend(self, seconds: float | None) -> None:
-        """Set the expiry of every part.
+        """Set the expiry of every lock.
 
         Raises LockBackendError when too many servers cannot answer, and the lock was not lost.
         """
-        leases = [part.lease for part in self._held() if part.lease is not None]
+        leases = {lease.server: lease for lease in self.held()}
         if seconds is not None:
             self.expire = seconds
-            for lease in leases:
+            for lease in leases.values():
                 lease.change(seconds)
                 watchdog.reschedule(lease)
-        renewals = {lease.server: self._renew(lease) for lease in leases}
-        renewed, cause = await on_servers(renewals, lambda renewed, _: sum(renewed.values()) >= self._needed)
-        # Without a cause all have answered, and parts that were found lost have been taken anew.
-        if cause and self.loss is None and sum(renewed.values()) < self._needed:
-            raise LockBackendError(self.name, cause)
+        await self._by_most({server: self._renew(lease) for server, lease in leases.items()})
 
     def _renew(self, lease: Lease) -> Operation[bool]:
-        if (yield from operations.renew(lease)):
-            return True
-        watchdog.remove(lease)
-        lease.lose((yield from find_cause(lease)))
-        return False
+        renewed = yield from operations.renew(lease)
+        if not renewed:
+            watchdog.remove(lease)
+            lease.lose((yield from find_cause(lease)))
+        return renewed
 
     async def release(self) -> None:
-        """Release every part; a part whose server does not answer stays, so that the release may be repeated.
+        """Release every lock; one whose server does not answer stays, so that the release may be repeated.
 
         Raises LockBackendError when too many servers cannot answer, and the lock was not lost.
         """
         if self.loss is not None:
             await self._give_back()
             return
-        self._stop()
-        leases = {part: part.lease for part in self._held() if part.lease is not None}
-        # A renewal that arrived late may have kept a part whose expiry is over here; its server is not waited for.
-        over = [part.lease for part in self.parts if part.lease is not None and part not in leases]
-        if over:
-            in_background(asyncio.ensure_future(self._release_leases(over)))
-        releases = {lease.server: self._release(lease) for lease in leases.values()}
-        replies, cause = await on_servers(
-            releases, lambda replies, _: self._released + sum(replies.values()) >= self._needed
-        )
-        for part in leases:
-            # `_released` first, so that a thread that reads the loss meanwhile counts the part at least once.
-            self._released += replies.get(part.server, False)
-            if replies.get(part.server):
-                part.lease = None
-        if self._released < self._needed and self.loss is None:
-            raise LockBackendError(self.name, cause)
+        self._ended = True
+        for lease in self._leases.values():
+            watchdog.remove(lease)
+            holders.remove(lease)
+        held = self.held()
+        # A renewal that arrived late may have kept a lock whose expiry is over here; its server is not waited for.
+        over = [lease for lease in self._leases.values() if lease not in held]
+        in_background(asyncio.ensure_future(self._release_all(over)))
+        await self._by_most({lease.server: self._release(lease) for lease in held})
 
     def _release(self, lease: Lease) -> Operation[bool]:
         released = yield from operations.release(lease)
-        if not released:
+        if released:
+            # First, so that a thread that reads the loss meanwhile counts the lock at least once.
+            self._released += 1
+            self._leases.pop(lease.server, None)
+        elif lease.loss is None:
             lease.lose((yield from find_cause(lease)))
         return released
 
-    def _stop(self) -> None:
-        super()._stop()
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-
-    def _abandon(self) -> None:
-        in_background(asyncio.ensure_future(self._give_back()))
+    async def _by_most(self, todo: dict[Server, Operation[bool]]) -> None:
+        """Run the operations. Raises LockBackendError when most servers neither confirm nor refuse."""
+        before = self._released
+        done, cause = await on_servers(todo, lambda done, _: before + sum(done.values()) >= self.needed)
+        if cause and self.loss is None and before + sum(done.values()) < self.needed:
+            raise LockBackendError(self.name, cause)
 
     def abandon(self) -> None:
         """Give everything back, without waiting for it. Any thread may call this."""
         self._ended = True
-        self._stop_renewing()
-        self._call_in_loop(self._abandon)
+        with suppress(RuntimeError):  # the loop is closed: the locks end by their expiry
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(lambda: in_background(asyncio.ensure_future(self._give_back())))
 
-    def _call_in_loop(self, function: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the parts end by their expiry
-            if self.loop is not None:
-                self.loop.call_soon_threadsafe(function)
+    # The loss: any thread may ask
 
-    # The loss: any thread may call the methods below.
+    def held(self) -> list[Lease]:
+        return [lease for lease in list(self._leases.values()) if lease.loss is None]
 
     @property
     def loss(self) -> LossRecord | None:
         """Why and when the quorum lock was lost, or None while it is held; sends no command."""
-        if self._loss.value is None and not self.inherited_by_fork:
-            self._report_loss()
+        # `_held` before `_released`, so that one of the two counts a lock that is released meanwhile.
+        if self._loss.value is None and self._complete and not self.inherited_by_fork:
+            leases = list(self._leases.values())
+            if len(self.held()) + self._released < self.needed:
+                self._lose([loss for loss in [lease.loss for lease in leases] if loss is not None])
         return self._loss.value
 
-    @property
-    def held_count(self) -> int:
-        """The number of servers on which it is held, as far as this process knows."""
-        return len(self._held())
-
-    def note_lost_part(self) -> None:
-        """Report the loss of the quorum lock, or take the part anew."""
-        if self._complete and not self._ended and self.loss is None:
-            self._call_in_loop(self.mend)
-
-    def _report_loss(self) -> None:
-        """Report the loss of the quorum lock, once, if too few servers hold it."""
-        # `held_count` may report, so it is read before the slot is used. It is read before `_released`, so that one of
-        # the two counts a part that is released meanwhile.
-        lost = self._complete and self.held_count + self._released < self._needed
-        if not lost:
-            return
-        leases = [part.lease for part in self.parts if part.lease is not None]
-        losses = [loss for loss in [lease.loss for lease in leases] if loss is not None]
-        reason = f"fewer than {self._needed} of its servers still hold it"
+    def _lose(self, losses: list[LossRecord]) -> None:
+        """Note the loss, give everything back, and report it once."""
+        reason = f"fewer than {self.needed} of its servers still hold it"
         code: LossCode = "too_few_servers"
         if len({loss.code for loss in losses}) == 1:  # all for the same cause
             code, reason = losses[0].code, f"{reason}: {losses[0].reason}"
-        record = LossRecord(self.name, self.id, 0, reason, time.time(), code)
+        record = LossRecord(self.name, "", 0, reason, time.time(), code)
         if self._loss.put_if_empty(record) is not record:
             return
         self.abandon()
         if asyncio._get_running_loop() is None:
-            self._notify_of_loss(record)
+            self._report(record)
         else:  # listeners may take long, and may use a quorum lock, which must not wait for this loop
-            os_threads.start(partial(self._notify_of_loss, record), "redislock-loss")
+            os_threads.start(partial(self._report, record), "redislock-loss")
 
-    def _notify_of_loss(self, record: LossRecord) -> None:
+    def _report(self, record: LossRecord) -> None:
         message = "Quorum lock %r was lost: %s."
         events.emit("lost", message, self.name, record.reason, name=self.name, fence=0, record=record)
         lock = self._lock()
@@ -203,7 +299,99 @@ class QuorumLease(QuorumAttempt):
             lock._call_on_lost(self)
 
 
-def _mend(whole: weakref.ref[QuorumLease]) -> None:
-    found = whole()
-    if found is not None:
-        found.mend()
+class Attempt:
+    """One round of requests, one for each server. A server that did not answer lately is asked only where the others
+    do not suffice."""
+
+    def __init__(self, lease: QuorumLease, until: float) -> None:
+        self.lease = lease
+        self.until = until
+        self.began = monotonic()
+        self.spare = [server for server in lease.servers if left_out.get(server, 0.0) > self.began]
+        self.requests: dict[asyncio.Task[bool], AcquireRequest] = {}
+        self.pending: set[asyncio.Task[bool]] = set()
+        self.errors: list[LockBackendError] = []
+        self.won = False
+        self._ask([server for server in lease.servers if server not in self.spare])
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether a request stood in a queue."""
+        return any(request.waited for request in self.requests.values())
+
+    @property
+    def silent(self) -> list[asyncio.Task[bool]]:
+        """The tasks whose servers have not answered yet; a request that stands in a queue was answered."""
+        return [task for task in self.pending if not task.done() and not self.requests[task].waited]
+
+    @property
+    def answered(self) -> int:
+        """The number of servers that have answered."""
+        return len(self.lease.servers) - len(self.spare) - len(self.silent) - len(self.errors)
+
+    def _ask(self, servers: list[Server]) -> None:
+        for server in servers:
+            request = self.lease.request(server, max(0.0, self.until - monotonic()))
+            task = asyncio.create_task(self.lease.ask(request))
+            self.requests[task] = request
+            self.pending.add(task)
+
+    async def run(self) -> bool:
+        """Wait for the replies, and return whether most of the locks were granted.
+
+        Raises LockBackendError when too many servers cannot answer.
+        """
+        needed, servers = self.lease.needed, len(self.lease.servers)
+        while True:
+            held = len(self.lease.held())
+            if held >= needed:
+                if self.silent:
+                    await asyncio.wait(self.silent, timeout=GRACE)
+                self.won = True
+                return True
+            if len(self.errors) > servers - needed:
+                cause = f"{len(self.errors)} of {servers} servers: {self.errors[0].cause}"
+                raise LockBackendError(self.lease.name, cause, self.errors[0].refused)
+            late = monotonic() >= self.began + SPLIT and self.silent
+            if self.spare and (late or len(self.pending) + held < needed):
+                spare, self.spare = self.spare, []
+                self._ask(spare)
+            now, give_up, answered = monotonic(), self._give_up_at(), self.answered
+            refused = len(self.pending) + held < needed <= answered
+            if now >= give_up or refused or not self.pending:
+                break
+            await self._wait_until(min(give_up, now + SPLIT) if self.silent else give_up)
+        if now >= self.until and answered < needed <= servers - answered + held:  # more answers might suffice
+            cause = self.errors[0].cause if self.errors else "no answer"
+            raise LockBackendError(self.lease.name, f"{answered} of {servers} servers answered: {cause}")
+        return False
+
+    def _give_up_at(self) -> float:
+        """Return when to give back what is held: later while a server is silent, because it may grant the rest."""
+        give_up = max(self.until, self.began + ANSWER) + GRACE
+        held = self.lease.held()
+        if not held:
+            return give_up
+        patience = min(PATIENCE, self.lease.expire / 4) if self.silent else SPLIT * (1 + random())  # noqa: S311
+        return min(give_up, max(lease.acquired for lease in held) + patience)
+
+    async def _wait_until(self, when: float) -> None:
+        """Wait for a task to end. A request that begins to wait in a queue ends none, so look now and then."""
+        timeout = None if when == math.inf else when - monotonic()
+        done, self.pending = await asyncio.wait(self.pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for error in [task.exception() for task in done]:
+            if isinstance(error, LockBackendError):
+                self.errors.append(error)
+            elif error is not None:
+                raise error
+
+    def end(self) -> None:
+        """Stop asking. A server that has not answered is left out for a while, and its late grant joins a lock that
+        is held."""
+        silent = self.silent
+        for task in self.pending:
+            if task in silent:
+                left_out.note(self.requests[task].lease.server)
+            if not self.won or task not in silent:
+                task.cancel()
+            in_background(task)

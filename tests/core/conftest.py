@@ -37,7 +37,7 @@ ONE_SERVER = {
         "each node has connections of its own"
     ),
     "test_a_lock_in_another_database_is_not_waited_for": "a Cluster has one database",
-    "test_a_quorum_lock_hears_the_cause_that_its_parts_agree_on": "its parts are in databases of one server",
+    "test_a_quorum_lock_is_lost_by_the_cause_that_all_its_servers_name": "its locks are in databases of one server",
     "test_a_hit_in_a_handler_ends_and_is_counted": "about caches of one server",
     "test_a_handler_that_wants_the_value_that_its_thread_computes_gets_it": "about caches of one server",
     "test_other_names_prefixes_and_databases_are_other_locks": "a Cluster has one database",

@@ -165,14 +165,15 @@ def test_a_cause_that_cannot_be_asked_for_is_unknown_and_the_loss_stands(redis_u
     assert not Lock(client, "a").locked()
 
 
-def test_a_quorum_lock_hears_the_cause_that_its_parts_agree_on(server: Any) -> None:
+def test_a_quorum_lock_is_lost_by_the_cause_that_all_its_servers_name(server: Any) -> None:
     clients = [redis.Redis.from_url(server.url_of_db(number)) for number in range(3)]
     try:
         for client in clients:
             client.flushdb()
         lock = QuorumLock(clients, "a")
         lock.acquire()
-        QuorumLock(clients, "a").reset(by="olga", reason="stuck")
+        for client in clients:
+            Lock(client, "a").reset(by="olga", reason="stuck")
         with pytest.raises(LockLost) as raised:
             lock.release()
         assert raised.value.record.code == "force_released"

@@ -47,6 +47,9 @@ class _Now:
     def new_id(self) -> str:
         return f"id{next(self.numbers)}"
 
+    def random(self) -> float:
+        return next(self.numbers) * 0.618034 % 1
+
     def urandom(self, size: int) -> bytes:
         return b"%032x" % next(self.numbers)
 
@@ -90,6 +93,7 @@ def simulated() -> Iterator[None]:
     stand_in = SimpleNamespace(get_ident=now.thread_number, current_thread=threading.current_thread)
     replace(single_flight, "threading", stand_in)
     replace(obtain, "living_servers", now.servers)
+    replace(quorum_lease, "random", now.random)
     replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))
     replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
     log = logging.getLogger("django_redislock")

@@ -10,7 +10,7 @@ from django_redislock.core import base, lease, operations, scripts
 
 from .patches import Planted, attribute, script
 from .planted_calls import CALLS, CALLS_OF_CACHES, CALLS_OF_RLOCKS, CALLS_OF_TASKS
-from .planted_wide import CLUSTER, QUORUM, QUORUM_NOT_FOUND, REPLICAS
+from .planted_wide import CLUSTER, QUORUM, REPLICAS
 
 
 def _late_deadline(self: lease.Lease, sent: float, life: float) -> None:
@@ -251,6 +251,5 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         lambda: script(INV, "deletes and #KEYS or 0", "0"),
     ),
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
-    **{name: ("quorum", defect) for name, defect in QUORUM_NOT_FOUND.items()},
 }
 """What no oracle sees yet."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from django_redislock.core.async_quorum import AsyncQuorumLock
+from django_redislock.core import AsyncQuorumLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.quorum_lease import QuorumLease
 from django_redislock.core.renewals import SHORTEST_PATIENCE
@@ -18,12 +17,12 @@ from .history import FAULTS_UNTIL, History, draw_faults
 from .hosts import Host, Link, Machine, WideWorld
 from .locks import LOOK, NAME, QUIET
 from .loop import EventLoop, TaskThread, View
-from .world import SOCKET_TIMEOUT, Fault, Plan, Process, ThreadPlan
+from .world import SOCKET_TIMEOUT, Fault, Plan, ThreadPlan
 
 KEYS = lock_keys("redislock", NAME)
 PROMISED = 8.0
 """Seconds within which a lock that is free on most servers is held by somebody who is well and waits: a server that was
-left out, a part that rests, and two polls."""
+left out, some pauses, and two polls."""
 GIVEN_BACK = 0.5
 """Seconds after which nothing is left of an acquisition that failed or ended, on servers that are well."""
 MOST_EXTENDED = 2.0
@@ -41,25 +40,12 @@ class Round(NamedTuple):
     pause: float
 
 
-class SimulatedQuorumLock(AsyncQuorumLock):
-    """The shipped lock, which shows its attempt."""
-
-    attempt: QuorumLease | None = None
-
-    def _attempts(
-        self, acquirer: Any, seconds: float | None, kept_waiting: bool = True
-    ) -> Iterator[tuple[QuorumLease, float]]:
-        for lease, until in super()._attempts(acquirer, seconds, kept_waiting):
-            self.attempt = lease
-            yield lease, until
-
-
 class Waiting(NamedTuple):
     """One call of acquire."""
 
     timeout: float | None
     since: float
-    lock: SimulatedQuorumLock
+    lock: AsyncQuorumLock
 
 
 class QuorumHistory(History):
@@ -78,10 +64,6 @@ class QuorumHistory(History):
         """How often an acquisition was begun, or ended."""
         self.taken = 0
         """How often the lock was acquired."""
-        self.turns: dict[Host, str] = {}
-        """The part that each server granted last, or reserved."""
-        self.in_place: dict[str, set[Waiting]] = {}
-        """By part: who was in its places when it was granted or reserved."""
         super().__init__(plan)
         loops = [EventLoop(process) for process in self.world.processes]
         for thread in self.threads:
@@ -139,21 +121,20 @@ class QuorumHistory(History):
         """Acquire and release."""
         process: Machine = thread.process  # type: ignore[assignment]
         on_lost = partial(self._told, thread)
-        lock = SimulatedQuorumLock(process.links, NAME, on_lost=on_lost, **plan.options)  # type: ignore[arg-type]
+        lock = AsyncQuorumLock(process.links, NAME, on_lost=on_lost, **plan.options)  # type: ignore[arg-type]
         for step in plan.steps:
-            began = self.world.time
             if not await self._acquired(thread, lock, step.timeout):
                 continue
-            await self._hold(thread, lock, step, began)
+            await self._hold(thread, lock, step)
             if step.pause:
                 await asyncio.sleep(step.pause)
 
-    async def _acquired(self, thread: TaskThread, lock: SimulatedQuorumLock, timeout: float | None) -> bool:
+    async def _acquired(self, thread: TaskThread, lock: AsyncQuorumLock, timeout: float | None) -> bool:
         world, freezes = self.world, thread.process.freezes
         asked, alone = world.time, not self.waiting and not self.beliefs and self._is_free_everywhere()
         self.number += 1
         number = self.number
-        self.waiting[thread] = waiting = Waiting(timeout, asked, lock)
+        self.waiting[thread] = Waiting(timeout, asked, lock)
         failure = None
         try:
             got = await lock.acquire(timeout=timeout)
@@ -164,7 +145,7 @@ class QuorumHistory(History):
         self.number += 1
         took = world.time - asked
         if got:
-            self._begins(thread, lock._leases[asyncio.current_task()], waiting)
+            self._begins(thread, lock._leases[asyncio.current_task()])
         else:
             world.tell(thread, f"did not get it within {timeout} s" if failure is None else f"acquire raised {failure}")
         if freezes == thread.process.freezes:
@@ -177,11 +158,11 @@ class QuorumHistory(History):
             if timeout is not None and took > most:
                 self.fail(f"{thread} came back after {took:.3f} s, though its timeout is {timeout} s")
         if not got:
-            self._is_given_back(thread, lock.attempt, asked, asked)
+            self._is_given_back(thread, asked)
             await asyncio.sleep(0.05)
         return got
 
-    async def _hold(self, thread: TaskThread, lock: SimulatedQuorumLock, step: Round, began: float) -> None:
+    async def _hold(self, thread: TaskThread, lock: AsyncQuorumLock, step: Round) -> None:
         world, lease = self.world, self.beliefs[thread]
         if step.held:
             await asyncio.sleep(step.held)
@@ -203,39 +184,23 @@ class QuorumHistory(History):
                 self._see_failure(thread, lock, "release", error)
                 await asyncio.sleep(0.05)
         self.number += 1
-        self._is_given_back(thread, lease, began, asked)
+        self._is_given_back(thread, asked)
         self._is_taken()
 
     # What must never be seen
 
-    def _begins(self, thread: TaskThread, lease: QuorumLease, waited: Waiting) -> None:
+    def _begins(self, thread: TaskThread, lease: QuorumLease) -> None:
         """Note that the thread believes to hold the lock."""
         world = self.world
-        world.tell(thread, f"holds {lease.id} on {lease.held_count} servers for {lease.expire} s")
+        world.tell(thread, f"holds it on {len(lease.held())} servers for {lease.expire} s")
         self.beliefs[thread] = lease
         self.taken += 1
         self._see_overlap(thread, lease)
-        # Who was out of its places while a part was granted may be there again by now: an acquisition that held too few
-        # parts for a while has to give them back, so that the next one gets them, and comes back to the queue.
-        parts = [part.lease.id for part in lease.parts if part.held and part.lease is not None]
-        for other, waiting in self.waiting.items():
-            earlier = self.plan.calm and waiting.timeout is None and waiting.since < waited.since - QUIET
-            if earlier and self._has_its_places(waiting) and all(waiting in self.in_place[part] for part in parts):
-                self.fail(f"{thread} got the lock before {other}, who came earlier")
-
-    def _has_its_places(self, waiting: Waiting) -> bool:
-        """Whether it holds or waits wherever it asks, and on most servers. Who gave a part back has to come back."""
-        attempt = waiting.lock.attempt
-        if attempt is None:
-            return False
-        hosts = {host for host in self.world.hosts if self._holds(host, attempt.id) or self._waits(host, attempt.id)}
-        asked = {part.server.host for part in attempt.parts if part.task is not None}  # type: ignore[attr-defined]
-        return asked <= hosts and len(hosts) >= self.needed
 
     def _stands(self, thread: TaskThread, lease: QuorumLease) -> bool:
         """Whether the holder would say so itself."""
         process = thread.process
-        parts = [part.lease for part in lease.parts if part.lease is not None]
+        parts = lease._leases.values()
         held = [part for part in parts if not part._losses and process.clock() < part.deadline]
         return process.alive and lease._loss.value is None and len(held) >= self.needed
 
@@ -244,14 +209,14 @@ class QuorumHistory(History):
             return
         for other, theirs in self.beliefs.items():
             if other is not thread and self._stands(other, theirs):
-                self.fail(f"{thread} ({lease.id}) and {other} ({theirs.id}) hold the lock at once")
+                self.fail(f"{thread} and {other} hold the lock at once")
 
     def _well_since(self, thread: TaskThread, since: float) -> int:
         """Return the number of servers between which and the process all has been well since then."""
         links: list[Link] = thread.process.links  # type: ignore[attr-defined]
         return sum(link.well <= since for link in links)
 
-    def _see_failure(self, thread: TaskThread, lock: SimulatedQuorumLock, what: str, error: LockError) -> None:
+    def _see_failure(self, thread: TaskThread, lock: AsyncQuorumLock, what: str, error: LockError) -> None:
         if self.plan.calm and lock._template.auto_renewal:
             self.fail(f"{thread}: {what} raised {error}, though nothing was wrong")
 
@@ -260,8 +225,8 @@ class QuorumHistory(History):
         lease = self.beliefs.get(thread)
         if lease is None:
             return
-        held = 0
-        for part in [part.lease for part in lease.parts if part.lease is not None]:
+        held, parts = 0, list(lease._leases.values())
+        for part in parts:
             link: Link = part.server  # type: ignore[assignment]
             value = link.host.server.peek(KEYS.lock) or b""
             held += value.startswith(part.value_prefix) and link.watchdog.promised[part] > link.clock()
@@ -269,37 +234,21 @@ class QuorumHistory(History):
         if held >= self.needed:
             self.fail(f"{thread} was told of a loss that there was not")
 
-    def _is_given_back(self, thread: TaskThread, attempt: QuorumLease | None, began: float, ended: float) -> None:
-        """See that soon nothing is left of the attempt on the servers that have been well since it ended.
-
-        A place in a queue is given up once, when its part is not asked for any more. Where a call got lost before, the
-        place may stay: it costs the next waiter less than a second, because nobody claims the reservation. So the
-        server must have been well since the attempt began.
-        """
-        world, freezes = self.world, thread.process.freezes
-        assert attempt is not None
+    def _is_given_back(self, thread: TaskThread, ended: float) -> None:
+        """See that soon nothing of the process is left on the servers that have been well since it ended."""
+        process, number, freezes = thread.process, self.number, thread.process.freezes
 
         def look() -> None:
-            if not thread.process.alive or thread.process.freezes != freezes:
+            alone = number == self.number and not self.waiting and not self.beliefs
+            if not alone or not process.alive or process.freezes != freezes:
                 return
-            links: list[Link] = thread.process.links  # type: ignore[attr-defined]
-            for link in links:
-                if link.well <= ended and self._holds(link.host, attempt.id):
-                    self.fail(f"{attempt.id} of {thread} has ended, and is still on {link.host}")
-                if link.well <= began and self._waits(link.host, attempt.id):
-                    self.fail(f"{attempt.id} of {thread} has ended, and still waits at {link.host}")
+            links: list[Link] = process.links  # type: ignore[attr-defined]
+            if all(link.well <= ended for each in self.world.processes for link in each.links):  # type: ignore[attr-defined]
+                for link in links:
+                    if not self._is_free(link.host):
+                        self.fail(f"the lock of {thread} has ended, and something is still on {link.host}")
 
-        world.at(world.time + GIVEN_BACK, look)
-
-    def _holds(self, host: Host, id: str) -> bool:
-        found, _, rest = (host.server.peek(KEYS.lock) or b"").partition(b"\n")
-        return found.startswith(id.encode() + b".") and not rest.startswith(b"0\n")
-
-    def _waits(self, host: Host, id: str) -> bool:
-        """Whether it has a place in the queue, or the lock is reserved for it."""
-        root = id.encode() + b"."
-        entries = [entry.partition(b"\n")[2] for entry in host.server.peek(KEYS.queue) or ()]
-        return any(entry.startswith(root) for entry in [*entries, host.server.peek(KEYS.lock) or b""])
+        self.world.at(self.world.time + GIVEN_BACK, look)
 
     def _is_taken(self) -> None:
         """See that somebody who waits gets the lock soon, if nothing goes wrong and nobody else has it after a loss."""
@@ -315,7 +264,10 @@ class QuorumHistory(History):
         self.world.at(self.world.time + QUIET, look)
 
     def _is_free_everywhere(self) -> bool:
-        return not any(host.server.peek(key) for host in self.world.hosts for key in (KEYS.lock, KEYS.queue))
+        return all(map(self._is_free, self.world.hosts))
+
+    def _is_free(self, host: Host) -> bool:
+        return not any(host.server.peek(key) for key in (KEYS.lock, KEYS.queue))
 
     def _look(self) -> None:
         """Look now and then whether losses are noticed, and whether the lock is free for too long."""
@@ -325,7 +277,7 @@ class QuorumHistory(History):
             self._see_overlap(thread, lease)
             process = thread.process
             if process.alive and not process.frozen and process.troubled < world.time:
-                ends = sorted((part.lease.deadline for part in lease.parts if part.lease is not None), reverse=True)
+                ends = sorted((part.deadline for part in lease._leases.values()), reverse=True)
                 # The watchdog here does not look while it waits for the reply to a renewal.
                 late = LOOK + max(SHORTEST_PATIENCE, lease.expire / 4)
                 over = len(ends) < self.needed or process.clock() > ends[self.needed - 1] + late
@@ -339,13 +291,10 @@ class QuorumHistory(History):
         waiting = {
             thread: call for thread, call in self.waiting.items() if thread.process.alive and not thread.process.frozen
         }
-        leases = [part.lease for call in waiting.values() if call.lock.attempt for part in call.lock.attempt.parts]
-        asked_for = {lease.id.encode() for lease in leases if lease is not None}
         free = 0
         for host in world.hosts:
             value = host.server.peek(KEYS.lock)
-            id, _, rest = (value or b"").partition(b"\n")
-            free += host.troubled < world.time and (value is None or rest.startswith(b"0\n") or id in asked_for)
+            free += host.troubled < world.time and (value is None or value.partition(b"\n")[2].startswith(b"0\n"))
         if free < self.needed:
             self.free_since = world.time
         for thread, call in waiting.items():
@@ -354,15 +303,6 @@ class QuorumHistory(History):
             seconds = world.time - max(self.free_since, call.since, well)
             if seconds > PROMISED:
                 self.fail(f"{thread} waits for a lock that is free for {seconds:.3f} s")
-
-    def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
-        if not self.plan.calm:
-            return
-        host: Host = process.host
-        part = (host.server.peek(KEYS.lock) or b"").partition(b"\n")[0].decode()
-        if part != self.turns.get(host):
-            self.turns[host] = part
-            self.in_place[part] = {waiting for waiting in self.waiting.values() if self._has_its_places(waiting)}
 
     def look_at_the_end(self) -> None:
         if self.plan.calm and self.world.time > 45:

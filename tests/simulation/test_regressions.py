@@ -16,7 +16,6 @@ from django_redislock.exceptions import LockBackendError
 from tests.simulation.cache import Change, Get
 from tests.simulation.explore import failure_of
 from tests.simulation.locks import Round
-from tests.simulation.quorum import Round as QuorumRound
 from tests.simulation.world import Fault, Plan, ThreadPlan
 from tests.support import wait_until
 from tests.support.locks import listening
@@ -115,40 +114,6 @@ def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_
     wait_until(lambda: lease.deadline > deadline, 10, "the watchdog renews it")
     lock.release()
     assert client.exists(KEYS.lock) == 0
-
-
-def test_a_quorum_lock_is_not_acquired_with_a_part_that_was_kept_until_its_end():
-    """Who waits for the others kept its only part for nearly its whole expiry, without a renewal: the lock was lost as
-    soon as it was acquired."""
-    threads = [
-        ThreadPlan(0, 0.14341435679041925, {"expire": 0.6, "auto_renewal": True}, [QuorumRound(2.0, 3.5, None, 0.0)]),
-        ThreadPlan(
-            1,
-            0.09382315930185009,
-            {"expire": 3.0, "auto_renewal": True},
-            [QuorumRound(0.4, 0.7583776415661274, None, 0.0), QuorumRound(None, 0.01, 1.0, 0.0)],
-        ),
-        ThreadPlan(
-            1,
-            0.11395248779680539,
-            {"expire": 0.6, "auto_renewal": True},
-            [QuorumRound(None, 0.5905454559843215, None, 0.0)],
-        ),
-    ]
-    plan = Plan(1056, 2, threads, fates={}, options={"rates": [1.0] * 3})
-    assert failure_of("quorum", plan) is None
-
-
-def test_an_extension_that_is_late_at_one_server_does_not_outlive_the_release_of_the_quorum_lock():
-    """The release did not ask for a part whose expiry was over, and then the extension arrived there."""
-    rounds = [
-        QuorumRound(0.0, 0.0, None, 0.0),
-        QuorumRound(None, 2.964007809929895, 2.0, 0.0),
-        QuorumRound(2.0, 0.6708119530113702, None, 0.1),
-    ]
-    threads = [ThreadPlan(1, 0.13292682771205772, {"expire": 3.0, "auto_renewal": False}, rounds)]
-    plan = Plan(90014817, 2, threads, faulty_until=12.0, fates={(49, 2): "slow"}, options={"rates": [1.0] * 3})
-    assert failure_of("quorum", plan) is None
 
 
 def test_an_extension_whose_answer_comes_after_the_deadline_keeps_nobody_out():

@@ -63,8 +63,6 @@ class Server:
 
     watched = False
     """Whether the housekeeper will close its idle connections."""
-    left_out_until = 0.0
-    """Until then, quorum locks do not wait for this server, because it did not answer."""
     grants_all = False
     """Whether every caller gets every lock, and no lock is lost."""
     min_replicas = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +30,16 @@ START_WITHIN = 10.0
 """Seconds for which the start of the thread is waited for."""
 
 T = TypeVar("T")
+
+
+class LeftOut(weakref.WeakKeyDictionary[Server, float]):
+    """The servers that did not answer, each with the time until which it is left out."""
+
+    def note(self, server: Server) -> None:
+        self[server] = monotonic() + LEFT_OUT
+
+
+left_out = LeftOut()
 background: set[asyncio.Task[Any]] = set()
 """The tasks that no other task waits for, because an event loop refers to its tasks weakly only."""
 
@@ -63,7 +74,7 @@ async def on_servers(
             done, pending = await asyncio.wait(pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 for task in pending:
-                    tasks[task].left_out_until = monotonic() + LEFT_OUT
+                    left_out.note(tasks[task])
                 return results, cause or f"no answer within {grace:g} s after the other servers"
             for task in done:
                 try:

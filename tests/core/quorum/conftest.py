@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 import redis
 
-from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.side_by_side import left_out
 from tests.support import RedisServer
 
 
@@ -35,5 +35,5 @@ def clients(servers: list[RedisServer], request: pytest.FixtureRequest) -> Itera
         found = [stack.enter_context(server.client(**options)) for server in servers]
         for client in found:
             client.flushall()
-            server_of(client).left_out_until = 0.0
+        left_out.clear()
         yield found
