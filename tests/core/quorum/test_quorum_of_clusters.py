@@ -9,6 +9,7 @@ import redis
 import redis.asyncio
 
 from django_redislock.core import AsyncQuorumLock, Lock, QuorumLock
+from django_redislock.core.driver.side_by_side import left_out
 from django_redislock.exceptions import LockBackendError
 from tests.support import Cluster, key_of, queued, wait_until
 from tests.support.locks import held_on
@@ -50,6 +51,7 @@ def test_tasks_hold_it_and_wait_for_it_too(cluster, nodes, clients, kind):
 def test_the_cluster_counts_as_one_server_and_its_lock_is_renewed(nodes, clients):
     with Lock(nodes, "a", expire=60), Lock(clients[0], "a", expire=60):
         assert not QuorumLock([nodes, *clients[:2]], "a").acquire(timeout=0.2)
+    left_out.clear()  # a server of the refused call may be left out
     held = QuorumLock([nodes, *clients[:2]], "a", expire=1.2)
     assert held.acquire()
     wait_until(lambda: held_on([nodes, *clients[:2]]) == [1, 1, 1])
