@@ -18,7 +18,8 @@ from django_redislock.exceptions import LockBackendError, LockError
 from .driver import Room, Thread
 from .history import FAULTS_UNTIL
 from .hosts import Host, Link, Machine, WideWorld
-from .locks import KEYS, Belief, LockHistory, Round
+from .lock_rules import KEYS, Belief
+from .locks import LockHistory, Round
 from .model_server import ModelServer, Status
 from .world import SOCKET_TIMEOUT, Fault, Plan, Process, World
 

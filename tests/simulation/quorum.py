@@ -15,7 +15,7 @@ from django_redislock.exceptions import LockError
 
 from .history import FAULTS_UNTIL, History, draw_faults
 from .hosts import Host, Link, Machine, WideWorld
-from .locks import LOOK, NAME, QUIET
+from .lock_rules import LOOK, NAME, QUIET
 from .loop import EventLoop, TaskThread, View
 from .world import SOCKET_TIMEOUT, Fault, Plan, ThreadPlan
 

@@ -10,7 +10,8 @@ from django_redislock.core.driver.effects import Sleep
 from django_redislock.exceptions import LockError, LockLost
 
 from .driver import Thread
-from .locks import KEYS, NAME, QUIET, Belief, LockHistory, Round, SimulatedLock
+from .lock_rules import KEYS, NAME, QUIET, Belief
+from .locks import LockHistory, Round, SimulatedLock
 
 
 class SimulatedRLock(SimulatedLock):
