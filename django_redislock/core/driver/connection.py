@@ -62,7 +62,7 @@ def _drain(sock: socket.socket, rest: bytes, replies: Replies | None, count: int
         while count > 0 and time.left:
             try:
                 data = sock.recv(1 << 16)
-            except TimeoutError:
+            except SocketTimeout:
                 continue
             if not data:
                 break
@@ -78,7 +78,7 @@ def _rest(sock: socket.socket, data: bytes) -> bytes:
     """Send what can be sent now, and return the rest."""
     try:
         return data[sock.send(data) :] if data else data
-    except TimeoutError:
+    except SocketTimeout:
         return data
 
 
