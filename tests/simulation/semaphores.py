@@ -39,6 +39,7 @@ class SemaphoreHistory(LockHistory):
         self.values: dict[int, bytes] = {}
         """The value of each slot after the last call."""
         super().__init__(plan)
+        self.held_until = math.inf  # the rule about a lock that is free at a call is about one lock key
         self.limits = {thread: each.options["limit"] for thread, each in zip(self.threads, plan.threads, strict=True)}
         self.limit = max(self.limits.values())
 
