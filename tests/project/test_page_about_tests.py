@@ -1,4 +1,4 @@
-"""The page about the tests names the planted defects, the files and the numbers that exist."""
+"""The pages about the tests name the planted defects, the files and the numbers that exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tests.simulation.test_planted import SEEDS
 from tests.simulation.test_simulation import SAME
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "how-it-is-tested.rst").read_text()
+OVERVIEW = (ROOT / "docs" / "how-it-is-tested.rst").read_text()
+PAGE = OVERVIEW + (ROOT / "docs" / "tests-in-detail.rst").read_text()
 
 
 def defects(title: str) -> list[str]:
@@ -37,6 +38,10 @@ def test_the_table_of_faults_is_included():
     _, _, rest = (ROOT / "tests" / "README.rst").read_text().partition("-" * 40 + "\n")
     assert rest.startswith("\n.. list-table::\n")
     assert f".. include:: ../tests/README.rst\n   :start-after: {'-' * 40}\n" in PAGE
+
+
+def test_the_overview_is_read_in_six_minutes():
+    assert len(OVERVIEW.split()) <= 1200
 
 
 def test_every_test_that_the_page_names_exists():
