@@ -11,16 +11,18 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempprefix
 from typing import Any
 
 import redis
 
 CONTRACT = Path(__file__).with_name("contract.txt")
-EXPIRIES = [5.5, 10, 30, 61, 120, 130, 3600, 4800, 86400, 2592000]
+EXPIRIES = [5.5, 10, 30, 61, 120, 130, 3600, 4800, 86400, 2592000, 7776000]
 """The expiries that keys have, in seconds; a key may be 20 s old when it is read."""
 REPLACED = [
     (r"redislock:wake:[0-9a-f]{16}:\d+:[^\s\\\"]+", "<channel>"),
@@ -36,6 +38,8 @@ REPLACED = [
     (r"\b1\d{15}(\.0)?\b", "<us>"),
     (r"\b1\d{12}(\.0)?\b", "<ms>"),
     (r"(?<=:)\d{7}\b", "<window>"),
+    (r"\b1\d{9}\.\d+(?= \d)", "<s>"),
+    (r"\bon \S+ at \d{4}-\d\d-\d\d \S+", "on <host> at <time>"),
 ]
 
 
@@ -234,6 +238,57 @@ def of_tasks(snapshot: Snapshot) -> None:
     snapshot.take("The message was processed")
 
 
+def of_refreshes(snapshot: Snapshot) -> None:
+    from celery import Celery
+    from django.core.cache import caches
+
+    from django_redislock.cache import refreshable
+
+    refreshable(gettempprefix)  # a function of a module, whose value is the same everywhere
+    with Celery("refreshes", broker="memory://", set_as_current=True) as app:
+        app.conf.task_default_queue = "refreshes"
+        cache = caches["default"]
+        cache.get_or_set("k", gettempprefix, 0.001, stale=60)
+        time.sleep(0.01)  # it is too old now
+        cache.get_or_set("k", gettempprefix, 0.001, stale=60, refresh="celery")
+        snapshot.take("A worker is to refresh a value")
+        with app.connection_for_read() as connection:
+            (args, kwargs, _) = connection.SimpleQueue("refreshes").get(timeout=10).payload
+    snapshot.lines += [f"  message {args[0]}: {plain(json.dumps([args[1], kwargs], sort_keys=True).encode())}"]
+
+
+def of_runs(snapshot: Snapshot) -> None:
+    from celery import Celery
+    from django.core.management import call_command
+
+    from django_redislock import leader
+    from django_redislock.celery.beat import PersistentScheduler
+
+    with leader("exports", expire=10):
+        snapshot.take("A process is the leader")
+
+    with TemporaryDirectory() as directory, chdir(directory):
+        os.mkfifo("gate")
+
+        def look() -> None:
+            wait_for(lambda: list(snapshot.client.scan_iter(match="*:lock:migrate")))
+            snapshot.take("redislock run has started its command")
+            Path(directory, "gate").write_text("")  # so that the command ends
+
+        with in_a_thread(look), suppress(SystemExit):
+            call_command("redislock", "run", "migrate", "--once", "1.2", "--expire", "10", "--", "cat", "gate")
+    snapshot.take("The command has ended, and its success is remembered")
+
+    with TemporaryDirectory() as directory, Celery("shop", broker="memory://", set_as_current=False) as app:
+        app.conf.update(beat_schedule={"nightly": {"task": "shop.nightly", "schedule": 0.01}}, result_expires=None)
+        scheduler = PersistentScheduler(app=app, schedule_filename=f"{directory}/schedule")
+        scheduler.expire = 10
+        times = "{redislock:beat}:times:celery-beat:shop"
+        wait_for(lambda: scheduler.tick() is None or (snapshot.client.hget(times, "nightly") or b"").endswith(b" 1"))
+        snapshot.take("Beat leads, and has published an entry")
+        scheduler.close()
+
+
 def contract(url: str) -> str:
     """Return the text for the server at this address; it empties its database."""
     from django.conf import settings
@@ -244,7 +299,7 @@ def contract(url: str) -> str:
     with redis.Redis.from_url(url) as client:
         client.flushdb()
         lines = []
-        for part in (of_locks, of_values, of_tasks):
+        for part in (of_locks, of_values, of_tasks, of_refreshes, of_runs):
             client.flushdb()
             snapshot = Snapshot(client)
             part(snapshot)

@@ -21,12 +21,17 @@ def test_keys_values_expiries_and_messages_are_those_of_the_contract(run_python,
     )
 
 
-def test_the_page_about_the_contract_lists_every_key_and_every_header():
+def test_the_page_about_the_contract_lists_each_key_kind_header_and_field_of_a_message():
     page = (ROOT / "docs" / "wire-contract.rst").read_text()
     text = CONTRACT.read_text()
     keys = set(re.findall(r"^  \{redislock:<bucket>\}:(\w+)", text, re.M))
+    keys |= set(re.findall(r"^  \{redislock:(?:run|beat)\}:(\w+)", text, re.M))
     headers = set(re.findall(r"^  header (\w+):", text, re.M))
-    assert len(keys) > 10
+    kinds = set(re.findall(r'"kind":"(\w+)"', text))
+    (message,) = re.findall(r"^  message \w+: \[(.*), \{\}\]$", text, re.M)
+    assert len(keys) > 12
+    assert kinds == {"lock", "cache", "celery", "command", "leader"}
+    assert {name for name in kinds | json.loads(message).keys() if f"``{name}``" not in page} == set()
     assert {key for key in keys if f":{key}" not in page} == set()
     assert {header for header in headers if header not in page} == set()
 
