@@ -103,6 +103,8 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
 
     The first call only tries unless the process is subscribed, so that an uncontended lock needs no subscription.
     """
+    # One function, because its four ways to end (the answer, an error, an interruption, a closed generator) undo the
+    # same call, waiter and ticket. An interruption between two functions would leave a place in the queue.
     lease = request.lease
     waiter: Any = None
     ticket = b""

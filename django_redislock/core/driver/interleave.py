@@ -29,6 +29,8 @@ def interleave(
     The operation of `before_waiting` runs whenever all others only wait; once its result is False, the others are
     abandoned. Raises the error of that operation, or the first error of the others, when all have ended.
     """
+    # One function, because each of its branches yields: split, an error or a GeneratorExit would leave two generators,
+    # and the garbage collector may destroy the outer one first, whose place in a queue then stayed.
     if len(operations) == 1 and before_waiting is None:  # the most frequent case
         results[0] = yield from operations[0]
         return
@@ -152,6 +154,18 @@ class _Group(Generic[T]):
                 return
             self.waiter.woken_members = deque()
         woken = self.waiter.woken_members
+        self._admit_new(woken)
+        if not woken:
+            yield from self._do([], WaitForWakeup(self.waiter, self._until, math.inf))
+        while woken:
+            waiter = woken.popleft()
+            if waiter.woken and self._numbers[waiter] in self._waits:
+                self.proceed(self._numbers[waiter], waiter.take_message())
+        if monotonic() >= self._until:
+            self._proceed_with_overdue(monotonic())
+
+    def _admit_new(self, woken: deque[Any]) -> None:
+        """Let the waiters that have begun to wait since the last sleep be woken through the group's own one."""
         while self._new:
             number = self._new.pop()
             if number in self._waits:
@@ -161,20 +175,15 @@ class _Group(Generic[T]):
                 waiter.group = self.waiter
                 if waiter.woken:  # it was woken before it had a group
                     woken.append(waiter)
-        if not woken:
-            yield from self._do([], WaitForWakeup(self.waiter, self._until, math.inf))
-        while woken:
-            waiter = woken.popleft()
-            if waiter.woken and self._numbers[waiter] in self._waits:
-                self.proceed(self._numbers[waiter], waiter.take_message())
-        now = monotonic()
-        if now >= self._until:
-            self._until = math.inf
-            for number, (waiter, until, poll_at) in list(self._waits.items()):
-                if min(until, poll_at) <= now:
-                    self.proceed(number, waiter.take_message())
-                else:
-                    self._until = min(self._until, until, poll_at)
+
+    def _proceed_with_overdue(self, now: float) -> None:
+        """Proceed with the operations whose time is over, and note when the next one's is."""
+        self._until = math.inf
+        for number, (waiter, until, poll_at) in list(self._waits.items()):
+            if min(until, poll_at) <= now:
+                self.proceed(number, waiter.take_message())
+            else:
+                self._until = min(self._until, until, poll_at)
 
     def _running(self) -> list[int]:
         return [number for effects in self._effects for number in effects]
