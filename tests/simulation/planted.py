@@ -85,6 +85,11 @@ def _all_alike(delivery: execution_lock.Delivery) -> tuple[bytes, bytes]:
     return delivery.id.encode(), b"0"
 
 
+def _new_ticket(self: operations.AcquireRequest, channel: bytes, join: bool, ticket: bytes) -> Any:
+    return _call(self, channel, join, b"")
+
+
+_call = operations.AcquireRequest.call
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 L, S, INV = obtain.LEASE, store.SETTLE, store.INVALIDATE
 START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
@@ -113,6 +118,7 @@ LOCK: dict[str, Planted] = {
     "a newcomer overtakes those who wait": lambda: script(
         A, "redis.call('EXISTS', queue) == 1 and hand_over", "false and hand_over"
     ),
+    "each try draws a new ticket": lambda: attribute(operations.AcquireRequest, "call", _new_ticket),
     "a release keeps no receipt": lambda: script(R, "keep_receipt(receipts, receipt, held_fence)", ""),
     "fences do not grow": lambda: script(A, "local fence = whole(now)", "local fence = whole(1e15 - now % 1000)"),
     "fences come from the clock alone": lambda: script(A, "if last and tonumber(last) >= now then", "if false then"),
@@ -251,5 +257,17 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         lambda: script(INV, "deletes and #KEYS or 0", "0"),
     ),
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
+    "a reservation lasts for a minute": (
+        "lock",
+        lambda: script(R, "local RESERVED_MS = 500 ", "local RESERVED_MS = 60000 "),
+    ),
+    "a value has no witness": (
+        "cache",
+        lambda: script(L, "redis.call('SET', witness, fence, 'NX', 'PX', WITNESS_LIFE_MS)", ""),
+    ),
+    "an execution that ends wakes nobody": (
+        "celery",
+        lambda: script(LEAVE, "hand_over(lock, queue, id)", "redis.call('DEL', lock)"),
+    ),
 }
 """What no oracle sees yet."""
