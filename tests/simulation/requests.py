@@ -39,7 +39,7 @@ def execute(process: Process, effect: Any) -> Any:
     """Execute scripts or commands now, and return the reply or the error."""
     server, executed = process.host.server, process.world.executed
     if type(effect) is ScriptCall:
-        before = server.data.get(effect.keys[0])
+        before = server.peek(effect.keys[0])  # an expired value would seem to be released by a repeated reset
         try:
             reply = server.run(effect.script.text, effect.keys, effect.args)
         except (ResponseError, ConnectionError) as error:
@@ -53,7 +53,7 @@ def execute(process: Process, effect: Any) -> Any:
     assert isinstance(effect, Pipeline)
     replies: list[Any] = []
     for command in effect.commands:
-        before = server.data.get(command[-1] if len(command) == 1 else command[1])
+        before = server.peek(command[-1] if len(command) == 1 else command[1])
         try:
             replies.append(server.command(*command))
         except ResponseError as error:
