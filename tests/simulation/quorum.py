@@ -175,6 +175,7 @@ class QuorumHistory(History):
                 self._see_failure(thread, lock, "extend", error)
         del self.beliefs[thread]
         world.tell(thread, "releases")
+        self.number += 1  # from here on, what is left may be this acquisition's, which is being released
         asked = world.time
         while not lease._ended or asyncio.current_task() in lock._leases:  # a release may be repeated
             try:
