@@ -18,7 +18,7 @@ def run(name: str, keep: bool) -> int:
         text = done.stdout.decode()
         print(text, flush=True)
         with KEPT.open("a", encoding="utf-8") as file:
-            file.write(text)
+            file.writelines(f"{line.rstrip()}\n" for line in text.splitlines())
     return done.returncode
 
 

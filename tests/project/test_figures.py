@@ -24,7 +24,7 @@ def runs(title: str, row: str, column: int) -> list[float]:
 
 
 def times(figures: list[float], digits: int = 2) -> str:
-    return f"{min(figures):.{digits}f} to {max(figures):.{digits}f}"
+    return " to ".join(dict.fromkeys(f"{figure:.{digits}f}" for figure in (min(figures), max(figures))))
 
 
 def longer(title: str, row: str, column: int) -> str:
