@@ -63,3 +63,21 @@ def test_tasks_that_waited_for_a_large_value_have_a_thread_decode_their_copies(c
     assert len({id(value) for value in values}) == 3
     assert decoders == [in_the_loop] * len(decoders)
     assert len(decoders) >= 3
+
+
+LARGER_THAN_A_SCRIPT_COPIES = 600_000
+
+
+def test_a_value_that_was_set_while_others_wait_and_that_no_script_copies_is_fetched_as_a_whole(cache, client):
+    """No message with its length and its digest arrives, because no computation stored it."""
+
+    async def main():
+        other = lease_elsewhere(client, "k")
+        other.acquire()
+        tasks = [asyncio.create_task(cache.aget_or_set("k", lambda: 1 / 0, 60)) for _ in range(2)]
+        await until(lambda: waiters(client, "k"))
+        cache.set("k", Noting(LARGER_THAN_A_SCRIPT_COPIES), 60)
+        other.release()
+        return await asyncio.gather(*tasks)
+
+    assert [value.data for value in asyncio.run(main())] == [bytes(LARGER_THAN_A_SCRIPT_COPIES)] * 2

@@ -8,7 +8,8 @@ import pytest
 
 from django_redislock import LockLost, NotAcquired
 from django_redislock.celery.execution_lock import CLAIM, AfterRelease, Delivery, ExecutionLock, marker_key
-from django_redislock.core import Lock
+from django_redislock.core import Lock, events
+from django_redislock.exceptions import LockBackendError
 from django_redislock.task_names import waiting_id
 from tests.support import BUSY, lived, wait_until
 
@@ -79,6 +80,44 @@ def test_a_message_that_nothing_tells_from_others_is_not_asked_about(lock):
     copy = lock(delivery=unknown._replace(known=True))
     assert not copy.acquire(blocking=False)
     assert copy.processed, "the broker said that it had come before"
+
+
+def test_an_execution_without_a_message_leaves_no_marker_and_begins_its_id_with_that_of_the_task(client, lock):
+    """As of a direct call. A marker without a message would be one for all of them."""
+    direct = Delivery("task", known=True)
+    for _ in range(2):
+        execution = lock(delivery=direct)
+        assert execution.acquire(blocking=False)
+        assert execution.owner().id.startswith("task:")
+        execution.ending = AfterRelease(processed_for=30)
+        execution.release()
+        execution.mark_processed(30)
+        assert not client.keys("*:done:*")
+
+
+def test_a_message_that_takes_its_lock_reports_its_fence_and_one_that_is_refused_reports_nothing(lock, monkeypatch):
+    heard = []
+    monkeypatch.setattr(events, "listeners", [lambda event, data: heard.append((event, data))])
+    message = lock(id="task", auto_renewal=False)
+    assert message.take(fresh=True)
+    assert heard == [("acquired", {"name": "name", "fence": message.owner().fence})]
+    assert not lock(id="other", auto_renewal=False).take(fresh=True)
+    assert len(heard) == 1
+    assert lock(id="other", auto_renewal=False).take_ahead()() is False
+    assert len(heard) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_message_gives_back_the_lock_that_no_replica_confirmed_unless_its_id_held_it_before(client, lock, fresh):
+    unconfirmed = ExecutionLock(client, "name", expire=60, min_replicas=2).with_name("name", id="task")
+    with pytest.raises(LockBackendError, match="of 2 replicas"):
+        unconfirmed.take(fresh=fresh)
+    assert not client.exists(unconfirmed._keys.lock)
+    assert lock(id="task", auto_renewal=False).acquire(blocking=False)
+    with pytest.raises(LockBackendError, match="of 2 replicas"):
+        unconfirmed.take()
+    assert lock(id="task").owned()
 
 
 def test_of_the_copies_of_a_message_one_is_refused_for_all(lock):
