@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from .aio import AsyncHistory
 from .cache import CacheHistory, Change, Get
 from .cluster import ClusterHistory
 from .driver import Violation
@@ -35,6 +36,7 @@ KINDS: dict[str, type[History]] = {
         QuorumHistory,
         ReplicatedHistory,
         ClusterHistory,
+        AsyncHistory,
     )
 }
 
@@ -87,6 +89,7 @@ SMALL: dict[str, list[list[Any]]] = {
     "nested": [[GetNested("a", 0.1, 0.0)], [GetNested("b", 0.1, 0.0)]],
     "quorum": [[QuorumRound(None, 0.1, None, 0.0)] * 2, [QuorumRound(None, 0.1, None, 0.0)]],
     "replicas": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
+    "asyncio": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
     "cluster": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
     "celery": [[Publish("k", ((0.0, 0), (0.1, 1)), 0.1, 0, None, False, 0.0)], []],
 }
@@ -99,7 +102,7 @@ EXPIRE = 0.4
 def small_plans(kind: str) -> list[Plan]:
     """Return the plans of the smallest worlds in which something can go wrong."""
     options: dict[str, Any] = {"expire": EXPIRE}
-    if kind in ("lock", "rlock", "quorum", "replicas", "cluster"):
+    if kind in ("lock", "rlock", "quorum", "replicas", "cluster", "asyncio"):
         options["auto_renewal"] = False
     if kind == "cache":
         options["max_hold"] = None

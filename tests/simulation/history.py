@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from django_redislock.cache.lease import obtain, single_flight
 from django_redislock.celery import execution_lock
 from django_redislock.core import clock, keys, quorum_lease, renewals
+from django_redislock.core.driver import async_connection, async_server, wakeups
 from django_redislock.core.lease import Lease
 
 from .driver import Thread
@@ -62,6 +63,10 @@ class _Now:
             self.world.losses[lease] = self.world.time
         return real_note_loss(lease, cause)
 
+    def new_channel(self) -> bytes:
+        assert self.world is not None
+        return b"wake:%d" % self.world.running.process.number
+
     def thread_number(self) -> int:
         world = self.world
         return threading.get_ident() if world is None or world.running is None else id(world.running)
@@ -96,6 +101,11 @@ def simulated() -> Iterator[None]:
     replace(quorum_lease, "random", now.random)
     replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))
     replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
+    replace(wakeups, "new_channel", now.new_channel)
+    replace(async_server, "new_async_connection", lambda kind, settings: kind())
+    replace(async_connection, "os", SimpleNamespace(dup=lambda number: number))
+    replace(async_connection, "socket", SimpleNamespace(socket=lambda fileno: fileno))
+    replace(async_connection.for_threads, "close_when_answered", lambda wire, *args: setattr(wire, "kept", True))
     log = logging.getLogger("django_redislock")
     level, now.thread = log.level, threading.get_ident()
     log.setLevel(logging.CRITICAL)

@@ -133,6 +133,8 @@ class Link(Process):
 class WideWorld(World):
     """A world with several servers. The process of a fault of a server is the server's number."""
 
+    single = False
+
     def __init__(self, plan: Plan, executed: Callable[[Process, Any, Any, Any], None]) -> None:
         rates = plan.options["rates"]
         self.hosts = [Host(self, number, rate) for number, rate in enumerate(rates)]

@@ -13,7 +13,7 @@ from django_redislock.exceptions import LockError
 
 from .driver import Thread
 from .history import History
-from .world import SOCKET_TIMEOUT, Plan, Process, World
+from .world import SOCKET_TIMEOUT, Plan, Process
 
 NAME = "a"
 KEYS = lock_keys("redislock", NAME)
@@ -94,7 +94,7 @@ class LockRules(History):
 
     def _is_quiet(self, process: Process, since: float) -> bool:
         """Whether neither the process nor the server has suffered from a fault since then."""
-        single = type(self.world) is World and not process.frozen
+        single = self.world.single and not process.frozen
         return self.plan.calm or (single and process.troubled < since and self.world.troubled < since)
 
     def _see_answer(self, thread: Thread, outcome: str, timeout: float | None, asked: float) -> None:
@@ -111,7 +111,7 @@ class LockRules(History):
             took = world.time - asked
             if took < timeout - 0.001:
                 self.fail(f"{thread} came back with nothing after {took:.3f} s, though its timeout is {timeout} s")
-            if type(world) is World and self.held_until < asked and not world.clock_stepped:
+            if world.single and self.held_until < asked and not world.clock_stepped:
                 self.fail(f"{thread} was refused a lock that was free since {self.held_until:.3f}")
 
     def _see_expiry(self) -> None:
@@ -127,7 +127,7 @@ class LockRules(History):
             if self.held_until == ends and len(self.waiting) == len(waiting) == 1 and waiting[0][1] < ends - QUIET:
                 self.fail(f"{waiting[0][0]} was not woken when the lock expired at {ends:.3f}")
 
-        if self.plan.calm and type(world) is World and ends < math.inf:
+        if self.plan.calm and world.single and ends < math.inf:
             world.at(ends + WOKEN, look)
 
     def _see_orphan(self, value: bytes | None) -> None:

@@ -9,6 +9,7 @@ from django_redislock.celery import execution_lock
 from django_redislock.core import base, lease, operations, scripts
 
 from .patches import Planted, attribute, script
+from .planted_aio import ASYNCIO, NOT_FOUND as NOT_FOUND_IN_TASKS
 from .planted_calls import CALLS, CALLS_OF_CACHES, CALLS_OF_RLOCKS, CALLS_OF_TASKS
 from .planted_wide import CLUSTER, QUORUM, REPLICAS
 
@@ -234,6 +235,7 @@ PLANTED: dict[str, tuple[str, Planted]] = {
         ("quorum", QUORUM),
         ("replicas", REPLICAS),
         ("cluster", CLUSTER),
+        ("asyncio", ASYNCIO),
     )
     for name, defect in defects.items()
 }
@@ -269,5 +271,6 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         "celery",
         lambda: script(LEAVE, "hand_over(lock, queue, id)", "redis.call('DEL', lock)"),
     ),
+    **NOT_FOUND_IN_TASKS,
 }
 """What no oracle sees yet."""

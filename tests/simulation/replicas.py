@@ -231,6 +231,8 @@ class Client(ReplicatedServer, Replied):
 class ReplicatedWorld(World):
     """A world with a primary, its replica and Sentinels."""
 
+    single = False
+
     def __init__(self, plan: Plan, executed: Callable[[Process, Any, Any, Any], None]) -> None:
         self.hosts = [ReplicatedHost(self, number) for number in range(2)]
         self.hosts[0].other, self.hosts[1].other = self.hosts[1], self.hosts[0]

@@ -75,6 +75,9 @@ class Plan:
 class World:
     """Everything there is in one history."""
 
+    single = True
+    """Whether there is one server that never moves."""
+
     def __init__(self, plan: Plan, executed: Callable[[Process, Any, Any, Any], None]) -> None:
         self.plan = plan
         self.executed = executed

@@ -1,0 +1,82 @@
+"""Defects of the driver of asyncio, planted as those of `planted` are."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from typing import Any
+
+from django_redislock.core.driver import async_connection, async_server, wakeups, wakeups_tasks
+
+from .patches import Planted, attribute
+
+Connection, Room = async_connection.AsyncConnection, wakeups_tasks.AsyncWaitingRoom
+_wait, _new_connection = Room.wait, Connection.__init__
+_wake_all = wakeups.Waiters.wake_all
+
+
+async def _sleeps_anyway(self: Any, waiter: Any, until: float, poll_at: float) -> Any:
+    waiter.woken = False
+    return await _wait(self, waiter, until, poll_at)
+
+
+async def _polls_only(self: Any, waiter: Any, until: float, poll_at: float) -> Any:
+    return await _wait(self, waiter, until, math.inf)
+
+
+def _wakes_the_others(self: Any, but: Any = None) -> None:
+    if but is not None:
+        _wake_all(self, but)
+
+
+class _Stack(deque[Any]):
+    popleft = deque.pop
+
+
+def _answers_the_last(self: Any, *args: Any) -> None:
+    _new_connection(self, *args)
+    self._pending = _Stack()
+
+
+async def _opens_for_itself(self: Any, *args: Any) -> None:
+    opening = self._opening = asyncio.get_running_loop().create_future()
+    self._connection = await self._connect(*args)
+    self._opening = None
+    opening.set_result(None)
+
+
+async def _sends_nothing(self: Any, call: Any) -> None:
+    return None
+
+
+ASYNCIO: dict[str, Planted] = {
+    "a wake-up before the sleep is lost": lambda: attribute(Room, "wait", _sleeps_anyway),
+    "a task does not look when the lock expires": lambda: attribute(Room, "wait", _polls_only),
+    "a lost subscription wakes nobody": lambda: attribute(wakeups.Waiters, "wake_all", _wakes_the_others),
+    "a message wakes no task": lambda: attribute(wakeups.Waiters, "dispatch", lambda self, reply: None),
+    "a reply goes to the task that asked last": lambda: attribute(Connection, "__init__", _answers_the_last),
+    "a task that is cancelled while it connects keeps the others from it": lambda: attribute(
+        async_connection.SharedConnection, "_open", _opens_for_itself
+    ),
+    "what a task sends because it is cancelled does not go out": lambda: attribute(
+        Connection, "send_and_forget", lambda self, request: None
+    ),
+    "an operation that is cancelled gives nothing back": lambda: attribute(
+        async_server.AsyncServer, "_send_and_forget", _sends_nothing
+    ),
+    "a call that stays without a reply is not undone": lambda: attribute(
+        async_connection, "undo_after", lambda error, call: []
+    ),
+    "a loop that ends leaves no thread that waits for its replies": lambda: attribute(
+        Connection, "leave", Connection.abort
+    ),
+    "nobody polls": lambda: attribute(Room, "_poll_soon", lambda self: None),
+}
+
+NOT_FOUND: dict[str, tuple[str, Planted]] = {
+    "a connection without replies is used again": (
+        "asyncio",
+        lambda: attribute(Connection, "usable", property(lambda self: not self._transport.is_closing())),
+    )
+}
