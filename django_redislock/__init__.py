@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         StaleFence,
         TaskAlreadyRunning,
     )
-    from .locks import alock, held_locks, lock, locked_atomic, reset_all, rlock
+    from .locks import alock, asemaphore, held_locks, lock, locked_atomic, reset_all, rlock, semaphore
     from .run_once.election import Leader, leader
     from .several import alock_all, lock_all
 
@@ -38,6 +38,7 @@ __all__ = [
     "TaskAlreadyRunning",
     "alock",
     "alock_all",
+    "asemaphore",
     "get_client",
     "held_locks",
     "leader",
@@ -47,6 +48,7 @@ __all__ = [
     "locked_atomic",
     "reset_all",
     "rlock",
+    "semaphore",
 ]
 
 _MODULES = {
@@ -56,7 +58,9 @@ _MODULES = {
     "leader": "run_once.election",
     "lock_all": "several",
     "alock_all": "several",
-} | dict.fromkeys(("alock", "held_locks", "lock", "locked_atomic", "reset_all", "rlock"), "locks")
+} | dict.fromkeys(
+    ("alock", "asemaphore", "held_locks", "lock", "locked_atomic", "reset_all", "rlock", "semaphore"), "locks"
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from . import conf
 from .connections import clients, get_client
-from .core import Lock, LockInfo
+from .core import LockInfo, listing
 from .core.listing import QueuedWaiter, list_locks, read_locks, read_queue
 from .core.records import StoredLock
 from .exceptions import LockBackendError
@@ -54,7 +54,7 @@ def read(connection: str | None = None, matching: Callable[[str, str], object] |
         found, failed = clients(connection)
     except ImproperlyConfigured as error:
         return Listing([], {conf.NAME: str(error)}, [], {})
-    listing = Listing([], failed, [], {})
+    found_locks = Listing([], failed, [], {})
     for at, client in found.items():
         picked = (lambda name, at=at: matching(at, name)) if matching else None
         missing: dict[str, str] = {}
@@ -69,12 +69,12 @@ def read(connection: str | None = None, matching: Callable[[str, str], object] |
             continue
         failed |= of_nodes(at, missing)
         if foreign:
-            listing.foreign[at] = sorted(foreign)
+            found_locks.foreign[at] = sorted(foreign)
         if len(rows) > LIMIT:
             rows.pop()
-            listing.cut.append(at)
-        listing.rows.extend(rows)
-    return listing
+            found_locks.cut.append(at)
+        found_locks.rows.extend(rows)
+    return found_locks
 
 
 def find(connection: str, names: Iterable[str]) -> dict[str, HeldLockRow]:
@@ -98,7 +98,7 @@ def force_release(connection: str, name: str, fence: int, by: object, reason: st
     The former holder, the log and the signal get the user or the words `by`, and the `reason`.
     Raises ImproperlyConfigured and LockBackendError.
     """
-    return Lock(get_client(connection), name, prefix=conf.get().key_prefix).reset(fence=fence, by=by, reason=reason)
+    return listing.force_release(get_client(connection), name, conf.get().key_prefix, fence, by, reason)
 
 
 def of_nodes(connection: str, missing: dict[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`lock()`, `alock()`, `held_locks()` and `reset_all()`: locks with the server and the defaults of the settings."""
+"""The locks and semaphores with the server and the defaults of the settings; their list, and `reset_all()`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from .core.async_lock import AsyncLock, AsyncRLock
 from .core.base import BaseLock
 from .core.lock import Lock, RLock
 from .core.records import LockInfo
+from .core.semaphore import AsyncSemaphore, Semaphore
 from .core.validation import Nothing, Seconds, check_flag, unexpected, wait_of
 from .transactions import UNTIL_COMMIT, WARN_BEFORE_COMMIT, in_atomic
 
 L = TypeVar("L", bound=BaseLock)
+S = TypeVar("S", Semaphore, AsyncSemaphore)
 
 
 class LockOptions(TypedDict, total=False):
@@ -155,6 +157,35 @@ def alock(
         kind,
         min_replicas,
     )
+
+
+def semaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack[LockOptions]) -> Semaphore:
+    """Return a semaphore: at most `limit` holders of `name` at a time: ``with semaphore("crm", 20, timeout=5): ...``.
+
+    `limit` is 1 to 100, the same for all callers; `Semaphore` says what different ones do. The other options, their
+    units, the errors and the losses are those of `lock`, but it is not re-entrant, and it knows no transactions.
+    """
+    return _build_semaphore(Semaphore, name, limit, blocking, options)
+
+
+def asemaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack[LockOptions]) -> AsyncSemaphore:
+    """Return a semaphore for asyncio: ``async with asemaphore("crm", 20): ...``. `semaphore` describes it."""
+    return _build_semaphore(AsyncSemaphore, name, limit, blocking, options)
+
+
+def _build_semaphore(of: type[S], name: str, limit: int, blocking: bool, options: LockOptions) -> S:
+    if wrong := options.keys() - LockOptions.__annotations__.keys():
+        raise unexpected(
+            "semaphore" if of is Semaphore else "asemaphore", wrong, [*LockOptions.__annotations__, "blocking"]
+        )
+    settings = conf.get()
+    given: dict[str, Any] = {option: value for option, value in options.items() if value is not None}
+    if blocking:
+        given.setdefault("timeout", settings.timeout)
+    for option in ("expire", "auto_renewal", "max_hold", "min_replicas"):
+        given.setdefault(option, getattr(settings, option))
+    at = server(settings, given.pop("using", None))
+    return of(at, name, limit, blocking=blocking, prefix=settings.key_prefix, **{"kind": "semaphore"} | given)
 
 
 def check_flags(until_commit: object, reentrant: object) -> None:

@@ -31,7 +31,7 @@ class _Held(Collector):
         return list(self._families())
 
     def collect(self) -> Iterator[Metric]:
-        locks, oldest, waiting, nodes = self._families()
+        locks, oldest, waiting, slots, limits, nodes = self._families()
         try:
             found, _ = clients()
         except ImproperlyConfigured:  # the checks of the settings report it
@@ -45,14 +45,18 @@ class _Held(Collector):
             locks.add_metric([connection], held.locks)
             oldest.add_metric([connection], held.oldest)
             waiting.add_metric([connection], held.waiting)
+            slots.add_metric([connection], held.slots)
+            limits.add_metric([connection], held.limits)
             nodes.add_metric([connection], len(missing))
-        yield from (locks, oldest, waiting, nodes)
+        yield from (locks, oldest, waiting, slots, limits, nodes)
 
     def _families(self) -> list[GaugeMetricFamily]:
         words = {
             "held_locks": "Locks held now, by any process.",
             "oldest_lock_seconds": "Age of the oldest lock, but for leaders; each scrape looks at 500 locks.",
             "waiting": "Callers that wait now, in any process, but for leaders; each scrape looks at 500 locks.",
+            "held_slots": "Slots of semaphores held now; each scrape looks at 500 locks.",
+            "slots": "Slots that the semaphores of which one is held have together; each scrape looks at 500 locks.",
             "silent_nodes": "Nodes of a Cluster whose locks are not counted, because they do not answer.",
         }
         return [GaugeMetricFamily(f"redislock_{name}", text, labels=["connection"]) for name, text in words.items()]

@@ -9,6 +9,7 @@ from django.db import models
 from django.utils.translation import gettext_lazy as _
 
 from .core import LockInfo
+from .core.keys import split_slot, with_slot
 from .core.listing import QueuedWaiter
 from .core.validation import check_name
 from .texts import visible
@@ -36,6 +37,7 @@ class HeldLock(models.Model):
         max_length=10,
         choices=[
             ("lock", _("lock")),
+            ("semaphore", _("semaphore")),
             ("cache", _("cache")),
             ("celery", _("Celery")),
             ("command", _("command")),
@@ -58,6 +60,8 @@ class HeldLock(models.Model):
     """The owner id, shortened, because the whole id is the right to release."""
     arguments = ""
     worker = ""
+    slot = 0
+    limit = 0
     queue: Sequence[QueuedWaiter] = ()
     """The first waiters, where `read_waiters` of the admin read them."""
 
@@ -85,7 +89,9 @@ class HeldLock(models.Model):
         """Return the lock of this connection that `info` describes."""
         fields = {field.name: getattr(info, field.name) for field in cls._meta.fields if hasattr(info, field.name)}
         fields |= {name: visible(fields[name]) for name in ("kind", "label", "host", "thread") if fields[name]}
-        lock = cls(key=encode_key(connection, info.name), connection=connection, **fields)
+        fields["name"] = with_slot(info.name, info.slot)
+        lock = cls(key=encode_key(connection, fields["name"]), connection=connection, **fields)
+        lock.slot, lock.limit = info.slot, info.limit
         lock.owner_id = f"{info.id[: min(6, len(info.id) // 4)]}…"
         lock.arguments, lock.worker = info.arguments, info.worker
         return lock
@@ -97,13 +103,15 @@ class HeldLock(models.Model):
 
 
 def encode_key(connection: str, name: str) -> str:
-    """Return the primary key of a lock: for any name, it is safe in URLs and forms."""
-    return b64encode(f"{connection}\0{name}".encode(), ALPHABET).decode().rstrip("=")
+    """Return the primary key of a lock: for any listed name, it is safe in URLs and forms."""
+    return b64encode(f"{connection}\0{name}".encode(errors="surrogateescape"), ALPHABET).decode().rstrip("=")
 
 
 def decode_key(key: str) -> tuple[str, str]:
-    """Return the connection and the name that a primary key stands for; raises ValueError for a text that is no key."""
-    connection, separator, name = b64decode(key + "=" * (-len(key) % 4), ALPHABET).decode().partition("\0")
-    if not separator or encode_key(connection, check_name(name)) != key:
+    """Return the connection and the listed name that a primary key stands for; raises ValueError for other texts."""
+    raw = b64decode(key + "=" * (-len(key) % 4), ALPHABET)
+    connection, separator, name = raw.decode(errors="surrogateescape").partition("\0")
+    of, slot = split_slot(name)
+    if not separator or with_slot(check_name(of), slot) != name or encode_key(connection, name) != key:
         raise ValueError(f"not the key of a lock: {key!r}")
     return connection, name

@@ -5,9 +5,17 @@ from __future__ import annotations
 from django.utils.formats import number_format
 from django.utils.translation import gettext
 
+from .core.keys import SLOT_IN_TEXT, split_slot
+
 
 def visible(name: str) -> str:
-    """Return the name with an escape in place of each character that is invisible or changes the text around it."""
+    """Return the name with an escape in place of each character that is invisible or changes the text around it.
+
+    Of a listed name of a semaphore's slot the number follows in brackets.
+    """
+    if SLOT_IN_TEXT in name:
+        name, slot = split_slot(name)
+        return f"{visible(name)} [{slot}]" if slot else visible(name)
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
     return shown if shown.strip() else repr(shown)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
 from django.contrib.admin.utils import quote
 from django.core.exceptions import ImproperlyConfigured, PermissionDenied
@@ -16,6 +17,7 @@ from django.utils.translation import gettext, gettext_lazy as _, ngettext
 from .. import conf
 from ..connections import clients, several_connections
 from ..core.contention import MINUTES, Waits, contention
+from ..core.keys import SLOT_IN_TEXT, queue_name, split_slot
 from ..exceptions import LockBackendError
 from ..inventory import RETRY_FOR, HeldLockRow, cause_of, of_nodes, read
 from ..models import HeldLock, encode_key
@@ -88,7 +90,8 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
     found, failed = _read()
     listing = read()
     failed |= listing.failed
-    waited_for = [row for row in listing.rows if row.held.waiting]
+    # One row for a semaphore, because its slots have one queue.
+    waited_for = list({(r.connection, queue_name(r.held.name)): r for r in listing.rows if r.held.waiting}.values())
     for connection, why in failed.items():
         text = gettext("Connection “%(connection)s” failed: %(why)s") % {"connection": connection, "why": why}
         model_admin.message_user(request, text, "ERROR")
@@ -165,7 +168,10 @@ def _row_now(site: str, lock: HeldLock) -> dict[str, Any]:
 
 
 def _address(site: str, connection: str, name: str) -> str:
-    """Return the address of the page of a lock in the admin of that name."""
+    """Return the address of the page of a lock in the admin of that name; of a semaphore, of the list of its slots."""
+    if name.endswith(SLOT_IN_TEXT):
+        found = reverse("admin:django_redislock_heldlock_changelist", current_app=site)
+        return f"{found}?{urlencode({'q': split_slot(name)[0]})}"
     key = quote(encode_key(connection, name))
     return reverse("admin:django_redislock_heldlock_change", args=[key], current_app=site)
 

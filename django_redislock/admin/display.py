@@ -12,6 +12,7 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.timezone import localtime
 from django.utils.translation import gettext
 
+from ..core.keys import split_slot
 from ..core.listing import MAX_WAITERS
 from ..models import HeldLock
 from ..texts import duration, visible
@@ -61,8 +62,12 @@ def breakable(text: str) -> SafeString:
 
 
 def name_html(lock: HeldLock) -> SafeString:
-    """Return the name of a lock."""
-    return format_html('<bdi class="redislock-name">{}</bdi>', breakable(lock.name))
+    """Return the name of a lock, or of a semaphore with the number of the slot and the limit."""
+    if not lock.slot:
+        return format_html('<bdi class="redislock-name">{}</bdi>', breakable(lock.name))
+    of = gettext("%(slot)d of %(limit)d") % {"slot": lock.slot, "limit": lock.limit}
+    name = breakable(split_slot(lock.name)[0])
+    return format_html('<bdi class="redislock-name">{}</bdi> <span class="quiet nowrap">{}</span>', name, of)
 
 
 def holder_html(lock: HeldLock, *, whole: bool = False) -> SafeString:

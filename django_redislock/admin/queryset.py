@@ -16,6 +16,7 @@ from django.utils.translation import gettext, gettext_lazy as _
 
 from ..connections import clients
 from ..core import LockInfo
+from ..core.keys import queue_name
 from ..core.records import StoredLock
 from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, Listing, queue, read
@@ -126,7 +127,8 @@ class HeldLocks:
     def summary(self) -> tuple[int, int, float]:
         """The number of locks, the number of waiters, and the age of the oldest lock in seconds."""
         held = [row.held for row in self.rows]
-        return len(held), sum(lock.waiting for lock in held), max((lock.age for lock in held), default=0.0)
+        queues = {(row.connection, queue_name(row.held.name)): row.held.waiting for row in self.rows}
+        return len(held), sum(queues.values()), max((lock.age for lock in held), default=0.0)
 
     def count(self) -> int:
         return len(self.rows)

@@ -190,7 +190,7 @@ class ExecutionLock(Lock):
         try:
             sent, reply = self._server.run(with_retries(self.name, self._take_call(fresh), 0.0, self._server))
         except LockBackendError as error:
-            if unconfirmed_grant(error) > 0:
+            if unconfirmed_grant(error):
                 with suppress(LockBackendError):
                     self.release_given_id()
             raise
@@ -230,7 +230,7 @@ class ExecutionLock(Lock):
         # A known id may hold the lock by another message of its, so the call of this one must not be undone.
         if fresh:
             return ScriptCall(scripts.ACQUIRE, keys[:4], args, self._undo)
-        return ScriptCall(scripts.ACQUIRE, keys, args)
+        return ScriptCall(scripts.ACQUIRE, keys[:5], args)
 
     def _undo(self) -> ScriptCall:
         return operations.release_call(self._new_lease(None, self._given_id or ""))

@@ -8,17 +8,20 @@ from .lock import Lock, RLock
 from .quorum import AsyncQuorumLock, QuorumLock
 from .records import LockInfo
 from .redis_py import AsyncRedisPyLock, RedisPyLock
+from .semaphore import AsyncSemaphore, Semaphore
 
 __all__ = [
     "AsyncLock",
     "AsyncQuorumLock",
     "AsyncRLock",
     "AsyncRedisPyLock",
+    "AsyncSemaphore",
     "Lock",
     "LockInfo",
     "QuorumLock",
     "RLock",
     "RedisPyLock",
+    "Semaphore",
     "held_locks",
     "reset_all",
 ]

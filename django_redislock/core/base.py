@@ -203,7 +203,7 @@ class BaseLock(CallerView[Lease]):
             lease = request.lease
             held: list[Lease] = []
             if timeout != 0 and self._is_kept_waiting(acquirer):
-                held = yield from waits_for_itself(self._server, self._keys, acquirer)
+                held = yield from self._waits_for_itself(acquirer)
             acquire = operations.acquire_again(request, held) if held else operations.acquire(request)
             if not (yield from acquire) or not self._accepts(lease, token):
                 return False
@@ -244,6 +244,10 @@ class BaseLock(CallerView[Lease]):
         lease = self._new_lease(acquirer, given or new_id())
         record = self._record() if token is None else token.marked(self._record())
         return AcquireRequest(lease, record, timeout, given is not None, self._is_subscribed())
+
+    def _waits_for_itself(self, acquirer: Any) -> Operation[list[Lease]]:
+        """Return the acquisitions without whose end the acquirer waits for ever, and that only it can end."""
+        return waits_for_itself(self._server, self._keys, acquirer)
 
     def _is_subscribed(self) -> bool:
         """Return whether wake-ups arrive already."""

@@ -17,7 +17,7 @@ from .driver.cluster.by_slot import Missing, by_slot
 from .driver.effects import Operation, ScriptCall
 from .driver.registry import Client, server_of
 from .driver.server import Server
-from .keys import held_keys
+from .keys import held_keys, listed_name
 from .validation import check_prefix
 
 MINUTES = 60
@@ -47,7 +47,8 @@ class Contention(NamedTuple):
     """The counts of about the last hour; of many names, only the highest counts."""
 
     names: dict[str, Waits]
-    """By name: the name with the longest waits first; of equal waits, the name that saved most."""
+    """By name, of a semaphore by its `queue_name`: the name with the longest waits first; of equal waits, the name that
+    saved most."""
     minutes: list[Waits]
     """One for each minute, the current minute last; only `seconds` and `waits` are counted."""
 
@@ -85,12 +86,12 @@ def _read(server: Server, prefix: str, until: float, missing: Missing | None) ->
                 indexes += some[bucket - 1 :]
     names: dict[str, Waits] = {}
     for name, ms, count, gave_up in zip(*(by_name[i::4] for i in range(4)), strict=True):
-        waits = names.setdefault(name.decode(errors="replace"), Waits())
+        waits = names.setdefault(listed_name(name), Waits())
         waits.seconds += float(ms) / 1000
         waits.waits += int(count)
         waits.gave_up += int(gave_up)
     for name, duplicates, avoided in zip(*(saved[i::3] for i in range(3)), strict=True):
-        waits = names.setdefault(name.decode(errors="replace"), Waits())
+        waits = names.setdefault(listed_name(name), Waits())
         waits.duplicates += int(duplicates)
         waits.avoided += int(avoided)
     minutes = [Waits() for _ in range(MINUTES)]

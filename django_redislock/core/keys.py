@@ -29,21 +29,82 @@ class LockKeys(NamedTuple):
     queue: bytes
     receipts: bytes
     """The acquisitions that were released lately."""
+    name: bytes
+    """The name in the index of held locks; of a slot, with its number."""
+    others: tuple[bytes, ...] = ()
+    """The lock keys of the slots 2 and up, where it is not known which slot it is; `lock` is slot 1 then."""
+
+    @property
+    def last(self) -> bytes:
+        """The key of the last slot that the caller looks at. The waiters of a process are grouped by it, of whom
+        the first one looks by itself: a waiter with a lower limit does not see the slots of the others."""
+        return self.others[-1] if self.others else self.lock
+
+    def slot(self, number: int) -> LockKeys:
+        """Return the keys of one slot of a semaphore; `self` are those of `slots_keys`."""
+        digits = b"%d" % number
+        return LockKeys(self.lock[:-1] + digits, *self[1:5], self.name + digits)
 
 
 def lock_keys(prefix: str, name: str) -> LockKeys:
     """Return the keys of the lock `name`."""
-    raw = name.encode()
-    lock, held, fence, queue, receipts = _bucket(prefix, zlib.crc32(raw) % BUCKETS)
-    return LockKeys(lock + raw, held, fence, queue + raw, receipts + raw)
+    try:
+        raw = name.encode()
+    except UnicodeEncodeError:  # a name from a list: of a slot
+        of, number = split_slot(name)
+        return slots_keys(prefix, of, 1).slot(number)
+    lock, held, fence, queue, receipts, _, _ = _bucket(prefix, zlib.crc32(raw) % BUCKETS)
+    return LockKeys(lock + raw, held, fence, queue + raw, receipts + raw, raw)
+
+
+SLOT = b"\xff"
+"""Stands between a semaphore's name and the number of a slot. No name of a lock has it, because it is not UTF-8."""
+SLOT_IN_TEXT = SLOT.decode(errors="surrogateescape")
+
+
+def listed_name(raw: bytes) -> str:
+    """Return the name that an index or a count has, as a str from which `lock_keys` makes the keys.
+
+    Of bytes that are no name of a lock it makes one that nobody holds.
+    """
+    name, slot, number = (part.decode(errors="replace") for part in raw.partition(SLOT))
+    return name + SLOT_IN_TEXT + number if slot else name
+
+
+def with_slot(name: str, slot: int) -> str:
+    """Return the listed name of a semaphore's slot; of a lock (slot 0) its name."""
+    return f"{name}{SLOT_IN_TEXT}{slot}" if slot else name
+
+
+def queue_name(listed: str) -> str:
+    """Return one name for all slots of a semaphore, because they have one queue; of a lock its name."""
+    name, slot, _ = listed.partition(SLOT_IN_TEXT)
+    return name + slot
+
+
+def split_slot(listed: str) -> tuple[str, int]:
+    """Return the name and the number of the slot that a listed name has; of a lock the number is 0."""
+    name, _, number = listed.partition(SLOT_IN_TEXT)
+    return name, int(number) if number.isdecimal() else 0
+
+
+def slots_keys(prefix: str, name: str, limit: int) -> LockKeys:
+    """Return the keys of a semaphore: each slot has a lock key of its own, and all slots share the other keys.
+
+    All of them are in the bucket of the name, so that fences grow over all slots.
+    """
+    bucket = _bucket(prefix, zlib.crc32(name.encode()) % BUCKETS)
+    raw = name.encode() + SLOT
+    lock = bucket.lock + raw
+    others = tuple(lock + b"%d" % number for number in range(2, limit + 1))
+    return LockKeys(lock + b"1", bucket.held, bucket.fence, bucket.queue + raw, bucket.receipts + raw, raw, others)
 
 
 def keys_in(tag: bytes, name: str) -> LockKeys:
     """Return the keys of a lock in the slot of a hash tag."""
     raw = name.encode()
-    return LockKeys(
-        tag + b":lock:" + raw, tag + b":held", tag + b":fence", tag + b":queue:" + raw, tag + b":released:" + raw
-    )
+    queue, receipts = tag + b":queue:" + raw, tag + b":released:" + raw
+    return LockKeys(tag + b":lock:" + raw, tag + b":held", tag + b":fence", queue, receipts, raw)
 
 
 # For each bucket by itself: where a process used more prefixes than were kept, each lock made the keys of all buckets.
@@ -51,12 +112,12 @@ def keys_in(tag: bytes, name: str) -> LockKeys:
 def _bucket(prefix: str, bucket: int) -> LockKeys:
     """Return the beginnings of the locks' keys in this bucket."""
     tag = b"{%s:%d}" % (prefix.encode(), bucket)
-    return LockKeys(tag + b":lock:", tag + b":held", tag + b":fence", tag + b":queue:", tag + b":released:")
+    return LockKeys(tag + b":lock:", tag + b":held", tag + b":fence", tag + b":queue:", tag + b":released:", b"")
 
 
-def witness_key(keys: LockKeys, name: str) -> bytes:
+def witness_key(keys: LockKeys) -> bytes:
     """Return the key of the witness: it exists while a computed value may be stored. A reset deletes it."""
-    return keys.held[: -len(b"held")] + b"witness:" + name.encode()
+    return keys.held[: -len(b"held")] + b"witness:" + keys.name
 
 
 def held_keys(prefix: str) -> list[bytes]:
@@ -74,15 +135,28 @@ def new_id() -> str:
     return os.urandom(16).hex()
 
 
+def id_with_limit(id: str, limit: int) -> str:
+    """Return the owner id of an acquisition of a slot. It ends with its limit, because the scripts that wake the first
+    waiter of the queue must know which slots are for that waiter."""
+    return f"{id}/{limit}"
+
+
+def another_id(id: str) -> str:
+    """Return a new owner id, with the limit that this one has."""
+    _, slash, limit = id.partition("/")
+    return new_id() + slash + limit
+
+
 @lru_cache(maxsize=1024)
-def _static(pid: int, thread: str, kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
+def _static(pid: int, thread: str, kind: str, label: str, expire: float, auto_renewal: bool, limit: int) -> bytes:
     fields = {"host": process.HOST, "pid": pid, "thread": thread, "kind": kind, "label": label}
-    return json.dumps(fields | {"expire": expire, "auto_renewal": auto_renewal}, separators=(",", ":")).encode()
+    fields |= {"expire": expire, "auto_renewal": auto_renewal} | ({"limit": limit} if limit else {})
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def record(kind: str, label: str, expire: float, auto_renewal: bool) -> bytes:
-    """Return the record that this thread writes into a lock that it acquires."""
-    return _static(process.pid, threading.current_thread().name, kind, label, expire, auto_renewal)
+def record(kind: str, label: str, expire: float, auto_renewal: bool, limit: int = 0) -> bytes:
+    """Return the record that this thread writes into a lock that it acquires, or into a slot with this limit."""
+    return _static(process.pid, threading.current_thread().name, kind, label, expire, auto_renewal, limit)
 
 
 def milliseconds(seconds: float) -> bytes:

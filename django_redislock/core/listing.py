@@ -21,7 +21,7 @@ from .driver.interleave import interleave
 from .driver.registry import Client, server_of
 from .driver.retry import with_retries
 from .driver.server import Server
-from .keys import BUCKETS, LockKeys, keys_in, lock_keys
+from .keys import BUCKETS, LockKeys, keys_in, lock_keys, split_slot
 from .lock import Lock
 from .records import LockInfo, StoredLock
 from .validation import check_prefix
@@ -121,18 +121,26 @@ def reset_all(client: Client | Server, prefix: str = "redislock") -> int:
     """
     server, freed, template = server_of(client), 0, Lock(client, "any", prefix=prefix)
     held: list[tuple[str, LockKeys, int | None]]
-    held = [(info.name, lock_keys(prefix, info.name), info.fence) for info in held_locks(server, prefix)]
+    held = [(stored.name, lock_keys(prefix, stored.name), stored.fence) for stored in list_locks(server, prefix)]
     if server.splits:
         held += [(name, keys, None) for name, keys in server.run(find_slot_locks(server, prefix)).held]
     for start in range(0, len(held), BATCH):
         ended: dict[int, bool] = {}
         resets = [
-            template._copy(name=name, _keys=keys)._reset(fence, None, "all locks were reset")
+            template._copy(name=split_slot(name)[0], _keys=keys)._reset(fence, None, "all locks were reset")
             for name, keys, fence in held[start : start + BATCH]
         ]
         server.run(interleave(resets, ended))
         freed += sum(ended.values())
     return freed
+
+
+def force_release(
+    client: Client | Server, listed: str, prefix: str, fence: int, by: object = None, reason: str = ""
+) -> bool:
+    """Force-release the lock or the slot of this listed name from the acquisition with that fence, as `Lock.reset`."""
+    lock = Lock(client, split_slot(listed)[0], prefix=prefix)._copy(_keys=lock_keys(prefix, listed))
+    return lock.reset(fence=fence, by=by, reason=reason)
 
 
 class SlotLocks(NamedTuple):

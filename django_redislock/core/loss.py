@@ -39,9 +39,9 @@ def note(by: object, reason: str) -> bytes:
     return f"{user}\n{_one_line(reason, MAX_REASON)}".encode(errors="replace")
 
 
-def notes_key(keys: LockKeys, name: str) -> bytes:
+def notes_key(keys: LockKeys) -> bytes:
     """Return the key of the notes about forced releases of the lock."""
-    return keys.held.removesuffix(b"held") + b"forced:" + name.encode()
+    return keys.held.removesuffix(b"held") + b"forced:" + keys.name
 
 
 def report_reset(what: str, name: str, fence: int | None, by: object, reason: str) -> None:
@@ -64,7 +64,7 @@ def find_cause(lease: Lease) -> Operation[Cause]:
 
 def cause_call(leases: Sequence[Lease]) -> ScriptCall:
     """Return one call that asks for the causes of the losses of all these leases."""
-    keys = [key for lease in leases for key in (lease.keys.receipts, notes_key(lease.keys, lease.name))]
+    keys = [key for lease in leases for key in (lease.keys.receipts, notes_key(lease.keys))]
     return ScriptCall(scripts.CAUSE, tuple(keys), tuple(b"%d" % lease.fence for lease in leases))
 
 

@@ -71,8 +71,11 @@ class MemoryServer(Server):
             match call.script:
                 case scripts.ACQUIRE:
                     return self._acquire(call.keys[0], call.args, now)
-                case scripts.RELEASE:
-                    return self._free(call.keys[0], _mark(call.args[0], call.args[3]))
+                case scripts.ACQUIRE_SLOT:
+                    return self._acquire_slot(call.keys, call.args, now)
+                case scripts.RELEASE:  # of a slot, the caller may not know which one
+                    mark = _mark(call.args[0], call.args[3])
+                    return max([self._free(lock, mark) for lock in (call.keys[0], *call.keys[4:])])
                 case scripts.RESET:
                     return self._reset(call.keys[0], call.args[1], call.args[3])
                 case scripts.CAUSE:
@@ -88,7 +91,7 @@ class MemoryServer(Server):
                     names = [held.name for held in self._held.values()]
                     return [0, b"0", b" ".join(b"%d" % len(name) for name in names), b"".join(names)]
                 case scripts.COUNT:
-                    return [len(self._held), 0, 0]
+                    return [len(self._held), 0, 0, 0, 0]
             return 1
 
     def renew(self, call: ScriptCall | ScriptBatch, patience: float) -> Any:
@@ -107,6 +110,18 @@ class MemoryServer(Server):
         value = b"%s\n%d\n%d\n%s" % (id, self._fence, int(time.time() * 1000), record)
         self._held[lock] = _Held(value, name, now + int(expire_ms) / 1000)
         return self._fence
+
+    def _acquire_slot(self, keys: tuple[bytes, ...], args: tuple[bytes, ...], now: float) -> bytes | list[Any]:
+        slots = list(enumerate((keys[0], *keys[4 : 3 + int(args[7])]), 1))
+        mine = args[0] + b"\n"
+        slots.sort(key=lambda slot: slot[1] not in self._held or not self._held[slot[1]].value.startswith(mine))
+        soonest = -1
+        for number, lock in slots:
+            found = self._acquire(lock, (*args[:2], args[2] + b"%d" % number, args[3]), now)
+            if isinstance(found, int):
+                return b"%d %d" % (found, number)
+            soonest = found[0] if soonest < 0 else min(soonest, found[0])
+        return [soonest, b"1"]
 
     def _reset(self, lock: bytes, wanted: bytes, note: bytes) -> int:
         found = self._held.get(lock)
@@ -162,6 +177,8 @@ def _grant(call: ScriptCall) -> Any:
     match call.script:
         case scripts.ACQUIRE:
             return int(time.time() * 1_000_000)  # a fence that still grows
+        case scripts.ACQUIRE_SLOT:
+            return b"%d 1" % (time.time() * 1_000_000)
         case scripts.RENEW:
             return [1] * (len(call.keys) // 2)
         case scripts.READ:
@@ -169,7 +186,7 @@ def _grant(call: ScriptCall) -> Any:
         case scripts.NAMES:
             return [0, b"0", b"", b""]
         case scripts.COUNT:
-            return [0, 0, 0]
+            return [0, 0, 0, 0, 0]
         case scripts.CAUSE:
             return [None] * (len(call.keys) // 2)
     return 1

@@ -20,13 +20,14 @@ from .driver.effects import Operation, Script, ScriptCall, Subscribe, Unsubscrib
 from .driver.replicated import unconfirmed_grant
 from .driver.retry import with_retries
 from .driver.server import Server
-from .keys import BUCKETS, LockKeys, held_keys, milliseconds, new_id, witness_key
+from .keys import BUCKETS, LockKeys, another_id, held_keys, listed_name, milliseconds, new_id, witness_key
 from .lease import Lease
 from .loss import note, notes_key
 from .records import StoredLock, parse
 
 MAX_SLEEP = 30.0
 """Seconds after which a waiter tries again in any case; a queue expires after four times as long."""
+ACQUIRING = scripts.ACQUIRE, scripts.ACQUIRE_SLOT
 LOOKED_AT = 500
 """Locks whose age and waiters are read by one call of `count`, at most."""
 NO_LOCK_WROTE_IT = -2
@@ -63,7 +64,7 @@ class AcquireRequest:
         args = (
             lease.id.encode(),
             milliseconds(lease.expire),
-            lease.name.encode(),
+            lease.keys.name,
             self.record,
             channel,
             b"1" if join else b"0",
@@ -74,6 +75,14 @@ class AcquireRequest:
         # An earlier release of a given id must not count as the release of this acquisition.
         receipts = (lease.keys.receipts,) if self.given_id else ()
         return ScriptCall(self.script, (*lease.keys[:4], *self.more_keys, *receipts), args, undo)
+
+    def fence_of(self, reply: int | bytes) -> int:
+        """Return the fence of a grant, negative when the id held the lock before; note which slot was granted."""
+        if isinstance(reply, int):
+            return reply
+        fence, slot = map(int, reply.split())
+        self.lease.keys = self.lease.keys.slot(slot)
+        return fence
 
 
 def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operation[bool]:
@@ -95,7 +104,7 @@ def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operatio
         request.waited = False
         # The undo of the call without a reply may arrive after the next call: it names the former id.
         if not request.given_id:
-            lease.id = new_id()
+            lease.id = another_id(lease.id)
 
 
 def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Operation[bool]:
@@ -114,17 +123,16 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
     try:
         while True:
             if listen and waiter is None:  # a process that was subscribed may have lost its connection since
-                subscribe = Subscribe(lease.keys.lock, lease.id.encode())
+                subscribe = Subscribe(lease.keys.last, lease.id.encode())
                 _, waiter = yield from with_retries(lease.name, subscribe, answer_by, lease)
             last = until < math.inf and monotonic() >= until
             if last or call is None:
                 call = request.call(waiter.channel if waiter is not None else b"", listen and not last, ticket)
             sent, reply = yield from with_retries(lease.name, call, answer_by, lease)
-            if isinstance(reply, int):
-                held_before = (
-                    reply < 0 and request.script is scripts.ACQUIRE
-                )  # of another script it means something else
-                lease.note_acquired(-reply if held_before else reply, sent)
+            if isinstance(reply, int | bytes):
+                fence = request.fence_of(reply)
+                held_before = fence < 0 and request.script in ACQUIRING  # of another script it means something else
+                lease.note_acquired(-fence if held_before else fence, sent)
                 if request.given_id:
                     lease.shared, lease.mark = held_before, b" " + new_id().encode()
                 _report_wait(lease, began, acquired=True)
@@ -142,7 +150,7 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
             call = request.call(waiter.channel, True, ticket)
             yield wait_effect(waiter, until, left_ms, *place)
     except LockBackendError as error:
-        unconfirmed = unconfirmed_grant(error)
+        unconfirmed = request.fence_of(unconfirmed_grant(error))
         if unconfirmed > 0 or not request.given_id:
             lease.fence = abs(unconfirmed)  # so that the caller gives the lock back
         raise
@@ -204,8 +212,8 @@ def release_call(lease: Lease, channel: bytes = b"") -> ScriptCall:
     fence = b"%d" % lease.fence if lease.fence else b""
     return ScriptCall(
         scripts.RELEASE,
-        (keys.lock, keys.held, keys.queue, keys.receipts),
-        (id, lease.name.encode(), channel, fence, fence + lease.mark if fence else b"id " + id),
+        (keys.lock, keys.held, keys.queue, keys.receipts, *keys.others),
+        (id, keys.name, channel, fence, fence + lease.mark if fence else b"id " + id),
     )
 
 
@@ -252,7 +260,7 @@ def renew_call(leases: list[Lease], shorten: bool = False) -> ScriptCall:
     keys = [key for lease in leases for key in (lease.keys.lock, lease.keys.held)]
     args = [b"1" if shorten else b"0"]
     for lease in leases:
-        args += (lease.value_prefix, milliseconds(lease.expire), lease.name.encode())
+        args += (lease.value_prefix, milliseconds(lease.expire), lease.keys.name)
     return ScriptCall(scripts.RENEW, tuple(keys), tuple(args))
 
 
@@ -260,8 +268,8 @@ def reset(
     name: str, keys: LockKeys, fence: int | None, by: object = None, reason: str = "", until: float = math.inf
 ) -> Operation[int]:
     """Force-release the lock: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` held it."""
-    args = (name.encode(), b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
-    of_lock = (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys, name), witness_key(keys, name))
+    args = (keys.name, b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
+    of_lock = (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys), witness_key(keys))
     call = ScriptCall(scripts.RESET, of_lock, args)
     _, reply = yield from with_retries(name, call, until)
     return int(reply)
@@ -305,7 +313,7 @@ def _stored(each: list[tuple[str, LockKeys]], reply: Any, foreign: Missing | Non
     ):
         try:
             if length == NO_LOCK_WROTE_IT:
-                raise LockBackendError(name, FOREIGN % keys.lock.decode())
+                raise LockBackendError(name, FOREIGN % keys.lock.decode(errors="backslashreplace"))
             found.append(parse(name, value, ttl_ms, waiting, now))
         except LockBackendError as error:
             if foreign is None:
@@ -325,8 +333,7 @@ def names(server: Server, prefix: str, until: float = math.inf, missing: Missing
             found.update(unpack(map(int, lengths.split()), blob))
             if bucket:
                 pages += [(some[bucket - 1][0], cursor), *some[bucket:]]
-    # Of bytes that are no name of a lock, "replace" makes one that nobody holds.
-    return [name.decode(errors="replace") for name in found if name is not None]
+    return [listed_name(name) for name in found if name is not None]
 
 
 def _names_call(pages: list[tuple[bytes, bytes]]) -> ScriptCall:
@@ -341,6 +348,10 @@ class Held(NamedTuple):
     """For how many seconds the oldest lock is held, of those that were looked at; without the locks of leaders."""
     waiting: int
     """The waiters for the locks that were looked at."""
+    slots: int
+    """How many of the locks that were looked at are slots of semaphores."""
+    limits: int
+    """The limits of these semaphores together."""
 
 
 def count(server: Server, prefix: str, until: float = math.inf, missing: Missing | None = None) -> Operation[Held]:
@@ -357,8 +368,8 @@ def count(server: Server, prefix: str, until: float = math.inf, missing: Missing
     indexes = indexes[first:] + indexes[:first]
     replies = yield from by_slot(server, "", indexes, lambda held: held, call_for, until, missing)
     numbers = [reply for _, reply in replies]
-    oldest = max((int(ms) for _, ms, _ in numbers), default=0) / 1000
-    return Held(sum(locks for locks, _, _ in numbers), oldest, sum(waiting for _, _, waiting in numbers))
+    locks, ages, *sums = zip(*numbers, strict=True) if numbers else [()] * 5
+    return Held(sum(locks), max(map(int, ages), default=0) / 1000, *map(sum, sums))
 
 
 def unpack(lengths: Iterable[int], blob: bytes) -> list[bytes | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ..exceptions import LockBackendError
+from .keys import split_slot
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class LockInfo:
 
     name: str
     kind: str
-    """The part of the package that took the lock: "lock", "cache", "celery", "command" or "leader"."""
+    """The part of the package that took the lock: "lock", "semaphore", "cache", "celery", "command" or "leader"."""
     id: str
     """The owner id: the right to extend and release, so do not show it to people."""
     fence: int
@@ -40,6 +41,10 @@ class LockInfo:
     """The name of the worker that runs the task; none while the task waits in its queue."""
     result_ignored: bool = False
     """Whether the task's result is not stored."""
+    slot: int = 0
+    """The number of the slot of a semaphore; of a lock 0."""
+    limit: int = 0
+    """The limit that the holder of a slot gave; of a lock 0."""
 
     @property
     def holder(self) -> str:
@@ -78,7 +83,10 @@ MAX_SECONDS = 32_503_680_000
 
 
 class StoredLock:
-    """A lock as it is stored in Redis. `info` parses the record: in a long list, only for the locks that are shown."""
+    """A lock as it is stored in Redis. `info` parses the record: in a long list, only for the locks that are shown.
+
+    `name` is the listed name: that of a slot has its number, too, which `split_slot` finds.
+    """
 
     __slots__ = ("_acquired_ms", "_record", "age", "fence", "id", "name", "ttl", "waiting")
 
@@ -125,9 +133,10 @@ class StoredLock:
             # An argument of a process that is not UTF-8 has characters that no page and no terminal can write.
             return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else default
 
-        pid, expire = fields.get("pid"), fields.get("expire")
+        pid, expire, limit = fields.get("pid"), fields.get("expire"), fields.get("limit")
+        name, slot = split_slot(self.name)
         return LockInfo(
-            name=self.name,
+            name=name,
             kind=text("kind", "lock"),
             id=self.id,
             fence=self.fence,
@@ -144,6 +153,8 @@ class StoredLock:
             arguments=text("arguments"),
             worker=text("worker"),
             result_ignored=fields.get("result_ignored") is True,
+            slot=slot,
+            limit=limit if slot and type(limit) is int else 0,
         )
 
 

@@ -8,6 +8,10 @@ ACQUIRE = Script(
     *("acquire", "index", "expiry", "take", "quick", "handover", "counts", "turns"),
     granted=lambda reply: isinstance(reply, int),
 )
+ACQUIRE_SLOT = Script(
+    *("acquire_slot", "index", "expiry", "take", "quick_slot", "handover", "counts", "turns"),
+    granted=lambda reply: isinstance(reply, bytes),
+)
 RELEASE = Script("release", "receipts", "handover")
 RENEW = Script("renew", "index", "expiry", granted=lambda reply: 1 in reply)
 RESET = Script("reset", "receipts", "handover")

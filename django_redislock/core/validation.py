@@ -199,6 +199,19 @@ def check_replicas(value: object, argument: str = "min_replicas") -> int:
     return value
 
 
+MAX_LIMIT = 100
+"""Slots of a semaphore; a script looks at all of them."""
+
+
+def check_limit(value: object, argument: str = "limit") -> int:
+    """Return the number of slots of a semaphore."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} must be a whole number of holders, not {value!r}")
+    if not 1 <= value <= MAX_LIMIT:
+        raise ValueError(f"{argument} must be from 1 to {MAX_LIMIT}, not {value!r}")
+    return value
+
+
 def check_share(value: object, argument: str = "value") -> float:
     """Return a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -46,7 +46,7 @@ def words_of(row: HeldLockRow, ids: bool) -> dict[str, str]:
     """Return the columns of a lock in the table, by heading; its owner id only on request."""
     info = row.info
     words = {
-        "name": visible(info.name),
+        "name": visible(info.name) + (f" [{info.slot} of {info.limit}]" if info.slot else ""),
         "kind": info.kind,
         "held for": duration(info.age),
         "expires in": duration(info.ttl) + ("" if info.auto_renewal else ", not renewed"),
@@ -73,7 +73,7 @@ def _queue_of(row: HeldLockRow) -> list[QueuedWaiter]:
     """Return the first waiters for the lock; none when there are none, or when Redis does not answer any more."""
     if row.info.waiting:
         with suppress(LockBackendError):
-            return inventory.queue(row.connection, row.info.name)
+            return inventory.queue(row.connection, row.held.name)
     return []
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from ..connections import clients
+from ..core.keys import split_slot
 from ..core.validation import check_name
 from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, Listing, find, force_release, read
@@ -33,7 +34,7 @@ SHOWN = 20
 
 
 def find_lock(wanted: str, connection: str | None, *, whole: bool = False) -> list[HeldLockRow]:
-    """Return a row for each connection on which the lock is held; at least one.
+    """Return a row for each connection on which the lock is held, and for each held slot of a semaphore; at least one.
 
     A unique beginning stands for the name, unless `whole`. Raises CommandError when no such lock is held.
     """
@@ -41,14 +42,14 @@ def find_lock(wanted: str, connection: str | None, *, whole: bool = False) -> li
         check_name(wanted)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    rows = _rows(wanted, connection)
+    rows = _rows(wanted, connection) or read(connection, lambda at, name: split_slot(name)[0] == wanted).rows
     if rows:
         return rows
     names, failed = held_names(connection)
     raise_if_unread(failed)
     similar = near(wanted, names)
     if len(similar) == 1 and similar[0].startswith(wanted) and not whole:
-        rows = _rows(similar[0], connection)
+        return find_lock(similar[0], connection, whole=True)
     if not rows:
         raise CommandError(
             f"The lock {wanted!r} is not held now.{did_you_mean(similar)} 'redislock list' shows the held locks."
@@ -88,7 +89,7 @@ def held_names(connection: str | None) -> tuple[set[str], dict[str, str]]:
 
 def near(wanted: str, names: Iterable[str]) -> list[str]:
     """Return similar names: those with this beginning, else those that contain it, else the nearest ones."""
-    names = sorted(names)
+    names = sorted({split_slot(name)[0] for name in names})
     folded = wanted.casefold()
     beginning = [name for name in names if name.startswith(wanted)]
     containing = [name for name in names if folded in name.casefold()] if not beginning else []
@@ -136,6 +137,10 @@ def release_lock(command: BaseCommand, options: dict[str, Any]) -> None:
         rows = [row for row in rows if row.held.id == options["id"]]
         if not rows:
             raise CommandError("The lock is held by another id; nothing was released. See 'redislock show --id'.")
+    if any(row.info.slot for row in rows) and len(rows) > 1:
+        raise CommandError(
+            f"{len(rows)} slots of this semaphore are held. Choose one with --id; 'list --id' shows the ids."
+        )
     if len(rows) > 1:
         where = ", ".join(row.connection for row in rows)
         raise CommandError(f"A lock of this name is held on several connections: {where}. Choose with --connection.")

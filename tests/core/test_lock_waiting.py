@@ -174,7 +174,8 @@ def _a_thousand_wait(make_lock, client):
     threads = [threading.Thread(target=wait, args=(names[i % 10],)) for i in range(1000)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: sum(queued(client, name) for name in names) == 1000, timeout=60)
+    entries = lambda: sum(queued(client, name) for name in names)  # noqa: E731
+    wait_until(lambda: entries() == 1000, timeout=20, message=lambda: f"{entries()} entries in the queues")
     subscriptions = len(subscribed(client)) - before
     blocked = int(client.info("clients")["blocked_clients"])
     for holder in holders:

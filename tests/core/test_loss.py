@@ -18,7 +18,7 @@ from django_redislock.exceptions import LockLost, LossRecord
 from tests.support import Proxy, RedisServer, async_client_at, client_at, counting, wait_until
 
 KEYS = lock_keys("redislock", "a")
-NOTES = notes_key(KEYS, "a")
+NOTES = notes_key(KEYS)
 
 
 def loss_of(lock: Lock) -> LossRecord:

@@ -21,6 +21,7 @@ from .nested import GetNested, NestedHistory
 from .quorum import QuorumHistory, Round as QuorumRound
 from .replicas import ReplicatedHistory
 from .rlocks import RLockHistory
+from .semaphores import SemaphoreHistory
 from .tasks import CeleryHistory
 from .worker import Publish
 from .world import FATES, Plan, ThreadPlan
@@ -30,6 +31,7 @@ KINDS: dict[str, type[History]] = {
     for each in (
         LockHistory,
         RLockHistory,
+        SemaphoreHistory,
         CacheHistory,
         NestedHistory,
         CeleryHistory,

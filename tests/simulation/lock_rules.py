@@ -302,8 +302,12 @@ class LockRules(History):
 
     def _look(self) -> None:
         """Look now and then whether losses are told, and whether the lock is free for too long."""
+        self.world.at(self.world.time + LOOK, self._look)
+        self._look_at_waiters()
+        self._look_at_beliefs()
+
+    def _look_at_waiters(self) -> None:
         world = self.world
-        world.at(world.time + LOOK, self._look)
         value = self.server.peek(KEYS.lock)
         if value is not None and value.split(b"\n", 2)[1] != b"0":
             self.free_since = world.time
@@ -314,8 +318,12 @@ class LockRules(History):
                 free = world.time - max(self.free_since, since, process.troubled, world.troubled)
                 if free > PROMISED:
                     self.fail(f"{thread} waits for a lock that is free for {free:.3f} s")
+
+    def _look_at_beliefs(self) -> None:
+        world = self.world
         for thread, belief in list(self.beliefs.items()):
             lease, process = belief.lease, belief.process
+            value = self.server.peek(lease.keys.lock)
             if not process.alive or process.frozen:
                 continue
             self._see_overlap(thread, belief)

@@ -6,7 +6,7 @@ from typing import Any
 
 from django_redislock.cache.lease import obtain, single_flight, store
 from django_redislock.celery import execution_lock
-from django_redislock.core import base, lease, operations, scripts
+from django_redislock.core import base, keys, lease, operations, scripts, semaphore
 
 from .patches import Planted, attribute, script
 from .planted_aio import ASYNCIO, NOT_FOUND as NOT_FOUND_IN_TASKS
@@ -45,6 +45,16 @@ def _leaves_at_once(self: base.BaseLock, lease: Any) -> Any:
 
 def _never_leaves(self: base.BaseLock, lease: Any) -> Any:
     yield from ()
+
+
+def _asks_for_three(self: semaphore.Slots, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
+    request = _new_request(self, acquirer, timeout, token)
+    request.lease.keys = keys.slots_keys("redislock", self.name, 3)
+    request.more_keys, request.more_args = request.lease.keys.others, (b"3",)
+    return request
+
+
+_new_request = semaphore.Slots._new_request
 
 
 def _everybody_leads(key: Any, until: float, request: Any, caller: Any, last: bool = False, old: Any = None) -> Any:
@@ -91,6 +101,7 @@ def _new_ticket(self: operations.AcquireRequest, channel: bytes, join: bool, tic
 
 
 _call = operations.AcquireRequest.call
+SLOT = scripts.ACQUIRE_SLOT
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 L, S, INV = obtain.LEASE, store.SETTLE, store.INVALIDATE
 START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
@@ -102,19 +113,19 @@ LOCK: dict[str, Planted] = {
     "whoever tries takes the lock": lambda: script(
         A, "if not (value and is_of(value, id) and", "if value and not value and not (is_of(value, id) and"
     ),
-    "two may take the lock at once": lambda: script(A, "if found < 2 then", "if found < 9 then"),
+    "two may take the lock at once": lambda: script(A, "if found > 1 then", "if found > 9 then"),
     "the lock is taken over a moment before its end": lambda: script(
         A,
         "local value = redis.call('GET', lock)",
         "local value = redis.call('PTTL', lock) > 150 and redis.call('GET', lock)",
     ),
     "the deadline is counted from the reply": lambda: attribute(lease.Lease, "renewed", _late_deadline),
-    "a released lock is handed to nobody": lambda: script(R, "hand_over(lock, queue, '')", "redis.call('DEL', lock)"),
-    "a release forgets the queue": lambda: script(R, "hand_over(lock, queue, '')", "redis.call('DEL', lock, queue)"),
+    "a released lock is handed to nobody": lambda: script(R, "hand_over(slot, queue, '')", "redis.call('DEL', slot)"),
+    "a release forgets the queue": lambda: script(R, "hand_over(slot, queue, '')", "redis.call('DEL', slot, queue)"),
     "who comes last is served first": lambda: script(
         R,
-        "redis.call('ZPOPMIN', queue)[1]",
-        "redis.call('ZRANGE', queue, -1, -1)[1]\n    redis.call('ZREM', queue, first or '')",
+        "local first = next_in(queue, lock)",
+        "local first = redis.call('ZRANGE', queue, -1, -1)[1]\n    redis.call('ZREM', queue, first or '')",
     ),
     "a newcomer overtakes those who wait": lambda: script(
         A, "redis.call('EXISTS', queue) == 1 and hand_over", "false and hand_over"
@@ -155,6 +166,23 @@ RLOCK: dict[str, Planted] = {
     "a re-entrant lock is not re-entrant": lambda: attribute(base.BaseLock, "_enter_again", _enters_anew),
     "the inner exit releases": lambda: attribute(base.BaseLock, "_leave_inner", _leaves_at_once),
     "the outer exit does not release": lambda: attribute(base.BaseLock, "_release_last", _never_leaves),
+}
+SEMAPHORE: dict[str, Planted] = {
+    "a slot is handed to two": lambda: script(
+        SLOT, "return false, redis.call('PTTL', lock)", "return redis.call('PTTL', lock) < 150, 0"
+    ),
+    "one caller gets two slots": lambda: script(SLOT, "elseif is_of(value, id) and", "elseif false and"),
+    "a free slot is not handed over": lambda: script(R, "hand_over(slot, queue, '')", "redis.call('DEL', slot)"),
+    "a lowered limit is forgotten": lambda: attribute(semaphore.Slots, "_new_request", _asks_for_three),
+    "a slot is handed to a waiter whose limit is lower": lambda: script(R, "if slot <= tonumber(", "if 0 <= tonumber("),
+    "a place in the queue is lost": lambda: script(
+        SLOT, "redis.call('ZADD', queue, 'NX', drawn, entry)", "redis.call('ZADD', queue, whole(now), entry)"
+    ),
+    "a fence is given twice": lambda: script(SLOT, "fence = whole(last + 1)", "fence = whole(last)"),
+    "who gives up gives back the first slot only": lambda: script(R, "for i = 4, #KEYS do", "for i = 4, 4 do"),
+    "who has a slot keeps its turn at another one": lambda: script(
+        SLOT, "if i ~= slot and value", "if false and value"
+    ),
 }
 CACHE: dict[str, Planted] = {
     "every caller computes": lambda: script(
@@ -229,6 +257,7 @@ PLANTED: dict[str, tuple[str, Planted]] = {
     for kind, defects in (
         ("lock", LOCK | CALLS),
         ("rlock", RLOCK | CALLS_OF_RLOCKS),
+        ("semaphore", SEMAPHORE),
         ("cache", CACHE | CALLS_OF_CACHES),
         ("nested", NESTED),
         ("celery", CELERY | CALLS_OF_TASKS),
@@ -266,6 +295,10 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
     "a value has no witness": (
         "cache",
         lambda: script(L, "redis.call('SET', witness, fence, 'NX', 'PX', WITNESS_LIFE_MS)", ""),
+    ),
+    "a newcomer takes a free slot while others wait": (
+        "semaphore",
+        lambda: script(SLOT, "if found > 1 then", "if found > 9 then"),
     ),
     "an execution that ends wakes nobody": (
         "celery",

@@ -48,8 +48,8 @@ def _lock_steps(chance):
                 yield scripts.RENEW, (keys.lock, keys.held), (chance.choice([b"0", b"1"]), id, life, name)
             case "reset":
                 call_id = b"%d" % chance.randrange(3)
-                notes = notes_key(keys, name.decode())
-                reset = (*keys[:2], keys.queue, keys.receipts, notes, witness_key(keys, name.decode()))
+                notes = notes_key(keys)
+                reset = (*keys[:2], keys.queue, keys.receipts, notes, witness_key(keys))
                 yield scripts.RESET, reset, (name, b"", call_id, b"olga\nwhy")
             case "read":
                 yield scripts.READ, (keys.lock, keys.queue), ()
@@ -65,7 +65,7 @@ def _cache_steps(chance: random.Random) -> Generator[Any, Any, None]:
         name = b"cache:" + key
         keys = lock_keys("redislock", name.decode())
         tag = keys.held.removesuffix(b"held")
-        of_value = (key, witness_key(keys, name.decode()), tag + b"era")
+        of_value = (key, witness_key(keys), tag + b"era")
         more = (b"{redislock}:waits", tag + b"failed:" + name)
         old = digest(chance.choice(values)) if chance.random() < 0.3 else b""
         match chance.choice(["lease", "lease", "settle", "invalidate", "release"]):

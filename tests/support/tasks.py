@@ -80,12 +80,13 @@ async def _work_on(function: Callable[[], Any], result: Future[Any]) -> None:
         result.set_result(value)
 
 
-def lock_for_threads(tasks: Tasks) -> type:
-    """Return a class that is used like `Lock`, but is an `AsyncLock` which the task of each thread uses for it."""
+def lock_for_threads(tasks: Tasks, kind: Any = AsyncLock) -> type:
+    """Return a class that is used like `Lock`, but is an `AsyncLock`, or another kind, which the task of each thread
+    uses for it."""
 
     class TaskLock:
         def __init__(self, *args: Any, **options: Any) -> None:
-            self.lock = AsyncLock(*args, **options)
+            self.lock = kind(*args, **options)
 
         def __getattr__(self, name: str) -> Any:
             lock = self.lock

@@ -164,6 +164,24 @@ def of_locks(snapshot: Snapshot) -> None:
         snapshot.take("The lock is reserved for a waiter that does not answer")
 
 
+def of_semaphores(snapshot: Snapshot) -> None:
+    from django_redislock import semaphore
+
+    slots = [semaphore("shop:3", 2, expire=10, auto_renewal=False) for _ in range(2)]
+    for slot in slots:
+        slot.acquire()
+    snapshot.take("Both slots of a semaphore are held")
+
+    def wait() -> None:
+        with semaphore("shop:3", 2, expire=10, auto_renewal=False):
+            snapshot.take("A slot is released, and the first waiter has it")
+
+    with in_a_thread(wait):
+        wait_for(lambda: list(snapshot.client.scan_iter(match="*:queue:*")))
+        snapshot.take("A thread waits for a slot")
+        slots[1].release()
+
+
 def of_values(snapshot: Snapshot) -> None:
     from django_redislock.cache import RedisCache
 
@@ -299,7 +317,7 @@ def contract(url: str) -> str:
     with redis.Redis.from_url(url) as client:
         client.flushdb()
         lines = []
-        for part in (of_locks, of_values, of_tasks, of_refreshes, of_runs):
+        for part in (of_locks, of_semaphores, of_values, of_tasks, of_refreshes, of_runs):
             client.flushdb()
             snapshot = Snapshot(client)
             part(snapshot)

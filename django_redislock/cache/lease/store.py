@@ -286,7 +286,7 @@ def failures_key(lease: ValueLease) -> bytes:
 
 def witness_keys(lease: ValueLease) -> tuple[bytes, bytes]:
     """Return the witness and the era: they show whether the value was invalidated since the lease was acquired."""
-    return witness_key(lease.keys, lease.name), era_key(lease.keys)
+    return witness_key(lease.keys), era_key(lease.keys)
 
 
 INVALIDATE = Script("invalidate", "handover", home=__package__)
@@ -340,7 +340,7 @@ def _end_batch(leases: list[NamedLease], level: int | None, delete: bool) -> Ope
 
 
 def _invalidate_call(leases: list[NamedLease], delete: bool) -> ScriptCall:
-    keys = [key for name, each, _ in leases for key in (each.lock, each.held, each.queue, witness_key(each, name))]
+    keys = [key for _, each, _ in leases for key in (each.lock, each.held, each.queue, witness_key(each))]
     keys += [key for *_, value in leases for key in value]
     return ScriptCall(INVALIDATE, tuple(keys), (b"1" if delete else b"0", *(name.encode() for name, *_ in leases)))
 

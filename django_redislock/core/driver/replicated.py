@@ -34,10 +34,10 @@ class TooFewReplicas(RedisError):
         self.reply = reply
 
 
-def unconfirmed_grant(error: BaseException) -> int:
-    """Return the fence of an acquisition that too few replicas confirmed, if that is the error's cause; otherwise 0."""
+def unconfirmed_grant(error: BaseException) -> int | bytes:
+    """Return the reply to an acquisition that too few replicas confirmed, if that is the error's cause; otherwise 0."""
     cause = error.__cause__
-    return cause.reply if isinstance(cause, TooFewReplicas) and isinstance(cause.reply, int) else 0
+    return cause.reply if isinstance(cause, TooFewReplicas) and isinstance(cause.reply, int | bytes) else 0
 
 
 class Wait(ScriptCall):

@@ -40,11 +40,29 @@ local function drop_gone(queue, number)
   return #gone
 end
 
+-- Remove the first waiter that may have the lock from the queue, and return its entry. The waiters for a semaphore have
+-- one queue for all slots, and perhaps different limits: the id of each ends with its own, and a slot above it is not
+-- for that waiter.
+local function next_in(queue, lock)
+  local slot = tonumber(string.match(lock, '\255(%d+)$') or '1')
+  if slot == 1 then
+    return redis.call('ZPOPMIN', queue)[1]
+  end
+  for last = 0, MAX_CHECKED - 1, MAX_CHECKED - 1 do  -- mostly it is the first one
+    for _, entry in ipairs(redis.call('ZRANGE', queue, 0, last)) do
+      if slot <= tonumber(string.match(entry, '/(%d+)$') or slot) then
+        redis.call('ZREM', queue, entry)
+        return entry
+      end
+    end
+  end
+end
+
 -- Reserve a free lock for the first waiter that still listens, and return the new value of the lock key (false: none).
 -- A waiter whose connection is gone is passed over. `own` is the caller's id, which needs no wake-up.
 local function hand_over(lock, queue, own)
   for passed = 1, PASSED_OVER do
-    local first = redis.call('ZPOPMIN', queue)[1]
+    local first = next_in(queue, lock)
     if not first then
       redis.call('DEL', lock)
       return false

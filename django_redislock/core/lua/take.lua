@@ -17,6 +17,26 @@ local function write(lock, id, fence, record, now, expire_ms)
   redis.call('SET', lock, value, 'PX', expire_ms)
 end
 
+-- Take a lock without holder and waiters by as few commands as possible, and return its fence; nil when it has either.
+local function take_unwanted(lock, held, counter, queue, id, name, record, now, expire_ms)
+  -- The lock and its queue count twice, so 1 means that only the index exists.
+  local found = redis.call('EXISTS', lock, lock, queue, queue, held)
+  if found > 1 then
+    return nil
+  end
+  enter(held, name, now, expire_ms)
+  if found == 0 then
+    redis.call('PEXPIRE', held, math.max(INDEX_LIFE_MS, expire_ms))
+  end
+  local fence, last = next_fence(counter, now)
+  -- The first lock of the bucket today has already set the index's expiry to more than two weeks.
+  if found == 1 and (expire_ms > DAY_MS or not last or math.floor(last / DAY_US) ~= math.floor(now / DAY_US)) then
+    lengthen(held, expire_ms)
+  end
+  write(lock, id, fence, record, now, expire_ms)
+  return fence
+end
+
 -- Take a lock that is free, reserved for the caller, or the caller's (`value` is the lock key's), and return its fence
 -- and whether that id held it before. Then its expiry is not made earlier, because its holder relies on it.
 local function take(lock, held, counter, value, id, name, record, now, expire_ms)

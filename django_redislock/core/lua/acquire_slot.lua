@@ -1,0 +1,55 @@
+-- Acquire one of the slots of a semaphore; when none is free for the caller, join their one queue or leave it.
+-- KEYS  1 slot 1, 2 index of held locks, 3 fence counter, 4 queue of all slots, then slots 2 to limit; receipts, if the
+--       id may have released a slot before
+-- ARGV  1 to 7 as for acquire.lua (3: the name without a slot's number), 8 limit
+-- Returns a string when acquired: the fence, negative when the id held the slot before, and the slot's number; otherwise
+-- what acquire.lua does. The KEYS and ARGV are named in quick_slot.lua.
+for i = 1, limit do
+  local wrong = not_ours(slots[i], values[i] or redis.call('GET', slots[i]))  -- MGET shows no key of another type
+  if wrong then
+    return wrong
+  end
+end
+
+local joins = join == '1'
+local slot = mine and fence_of(values[mine]) ~= '0' and mine
+local holds = slot and values[slot]
+if not slot then
+  local drawn = ticket ~= '' and ticket or whole(now)
+  local order, left, first = {mine}, -1, false
+  for i = 1, limit do  -- after the one that is reserved for the caller
+    if i ~= mine then
+      order[#order + 1] = i
+    end
+  end
+  for _, i in ipairs(order) do
+    local free, ms, answered = may_take(slots[i], queue, values[i], id, channel, drawn, joins, now)
+    if free then
+      slot = i
+      break
+    end
+    left, first = ms >= 0 and (left < 0 or ms < left) and ms or left, first or answered
+  end
+  if not slot then
+    return wait_in_queue(held, queue, id, name, channel, joins, ticket, drawn, left, first, now)
+  end
+end
+
+local fence, before = take(slots[slot], held, counter, holds, id, name .. slot, record, now, expire_ms)
+if ticket ~= '' then
+  count_waits(held, now, name, waited_ms(ticket, now), 1, 0)
+end
+if receipts then
+  redis.call('ZREM', receipts, 'id ' .. id)
+end
+-- The caller may have answered the roll calls of several slots, and then it still has its place in the queue: the next
+-- ones have their turn there.
+if channel ~= '' then
+  redis.call('ZREM', queue, channel .. '\n' .. id)
+end
+for i, value in ipairs(redis.call('MGET', unpack(slots))) do
+  if i ~= slot and value and is_of(value, id) and fence_of(value) == '0' then
+    hand_over(slots[i], queue, '')
+  end
+end
+return (before and '-' or '') .. fence .. ' ' .. slot
