@@ -63,6 +63,8 @@ class LockRules(History):
 
     slack = 0.5
     """Seconds that the packets of one call may take when nothing goes wrong."""
+    written_slack = slack
+    """The same in the histories that are written, where a slow replica is no fault."""
 
     def __init__(self, plan: Plan) -> None:
         self.beliefs: dict[Thread, Belief] = {}
@@ -141,7 +143,7 @@ class LockRules(History):
 
     def record(self, number: int) -> list[dict[str, Any]]:
         head = {"history": number, "source": f"{self.kind} {self.plan.seed}", "holders": 1, "fences": True}
-        head |= {"slack": self.slack, "free": PROMISED, "late": self.patience + self.slack}
+        head |= {"slack": self.written_slack, "free": PROMISED, "late": self.patience + self.written_slack}
         self.world.notes = [{"event": "history", **head}]
         self.run()
         for thread, belief in self.beliefs.items():  # of those who were killed

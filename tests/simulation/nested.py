@@ -27,9 +27,9 @@ NEEDS: dict[str, dict[str, str]] = {
 """Which other value the computation of each value needs."""
 WITHOUT_CIRCLE = ("chain", "one that two need")
 LIFE = 60_000
-QUIET = 0.45
-"""Seconds within which somebody computes or gets a value, when nothing goes wrong: less than between two polls. The
-last of a circle of three pauses for 0.2 s between its looks, which take some ten round trips."""
+QUIET = 0.25
+"""Seconds within which somebody computes or gets a value when nothing goes wrong, beside what packets take meanwhile:
+the last of a circle of three pauses for 0.2 s between its looks, which take some ten round trips."""
 
 
 class GetNested(NamedTuple):
@@ -125,13 +125,16 @@ class NestedHistory(History):
         self.busy -= 1
         # Who finds a stored value tells nothing, but goes on with something.
         happened, began = len(self.world.story), self.began
+        world, until = self.world, self.world.time + QUIET - self.world.packets
 
         def look() -> None:
-            if not self.busy and (len(self.world.story), self.began) == (happened, began) and not self._over():
+            if world.time < until + world.packets:
+                world.at(until + world.packets, look)
+            elif not self.busy and (len(world.story), self.began) == (happened, began) and not self._over():
                 self.fail("all wait")
 
         if self.plan.calm and not self.busy:
-            self.world.at(self.world.time + QUIET, look)
+            world.at(world.time + QUIET, look)
 
     def _link(self, thread: Thread, key: str) -> Link:
         machine: Any = thread.process

@@ -341,7 +341,9 @@ class ReplicatedHistory(LockHistory):
 
     kind = "replicas"
     lock_kind = ReplicatedLock
-    slack = 0.8
+    written_slack = 1.0
+    """The last call begins when the one before is answered: two confirmations, of 0.2 s each way, and two packets of
+    0.05 s for each."""
     world_kind = ReplicatedWorld
     world: ReplicatedWorld
     server = property(lambda self: self.world.leader.server, lambda self, value: None)

@@ -16,6 +16,7 @@ from django_redislock.exceptions import LockBackendError
 from tests.simulation.cache import Change, Get
 from tests.simulation.explore import failure_of
 from tests.simulation.locks import Round
+from tests.simulation.worker import Publish
 from tests.simulation.world import Fault, Plan, ThreadPlan
 from tests.support import wait_until
 from tests.support.locks import listening
@@ -207,6 +208,16 @@ def test_an_entry_that_arrives_after_a_later_extension_does_not_cut_it_short():
     fates = {3: "refused", 5: "lost", 7: "refused", 10: "late", 12: "unknown", 13: "slow", 14: "refused", 16: "lost"}
     plan = Plan(220051882, 3, threads, faulty_until=12.0, fates={(1, number): fate for number, fate in fates.items()})
     assert failure_of("rlock", plan) is None
+
+
+def test_an_execution_whose_release_is_answered_after_its_deadline_is_not_told_of_a_loss():
+    """Its process was frozen when it had sent the release, which the server executed in time."""
+    publish = Publish("k", ((0.0, 1),), 0.77, 0, None, False, 0.0)
+    options = {"scope": "run", "policy": "skip", "late": True, "expire": 0.6}
+    freeze = Fault(0.8824943613033245, "freeze", 1, 5.840950576125311)
+    threads = [ThreadPlan(0, 0.04373976243195144, {}, [publish])]
+    plan = Plan(1798, 2, threads, [freeze], faulty_until=12.0, fates={}, options=options)
+    assert failure_of("celery", plan) is None
 
 
 def test_who_is_sent_a_value_late_leaves_the_queue_that_it_joined_again():

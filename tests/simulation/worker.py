@@ -201,13 +201,13 @@ class Worker(History):
         lock.ending = AfterRelease(self.expire if self.late else MARKER, not self.late, keep_id, keep)
         world.tell(thread, f"{message} ends{', and will be retried' if retries else ''}")
         self.bodies.remove(body)
-        left, lost = True, body.lease.noted_loss
+        left, lost, began = True, body.lease.noted_loss, thread.process.clock()
         try:
             yield from lock._release(body.lease)
         except LockLost as error:
             world.tell(thread, f"release raised {error}")
             if lost is None:
-                self.see_loss(thread, body)
+                self.see_loss(body, began)
         except LockError as error:
             world.tell(thread, f"release raised {error}")
             left = False
@@ -216,7 +216,7 @@ class Worker(History):
             yield from self._confirm(thread, message, lock)
         message.excused = message.excused or not left
 
-    def see_loss(self, thread: Thread, body: Body) -> None:
+    def see_loss(self, body: Body, began: float) -> None:
         """See that an execution that released its lock was not told of a loss."""
 
     def _confirm(self, thread: Thread, message: Message, lock: Any) -> Generator[Any, Any, None]:

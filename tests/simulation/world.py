@@ -93,6 +93,8 @@ class World:
         """Until then every connection is refused."""
         self.troubled = 0.0
         """Until then something is wrong with the server."""
+        self.packets = 0.0
+        """Seconds that all packets took together."""
         self.epoch = 0
         """How often data was lost, or its expiry came early."""
         self._epoch_noted = 0
@@ -346,7 +348,9 @@ class Process(Server):
         if pause is not None:
             self.world.at(self.world.time, self.freeze)
             self.world.at(self.world.time + pause, self.thaw)
-        return fate, delay_of(draw()), delay_of(draw()), draw()
+        there, back = delay_of(draw()), delay_of(draw())
+        self.world.packets += there + back
+        return fate, there, back, draw()
 
     def request(self, effect: Any, answer: Callable[[Any], None], patience: float = SOCKET_TIMEOUT) -> None:
         """Send scripts or commands over a connection of their own; `answer` gets the replies, or the error."""
