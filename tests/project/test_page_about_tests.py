@@ -1,33 +1,16 @@
-"""The pages about the tests name the planted defects, the files and the numbers that exist."""
+"""The pages about the tests name the tests, the files and the numbers that exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from tests.simulation.planted import NOT_FOUND, PLANTED
 from tests.simulation.test_planted import SEEDS
 from tests.simulation.test_simulation import SAME
 
 ROOT = Path(__file__).parents[2]
 OVERVIEW = (ROOT / "docs" / "how-it-is-tested.rst").read_text()
 PAGE = OVERVIEW + (ROOT / "docs" / "tests-in-detail.rst").read_text()
-
-
-def defects(title: str) -> list[str]:
-    """Return the first column of the table with this title."""
-    _, found, rest = PAGE.partition(f".. list-table:: {title}\n")
-    assert found, title
-    table = re.match(r"(?:\n|   .*\n)+", rest)
-    assert table
-    heading, *names = re.findall(r"^   \* - (.+)$", table[0], re.MULTILINE)
-    assert heading == "Planted defect"
-    return names
-
-
-def test_the_tables_of_planted_defects_are_those_of_the_simulation():
-    assert defects("Defects that the simulation finds") == list(PLANTED)
-    assert defects("Defects that the simulation does not find") == list(NOT_FOUND)
 
 
 def test_the_number_of_histories_is_that_of_the_suite():

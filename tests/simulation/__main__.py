@@ -100,7 +100,7 @@ def _plant(options: Any) -> None:
                 seen = f"{found.plan.seed - options.first + 1:5d}  {str(found.violation).rpartition('VIOLATION: ')[2]}"
             except Exception as error:
                 seen = f"ERROR {error!r}"
-            print(f"{kind:7}{time.monotonic() - began:6.1f} s  {name}: {seen}", flush=True)
+            print(f"{kind:9}{time.monotonic() - began:6.1f} s  {name}: {seen}", flush=True)
 
 
 def _write(options: Any) -> None:

@@ -271,39 +271,50 @@ PLANTED: dict[str, tuple[str, Planted]] = {
 """The kind of histories that show each defect."""
 
 NOT_FOUND: dict[str, tuple[str, Planted]] = {
+    # An answer to a renewal must be overtaken by one to extend() between two checks of the rule.
+    # Found by test_an_answer_that_comes_late_does_not_shorten_the_belief in core/test_lock.py.
     "an answer that comes late shortens the belief": (
         "lock",
         lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
     ),
+    # The lock is half a second late, when the reservation has ended. Rule d allows two seconds after a fault.
     "who is gone is handed the lock": (
         "lock",
         lambda: script(R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"),
     ),
+    # The lock of the running copy keeps it out, and later the processed marker does.
     "a copy that was published again runs, too": (
         "celery",
         lambda: script(START, "if later and later > version or", "if"),
     ),
+    # A computation must end within the millisecond between the steps of the delete: see cache/test_invalidation.py.
     "a delete does not delete what was stored in between": (
         "cache",
         lambda: script(INV, "deletes and #KEYS or 0", "0"),
     ),
+    # A value must be set while another process refreshes the stale one; few histories do both.
     "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
+    # A roll call ends a reservation of more than a second, as after a step of the clock.
     "a reservation lasts for a minute": (
         "lock",
         lambda: script(R, "local RESERVED_MS = 500 ", "local RESERVED_MS = 60000 "),
     ),
+    # It is not stored, but every waiter gets it by a message. Found by cache/test_get_or_set.py.
     "a value has no witness": (
         "cache",
         lambda: script(L, "redis.call('SET', witness, fence, 'NX', 'PX', WITNESS_LIFE_MS)", ""),
     ),
+    # It must come within the millisecond between the expiry of the slot and the first waiter's look.
+    # Found by test_a_newcomer_does_not_overtake_a_waiter_at_a_free_slot in core/test_semaphore.py.
     "a newcomer takes a free slot while others wait": (
         "semaphore",
         lambda: script(SLOT, "if found > 1 then", "if found > 9 then"),
     ),
+    # Executions wait by publishing their message again, and not in the queue.
     "an execution that ends wakes nobody": (
         "celery",
         lambda: script(LEAVE, "hand_over(lock, queue, id)", "redis.call('DEL', lock)"),
     ),
     **NOT_FOUND_IN_TASKS,
 }
-"""What no oracle sees yet."""
+"""What no rule sees in these histories, each with the reason."""

@@ -75,6 +75,7 @@ ASYNCIO: dict[str, Planted] = {
 }
 
 NOT_FOUND: dict[str, tuple[str, Planted]] = {
+    # It is closed some seconds later in any case, and a call may take three socket timeouts.
     "a connection without replies is used again": (
         "asyncio",
         lambda: attribute(Connection, "usable", property(lambda self: not self._transport.is_closing())),
