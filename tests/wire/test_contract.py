@@ -30,7 +30,7 @@ def test_the_page_about_the_contract_lists_each_key_kind_header_and_field_of_a_m
     kinds = set(re.findall(r'"kind":"(\w+)"', text))
     (message,) = re.findall(r"^  message \w+: \[(.*), \{\}\]$", text, re.M)
     assert len(keys) > 12
-    assert kinds == {"lock", "cache", "celery", "command", "leader"}
+    assert kinds == {"lock", "semaphore", "cache", "celery", "command", "leader"}
     assert {name for name in kinds | json.loads(message).keys() if f"``{name}``" not in page} == set()
     assert {key for key in keys if f":{key}" not in page} == set()
     assert {header for header in headers if header not in page} == set()
