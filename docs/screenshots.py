@@ -116,7 +116,6 @@ def take(url: str) -> None:
         page.locator("#result_list").wait_for()
         save(page, "list")
         page.emulate_media(color_scheme="dark")
-        save(page, "list-dark")
         page.set_viewport_size(PHONE)
         save(page, "list-phone")
         page.emulate_media(color_scheme="light")
