@@ -1,4 +1,4 @@
-"""The figures of the README are those that the benchmarks printed, benchmarks/figures.txt: none without a command."""
+"""The figures of the README and the benchmarks' table are those that were printed: benchmarks/figures.txt."""
 
 from __future__ import annotations
 
@@ -50,3 +50,61 @@ def test_the_figures_of_the_readme_are_those_of_the_kept_runs():
     assert [claim for claim in claims if claim not in SECTION] == []
     figures = re.findall(r"\d+(?:\.\d+)? to \d+(?:\.\d+)?|\d+\.\d+", SECTION)
     assert [figure for figure in figures if not any(figure in claim for claim in claims)] == []
+
+
+def cells(name: str) -> str:
+    """Return the text of the rows of one benchmark in the table of benchmarks/README.rst, a cell after the other."""
+    text = (ROOT / "benchmarks" / "README.rst").read_text()
+    border, body = re.findall(r"^(=+  =+  =+)\nBenchmark .*\n\1\n((?:(?!=).+\n)+)\1$", text, re.MULTILINE)[0]
+    columns = [slice(*column.span()) for column in re.finditer("=+", border)]
+    found, within = [], False
+    for line in body.splitlines():
+        first = line[columns[0]].strip()
+        within = first == f"``{name}``" if first.startswith("``") else within
+        if within and first:
+            found.append(["", ""])
+        if within:
+            found[-1] = [f"{cell} {line[column]}" for cell, column in zip(found[-1], columns[1:], strict=True)]
+    assert found, name
+    return " ".join(" ".join(cell.split()) for row in found for cell in row)
+
+
+def test_the_figures_of_the_table_of_benchmarks_are_those_of_the_kept_runs():
+    claims: dict[str, list[str]] = {"contention": []}
+    cycle, wakeup = "Uncontended cycle", "Release to acquire, one waiter"
+    by_name, by_cache = 'with lock("a"), renewed', 'with cache.lock("a"), renewed'
+    ours, redis_py, other = "django-redislock, renewed", "redis-py Lock", "python-redis-lock"
+    claims["cycle"] = [
+        f"{times(runs(cycle, ours, 2))} of the floor written by hand",
+        f"by ``lock()`` {times(runs(cycle, by_name, 2))}, by",
+        f"by ``cache.lock()`` {times(runs(cycle, by_cache, 2))};",
+        f"{times(runs(cycle, ours, 3), 1)} commands",
+        f"redis-py's Lock {times(runs(cycle, redis_py, 2))}, by",
+        f"by ``client.lock()`` {times(runs(cycle, 'redis-py, with client.lock()', 2))};",
+        f"python-redis-lock {times(runs(cycle, other, 2))} (renewed: {times(runs(cycle, f'{other}, renewed', 2))})",
+        f"pottery {times(runs(cycle, 'pottery Redlock', 2))}",
+    ]
+    claims["wakeup"] = [
+        f"p50 {times(runs(wakeup, ours, 3))} of python-redis-lock's",
+        f"redis-py's Lock {times(runs(wakeup, redis_py, 3), 0)}, pottery ",
+        f"pottery {times(runs(wakeup, 'pottery Redlock', 3), 0)}",
+    ]
+    for title, label, digits in [
+        ("8 processes, 1 ms inside, 2 ms outside", "8 processes", 0),
+        ("32 processes, 1 ms inside, 0 ms outside", "32 processes, no pause outside", 1),
+    ]:
+        ratio, wait, jain = (times(runs(title, ours, column)) for column in (2, 4, 5))
+        commands = times(runs(title, ours, 6), 1)
+        slower, longer_wait = times(runs(title, redis_py, 2)), times(runs(title, redis_py, 4), digits)
+        claims["contention"] += [
+            f"{label}: {ratio} of {other}'s cycles/s, Jain {jain}, p99 wait {wait}, {commands} commands a cycle",
+            f"redis-py's Lock: {slower}, Jain {times(runs(title, redis_py, 5))}, p99 {longer_wait} times",
+        ]
+    claims["contention"].append(
+        f"{other}: Jain {times(runs(title, other, 5))}, {times(runs(title, other, 6), 1)} commands"
+    )
+    for name, of in claims.items():
+        text = cells(name)
+        assert [claim for claim in of if claim not in text] == []
+        figures = re.findall(r"\d+(?:\.\d+)? to \d+(?:\.\d+)?|\d+\.\d+", text)
+        assert [figure for figure in figures if not any(figure in claim for claim in of)] == []
