@@ -190,7 +190,8 @@ class ExecutionLock(Lock):
         try:
             sent, reply = self._server.run(with_retries(self.name, self._take_call(fresh), 0.0, self._server))
         except LockBackendError as error:
-            if unconfirmed_grant(error):
+            unconfirmed = unconfirmed_grant(error)
+            if isinstance(unconfirmed, int) and unconfirmed > 0:
                 with suppress(LockBackendError):
                     self.release_given_id()
             raise
