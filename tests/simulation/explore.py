@@ -93,9 +93,10 @@ SMALL: dict[str, list[list[Any]]] = {
     "replicas": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
     "asyncio": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
     "cluster": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
+    "semaphore": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, *[[Round(None, 0.1, None, False, 1, 0.0)]] * 2],
     "celery": [[Publish("k", ((0.0, 0), (0.1, 1)), 0.1, 0, None, False, 0.0)], []],
 }
-"""What each of two processes does."""
+"""What each thread does, of two processes in turn."""
 PAUSES = (0.15, 0.9)
 """Seconds: a pause within the expiry, and one beyond it."""
 EXPIRE = 0.4
@@ -104,11 +105,13 @@ EXPIRE = 0.4
 def small_plans(kind: str) -> list[Plan]:
     """Return the plans of the smallest worlds in which something can go wrong."""
     options: dict[str, Any] = {"expire": EXPIRE}
-    if kind in ("lock", "rlock", "quorum", "replicas", "cluster", "asyncio"):
+    if kind in ("lock", "rlock", "quorum", "replicas", "cluster", "asyncio", "semaphore"):
         options["auto_renewal"] = False
+    if kind == "semaphore":
+        options["limit"] = 2  # one of three waits
     if kind == "cache":
         options["max_hold"] = None
-    threads = [ThreadPlan(process, 0.0, options, steps) for process, steps in enumerate(SMALL[kind])]
+    threads = [ThreadPlan(number % 2, 0.0, options, steps) for number, steps in enumerate(SMALL[kind])]
     plan = Plan(0, 2, threads, faulty_until=FAULTS_UNTIL, fates={})
     if kind == "cache":
         plan.options = {"stale": False, "large": False, "unkept": False}
