@@ -357,13 +357,14 @@ class Held(NamedTuple):
 def count(server: Server, prefix: str, until: float = math.inf, missing: Missing | None = None) -> Operation[Held]:
     """Count the locks held now, and look at `LOOKED_AT` of them. For `missing` see `by_slot`.
 
-    If more are held, each call looks at others, because it begins with any of the indexes.
+    If more are held, each call looks at others, because it begins with any of the indexes. A Cluster looks at so many
+    of each bucket: a part of them for each would be less than the slots that one semaphore has.
     """
     indexes = held_keys(prefix)
     first = randrange(BUCKETS)  # noqa: S311 - nothing is secret
 
     def call_for(some: list[bytes]) -> ScriptCall:
-        return ScriptCall(scripts.COUNT, tuple(some), (b"%d" % math.ceil(LOOKED_AT * len(some) / BUCKETS),))
+        return ScriptCall(scripts.COUNT, tuple(some), (b"%d" % LOOKED_AT,))
 
     indexes = indexes[first:] + indexes[:first]
     replies = yield from by_slot(server, "", indexes, lambda held: held, call_for, until, missing)
