@@ -56,7 +56,7 @@ def test_a_count_costs_a_count(client: redis.Redis, many: list[str]) -> None:
     assert number.locks == MANY
     assert {len(reply) for reply in found} == {5}
     assert (counts["zcount"], counts["zscan"]) == (BUCKETS, 0)
-    # The age of the oldest lock and the number of waiters need a look at locks: at so many for each call, and not at all.
+    # The age of the oldest lock and the number of waiters need a look at locks: at so many a call, and not at all.
     assert counts["get"] == min(MANY, len(found) * operations.LOOKED_AT)
 
 

@@ -7,6 +7,7 @@ has the name of an error.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -55,17 +56,21 @@ def where() -> str:
     return str(django_redislock.__file__)
 
 
-def acquire(name: str, timeout: float = 0) -> int:
-    """Return the fence, 0 when the lock was not acquired. A thread of its own holds the lock until its release."""
+def acquire(name: str, timeout: float = 0, limit: int = 0) -> int:
+    """Return the fence, 0 when the lock was not acquired. A thread of its own holds the lock until its release.
+
+    With a limit it is a slot of a semaphore, which only the later version knows.
+    """
+    make = functools.partial(django_redislock.semaphore, limit=limit) if limit else lock
     holds: queue.SimpleQueue[int] = queue.SimpleQueue()
     ends, released = threading.Event(), threading.Event()
 
     def hold() -> None:
-        one = lock(name, timeout=timeout, label="peer", on_lost=lambda it: lost.append(vars_of(it)))
+        one = make(name, timeout=timeout, label="peer", on_lost=lambda it: lost.append(vars_of(it)))
         if not one.acquire():
             holds.put(0)
             return
-        holders[name] = ends, released
+        holders[f"{name}/{limit}" if limit else name] = ends, released
         holds.put(one.fence)
         ends.wait()
         one.release()

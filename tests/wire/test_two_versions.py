@@ -186,6 +186,22 @@ def test_a_version_renews_its_lock_and_the_other_one_takes_it_over_when_its_proc
     assert other.ask("release", name="renewed")
 
 
+def test_a_lock_of_the_earlier_version_and_slots_of_the_same_name_do_not_meet(start, client):
+    earlier, later = start("earlier"), start("later")
+    fences = [later.ask("acquire", name="both", limit=2)]
+    fences.append(earlier.ask("acquire", name="both"))
+    waits = later.start("acquire", name="both", timeout=60)
+    wait_until(lambda: client.zcard(queue_of("both")))
+    assert later.ask("held") == [["both", "peer", "lock"], ["both", "peer", "semaphore"]]
+    assert earlier.ask("release", name="both")
+    fences.append(waits())
+    assert fences == sorted(set(fences))
+    assert fences[0] > 0
+    assert later.ask("release", name="both")
+    assert later.ask("release", name="both/2")
+    assert earlier.ask("held") == []
+
+
 def test_a_forced_release_by_one_version_is_reported_to_the_holder_of_the_other_one_with_its_reason(pair):
     one, other = pair
     assert one.ask("acquire", name="forced")
