@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
-from django_redislock.core import AsyncLock, Lock, RLock
+from django_redislock.core import AsyncLock, Lock, RLock, Semaphore
 from django_redislock.core.driver.registry import close_unused, replicated, server_of
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import RedisServer, acquire_and_release, counting, key_of, queued, wait_until
@@ -78,17 +79,19 @@ def test_a_waiter_gets_a_confirmed_lock(client):
     assert got == [True]
 
 
+@pytest.mark.parametrize("make", [Lock, partial(Semaphore, limit=2)], ids=["lock", "semaphore"])
 @pytest.mark.parametrize("id", [None, "mine"])
-def test_with_too_few_replicas_the_lock_is_given_back_and_the_error_says_how_many(client, replica, id):
+def test_with_too_few_replicas_the_lock_is_given_back_and_the_error_says_how_many(client, replica, id, make):
     replica.pause()
     with pytest.raises(LockBackendError, match=TOO_FEW) as failure:
-        Lock(client, "a", min_replicas=1, id=id).acquire()
+        make(client, "a", min_replicas=1, id=id).acquire()
     assert not failure.value.refused
-    assert not client.exists(key_of("a"))
+    assert not client.keys("*:lock:*")
     with pytest.raises(LockBackendError, match="1 of 2 replicas"):
         replica.resume()
-        Lock(client, "a", min_replicas=2, id=id).acquire()
-    assert Lock(client, "a").acquire(blocking=False)
+        make(client, "a", min_replicas=2, id=id).acquire()
+    assert not client.keys("*:lock:*")
+    assert make(client, "a", min_replicas=1).acquire(blocking=False)
 
 
 def test_tasks_give_it_back_too_and_do_not_stand_in_the_way_of_others(client, replica):

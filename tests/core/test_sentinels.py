@@ -7,11 +7,12 @@ import socket
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from django_redis.pool import ConnectionFactory
 
-from django_redislock.core import AsyncLock, Lock
+from django_redislock.core import AsyncLock, Lock, Semaphore
 from django_redislock.core.driver import sentinels
 from django_redislock.core.driver.registry import close_unused, server_of
 from django_redislock.core.driver.sentinels import ASK_FOR
@@ -105,13 +106,14 @@ def replicated(deployment):
         wait_until(lambda: client.wait(1, 100) == 1, message="the replica has everything")
 
 
-def test_a_killed_primary_loses_neither_the_lock_nor_a_waiter(deployment, client):
-    held = Lock(client, "a", expire=30)
+@pytest.mark.parametrize("make", [Lock, partial(Semaphore, limit=1)], ids=["lock", "semaphore"])
+def test_a_killed_primary_loses_neither_the_lock_nor_a_waiter(deployment, client, make):
+    held = make(client, "a", expire=30)
     held.acquire()
     got = []
-    thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=60)))
+    thread = threading.Thread(target=lambda: got.append(make(client, "a").acquire(timeout=60)))
     thread.start()
-    wait_until(lambda: queued(client, "a"))
+    wait_until(lambda: client.keys("*:queue:*"))
     replicated(deployment)
     former = deployment.kill()
     deployment.wait_for_another(former)
