@@ -15,10 +15,10 @@ from django.core.cache import cache
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.test import SimpleTestCase
 
-from django_redislock import alock, alock_all, lock, lock_all, locked, locked_atomic, rlock
+from django_redislock import alock, alock_all, asemaphore, lock, lock_all, locked, locked_atomic, rlock, semaphore
 from django_redislock.cache import cache_page, cached, get_cache
 from django_redislock.celery import SingleInstanceTask, single_instance
-from django_redislock.core import AsyncLock, Lock, LockInfo
+from django_redislock.core import AsyncLock, AsyncSemaphore, Lock, LockInfo, Semaphore
 from django_redislock.testing import UnlockedMixin, assert_locked, unlocked
 
 app = Celery("shop")
@@ -48,6 +48,17 @@ async def transfer() -> None:
     lock_all(["a", 1])  # type: ignore
     lock_all(["a"], tiemout=3)  # type: ignore
     alock_all(["a"], until_commit=True)  # type: ignore
+
+
+async def call_the_crm() -> None:
+    with semaphore("crm", limit=20, timeout=5, max_hold=60) as slot:
+        assert_type(slot, Semaphore)
+        assert_type(slot.fence, int)
+    async with asemaphore("crm", 20) as other:
+        assert_type(other, AsyncSemaphore)
+    semaphore("crm")  # type: ignore
+    semaphore("crm", "20")  # type: ignore
+    semaphore("crm", 20, reentrant=True)  # type: ignore
 
 
 with rlock("a") as outer, locked_atomic("b", timeout=3) as inner:
