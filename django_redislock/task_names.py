@@ -6,6 +6,7 @@ import hashlib
 import re
 
 from .core import LockInfo
+from .core.keys import split_slot
 
 KINDS = ("celery", "celery-queue", "celery-message")
 """The beginnings of the names of tasks' locks: of runs and jobs, of waiting messages, of the runs of one message."""
@@ -18,14 +19,14 @@ def escaped(task: str) -> str:
 
 def task_of(name: str) -> str | None:
     """Return the task in the name of a lock; None for a lock that is not of a task."""
-    kind, _, rest = name.partition(":")
+    kind, _, rest = split_slot(name)[0].partition(":")
     task = rest.partition(":")[0]
     return task.replace("%3A", ":").replace("%25", "%") or None if kind in KINDS else None
 
 
 def key_of(name: str) -> str:
     """Return the key in the name of a task's lock; it is empty where the task has one lock."""
-    return name.partition(":")[2].partition(":")[2]
+    return split_slot(name)[0].partition(":")[2].partition(":")[2]
 
 
 _plain = re.compile(r"[\w.~-]{1,150}", re.ASCII).fullmatch

@@ -36,7 +36,7 @@ def single_instance(**options: Unpack[SingleInstanceOptions]) -> Callable[[F], F
 def single_instance(function: Any = None, /, **options: Any) -> Any:
     """Let one instance of a task run at a time: put it under ``@shared_task`` or ``@app.task``, bare or with options.
 
-    Options that are not given come from ``DJANGO_REDISLOCK["CELERY"]``, which takes all of them in capitals, or are::
+    Options that are not given come from ``DJANGO_REDISLOCK["CELERY"]``, in capitals, or are::
 
         scope="run"             when the lock is held: or "queued", "queued+run", "job"
         key=None                which executions exclude each other: those with the same arguments
@@ -54,10 +54,13 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
         lock_direct_calls=False  whether task(...) takes the lock, too
         reschedule_delay=10     seconds until a rescheduled task tries again; later ones grow
         reschedule_limit=None   seconds for which it tries; None: until its message expires
+        limit=None              how many of a key run at once, or a callable; None: one
+        group=None              stands for the task in the name of the run's lock, which tasks share
 
-    `SingleInstanceOptions` describes each. Times are seconds or a timedelta. When the lock is lost while the body runs,
-    the task's result stands; ``self.single_instance.raise_if_lost()`` reports the loss to the body. Raises TypeError
-    and ValueError for bad options, and TypeError for anything but a function.
+    The settings take all but the last two. `SingleInstanceOptions` describes each. Times are seconds or a timedelta.
+    When the lock is lost while the body runs, the task's result stands; ``self.single_instance.raise_if_lost()``
+    reports the loss to the body. Raises TypeError and ValueError for bad options, and TypeError for anything but a
+    function.
     """
 
     def declare(function: F) -> F:

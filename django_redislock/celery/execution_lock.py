@@ -1,4 +1,4 @@
-"""A lock that passes from a message to its execution, and from the execution to its retry; and the execution itself.
+"""A lock that passes from a message to its execution, and from the execution to its retry.
 
 A message holds the lock under an owner id made from the task's id. Its execution takes the lock over under an id of its
 own, so that a copy of the message is not mistaken for the running execution. Copies of a message may start in any
@@ -15,7 +15,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -30,19 +29,25 @@ from ..core.driver.effects import Operation, Script, ScriptCall
 from ..core.driver.replicated import unconfirmed_grant
 from ..core.driver.retry import with_retries
 from ..core.driver.server import Server
-from ..core.keys import LockKeys, lock_keys, milliseconds, record
+from ..core.keys import LockKeys, lock_keys, milliseconds, record, slots_keys
 from ..core.lease import Lease
 from ..core.lock import Lock
 from ..core.loss import find_cause
 from ..core.records import LockInfo, Token, parse
 from ..core.renewals import BATCH
+from ..core.semaphore import Slots
 from ..core.watchdog import watchdog
-from ..exceptions import LockBackendError, LockError, LockLost, LossRecord, NotAcquired
+from ..exceptions import LockBackendError, LockError, LockLost, NotAcquired
 
 START = Script(
     *("start", "index", "expiry", "take", "quick_start", "handover", "counts", "turns", "message"),
     home=__package__,
     granted=lambda reply: isinstance(reply, int) and reply > 0,
+)
+START_SLOT = Script(
+    *("acquire_slot", "index", "expiry", "take", "handover", "message", "start_slot", "quick_slot", "counts", "turns"),
+    home=__package__,
+    granted=lambda reply: isinstance(reply, bytes),
 )
 LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
 CLAIM = Script("claim", "message", home=__package__)
@@ -158,6 +163,8 @@ class ExecutionLock(Lock):
     retry_in: float | None = None
     """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
     now."""
+    is_slot: ClassVar[bool] = False
+    """Whether it is a slot of a semaphore."""
     message_lease: MessageLease | None = None
     """What this process holds for a message that it publishes now, if the message may wait for long."""
 
@@ -280,7 +287,8 @@ class ExecutionLock(Lock):
             if state == "done":
                 self.mark_processed(expire)
             return True
-        args = (*_copies(delivery), os.urandom(4).hex().encode(), state.encode(), milliseconds(expire))
+        claim, is_slot = os.urandom(4).hex().encode(), b"1" if self.is_slot else b""
+        args = (*_copies(delivery), claim, state.encode(), milliseconds(expire), is_slot)
         reply = self._server.run(
             self._write_marker(ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args))
         )
@@ -366,7 +374,7 @@ class ExecutionLock(Lock):
             (keys.lock, keys.held, keys.queue, keys.receipts, marker_key(keys, delivery)),
             (
                 id,
-                lease.name.encode(),
+                keys.name,
                 b"%d" % lease.fence,
                 milliseconds(ending.processed_for) if ending.processed_for and delivery.message else b"",
                 ending.keep_id.encode(),
@@ -386,6 +394,37 @@ class ExecutionLock(Lock):
         return b'%b,"label":%b}' % (general[:-1], "".join([_json(self.label), *own]).encode())
 
 
+class SlotExecutionLock(Slots, ExecutionLock):
+    """The lock of an execution of which so many run at once: a slot of a semaphore. No message holds it."""
+
+    is_slot = True
+
+    def with_limit(self, name: str, limit: int, *, label: str = "", **changes: Any) -> Self:
+        """Return a copy of this lock with another name and limit and other attributes; nothing is checked again."""
+        keys = slots_keys(self._prefix, name, limit)
+        return self._copy(name=name, limit=limit, _keys=keys, label=label, **changes)
+
+    def _new_request(
+        self, acquirer: Any, timeout: float | None, token: Token | None = None
+    ) -> operations.AcquireRequest:
+        request, delivery = super()._new_request(acquirer, timeout, token), self.delivery
+        if delivery is not None:
+            request.script = START_SLOT
+            request.more_args += (b"1" if delivery.known else b"0", *_copies(delivery))
+        return request
+
+    def _owner(self) -> Operation[LockInfo | None]:
+        """Read a holder: the one that prevents this execution most, which is a copy of its message, or another run of
+        its task's id, and else the oldest one."""
+        held = yield from self._holders()
+        return max(
+            held.values(), key=lambda info: (self.is_copy(info), info.label == self.label, info.age), default=None
+        )
+
+    def _record(self) -> bytes:
+        return b'%b,"limit":%d}' % (ExecutionLock._record(self)[:-1], self.limit)
+
+
 def marker_key(keys: LockKeys, delivery: Delivery) -> bytes:
     return keys.held.removesuffix(b"held") + b"done:" + delivery.message.encode()
 
@@ -401,51 +440,8 @@ def count_duplicate(server: Server, name: str, keys: LockKeys) -> None:
 
 
 def _duplicate_call(name: str, keys: LockKeys, always: bool = False) -> ScriptCall:
-    args = (name.encode(), b"1" if always else b"")
+    args = (keys.name, b"1" if always else b"")
     return ScriptCall(DUPLICATE, (keys.lock, keys.held, keys.queue), args)
-
-
-class Execution:
-    """One execution of a single-instance task, as its body sees it: ``self.single_instance``. It runs inside its
-    ``with`` block."""
-
-    def __init__(self, task: str, task_id: str | None = None, lock: Lock | None = None) -> None:
-        self.task = task
-        self.task_id = task_id
-        """None in a direct call."""
-        self.lock = lock
-        """None in a call that takes no lock."""
-        self._over = False
-
-    def __enter__(self) -> None:
-        self._outer = executions()
-        _executions.set((*self._outer, self))
-
-    def __exit__(self, *error: object) -> None:
-        self._over = True
-        _executions.set(self._outer)
-
-    @property
-    def lost(self) -> LossRecord | None:
-        """Why the lock was lost, or None while it is held. No call to Redis."""
-        return None if self.lock is None else self.lock.lost
-
-    def raise_if_lost(self) -> None:
-        """Raise LockLost if the lock was lost: call it before each irreversible step. No call to Redis."""
-        if self.lost is not None:
-            raise LockLost(self.lost.name, self.lost)
-
-
-_executions: ContextVar[tuple[Execution, ...]] = ContextVar("executions", default=())
-
-
-def executions() -> tuple[Execution, ...]:
-    """Return the executions of this context, outermost first, because a task may call itself or be applied within
-    itself.
-
-    Coroutines of a body, and the threads that they start, have its context. They may run longer than the execution.
-    """
-    return tuple(execution for execution in _executions.get() if not execution._over)
 
 
 def release_quietly(lock: Lock) -> None:

@@ -50,8 +50,7 @@ def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS
     if len(bound.arguments) < len(bound.signature.parameters):
         bound.apply_defaults()
     if callable(key):
-        seen = _as_body_sees(bound, models)
-        return _text(key(*seen.args, **seen.kwargs))
+        return _text(called_as_body(key, bound, models))
     if isinstance(key, str):
         return fill(key, by_name(_as_body_sees(bound, models)), "key")
     arguments = by_name(bound)
@@ -65,6 +64,13 @@ def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS
     if not arguments:  # one lock, with the name of the task
         return ""
     return hash_arguments(arguments)
+
+
+def called_as_body(function: Callable[..., Any], bound: inspect.BoundArguments, models: Models) -> Any:
+    """Return what a function returns for the arguments as the body sees them."""
+    bound.apply_defaults()
+    seen = _as_body_sees(bound, models)
+    return function(*seen.args, **seen.kwargs)
 
 
 def with_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:

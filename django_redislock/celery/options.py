@@ -14,9 +14,9 @@ from django.utils.module_loading import import_string
 
 from .. import conf
 from ..connections import server
-from ..core.validation import Seconds, nearest
+from ..core.validation import Seconds, check_limit, nearest
 from ..name_template import check_parameters as check_names, fields as fields_of
-from .execution_lock import ExecutionLock
+from .execution_lock import ExecutionLock, SlotExecutionLock
 from .key import Key
 
 OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
@@ -71,6 +71,11 @@ class SingleInstanceOptions(TypedDict, total=False):
     reschedule_limit: Seconds | None
     """Seconds from its first conflict for which a message is rescheduled; after them a conflict is raised. None: until
     the ``expires`` of the message, if it has one. A retry is another message, and has the whole time again."""
+    limit: int | Callable[..., int] | None
+    """How many executions of a key run at once, from 1 to 100, or a callable of the task's arguments that returns it at
+    each start. For the scopes "run" and "queued+run": waiting messages and jobs are one for a key."""
+    group: str | None
+    """What stands in the name of the run's lock in place of the task's name: tasks of a group share locks and limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,8 @@ class TaskOptions(conf.CelerySettings):
 
     settings: conf.Settings = field(repr=False)  # a URL may hold a password
     """The settings that provide the options that are not given."""
+    limit: int | Callable[..., int] | None = None
+    group: str | None = None
 
     @cached_property
     def get_tenant(self) -> Callable[[], str] | None:
@@ -96,20 +103,28 @@ class TaskOptions(conf.CelerySettings):
     @cached_property
     def lock(self) -> ExecutionLock:
         """The lock from which each lock of the task is copied."""
-        settings = self.settings
-        return ExecutionLock(
-            server(settings),
-            "celery",
-            kind="celery",
-            prefix=settings.key_prefix,
-            expire=self.expire,
-            auto_renewal=self.auto_renewal,
-            max_hold=self.max_hold,
-            min_replicas=settings.min_replicas,
-        )
+        return ExecutionLock(server(self.settings), "celery", **self._of_lock)
+
+    @cached_property
+    def slot(self) -> SlotExecutionLock:
+        """The slot from which each slot of the task is copied."""
+        return SlotExecutionLock(server(self.settings), "celery", 1, **self._of_lock)
+
+    @property
+    def _of_lock(self) -> dict[str, Any]:
+        return {
+            "kind": "celery",
+            "prefix": self.settings.key_prefix,
+            "expire": self.expire,
+            "auto_renewal": self.auto_renewal,
+            "max_hold": self.max_hold,
+            "min_replicas": self.settings.min_replicas,
+        }
 
 
-NAMES = tuple(each.name for each in fields(conf.CelerySettings))
+OWN = ("limit", "group")
+"""The options that no setting gives to all tasks."""
+NAMES = tuple(each.name for each in fields(conf.CelerySettings)) + OWN
 
 
 class Declaration:
@@ -123,8 +138,18 @@ class Declaration:
 
 
 def complete(given: Mapping[str, Any], settings: conf.Settings) -> TaskOptions:
-    """Return the options given, and the rest from the settings."""
-    return TaskOptions(settings=settings, **{**vars(settings.celery), **given})
+    """Return the options given, and the rest from the settings. Raises ValueError when they do not fit together."""
+    options = {**vars(settings.celery), **given}
+    check_scope(options)
+    return TaskOptions(settings=settings, **options)
+
+
+def check_scope(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of runs in a scope that holds the lock of a run while its message waits."""
+    scope = options.get("scope", "run")
+    for name in OWN:
+        if options.get(name) is not None and scope not in ("run", "queued+run"):
+            raise ValueError(f"{name} is about runs, so it needs scope='run' or scope='queued+run', not {scope!r}")
 
 
 def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
@@ -141,14 +166,27 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
             raise TypeError(f"single_instance has no option {name!r}: {hint}")
         if name == "expire" and value is None:
             continue  # None means the expiry of the settings, as everywhere
-        checked[name] = conf.check_option(conf.CelerySettings, name, value)
+        checked[name] = _check_own(name, value) if name in OWN else conf.check_option(conf.CelerySettings, name, value)
     check_parameters(checked.get("key"), function)
+    check_scope(checked)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
             f"{getattr(function, '__qualname__', function)} is an async function: its lock would be released before "
             "its body runs. Let a plain function run it, with asgiref's async_to_sync or asyncio.run()."
         )
     return checked
+
+
+def _check_own(name: str, value: Any) -> Any:
+    if value is None or (name == "limit" and callable(value)):
+        return value
+    if name == "limit":
+        return check_limit(value)
+    if not isinstance(value, str):
+        raise TypeError(f"group must be a str, not {type(value).__name__}")
+    if not value:
+        raise ValueError("group must not be empty")
+    return value
 
 
 def check_parameters(key: Key, function: Callable[..., Any] | None) -> None:

@@ -29,12 +29,13 @@ from kombu.serialization import registry  # type: ignore[attr-defined]
 from .. import conf
 from ..core import LockInfo, events
 from ..core.driver.process import HOST
+from ..core.validation import check_limit
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from ..task_names import waiting_id
 from . import options as options_of
 from .execution_lock import ExecutionLock, leave_queue, release_quietly
-from .key import NO_MODELS, Models, lock_name, make_key, models_of, with_tenant
+from .key import NO_MODELS, Models, called_as_body, lock_name, make_key, models_of, with_tenant
 from .message import (
     ARGUMENTS_HEADER,
     CONTENT_TYPE,
@@ -334,8 +335,7 @@ class PublishingMixin(_Task):
 
     def _delayed_by_exchanges(self) -> bool:
         """Whether Celery delays messages by exchanges of RabbitMQ: in whole seconds, of which it refuses 0."""
-        found, _ = detect_quorum_queues(self.app, self.app.connection_for_write().transport.driver_type)
-        return found
+        return detect_quorum_queues(self.app, self.app.connection_for_write().transport.driver_type)[0]
 
     def _publish_again(
         self,
@@ -399,15 +399,28 @@ class PublishingMixin(_Task):
         """Yield each lock of these arguments in this scope, the lock of the execution first."""
         options, key = self._options, self._key_of(args, kwargs)
         if options.scope != "queued":
-            yield options.lock.with_name(lock_name(self.name, key))
+            yield self._lock_of_run(self._name_of_run(key), args, kwargs)
         if options.scope in ("queued", "queued+run"):
             yield options.lock.with_name(lock_name(self.name, key, "celery-queue"))
+
+    def _name_of_run(self, key: str) -> str:
+        return lock_name(self._options.group or self.name, key)
+
+    def _lock_of_run(self, name: str, args: Any, kwargs: Any, **changes: Any) -> ExecutionLock:
+        """Return the lock of a run, or its slot if there is a limit. Raises what a callable limit raises."""
+        options, limit = self._options, self._options.limit
+        if limit is None:
+            return options.lock.with_name(name, **changes)
+        if callable(limit):
+            bound = self._signature.bind(*args, **kwargs)
+            limit = check_limit(called_as_body(limit, bound, self._models), f"the limit of {self.name}")
+        return options.slot.with_limit(name, limit, **changes)
 
     def _running_lock(
         self, name: str, options: TaskOptions, request: Context | None, args: Any, kwargs: Any
     ) -> ExecutionLock:
         if request is None:
-            return options.lock.with_name(name, label=f"{self.name}[{DIRECT}]")
+            return self._lock_of_run(name, args, kwargs, label=f"{self.name}[{DIRECT}]")
         arguments = header(request, ARGUMENTS_HEADER)
         with suppress(TypeError):  # wrong arguments: the call of the body raises the error
             arguments = arguments or describe_arguments(self._signature.bind(*args, **kwargs))
@@ -415,7 +428,8 @@ class PublishingMixin(_Task):
         delivery = delivery_of(request)
         if options.scope == "queued":  # its runs may overlap, but not those of one message
             name = lock_name(self.name, delivery.message, "celery-message")
-        return options.lock.with_name(name, label=f"{self.name}[{request.id}]", delivery=delivery, details=details)
+        more: dict[str, Any] = {"label": f"{self.name}[{request.id}]", "delivery": delivery, "details": details}
+        return self._lock_of_run(name, args, kwargs, **more)
 
 
 def _is_about(error: BaseException, lock: ExecutionLock) -> bool:

@@ -78,7 +78,7 @@ def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool =
 
 def _lock_of_run(task: SingleInstanceMixin, request: Any) -> ExecutionLock:
     """Return the lock of a run in another process. Raises TypeError when its arguments have no key."""
-    name = lock_name(task.name, task._key_of(request.args, request.kwargs, request))
+    name = task._name_of_run(task._key_of(request.args, request.kwargs, request))
     return task._running_lock(name, task._options, request, (), {})
 
 

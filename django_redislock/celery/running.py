@@ -24,8 +24,8 @@ from celery.exceptions import Ignore, Reject, Retry
 from ..core import Lock, LockInfo, events
 from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
-from .execution_lock import AfterRelease, Execution, ExecutionLock, executions, leave_queue, release_quietly
-from .key import lock_name
+from .execution import Execution, executions
+from .execution_lock import AfterRelease, ExecutionLock, leave_queue, release_quietly
 from .message import (
     COPY_FENCE_HEADER,
     FIRST_CONFLICT_HEADER,
@@ -103,6 +103,7 @@ class SingleInstanceMixin(PublishingMixin):
                 given.effective = True
                 given = given.options
             cls._given_options = {**cls._given_options, **options_of.check(given, run)}
+            options_of.check_scope(cls._given_options)
         if "run" in cls.__dict__:  # the key of a base class may not fit this function
             options_of.check({"key": cls._given_options.get("key")}, run)
         throws = getattr(cls, "throws", ())
@@ -147,14 +148,18 @@ class SingleInstanceMixin(PublishingMixin):
         if request is None and not options.lock_direct_calls:
             return super().__call__(*args, **kwargs)
         key = self._key_of(args, kwargs, request)
-        name, task_id = lock_name(self.name, key), None if request is None else request.id
+        name, task_id = self._name_of_run(key), None if request is None else request.id
         for outer in executions():
             if outer.lock is not None and outer.lock.name == name:
                 return self._body(task_id, outer.lock, args, kwargs)
         if options.scope != "run":
             self._warn_foreign(request)
-        lock = self._running_lock(name, options, request, args, kwargs)
         queued = None if task_id is None else self._lock_of_message(task_id, key, request)
+        try:
+            lock = self._running_lock(name, options, request, args, kwargs)
+        except Exception:  # of a callable that was given as limit
+            leave_queue(queued)
+            raise
         if queued is not None and queued.name == lock.name:  # the execution takes it over
             queued = None
         run = Run(lock, options, request, queued)
@@ -268,7 +273,7 @@ class SingleInstanceMixin(PublishingMixin):
             key = self._key_of(message.args, message.kwargs)
         except TypeError:  # it has no key; its worker raises the error
             return False
-        return lock_name(self.name, key) == lock.name
+        return self._name_of_run(key) == lock.name
 
     def _traced_request(self) -> Context | None:
         """Return the request of the execution that begins with this call; None for a plain call of the task."""

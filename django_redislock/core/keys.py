@@ -142,9 +142,10 @@ def id_with_limit(id: str, limit: int) -> str:
 
 
 def another_id(id: str) -> str:
-    """Return a new owner id, with the limit that this one has."""
-    _, slash, limit = id.partition("/")
-    return new_id() + slash + limit
+    """Return a new owner id, with the message of an execution in front and the limit of a slot behind, as this one."""
+    message, colon, own = id.rpartition(":")
+    _, slash, limit = own.partition("/")
+    return message + colon + new_id() + slash + limit
 
 
 @lru_cache(maxsize=1024)

@@ -27,7 +27,6 @@ from .records import StoredLock, parse
 
 MAX_SLEEP = 30.0
 """Seconds after which a waiter tries again in any case; a queue expires after four times as long."""
-ACQUIRING = scripts.ACQUIRE, scripts.ACQUIRE_SLOT
 LOOKED_AT = 500
 """Locks whose age and waiters are read by one call of `count`, at most."""
 NO_LOCK_WROTE_IT = -2
@@ -131,7 +130,8 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
             sent, reply = yield from with_retries(lease.name, call, answer_by, lease)
             if isinstance(reply, int | bytes):
                 fence = request.fence_of(reply)
-                held_before = fence < 0 and request.script in ACQUIRING  # of another script it means something else
+                # Of another script that replies with a number, a negative one means something else.
+                held_before = fence < 0 and (request.script is scripts.ACQUIRE or isinstance(reply, bytes))
                 lease.note_acquired(-fence if held_before else fence, sent)
                 if request.given_id:
                     lease.shared, lease.mark = held_before, b" " + new_id().encode()

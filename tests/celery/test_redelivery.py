@@ -52,7 +52,7 @@ def put_in_queue(task_queue: TaskQueue, message: bytes) -> None:
         connection.default_channel.qos.restore_by_tag("tag")
 
 
-TASKS = {"run": tasks.late, "queued+run": tasks.late_queued, "job": tasks.late_job}
+TASKS = {"run": tasks.late, "two at once": tasks.late_two, "queued+run": tasks.late_queued, "job": tasks.late_job}
 
 
 @pytest.fixture(params=TASKS)
@@ -100,7 +100,7 @@ def as_unacked(task_queue: TaskQueue, raw: bytes) -> bytes:
     return b"[" + raw + b', "", "' + task_queue.queue.encode() + b'"]'
 
 
-@pytest.mark.parametrize("task", [tasks.late, tasks.late_job], ids=lambda task: task.__name__)
+@pytest.mark.parametrize("task", [tasks.late, tasks.late_two, tasks.late_job], ids=lambda task: task.__name__)
 def test_a_copy_of_a_message_that_was_retried_does_not_retry_it_again(task_queue, task):
     task_queue.with_queue_of_its_own()
     result = task_queue.publish(task, "retry")
@@ -113,7 +113,7 @@ def test_a_copy_of_a_message_that_was_retried_does_not_retry_it_again(task_queue
     assert len(task_queue.run_log.events("start")) == 3
 
 
-@pytest.mark.parametrize("task", [tasks.dying, tasks.dying_job], ids=lambda task: task.__name__)
+@pytest.mark.parametrize("task", [tasks.dying, tasks.dying_two, tasks.dying_job], ids=lambda task: task.__name__)
 def test_the_only_copy_runs_when_the_child_was_killed(task_queue, task):
     result = task_queue.publish(task, "once killed")
     first = task_queue.run_log.wait_for("start")

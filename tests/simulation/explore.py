@@ -16,6 +16,7 @@ from .cache import CacheHistory, Change, Get
 from .cluster import ClusterHistory
 from .driver import Violation
 from .history import FAULTS_UNTIL, History, simulated
+from .limits import LimitHistory
 from .locks import LockHistory, Round
 from .nested import GetNested, NestedHistory
 from .quorum import QuorumHistory, Round as QuorumRound
@@ -39,6 +40,7 @@ KINDS: dict[str, type[History]] = {
         ReplicatedHistory,
         ClusterHistory,
         AsyncHistory,
+        LimitHistory,
     )
 }
 
@@ -93,6 +95,7 @@ SMALL: dict[str, list[list[Any]]] = {
     "replicas": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
     "asyncio": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
     "cluster": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
+    "limits": [[Publish("k", ((0.0, 0), (0.1, 1)), 0.3, 0, None, False, 0.0)] * 3, []],
     "semaphore": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, *[[Round(None, 0.1, None, False, 1, 0.0)]] * 2],
     "celery": [[Publish("k", ((0.0, 0), (0.1, 1)), 0.1, 0, None, False, 0.0)], []],
 }
@@ -121,11 +124,12 @@ def small_plans(kind: str) -> list[Plan]:
         plan.options = {"rates": [1.0] * 3}
     if kind == "replicas":
         plan.options = {"min_to_write": True}
-    if kind != "celery":
+    if kind not in ("celery", "limits"):
         return [plan]
+    of_task: dict[str, Any] = {"policy": "reschedule", "expire": EXPIRE, "limits": [2]}
     return [
-        replace(plan, options={"scope": scope, "policy": "reschedule", "late": late, "expire": EXPIRE})
-        for scope in ("run", "queued", "queued+run", "job")
+        replace(plan, options={"scope": scope, "late": late, **of_task})
+        for scope in (("run", "queued", "queued+run", "job") if kind == "celery" else ("run", "queued+run"))
         for late in (False, True)
     ]
 

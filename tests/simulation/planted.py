@@ -11,6 +11,7 @@ from django_redislock.core import base, keys, lease, operations, scripts, semaph
 from .patches import Planted, attribute, script
 from .planted_aio import ASYNCIO, NOT_FOUND as NOT_FOUND_IN_TASKS
 from .planted_calls import CALLS, CALLS_OF_CACHES, CALLS_OF_RLOCKS, CALLS_OF_TASKS
+from .planted_limits import LIMITS, NOT_FOUND as NOT_FOUND_IN_LIMITS
 from .planted_wide import CLUSTER, QUORUM, REPLICAS
 
 
@@ -243,7 +244,7 @@ CELERY: dict[str, Planted] = {
     ),
     "a refused message may run": lambda: script(
         CLAIM,
-        "local reply = reply_for_copy(lock, redis.call('GET', lock), marker, copies, tonumber(version), claim)",
+        "local reply = reply_for_copy(locks, marker, copies, tonumber(version), claim)",
         "local reply",
     ),
     "a refused message is not claimed": lambda: script(
@@ -261,6 +262,7 @@ PLANTED: dict[str, tuple[str, Planted]] = {
         ("cache", CACHE | CALLS_OF_CACHES),
         ("nested", NESTED),
         ("celery", CELERY | CALLS_OF_TASKS),
+        ("limits", LIMITS),
         ("quorum", QUORUM),
         ("replicas", REPLICAS),
         ("cluster", CLUSTER),
@@ -316,5 +318,6 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
         lambda: script(LEAVE, "hand_over(lock, queue, id)", "redis.call('DEL', lock)"),
     ),
     **NOT_FOUND_IN_TASKS,
+    **NOT_FOUND_IN_LIMITS,
 }
 """What no rule sees in these histories, each with the reason."""

@@ -10,7 +10,7 @@ import random
 from collections.abc import Generator
 from typing import Any
 
-from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START
+from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START, START_SLOT
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.scripts import RELEASE
 from django_redislock.exceptions import LockBackendError, LockError
@@ -184,18 +184,23 @@ class CeleryHistory(Worker):
         world = self.world
         body = Body(thread, message, lock, world.epoch_now())
         world.tell(thread, f"runs {message}, fence {body.lease.fence}")
-        for other in self.bodies:
-            if other.epoch == body.epoch and other.name == body.name and other.stands and body.stands:
-                self.fail(f"{message} and {other.message} run at once")
+        others = [each for each in self.bodies if each.epoch == body.epoch and each.name == body.name and each.stands]
+        if others and body.stands:
+            self.see_others(body, others)
         message.ran += 1
         self.bodies.append(body)
         return body
 
+    def see_others(self, body: Body, others: list[Body]) -> None:
+        """See that no other body runs under the lock of this one."""
+        self.fail(f"{body.message} and {others[0].message} run at once")
+
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         """See that no copy of a message starts after one has ended, or was refused."""
         script = getattr(what, "script", None)
-        if script is START and isinstance(reply, int) and reply > 0:
-            if before is not None and before.startswith(b"%b\n%d\n" % (what.args[0], reply)):  # an earlier call did it
+        fence = reply if isinstance(reply, int) else int(reply.split()[0]) if isinstance(reply, bytes) else 0
+        if script in (START, START_SLOT) and fence > 0:
+            if before is not None and before.startswith(b"%b\n%d\n" % (what.args[0], fence)):  # an earlier call did it
                 return
             copies = what.args[9].decode()
             kept, until, epoch = self.kept.pop(what.keys[0], (b"", 0.0, 0))

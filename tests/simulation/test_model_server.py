@@ -12,9 +12,9 @@ import redis
 
 from django_redislock.cache.lease.obtain import LEASE
 from django_redislock.cache.lease.store import INVALIDATE, SETTLE, digest
-from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START
+from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START, START_SLOT
 from django_redislock.core import scripts
-from django_redislock.core.keys import lock_keys, witness_key
+from django_redislock.core.keys import lock_keys, slots_keys, witness_key
 from django_redislock.core.loss import notes_key
 from tests.simulation.model_server import ModelServer
 
@@ -127,7 +127,36 @@ def _task_steps(chance: random.Random) -> Generator[Any, Any, None]:
                 yield scripts.ACQUIRE, keys[:4], args
 
 
-STEPS = {"lock": _lock_steps, "cache": _cache_steps, "tasks": _task_steps}
+def _slot_steps(chance: random.Random) -> Generator[Any, Any, None]:
+    """Draw script calls of executions and other callers on a semaphore of two or three slots."""
+    keys = slots_keys("redislock", "a", 3)
+    fences: dict[bytes, tuple[bytes, bytes]] = {}
+    while True:
+        message, limit, channel = chance.choice([b"m1", b"m2", b"m3"]), chance.choice([2, 3]), chance.choice(CHANNELS)
+        id = b"%b:0:%b/%d" % (message, chance.choice([b"x", b"y"]), limit)
+        copies, several = message + b":0", (*keys[:4], *keys.others[: limit - 1])
+        args = (id, b"60000", keys.name, b"{}", channel, b"1" if channel else b"0", b"", b"%d" % limit)
+        slot, fence = fences.get(id, (keys.slot(1).lock, b"1"))
+        match chance.choice(["acquire", "start", "start", "leave", "claim", "release"]):
+            case "acquire" | "start" as what:
+                of_message = (b"1", copies, b"0") if what == "start" else ()
+                reply = yield START_SLOT if of_message else scripts.ACQUIRE_SLOT, several, (*args, *of_message)
+                if isinstance(reply, bytes):
+                    granted, number = reply.removeprefix(b"-").split()
+                    fences[id] = keys.slot(int(number)).lock, granted
+            case "leave":
+                marker = keys.held.removesuffix(b"held") + b"done:" + copies
+                args = (id, keys.name + slot[-1:], fence, chance.choice([b"", b"90000"]), b"", b"0", b"", b"done")
+                yield LEAVE, (slot, keys.held, keys.queue, keys.receipts, marker), args
+            case "claim":
+                marker = keys.held.removesuffix(b"held") + b"done:" + copies
+                yield CLAIM, (keys.lock, marker), (copies, b"0", b"c1", b"ending", b"90000", b"1")
+            case "release":
+                args = (id, keys.name, channel, chance.choice([b"", fence]), b"id " + id)
+                yield scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipts, *keys.others), args
+
+
+STEPS = {"lock": _lock_steps, "cache": _cache_steps, "tasks": _task_steps, "slots": _slot_steps}
 
 
 def _alike(mine, real, late=0.0):

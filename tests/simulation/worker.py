@@ -128,6 +128,10 @@ class Worker(History):
         base = SimulatedExecutionLock.of(thread, "celery", kind="celery", expire=self.expire, auto_renewal=True)
         return base.with_name(name, label=f"task[{message.id}]", **{"details": {}, **changes})
 
+    def lock_of_run(self, thread: Thread, name: str, message: Message, delivery: Delivery) -> Any:
+        """Return the lock of an execution."""
+        return self.lock_of(thread, name, message, delivery=delivery)
+
     def waiting_lock(self, thread: Thread, message: Message) -> Any:
         """Return the lock that the message holds while it waits."""
         name = f"celery{'' if self.scope == 'job' else '-queue'}:{message.key}"
@@ -153,7 +157,7 @@ class Worker(History):
             return
         delivery = Delivery(waiting_id(message.id), message.delivery, True, version)
         name = f"celery-message:{delivery.message}" if self.scope == "queued" else f"celery:{message.key}"
-        lock = self.lock_of(thread, name, message, delivery=delivery)
+        lock = self.lock_of_run(thread, name, message, delivery)
         try:
             acquired, holder = yield from self._acquire(thread, lock, queued)
         except LockBackendError as error:

@@ -16,7 +16,7 @@ local entry = channel .. '\n' .. id
 local is_own = value and is_of(value, id) and fence_of(value) ~= '0'
 
 if known == '1' and not is_own then
-  local reply = reply_for_copy(lock, value, marker, copies, tonumber(version), id)
+  local reply = reply_for_copy({lock}, marker, copies, tonumber(version), id)
   if reply then
     redis.call('ZREM', queue, entry)
     if value and is_of(value, id) then

@@ -6,6 +6,7 @@ import json
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,10 @@ class RunLog:
             lambda: len(self.events(event)) >= count, timeout, lambda: f"{count} x {event!r}; there are {self.events()}"
         )
         return self.events(event)[count - 1]
+
+    def at_once(self) -> int:
+        """Return how many runs went on at the same time, at most."""
+        return 1 + max(Counter(line["run"] for line in self.events("overlap")).values(), default=0)
 
     def let_bodies_end(self) -> None:
         self._may_end.touch()

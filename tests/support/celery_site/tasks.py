@@ -125,30 +125,25 @@ def note_error(request: Any, error: BaseException, traceback: object, name: str 
     RunLog(name).note("errback", error=type(error).__name__)
 
 
+def made(name: str, *, late: bool = False, **options: Any) -> Any:
+    """Make a task from its options. A life of ten minutes, so that a lock that is left does not look released."""
+
+    def body(self: Any, name: str, how: str = "return") -> Any:
+        return act(self, name, how)
+
+    body.__qualname__ = body.__name__ = name.rpartition(".")[2]
+    marked = single_instance(key="{name}", **{"expire": 600, **options})(body)
+    return shared_task(
+        bind=True, name=name if "." in name else f"{__name__}.{name}", acks_late=late, reject_on_worker_lost=late
+    )(marked)
+
+
 # One for each policy. A life of ten minutes, so that a lock that is left behind does not look like one that is
 # released.
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, reschedule_delay=0.3)
-def refuse(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, on_conflict="skip", skip_result="skipped")
-def skip(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, on_conflict="wait", wait=60)
-def wait(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, on_conflict="wait", wait=0.2)
-def wait_shortly(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
+refuse = made("refuse", reschedule_delay=0.3)
+skip = made("skip", on_conflict="skip", skip_result="skipped")
+wait = made("wait", on_conflict="wait", wait=60)
+wait_shortly = made("wait_shortly", on_conflict="wait", wait=0.2)
 
 
 @shared_task(bind=True, max_retries=0)
@@ -157,10 +152,7 @@ def reschedule(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=1)
-def reschedule_shortly(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
+reschedule_shortly = made("reschedule_shortly", on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=1)
 
 
 def decide(task: Any, error: Exception) -> Any:
@@ -168,10 +160,7 @@ def decide(task: Any, error: Exception) -> Any:
     return ["decided", type(error).__name__, task.name]
 
 
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, on_conflict=decide)
-def call(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
+call = made("call", on_conflict=decide)
 
 
 @shared_task(bind=True)
@@ -200,17 +189,11 @@ else:
 
 
 # For the deaths of workers: a life that a test can wait for.
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=2)
-def mortal(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
+mortal = made("mortal", expire=2)
 
 
 # For a loss: a life that nobody outsleeps before the test takes the lock away, and yet a renewal soon that tells of it.
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=6)
-def losing(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
+losing = made("losing", expire=6)
 
 
 @shared_task(bind=True, acks_late=True, reject_on_worker_lost=True)
@@ -231,41 +214,15 @@ def autoretry(self: Any, name: str, how: str = "return") -> Any:
         return self.request.retries
 
 
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=2, on_backend_error="run")
-def run_without(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=2, on_backend_error="reschedule", reschedule_delay=0.5)
-def try_later(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
+run_without = made("run_without", expire=2, on_backend_error="run")
+try_later = made("try_later", expire=2, on_backend_error="reschedule", reschedule_delay=0.5)
 
 
 # One for each scope that begins with publishing.
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, scope="queued")
-def queued(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, scope="queued+run", reschedule_delay=0.2, on_conflict="reschedule")
-def queued_and_run(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, scope="queued+run")
-def queued_and_run_refuse(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, scope="job")
-def job(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
+queued = made("queued", scope="queued")
+queued_and_run = made("queued_and_run", scope="queued+run", reschedule_delay=0.2, on_conflict="reschedule")
+queued_and_run_refuse = made("queued_and_run_refuse", scope="queued+run")
+job = made("job", scope="job")
 
 
 @shared_task(bind=True)
@@ -274,56 +231,43 @@ def job_of_all_arguments(self: Any, name: str, how: str = "return", more: Any = 
     return act(self, name, how)
 
 
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, scope="job", on_conflict="skip", skip_result="skipped")
-def job_skip(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
+job_skip = made("job_skip", scope="job", on_conflict="skip", skip_result="skipped")
+mortal_job = made("mortal_job", expire=2, scope="job")
+mortal_queued = made("mortal_queued", expire=2, scope="queued+run", on_conflict="reschedule", reschedule_delay=0.3)
+mortal_waiting = made("mortal_waiting", expire=4, scope="queued+run", on_conflict="wait", wait=60)
+throttled = made("throttled", keep_for=60)
+short_queue = made("short_queue", scope="job", queue_life=1)
+
+
+# Of which two run at once.
+AGAIN: dict[str, Any] = {"expire": 2, "on_conflict": "reschedule", "reschedule_delay": 0.3}
+two = made("limits.two", limit=2)
+two_wait = made("limits.two_wait", limit=2, on_conflict="wait", wait=60)
+two_queued = made("limits.two_queued", limit=2, scope="queued+run", on_conflict="reschedule", reschedule_delay=0.2)
+two_mortal = made("limits.two_mortal", limit=2, **AGAIN)
+of_group, of_group_too = (made(f"limits.of_group_{number}", limit=2, group="crm", **AGAIN) for number in (1, 2))
+
+
+def given_limit(name: str, how: str = "return", limit: int = 2) -> int:
+    return {"zero": 0, "many": 3}.get(how, limit) if how != "no limit" else 1 // 0
 
 
 @shared_task(bind=True)
-@single_instance(key="{name}", expire=2, scope="job")
-def mortal_job(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=2, scope="queued+run", on_conflict="reschedule", reschedule_delay=0.3)
-def mortal_queued(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=4, scope="queued+run", on_conflict="wait", wait=60)
-def mortal_waiting(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, keep_for=60)
-def throttled(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
-
-
-@shared_task(bind=True)
-@single_instance(key="{name}", expire=600, scope="job", queue_life=1)
-def short_queue(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
+@single_instance(key="{name}", expire=600, limit=given_limit, scope="queued+run")
+def of_given_limit(self: Any, name: str, how: str = "return", limit: int = 2) -> Any:
+    return act(self, name, "return")
 
 
 # Acknowledged late: one for each scope under which a message that is delivered again must not run beside its first run,
 # and those whose first run dies: all with a life that a test can wait for, as a copy looks again at its end.
 def late_task(name: str, scope: str, expire: float = 5, **options: Any) -> Any:
-    def body(self: Any, name: str, how: str = "return") -> Any:
-        return act(self, name, how)
-
-    body.__qualname__ = body.__name__ = name
-    marked = single_instance(key="{name}", expire=expire, scope=scope, reschedule_delay=0.3, **options)(body)
-    return shared_task(bind=True, name=f"late.{name}", acks_late=True, reject_on_worker_lost=True)(marked)
+    return made(f"late.{name}", late=True, scope=scope, expire=expire, reschedule_delay=0.3, **options)
 
 
 late = late_task("late", "run")
 late_queued = late_task("late_queued", "queued+run")
 late_job = late_task("late_job", "job")
+late_two = late_task("late_two", "run", limit=2)
 rejected = [late_task(f"rejected_{scope.replace('+', '_')}", scope) for scope in ("run", "queued", "queued+run", "job")]
 
 once_job = late_task("once_job", "job")
@@ -347,16 +291,13 @@ for each in rejected + refusing:
         each.acks_on_failure = False
 dying = late_task("dying", "run", expire=2)
 dying_job = late_task("dying_job", "job", expire=2)
+dying_two = late_task("dying_two", "run", expire=2, limit=2)
 
 
 # Of which copies come in any order: one for each policy and scope, and acknowledgement.
 def copied_task(number: int, *, late: bool, **options: Any) -> Any:
-    def body(self: Any, name: str, how: str = "return") -> Any:
-        return act(self, name, how)
-
-    body.__qualname__ = body.__name__ = f"copied_{number}_{'late' if late else 'early'}"
-    marked = single_instance(key="{name}", **{"expire": 2, "reschedule_delay": 60, **options})(body)
-    return shared_task(bind=True, name=f"copied.{body.__name__}", acks_late=late, reject_on_worker_lost=late)(marked)
+    name = f"copied.copied_{number}_{'late' if late else 'early'}"
+    return made(name, late=late, **{"expire": 2, "reschedule_delay": 60, **options})
 
 
 POLICIES: list[dict[str, Any]] = [
@@ -368,6 +309,8 @@ POLICIES: list[dict[str, Any]] = [
     {"scope": "queued"},
     {"scope": "queued+run"},
     {"scope": "job"},
+    {"limit": 2},
+    {"scope": "queued+run", "limit": 2, "on_conflict": "wait", "wait": 20},
 ]
 COPIED = [
     copied_task(number, late=late, **options) for number, options in enumerate(POLICIES) for late in (False, True)
