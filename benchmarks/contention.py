@@ -36,8 +36,8 @@ def worker(make, url, mutex, inside, outside, ready, go, results) -> None:
     results.put(waits)
 
 
-def run(make, url: str, processes: int, inside: float, outside: float) -> list[list[float]]:
-    mutex, ready, go, results = FORK.Lock(), FORK.Semaphore(0), FORK.Event(), FORK.SimpleQueue()
+def run(make, url: str, processes: int, inside: float, outside: float, slots: int = 1) -> list[list[float]]:
+    mutex, ready, go, results = FORK.Semaphore(slots), FORK.Semaphore(0), FORK.Event(), FORK.SimpleQueue()
     args = (make, url, mutex, inside, outside, ready, go, results)
     workers = [FORK.Process(target=worker, args=args) for _ in range(processes)]
     for process in workers:
@@ -51,8 +51,11 @@ def run(make, url: str, processes: int, inside: float, outside: float) -> list[l
     return waits
 
 
-def measure(url: str, processes: int, inside: float, outside: float) -> None:
-    makers = (None, *MAKERS)
+def measure(
+    url: str, processes: int, inside: float, outside: float, of=MAKERS, peer=python_redis_lock, slots: int = 1
+) -> None:
+    """Print the table: of the machine's own semaphore, and of what the makers make, beside one of these."""
+    makers = (None, *of)
     speed: dict = {make: [] for make in makers}
     waited: dict = {make: [] for make in makers}
     fair: dict = {make: [] for make in makers}
@@ -61,11 +64,11 @@ def measure(url: str, processes: int, inside: float, outside: float) -> None:
         for _ in range(ROUNDS):
             for make in makers:
                 client.flushdb()
-                waits = run(make, url, processes, inside, outside)
+                waits = run(make, url, processes, inside, outside, slots)
                 speed[make].append(sum(map(len, waits)) / SECONDS)
                 waited[make].append(percentile([wait for each in waits for wait in each], 0.99) * 1000)
                 fair[make].append(jain([len(each) for each in waits]))
-        for make in MAKERS:
+        for make in of:
             client.flushdb()
 
             def work(make=make) -> int:
@@ -74,10 +77,9 @@ def measure(url: str, processes: int, inside: float, outside: float) -> None:
             sent[make] = commands(client, work)
     rows = []
     for make in makers:
-        peer = python_redis_lock
         rows.append(
             [
-                NAMES[make] if make else "multiprocessing.Lock",
+                NAMES[make] if make else "multiprocessing",
                 f"{statistics.median(speed[make]):.0f}",
                 f"{statistics.median(a / b for a, b in zip(speed[make], speed[peer], strict=True)):.2f}",
                 f"{statistics.median(waited[make]):.1f}",
@@ -87,8 +89,9 @@ def measure(url: str, processes: int, inside: float, outside: float) -> None:
             ]
         )
     table(
-        f"{processes} processes, {inside * 1000:g} ms inside, {outside * 1000:g} ms outside",
-        ["", "cycles/s", "to python-redis-lock", "p99 wait ms", "to python-redis-lock", "Jain", "commands/cycle"],
+        f"{processes} processes, {inside * 1000:g} ms inside, {outside * 1000:g} ms outside"
+        + (f", {slots} at a time" if slots > 1 else ""),
+        ["", "cycles/s", f"to {NAMES[peer]}", "p99 wait ms", f"to {NAMES[peer]}", "Jain", "commands/cycle"],
         rows,
     )
 

@@ -78,36 +78,41 @@ def cycles(pair, seconds: float) -> int:
     return done
 
 
+def measure(client: redis.Redis, title: str, of=MAKERS, base=floor, other: str = "the floor") -> None:
+    """Print the table of what the makers make, beside one of these."""
+    pairs = {make: make(client, make.__name__) for make in of}
+    speed: dict = {make: [] for make in of}
+    for make in of:
+        cycles(pairs[make], 0.1)
+    for number in range(ROUNDS):
+        order = of[number % len(of) :] + of[: number % len(of)]
+        for make in order:
+            speed[make].append(cycles(pairs[make], SECONDS) / SECONDS)
+    rows = []
+    for make in of:
+        ratio = statistics.median(a / b for a, b in zip(speed[make], speed[base], strict=True))
+
+        def twenty(pair=pairs[make]) -> int:
+            for _ in range(20):
+                pair.acquire()
+                pair.release()
+            return 20
+
+        rows.append(
+            [
+                NAMES[make],
+                f"{statistics.median(speed[make]):.0f}",
+                f"{ratio:.2f}",
+                f"{commands(client, twenty):.1f}",
+            ]
+        )
+    table(title, ["", "cycles/s", f"to {other}", "commands/cycle"], rows)
+
+
 def main() -> None:
     with server() as url, redis.Redis.from_url(url) as client:
         configure(url, default="django-redislock on django-redis")
-        pairs = {make: make(client, make.__name__) for make in MAKERS}
-        speed: dict = {make: [] for make in MAKERS}
-        for make in MAKERS:
-            cycles(pairs[make], 0.1)
-        for number in range(ROUNDS):
-            order = MAKERS[number % len(MAKERS) :] + MAKERS[: number % len(MAKERS)]
-            for make in order:
-                speed[make].append(cycles(pairs[make], SECONDS) / SECONDS)
-        rows = []
-        for make in MAKERS:
-            ratio = statistics.median(a / b for a, b in zip(speed[make], speed[floor], strict=True))
-
-            def twenty(pair=pairs[make]) -> int:
-                for _ in range(20):
-                    pair.acquire()
-                    pair.release()
-                return 20
-
-            rows.append(
-                [
-                    NAMES[make],
-                    f"{statistics.median(speed[make]):.0f}",
-                    f"{ratio:.2f}",
-                    f"{commands(client, twenty):.1f}",
-                ]
-            )
-        table("Uncontended cycle", ["", "cycles/s", "to the floor", "commands/cycle"], rows)
+        measure(client, "Uncontended cycle")
 
 
 if __name__ == "__main__":
