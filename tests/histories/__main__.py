@@ -31,8 +31,10 @@ def main() -> None:
                 world.blow()
             time.sleep(0.3)
         world.end()
-        lines = world.history()
-        lines[0]["slack"] = options.slack
+        histories = world.histories()
+    for head, *_ in histories:
+        head["slack"] = options.slack
+    lines = [line for history in histories for line in history]
     Path(options.history).write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(f"{len(lines)} lines; faults: {dict(world.faults)}")
 

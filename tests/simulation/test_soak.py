@@ -1,4 +1,4 @@
-"""Eight real processes take locks and compute values while everything fails: the simulation's promises on real servers.
+"""Eight real processes take locks and slots and compute values while everything fails: the promises on real servers.
 
 For some seconds: one half on one server that restarts, the other half on a primary and a replica, which Sentinels fail
 over. For ten minutes with REDISLOCK_SOAK_SECONDS=600 and pytest's ``-o faulthandler_timeout=900``.
@@ -25,7 +25,7 @@ from tests.histories.check import judge
 from tests.support import BUSY, Deployment, Proxy, PythonProcess, RedisServer, wait_until
 from tests.support.cache_programs import cache_at
 from tests.support.failovers import APP, PASSWORD
-from tests.support.soak import UNCONFIRMED, process_name, soak
+from tests.support.soak import LIMIT, SEMAPHORE, UNCONFIRMED, process_name, soak
 
 pytestmark = pytest.mark.processes
 
@@ -104,17 +104,21 @@ class Storm:
         """Note a line of the history; `loses`: the locks that may be lost."""
         self.notes.append({"event": "fault", "what": what, "who": who, "at": at, "until": until, "loses": [*loses]})
 
-    def history(self, number: int = 0) -> list[dict[str, Any]]:
-        """Return what was seen, with the promises in the first line."""
+    def histories(self) -> list[list[dict[str, Any]]]:
+        """Return what was seen of the locks and of the semaphore, each with the promises in the first line."""
         lines = [json.loads(line) for line in self.ledger.read_text().splitlines()]
         names = {line["name"] for line in lines if "name" in line}
         unsafe = {name for name in names if name == UNCONFIRMED or name.startswith("cache:constant")}
         for since, until in self.failovers:
             self.note_fault("failover", since - UNREPLICATED, until + LONGEST_EXPIRE, loses=sorted(unsafe))
         source = self.library or "django-redislock"
-        head = {"event": "history", "history": number, "source": source, "holders": 1, "fences": not self.library}
-        head |= {"slack": BUSY, "free": 2.0, "late": 2 * SOCKET_TIMEOUT + BUSY}
-        return [head, *self.notes, *lines]
+        head = {"event": "history", "source": source, "slack": BUSY, "free": 2.0, "late": 2 * SOCKET_TIMEOUT + BUSY}
+        of_locks = head | {"history": 0, "holders": 1, "fences": not self.library}
+        of_slots = head | {"history": 1, "holders": LIMIT, "fences": False}  # two may begin in either order
+        return [
+            [of_locks, *self.notes, *(line for line in lines if line.get("name") != SEMAPHORE)],
+            [of_slots, *self.notes, *(line for line in lines if line.get("name") == SEMAPHORE)],
+        ]
 
     def kill(self) -> None:
         number = self.chance.randrange(PROCESSES)
@@ -216,19 +220,22 @@ def test_in_a_storm_nothing_overlaps_and_nothing_stale_is_stored(tmp_path, failo
         while time.monotonic() < end:
             world.blow()
             time.sleep(world.chance.choice([0.0, 0.1, 0.3]))
-        for event in ("believed", "cache:constant", "changed"):  # a failover may have taken all the time
+        # A failover may have taken all the time.
+        for event in ("believed", f'{SEMAPHORE}", "released', "cache:constant", "changed"):
             seen = f'"{event}'
             wait_until(lambda seen=seen: world.ledger.read_text().count(seen) > 5, message=seen)
         world.end()
-        lines = world.history()
+        histories = world.histories()
         by_event: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for line in lines:
+        for line in (line for lines in histories for line in lines):
             by_event[line["event"]].append(line)
         counts = {event: len(found) for event, found in by_event.items()}
         print(f"{SECONDS / 2:.0f} s: {counts}; faults: {dict(world.faults)}")
         assert by_event["crashed"] == []
         assert min(counts["believed"], counts["changed"]) > 5
-        assert list(judge(lines[0], lines[1:])) == []
+        assert [wrong for lines in histories for wrong in judge(lines[0], lines[1:])] == []
+        slots = [line["fence"] for line in by_event["believed"] if line["name"] == SEMAPHORE]
+        assert len(set(slots)) == len(slots) > 5
         with redis.Redis.from_url(world.primary.url) as client:
             wait_until(lambda: not list(held_locks(client)), 15, "no lock is left")
             assert [key for key in client.scan_iter() if client.ttl(key) == -1] == []

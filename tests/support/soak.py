@@ -17,7 +17,7 @@ from typing import Any
 import redis
 
 from django_redislock.cache.lease.request import computing
-from django_redislock.core import Lock, RLock
+from django_redislock.core import Lock, RLock, Semaphore
 from django_redislock.core.clock import monotonic
 from django_redislock.exceptions import LockError
 from tests.support import say
@@ -26,6 +26,7 @@ from tests.support.cache_programs import cache_at
 LOCKS = ("x", "y", "z")
 UNCONFIRMED = "z"
 """The lock that no replica has to confirm, where there is one."""
+SEMAPHORE, LIMIT = "slots", 2
 STEP = 0.005
 
 
@@ -80,8 +81,8 @@ def _locks(
     """Acquire, hold and release; note from when to when the lock was believed to be held."""
     client = redis.Redis.from_url(url, socket_timeout=2)
     while not over.is_set():
-        name, expire = chance.choice(LOCKS), chance.choice([0.5, 1.0, 2.0])
-        kind = chance.choice([Lock, Lock, RLock])
+        name, expire = chance.choice([*LOCKS, SEMAPHORE, SEMAPHORE]), chance.choice([0.5, 1.0, 2.0])
+        kind: Any = partial(Semaphore, limit=LIMIT) if name == SEMAPHORE else chance.choice([Lock, Lock, RLock])
         confirmed = 0 if name == UNCONFIRMED else min_replicas
         lock = kind(client, name, expire=expire, auto_renewal=chance.random() < 0.8, min_replicas=confirmed)
         timeout = chance.choice([0.0, 0.5, 3.0])
