@@ -111,14 +111,19 @@ class ServerWatchdog(Renewals):
     def _start_substitute(self, busy: WatchThread) -> None:
         """Start a thread that watches in place of the busy one, unless there is one already."""
         thread = WatchThread()
-        if busy.substitute.put_if_empty(thread) is not thread:
-            return
         try:
+            if busy.substitute.put_if_empty(thread) is not thread:
+                return
             self._thread = thread
             os_threads.start(partial(self._run, thread), "redislock-watchdog")
-        except BaseException:  # perhaps a signal, after the thread started: then the thread ends at once
-            self._thread = busy
+        except BaseException as error:
+            # Perhaps a signal, at any point. A thread that never started would keep the place for ever, and then no
+            # lock of the server was renewed any more. One that has started ends at once.
+            if self._thread is thread:
+                self._thread = busy
             busy.substitute.remove(thread)
+            if not isinstance(error, RuntimeError):  # leases of other threads may rely on the thread
+                self._start_substitute(busy)
             raise
 
     def _run(self, thread: WatchThread) -> None:

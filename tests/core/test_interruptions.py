@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 
 import pytest
 
-from django_redislock.core import Lock
+from django_redislock.core import Lock, watchdog as watchdog_module
 from django_redislock.core.driver import os_threads
 from django_redislock.core.keys import lock_keys
-from tests.support import Proxy, interrupted_programs, names_together, queued, wait_until
+from tests.support import Proxy, client_at, interrupted_programs, names_together, queued, wait_until
 from tests.support.interruptions import TimeLimit, interruptions
 
 pytestmark = pytest.mark.processes
@@ -157,6 +159,45 @@ def test_a_handler_that_wants_the_value_that_its_thread_computes_gets_it(redis_u
     said = process.finish()[-1]
     assert said["computed"] >= said["keys"]
     assert said["errors"] == 0
+
+
+def test_a_time_limit_at_any_point_of_the_watchdogs_start_leaves_no_later_lock_without_renewal(redis_url):
+    """Between two lines of it, a thread that never started stayed in the place of the one that was to start: no lock of
+    the server was renewed any more, until the end of the process."""
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename not in (watchdog_module.__file__, os_threads.__file__):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise TimeLimit
+        return trace
+
+    held = []
+    with ExitStack() as stack:
+        for point in itertools.count(1):
+            client = stack.enter_context(client_at(redis_url, client_name=f"interrupted-{point}"))
+            left, first = point, Lock(client, f"interrupted {point}")
+            sys.settrace(trace)
+            try:
+                first.acquire()
+            except TimeLimit:
+                pass
+            finally:
+                sys.settrace(None)
+            after = Lock(client, f"after {point}", expire=6)
+            assert after.acquire()
+            held.append((after, after._leases[threading.current_thread()].deadline))
+            if left > 0:
+                break
+        assert point > 50
+        wait_until(lambda: all(lock._leases[threading.current_thread()].deadline > first for lock, first in held))
+        for lock, _ in held:
+            lock.release()
 
 
 def test_what_a_handler_raises_as_soon_as_a_thread_runs_is_raised(monkeypatch):
