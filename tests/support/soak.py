@@ -37,7 +37,7 @@ class Ledger:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def note(self, event: str, **values: object) -> None:
-        """Append a line of docs/histories.rst."""
+        """Append a line of tests/histories/README.rst."""
         who = f"{process_name(os.getpid())} thread {threading.get_native_id()}"
         line = {"event": event, "at": monotonic(), "who": who, **values}
         os.write(self._file, json.dumps(line).encode() + b"\n")
