@@ -1,6 +1,6 @@
 """Says what is still to be filled in before a release; the exit status is 1 while there is anything.
 
-With a tag as its argument, the tag must be that of the version. docs/releasing.rst has the whole list.
+With a tag as its argument, the tag must be that of the version. .ci/RELEASING.rst has the whole list.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_an_address_has_no_slash_at_its_end():
 
 
 def test_the_first_step_of_a_release_sets_the_address():
-    steps = re.findall(r"^(\d+)\. ((?:.+\n)(?:   .+\n)*)", (ROOT / "docs/releasing.rst").read_text(), re.MULTILINE)
+    steps = re.findall(r"^(\d+)\. ((?:.+\n)(?:   .+\n)*)", (ROOT / ".ci/RELEASING.rst").read_text(), re.MULTILINE)
     assert steps[0][0] == "1"
     assert "``HOME``" in steps[0][1]
     assert "``setup.py``" in steps[0][1]
