@@ -99,11 +99,11 @@ def test_a_value_that_nobody_waits_for_leaves_nothing(client: redis.Redis) -> No
 
 
 def test_what_saves_most_stays_among_many(client: redis.Redis) -> None:
-    server = server_of(client)
+    server, cold = server_of(client), lock_keys("redislock", "hot")
     for number in range(60):
         count_duplicate(server, "hot", lock_keys("redislock", "hot"))
         for other in range(30):  # of the same bucket
-            count_duplicate(server, f"cold:{number}:{other}", lock_keys("redislock", "hot"))
+            count_duplicate(server, "cold", cold._replace(name=b"cold:%d:%d" % (number, other)))
     found = contention(client).names
     assert next(iter(found)) == "hot"
     assert found["hot"].duplicates == 60

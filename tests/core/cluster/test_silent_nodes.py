@@ -102,8 +102,10 @@ ASYNC_CALLS = {
 
 @pytest.mark.parametrize("call", ASYNC_CALLS)
 def test_silent_nodes_cost_a_task_four_socket_timeouts_at_most(silent_nodes, freeze, call):
+    timeout = 2.5 * TIMEOUT  # it takes little more than one: the rest is for a busy machine
+
     async def use() -> float:
-        with silent_nodes.client(socket_timeout=TIMEOUT, client_name=f"task-{call}") as client:
+        with silent_nodes.client(socket_timeout=timeout, client_name=f"task-{call}") as client:
             await ASYNC_CALLS["count"](client)
             freeze()
             server_of(client).table.outdated = True
@@ -112,7 +114,7 @@ def test_silent_nodes_cost_a_task_four_socket_timeouts_at_most(silent_nodes, fre
                 await ASYNC_CALLS[call](client)
             return time.monotonic() - began
 
-    assert asyncio.run(use()) < 4 * TIMEOUT + BUSY
+    assert asyncio.run(use()) < 4 * timeout + BUSY
 
 
 @pytest.mark.parametrize("ignores", [False, True], ids=["raises", "ignores-exceptions"])
