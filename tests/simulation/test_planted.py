@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 
 from tests.simulation.explore import Found, explore
 from tests.simulation.planted import NOT_FOUND, PLANTED
 
 SEEDS = 2000
-"""All but one are found within 600, unless a change of the package changes what the seeds draw."""
+"""All but two are found within 800, unless a change of the package changes what the seeds draw."""
+FIRST = {
+    "the drift of clocks is not allowed for": 870,
+    "who has a slot keeps its turn at another one": 760,
+    "an extension is believed before it is confirmed": 1680,
+}
+"""From which seed those are looked for that took a minute of the suite together; then from 0."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_defect_is_found(name):
     kind, plant = PLANTED[name]
+    first = FIRST.get(name, 0)
     with plant(), pytest.raises(Found):
-        explore(range(SEEDS), kind)
+        explore(chain(range(first, SEEDS), range(first)), kind)
 
 
 @pytest.mark.parametrize("name", NOT_FOUND)
