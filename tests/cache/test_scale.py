@@ -149,9 +149,9 @@ def test_a_thousand_cold_keys_in_four_processes_are_computed_once_each(client, r
 
 
 @pytest.mark.slow
-def test_ten_thousand_runs_leave_nothing(redis_url, client):
+def test_two_thousand_runs_leave_nothing(redis_url, client):
     cache = cache_at(redis_url)
-    for start in range(0, 10_000, 1000):
+    for start in range(0, 2000, 1000):  # so that each bucket has several
         keys = [f"k{number}" for number in range(start, start + 1000)]
         for key in keys[:990]:
             cache.get_or_set(key, lambda: 1, 60)
