@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from django_redislock.core import Lock
+from django_redislock.core import Lock, QuorumLock
 from django_redislock.core.driver.wakeups_threads import WaitingRoom
 from django_redislock.exceptions import LockError, LockLost
 from tests.support import client_at, say
@@ -28,6 +28,21 @@ def hold(url: str, name: str, expire: float, auto_renewal: bool = True) -> None:
         say(event="released")
     except LockError as error:
         say(event="not released", error=type(error).__name__)
+
+
+def contend_for_a_quorum(urls: list[str], expire: float, times: int) -> None:
+    """Acquire a lock on all these servers so often, and say from when until when it was held."""
+    lock = QuorumLock([client_at(url) for url in urls], "a", expire=expire)
+    for _ in range(times):
+        with lock:
+            began = time.monotonic()
+            if times == 1:
+                say(event="held")
+                time.sleep(60)
+            time.sleep(0.002)
+            ended = time.monotonic()
+        say(event="held", **{"from": began, "until": ended})
+    say(event="done")
 
 
 def wait_and_hold(url: str, name: str, options: dict, timeout: float | None, client_options: dict) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 import redis.asyncio
@@ -10,7 +11,7 @@ import redis.asyncio
 from django_redislock.core import AsyncQuorumLock, Lock, QuorumLock, held_locks
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockLost, NotAcquired
-from tests.support import queued, until, wait_until, within
+from tests.support import Proxy, async_client_at, queued, until, wait_until, within
 from tests.support.locks import held_on
 
 KEYS = lock_keys("redislock", "a")
@@ -74,6 +75,24 @@ def test_a_cancelled_acquire_holds_nothing_and_leaves_the_queues(aclients, clien
         await until(lambda: held_on(clients) == [0, 0, 0])
         async with AsyncQuorumLock(aclients, "a", timeout=5):
             pass
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_release_has_been_sent_to_every_server(aclients, clients, servers):
+    async def main():
+        with ExitStack() as stack:
+            proxies = [stack.enter_context(Proxy(server.url)) for server in servers]
+            lock = AsyncQuorumLock([async_client_at(proxy.url) for proxy in proxies], "a", expire=60)
+            assert await lock.acquire()
+            for proxy in proxies:
+                proxy.delay_replies(0.1)
+            task = asyncio.create_task(lock.release())
+            await asyncio.sleep(0)  # it begins
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: held_on(clients) == [0, 0, 0])
 
     asyncio.run(main())
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
 import pytest
@@ -16,7 +17,7 @@ from django_redislock.core.driver.registry import server_of
 from django_redislock.core.driver.side_by_side import left_out
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import Proxy, RedisServer, client_at, in_threads, queued, wait_until, within
+from tests.support import Proxy, RedisServer, client_at, in_threads, lock_programs, queued, wait_until, within
 from tests.support.locks import held_on
 
 KEYS = lock_keys("redislock", "a")
@@ -149,8 +150,8 @@ def test_the_belief_ends_before_the_expiry_by_the_drift_of_clocks(clients):
 
 
 def test_of_many_that_try_once_at_the_same_moment_one_gets_the_lock(clients):
-    wins = []
-    for _ in range(10):
+    rounds, wins = 0, []
+    while sum(wins) < 5:  # two that ask at the same moment may both be refused
         barrier = threading.Barrier(8)
 
         def work(barrier=barrier):
@@ -164,8 +165,9 @@ def test_of_many_that_try_once_at_the_same_moment_one_gets_the_lock(clients):
 
         with ThreadPoolExecutor(8) as pool:
             wins.append(sum(future.result() for future in [pool.submit(work) for _ in range(8)]))
+        rounds += 1
+        assert rounds < 100
     assert max(wins) == 1
-    assert sum(wins) >= 5  # all of them, where the machine is not busy
 
 
 def test_the_deadline_counts_where_most_servers_are_silent(servers, clients):
@@ -185,7 +187,7 @@ def test_the_deadline_counts_where_most_servers_are_silent(servers, clients):
 
 def test_with_one_server_frozen_one_slow_and_one_away_it_is_acquired_and_released(servers, clients):
     with Proxy(servers[1].url) as proxy, client_at(proxy.url) as slow:
-        proxy.delay = 0.1
+        proxy.delay_replies(0.1)
         servers[0].pause()
         servers[2].stop()
         lock = QuorumLock([clients[0], slow, *clients[2:]], "a", timeout=10)
@@ -243,31 +245,72 @@ def test_of_three_contenders_each_gets_its_turn_within_fifty_cycles(clients):
     assert not any(queued(client, "a") for client in clients)
 
 
-@pytest.mark.interrupts
-def test_a_signal_that_raises_in_a_call_leaves_nothing(clients):
-    """The call goes on in the thread of the loop, and gives everything back."""
+def test_of_processes_that_contend_one_holds_it_at_a_time_also_after_one_was_killed(servers, clients, run_python):
+    urls = [server.url for server in servers]
+    processes = [run_python(lock_programs.contend_for_a_quorum, urls, 1.5, 15) for _ in range(3)]
+    killed = run_python(lock_programs.contend_for_a_quorum, urls, 1.5, 1)
+    killed.wait_for(event="held")
+    killed.kill()
+    for process in processes:
+        process.wait_for(event="done", timeout=120)
+        process.finish()
+    spans = [
+        (line["from"], line["until"]) for process in processes for line in process.lines if line["event"] == "held"
+    ]
+    assert len(spans) == 45
+    assert all(until <= following for (_, until), (following, _) in pairwise(sorted(spans)))
+    wait_until(lambda: held_on(clients) == [0] * 5)
 
-    class Interrupted(Exception):
-        pass
+
+class Interrupted(Exception):
+    pass
+
+
+@contextmanager
+def alarm() -> Iterator[None]:
+    """Have SIGALRM raise Interrupted."""
 
     def interrupt(number, frame):
         raise Interrupted
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with ThreadPoolExecutor(1) as holder, ThreadPoolExecutor(1) as sender:
-            held = QuorumLock(clients, "a", expire=60)
-            holder.submit(held.acquire).result(60)
-
-            def send():
-                wait_until(lambda: any(queued(client, "a") for client in clients))
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-
-            sender.submit(send)
-            with pytest.raises(Interrupted):
-                QuorumLock(clients, "a").acquire()
-            holder.submit(held.release).result(60)
+        yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.interrupts
+def test_a_signal_that_raises_in_a_release_leaves_nothing(clients, servers):
+    """Its calls are under way in the thread of the loop, which ends them."""
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(server.url)) for server in servers]
+        held = QuorumLock([stack.enter_context(client_at(proxy.url)) for proxy in proxies], "a", expire=60)
+        assert held.acquire()
+        for proxy in proxies:
+            proxy.delay_replies(0.3)
+        with alarm(), pytest.raises(Interrupted):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            held.release()
+        wait_until(lambda: held_on(clients) == [0] * 5)
+    assert QuorumLock(clients, "a").acquire(blocking=False)
+
+
+@pytest.mark.interrupts
+def test_a_signal_that_raises_in_a_call_leaves_nothing(clients):
+    """The call goes on in the thread of the loop, and gives everything back."""
+    with alarm(), ThreadPoolExecutor(1) as holder, ThreadPoolExecutor(1) as sender:
+        held = QuorumLock(clients, "a", expire=60)
+        holder.submit(held.acquire).result(60)
+
+        def send():
+            wait_until(lambda: any(queued(client, "a") for client in clients))
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+        sender.submit(send)
+        with pytest.raises(Interrupted):
+            QuorumLock(clients, "a").acquire()
+        holder.submit(held.release).result(60)
     wait_until(lambda: held_on(clients) == [0] * 5 and not any(queued(client, "a") for client in clients))
     assert QuorumLock(clients, "a").acquire(blocking=False)
