@@ -45,16 +45,23 @@ def test_which_scope(client, page, capsys):
 
 
 def test_operators(client, page):
-    assert page["who_builds"](3) is None
-    name = name_of(page["build_report"], 3)
-    Lock(client, name, label="page.build_report[id]").acquire()
-    assert page["who_builds"](3)[0] == "page.build_report[id]"
-    assert page["let_it_be_built_again"](3) is True
-    assert page["who_builds"](3) is None
+    task = page["build_report"]
+    assert task.lock_info(3) is None
+    Lock(client, name_of(task, 3), label="page.build_report[id]").acquire()
+    assert task.lock_info(3).label == "page.build_report[id]"
+    assert task.unlock(3) is True
+    assert task.lock_info(3) is None
 
 
-def test_from_celery_once(client, page):
-    task = page["send_digest"]
+def test_what_the_table_gives_for_celery_once(client, make):
+    """base=QueueOnce, once={"keys": ["user_id"], "timeout": 600}"""
+    task = make(
+        lambda self, user_id, verbose=False: f"digest for {user_id}",
+        scope="job",
+        key=["user_id"],
+        queue_life=600,
+        on_duplicate="raise",
+    )
     task.delay(1)
     with pytest.raises(TaskAlreadyRunning):
         task.delay(1, verbose=True)
@@ -62,8 +69,11 @@ def test_from_celery_once(client, page):
     assert task.apply((2,)).get() == "digest for 2"
 
 
-def test_from_celery_singleton(client, page):
-    task = page["import_contacts"]
+def test_what_the_table_gives_for_celery_singleton(client, make):
+    """base=Singleton, unique_on=["user_id"], lock_expiry=600"""
+    task = make(
+        lambda self, user_id, source="upload": f"contacts of {user_id}", scope="job", key=["user_id"], queue_life=600
+    )
     assert task.delay(1).id == task.delay(1, source="phone").id
     assert task.apply((2,)).get() == "contacts of 2"
 
