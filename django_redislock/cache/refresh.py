@@ -122,16 +122,20 @@ class Workers:
 
         Raises RuntimeError when no thread can be started.
         """
-        if len(self._known) >= MAX_WAITING or self._known.setdefault(key, job) is not job:
-            return
-        self._jobs.put((key, job))
-        if self._take():
-            try:
+        taken = False
+        try:
+            if len(self._known) >= MAX_WAITING or self._known.setdefault(key, job) is not job:
+                return
+            self._jobs.put((key, job))
+            taken = self._take()
+            if taken:
                 start_here(self._work, "redislock-refresh")
-            except BaseException:
+        except BaseException:  # perhaps a time limit, at any point: a key that stayed known was never refreshed again
+            if self._known.get(key) is job:
                 self._known.pop(key, None)
+            if taken:
                 self._free.put(None)
-                raise
+            raise
 
     def _take(self) -> bool:
         """Return whether there may be one more thread; if not, those that run find the job."""

@@ -9,12 +9,13 @@ import pytest
 import redis
 from django.test import override_settings
 
-from django_redislock.cache.lease import single_flight
+from django_redislock.cache.lease import many as many_module, single_flight
 from django_redislock.core import held_locks
 from django_redislock.core.driver.async_server import AsyncServer
 from django_redislock.core.driver.server import Server
 from tests.support import monitoring, wait_until
 from tests.support.cache_programs import cache_at, commands, held, never, upper
+from tests.support.interruptions import interrupted_at_each_point
 
 
 def test_what_is_missing_is_computed_in_one_call_and_stored(cache, client, many):
@@ -246,3 +247,16 @@ def test_without_redis(own_server):
     assert asyncio.run(forgiving.aget_or_set_many(["a", "b"], upper)) == {"a": "A", "b": "B"}
     with pytest.raises(redis.ConnectionError):
         strict.get_or_set_many(["a", "b"], never)
+
+
+@pytest.mark.interrupts
+def test_a_time_limit_while_it_begins_leaves_no_flight_that_nobody_leads(redis_url):
+    cache = cache_at(redis_url)
+
+    def get(point):
+        cache.get_or_set_many([f"a{point}", f"b{point}"], upper, 60)
+
+    points = 0
+    for points in interrupted_at_each_point(get, many_module, within="register"):
+        assert not single_flight._flights, points
+    assert points > 30

@@ -15,6 +15,7 @@ from django.utils import translation
 from django_redislock.cache import refresh
 from tests.support import wait_until
 from tests.support.cache_programs import Work, cache_at, never
+from tests.support.interruptions import interrupted_at_each_point
 
 OPTIONS = {"stale": 30, "refresh": "thread"}
 TENANT: ContextVar[str] = ContextVar("tenant of a refresh", default="public")
@@ -156,3 +157,17 @@ def test_without_the_private_function_of_asgiref_the_context_of_the_caller_is_ke
     finally:
         TENANT.reset(token)
     wait_until(lambda: cache.get("k") == "ours")
+
+
+@pytest.mark.interrupts
+def test_a_time_limit_at_any_point_of_the_start_leaves_no_key_that_is_never_refreshed_again():
+    workers, done = [refresh.Workers() for _ in range(500)], []
+
+    def start(point):
+        workers[point].do("k", lambda: None)
+
+    for point in interrupted_at_each_point(start, refresh):
+        wait_until(lambda point=point: not workers[point]._known)
+        workers[point].do("k", lambda point=point: done.append(point))
+        wait_until(lambda point=point: done[-1:] == [point])
+    assert len(done) > 20

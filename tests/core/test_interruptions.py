@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from django_redislock.core import Lock, watchdog as watchdog_module
 from django_redislock.core.driver import os_threads
 from django_redislock.core.keys import lock_keys
 from tests.support import Proxy, client_at, interrupted_programs, names_together, queued, wait_until
-from tests.support.interruptions import TimeLimit, interruptions
+from tests.support.interruptions import TimeLimit, interrupted_at_each_point, interruptions
 
 pytestmark = pytest.mark.processes
 
@@ -165,38 +164,21 @@ def test_a_time_limit_at_any_point_of_the_watchdogs_start_leaves_no_later_lock_w
     """Between two lines of it, a thread that never started stayed in the place of the one that was to start: no lock of
     the server was renewed any more, until the end of the process."""
 
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_code.co_filename not in (watchdog_module.__file__, os_threads.__file__):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            if left == 0:
-                sys.settrace(None)
-                raise TimeLimit
-        return trace
+    def acquire(point):
+        clients.append(stack.enter_context(client_at(redis_url, client_name=f"interrupted-{point}")))
+        held.append(Lock(clients[-1], f"interrupted {point}"))
+        held[-1].acquire()
 
-    held = []
+    clients, held, after = [], [], []
     with ExitStack() as stack:
-        for point in itertools.count(1):
-            client = stack.enter_context(client_at(redis_url, client_name=f"interrupted-{point}"))
-            left, first = point, Lock(client, f"interrupted {point}")
-            sys.settrace(trace)
-            try:
-                first.acquire()
-            except TimeLimit:
-                pass
-            finally:
-                sys.settrace(None)
-            after = Lock(client, f"after {point}", expire=6)
-            assert after.acquire()
-            held.append((after, after._leases[threading.current_thread()].deadline))
-            if left > 0:
-                break
-        assert point > 50
-        wait_until(lambda: all(lock._leases[threading.current_thread()].deadline > first for lock, first in held))
-        for lock, _ in held:
+        for point in interrupted_at_each_point(acquire, watchdog_module, os_threads):
+            lock = Lock(clients[-1], f"after {point}", expire=6)
+            assert lock.acquire()
+            (lease,) = lock._leases.values()
+            after.append((lock, lease, lease.deadline))
+        assert len(after) > 50
+        wait_until(lambda: all(lease.deadline > first for _, lease, first in after))
+        for lock, *_ in after:
             lock.release()
 
 

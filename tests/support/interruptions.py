@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
+from types import FrameType, ModuleType
+from typing import Any
 
 
 class Interrupted(BaseException):
@@ -35,6 +39,40 @@ def interruptions(error: type[BaseException]) -> Iterator[Callable[[float], None
         signal.signal(signal.SIGALRM, before)
         gc.collect()
         _release_handlers()
+
+
+def interrupted_at_each_point(
+    call: Callable[[int], object], *modules: ModuleType, within: str | None = None
+) -> Iterator[int]:
+    """Make the call again and again, each time interrupted by a TimeLimit one instruction of these modules later, until
+    one comes to its end; yield the number of each. `within`: the name of the only function that is interrupted."""
+    files = {module.__file__ for module in modules}
+    left = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files or within not in (None, frame.f_code.co_name):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise TimeLimit
+        return trace
+
+    for point in count(1):
+        left, before = point, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            call(point)
+        except TimeLimit:
+            pass
+        finally:
+            sys.settrace(before)
+        yield point
+        if left > 0:
+            return
 
 
 def _release_handlers() -> None:

@@ -88,9 +88,11 @@ class _Flights:
         led = []
         for request in requests:
             key, flight = self._key(request), Flight(self.caller)
+            self._flights[key] = flight  # before: a time limit in between would leave it registered for ever
             if register(key, flight):
-                self._flights[key] = flight
                 led.append(request)
+            else:
+                del self._flights[key]
         return led
 
     def note(self, request: ValueRequest, outcome: Outcome) -> None:
