@@ -326,8 +326,16 @@ def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(m
         ThreadPoolExecutor(12) as pool,
     ):
         proxy.deafen()
+        together = threading.Barrier(13)
+
+        def acquire(number):
+            together.wait(60)
+            return outcome(make_lock(behind, f"lock {number}"), blocking=False)
+
+        calls = [pool.submit(acquire, number) for number in range(12)]
+        together.wait(60)
         started = time.monotonic()
-        results = list(pool.map(lambda n: outcome(make_lock(behind, f"lock {n}"), blocking=False), range(12)))
+        results = [call.result() for call in calls]
         assert time.monotonic() - started < 1 + BUSY
         assert set(results) == {LockBackendError}
         assert proxy.unheard == 1

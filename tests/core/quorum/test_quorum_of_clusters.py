@@ -15,7 +15,7 @@ from tests.support import Cluster, key_of, queued, wait_until
 from tests.support.locks import held_on
 
 SERVERS = 3
-OPTIONS = {"socket_timeout": 1}
+OPTIONS = {"socket_timeout": 5}
 NAMES = [f"lock-{number}" for number in range(12)]
 
 
@@ -65,7 +65,7 @@ def test_the_cluster_counts_as_one_server_and_its_lock_is_renewed(nodes, clients
 @pytest.mark.slow
 def test_without_the_node_of_its_slot_the_others_suffice(clients):
     with Cluster(cluster_require_full_coverage="no", cluster_node_timeout="60000") as cluster:
-        nodes = redis.asyncio.RedisCluster.from_url(cluster.url, socket_timeout=1)
+        nodes = redis.asyncio.RedisCluster.from_url(cluster.url, **OPTIONS)
         held = QuorumLock([nodes, *clients[:2]], "a", expire=20)
         with held:
             cluster.owner_of(key_of("a")).kill()
