@@ -18,7 +18,7 @@ from django_redis.exceptions import ConnectionInterrupted  # type: ignore[import
 from redis.exceptions import RedisError, ResponseError
 
 import django_redislock
-from django_redislock import conf, get_client, held_locks, lock
+from django_redislock import conf, get_client, held_locks, lock, semaphore
 from django_redislock.cache.backends import cluster_backend
 from django_redislock.cache.lease import request
 from django_redislock.celery.execution_lock import AfterRelease, Delivery
@@ -114,10 +114,15 @@ def use_locks(admin: Any) -> None:
             held.release()
             join()
     assert lock("a", timeout=5).__enter__().reset()
+    with semaphore("a", 1) as slot:
+        join = in_a_thread(lambda: semaphore("a", 1, timeout=20).__enter__().release(), slot.locked)
+        slot.extend()
+    join()
 
 
 def use_tasks(admin: Any) -> None:
-    prepared = complete({}, conf.get()).lock
+    options = complete({}, conf.get())
+    prepared = options.lock
     delivery = Delivery("task", "task:0:one", known=True)
     assert prepared.with_name("t", id="task").take(fresh=True)
     execution = prepared.with_name("t", delivery=delivery, ending=AfterRelease(processed_for=30))
@@ -125,6 +130,10 @@ def use_tasks(admin: Any) -> None:
     prepared.with_name("t").count_duplicate()
     execution.release()
     assert not prepared.with_name("t", delivery=delivery).acquire(blocking=False)
+    limited = options.slot.with_limit("limited", 2, delivery=delivery, ending=AfterRelease(processed_for=30))
+    assert limited.claim(30, "ending")
+    assert limited.acquire(blocking=False) or limited.refused
+    limited.mark_processed(30)
 
 
 def use_cache(admin: Any) -> None:
