@@ -208,7 +208,6 @@ def test_with_enabled_false_it_runs(make, settings):
     assert make(lambda self: self.single_instance.lock.fence > 0, key=[], limit=2).apply().get() is True
 
 
-@pytest.mark.usefixtures("locks_by_url")
 def test_keep_for_keeps_the_slot_and_unlock_frees_all_slots(make, client):
     task = make(lambda self: "ran", key=[], limit=2, keep_for=60)
     assert [type(task.apply().result) for _ in range(3)] == [str, str, TaskAlreadyRunning]
@@ -219,7 +218,6 @@ def test_keep_for_keeps_the_slot_and_unlock_frees_all_slots(make, client):
     assert task.apply().result == "ran"
 
 
-@pytest.mark.usefixtures("locks_by_url")
 def test_direct_calls_take_slots_and_a_task_within_itself_takes_no_second_one(make, client):
     def body(self, depth=0):
         held.append(len(slots_of(client, lock_name(self.name, ""))))
