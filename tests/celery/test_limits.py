@@ -273,6 +273,15 @@ def test_a_copy_that_waits_for_a_slot_learns_that_its_message_was_processed_and_
     assert not client.exists(late._keys.queue)
 
 
+@pytest.mark.slow
+def test_a_slot_that_no_replica_confirmed_is_given_back(client):
+    general = SlotExecutionLock(client, "celery", 1, kind="celery", expire=60, min_replicas=2)
+    delivery = Delivery("a", "a:0:x", known=True)
+    with pytest.raises(LockBackendError, match="of 2 replicas"):
+        general.with_limit("name", 2, delivery=delivery).acquire(blocking=False)
+    assert slots_of(client, "name") == []
+
+
 def test_the_holder_that_is_named_is_a_copy_or_the_same_task_or_the_oldest(slot):
     first, second = slot("first"), slot("second")
     assert first.acquire(blocking=False)
