@@ -52,6 +52,8 @@ START_SLOT = Script(
 LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
 CLAIM = Script("claim", "message", home=__package__)
 DONE = Script("done", home=__package__)
+PARK = Script("park", "parked", home=__package__)
+WAKE = Script("wake", "parked", home=__package__)
 DUPLICATE = Script("duplicate", "counts", home=__package__)
 
 _json = json.JSONEncoder().encode
@@ -163,6 +165,12 @@ class ExecutionLock(Lock):
     retry_in: float | None = None
     """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
     now."""
+    parked_before = 0
+    """How many parked messages were in front of the message when it was claimed."""
+    parked = False
+    """Whether this run parked its message."""
+    wakes = False
+    """Whether there were parked messages at the release."""
     is_slot: ClassVar[bool] = False
     """Whether it is a slot of a semaphore."""
     message_lease: MessageLease | None = None
@@ -171,6 +179,10 @@ class ExecutionLock(Lock):
     def with_name(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
         """Return a copy of this lock with another name and other attributes; nothing is checked again."""
         return self._copy(name=name, _keys=lock_keys(self._prefix, name), label=label, _given_id=id, **changes)
+
+    def with_delivery(self, delivery: Delivery) -> Self:
+        """Return a copy of this lock for another message."""
+        return self._copy(delivery=delivery)
 
     @contextmanager
     def keep_alive(self, expire: float) -> Iterator[None]:
@@ -289,10 +301,34 @@ class ExecutionLock(Lock):
             return True
         claim, is_slot = os.urandom(4).hex().encode(), b"1" if self.is_slot else b""
         args = (*_copies(delivery), claim, state.encode(), milliseconds(expire), is_slot)
-        reply = self._server.run(
-            self._write_marker(ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args))
-        )
+        keys = (self._keys.lock, marker_key(self._keys, delivery), parked_key(self._keys))
+        reply = self._server.run(self._write_marker(ScriptCall(CLAIM, keys, args)))
+        self.parked_before = max(0, reply - 1)
         return self._note_reply(reply)
+
+    def park(self, since: float, message: bytes, expire: float) -> list[bytes]:
+        """Park the message, whose first conflict was then, and return messages to be published, because the lock is
+        free.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
+        copies = b"" if self.delivery is None else self.delivery.message.encode()
+        args = (copies, b"%d" % (since * 1_000_000), message, milliseconds(expire))
+        return self._server.run(self._to_wake(PARK, args))
+
+    def wake(self, *, forget: bool = False) -> list[bytes]:
+        """Return parked messages to be published, because the lock is free. `forget`: this message is not parked any
+        more.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
+        copies = self.delivery.message.encode() if forget and self.delivery is not None else b""
+        return self._server.run(self._to_wake(WAKE, (copies,)))
+
+    def _to_wake(self, script: Script, args: tuple[bytes, ...]) -> Operation[list[bytes]]:
+        keys = (parked_key(self._keys), self._keys.lock, *self._keys.others)
+        _, reply = yield from with_retries(self.name, ScriptCall(script, keys, args), 0.0)
+        return [message for message in reply if message]
 
     def mark_processed(self, expire: float, version: int | None = None, *, alone: bool = True) -> None:
         """Mark the message as processed, or as published again in this version, for so many seconds.
@@ -371,7 +407,7 @@ class ExecutionLock(Lock):
         id = lease.id.encode()
         call = ScriptCall(
             LEAVE,
-            (keys.lock, keys.held, keys.queue, keys.receipts, marker_key(keys, delivery)),
+            (keys.lock, keys.held, keys.queue, keys.receipts, marker_key(keys, delivery), parked_key(self._keys)),
             (
                 id,
                 keys.name,
@@ -385,6 +421,7 @@ class ExecutionLock(Lock):
         )
         # Also after a loss of the lock, because the message has been processed.
         _, reply = yield from with_retries(lease.name, call, lease.deadline, lease)
+        self.wakes = reply == 2
         return bool(reply)
 
     def _record(self) -> bytes:
@@ -427,6 +464,10 @@ class SlotExecutionLock(Slots, ExecutionLock):
 
 def marker_key(keys: LockKeys, delivery: Delivery) -> bytes:
     return keys.held.removesuffix(b"held") + b"done:" + delivery.message.encode()
+
+
+def parked_key(keys: LockKeys) -> bytes:
+    return keys.held.removesuffix(b"held") + b"parked:" + keys.name
 
 
 def _copies(delivery: Delivery) -> tuple[bytes, bytes]:

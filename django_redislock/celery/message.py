@@ -48,6 +48,8 @@ RESCHEDULED_HEADER = "single_instance_rescheduled"
 """How often the message was rescheduled because of a conflict."""
 FIRST_CONFLICT_HEADER = "single_instance_since"
 """The time of the first of these conflicts, in seconds since 1970."""
+PARKED_HEADER = "single_instance_parked"
+"""Whether the message was parked when it was published again."""
 REFUSED_HEADER = "single_instance_refused"
 """The holder of the lock when a message with a given id was published; the message is to be skipped."""
 ARGUMENTS_HEADER = "single_instance_arguments"
@@ -60,6 +62,7 @@ _OF_FORMER_MESSAGE = {
     SCOPE_HEADER,
     RESCHEDULED_HEADER,
     FIRST_CONFLICT_HEADER,
+    PARKED_HEADER,
     REFUSED_HEADER,
 }
 """Headers that a retry does not inherit from its message."""

@@ -30,6 +30,7 @@ from .message import (
     COPY_FENCE_HEADER,
     FIRST_CONFLICT_HEADER,
     KEY_HEADER,
+    PARKED_HEADER,
     REFUSED_HEADER,
     RESCHEDULED_HEADER,
     header,
@@ -207,6 +208,9 @@ class SingleInstanceMixin(PublishingMixin):
         finally:
             release_quietly(lock)
             leave_queue(queued)
+            was_parked = header(request, PARKED_HEADER) and not lock.parked
+            if lock.wakes or was_parked:
+                self._wake(lock, options, forget=bool(was_parked))
 
     def _warn_foreign(self, request: Context | None) -> None:
         """Warn once that a message has none of our headers, so it held no lock while it waited."""
@@ -388,7 +392,10 @@ class SingleInstanceMixin(PublishingMixin):
             raise error
         if not isinstance(error, LockBackendError):
             self._claim_message(run, final=False)
-        delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY))
+        # Who releases the lock wakes it in its turn; its own copy is needed when nobody does.
+        parks = not (silent or isinstance(error, LockBackendError)) and lock.delivery is not None and lock.delivery.known
+        turns = 1 + lock.parked_before // (getattr(lock, "limit", 1))
+        delay = max(options.reschedule_delay, min(max(waited * GROWTH, options.reschedule_delay * turns), LONGEST_DELAY))
         delay *= random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:
             delay = min(delay, limit - waited)
@@ -399,7 +406,12 @@ class SingleInstanceMixin(PublishingMixin):
             if not (silent or self.ignore_result or request.ignore_result):
                 self.backend.mark_as_retry(request.id or "", error, request=request)
             ours = {RESCHEDULED_HEADER: before + 1, FIRST_CONFLICT_HEADER: since}
-            self._publish_again(lock, request, options, delay, ours)
+            if parks:
+                ours[PARKED_HEADER] = True
+            message = self._publish_again(lock, request, options, delay, ours)
+            if parks:
+                lock.parked = True
+                self._park(lock, options, message, since)
         except Exception as failure:
             raise error from failure
         events.emit(

@@ -1,9 +1,9 @@
 -- Claim a message that will not run now, unless a copy of it runs or has been processed.
--- KEYS  1 lock, or the first slot of a semaphore, 2 processed marker of the message
+-- KEYS  1 lock, or the first slot of a semaphore, 2 processed marker of the message, 3 parked messages
 -- ARGV  1 what the ids of the message's executions begin with, 2 its version, 3 this claim, 4 'ending' or 'done', 5
 --       expiry of the marker (ms), 6 '1' when the lock is a slot
--- Returns 1 when it is the caller's, 0 when it has been processed or published again, else -1 - (ms until another try).
-local lock, marker = unpack(KEYS)
+-- Returns 1 + (how many parked messages are in front of it) when it is the caller's, 0 when it has been processed or published again, else -1 - (ms until another try).
+local lock, marker, parked = unpack(KEYS)
 local copies, version, claim, state, expire_ms, is_slot = unpack(ARGV)
 local locks = is_slot == '1' and all_slots(lock) or {lock}
 local reply = reply_for_copy(locks, marker, copies, tonumber(version), claim)
@@ -11,4 +11,4 @@ if reply then
   return reply
 end
 redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)
-return 1
+return 1 + (redis.call('ZRANK', parked, copies) or redis.call('ZCARD', parked))

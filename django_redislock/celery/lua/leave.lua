@@ -1,9 +1,10 @@
 -- End an execution: release the lock, or leave it to another id for a while; mark the message as processed.
--- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 processed marker of the message
+-- KEYS  1 lock, 2 index of held locks, 3 queue, 4 receipts, 5 processed marker of the message, 6 parked
+--       messages
 -- ARGV  1 id, 2 name, 3 fence, 4 expiry of the marker (ms, '': none), 5 id that keeps the lock ('': none), 6 its expiry
 --       (ms), 7 its record then, 8 the marker: 'done', or 'ending' until the end is confirmed
--- Returns 1 when the lock was the caller's, in this call or in an earlier one whose reply was lost, else 0.
-local lock, held, queue, receipts, marker = unpack(KEYS)
+-- Returns 1 (2 when there are parked messages) when the lock was the caller's, in this call or in an earlier one whose reply was lost, else 0.
+local lock, held, queue, receipts, marker, parked = unpack(KEYS)
 local id, name, fence, marker_ms, keep_id, keep_ms, record, state = unpack(ARGV)
 local before = (marker_ms == '' or state ~= 'done') and redis.call('GET', marker)
 local done = before and string.find(before, '^done')
@@ -17,7 +18,7 @@ if not (value and is_of(value, id .. '\n' .. fence)) then
   local released = redis.call('ZSCORE', receipts, fence)
   -- A replica may lack the lock. It refuses this write, and so it is not believed.
   redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)
-  return released and 1 or 0
+  return released and 1 + redis.call('EXISTS', parked) or 0
 end
 keep_receipt(receipts, fence, fence)
 if keep_id ~= '' then
@@ -30,4 +31,4 @@ else
   redis.pcall('ZREM', held, name)
   hand_over(lock, queue, id)
 end
-return 1
+return 1 + redis.call('EXISTS', parked)
