@@ -328,7 +328,7 @@ class ExecutionLock(Lock):
     def _to_wake(self, script: Script, args: tuple[bytes, ...]) -> Operation[list[bytes]]:
         keys = (parked_key(self._keys), self._keys.lock, *self._keys.others)
         _, reply = yield from with_retries(self.name, ScriptCall(script, keys, args), 0.0)
-        return [message for message in reply if message]
+        return [reply] if reply else []
 
     def mark_processed(self, expire: float, version: int | None = None, *, alone: bool = True) -> None:
         """Mark the message as processed, or as published again in this version, for so many seconds.

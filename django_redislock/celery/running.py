@@ -210,7 +210,7 @@ class SingleInstanceMixin(PublishingMixin):
             leave_queue(queued)
             was_parked = header(request, PARKED_HEADER) and not lock.parked
             if lock.wakes or was_parked:
-                self._wake(lock, options, forget=bool(was_parked))
+                self._wake(lock, options, forget=bool(was_parked) and not lock.refused)
 
     def _warn_foreign(self, request: Context | None) -> None:
         """Warn once that a message has none of our headers, so it held no lock while it waited."""
