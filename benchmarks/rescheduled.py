@@ -53,7 +53,7 @@ def worker(queue: str):
     """Run a prefork worker on the queue."""
     command = [sys.executable, __file__, "worker", "--pool=prefork", f"--concurrency={PROCESSES[queue]}"]
     command += [f"--queues={queue}", "--without-gossip", "--without-mingle", "--without-heartbeat"]
-    process = subprocess.Popen([*command, "--loglevel=WARNING", f"--hostname={queue}@bench"])
+    process = subprocess.Popen([*command, "--loglevel=ERROR", f"--hostname={queue}@bench"])
     try:
         yield process
     finally:

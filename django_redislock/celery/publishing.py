@@ -419,7 +419,12 @@ class PublishingMixin(_Task):
     def _publish_woken(self, lock: ExecutionLock, options: TaskOptions, woken: list[bytes]) -> None:
         for stored in woken:
             content_type, encoding, body = stored.split(b"\n", 2)
-            parked = loads(body, content_type.decode(), encoding.decode(), accept=prepare_accept_content(self.app.conf.accept_content))
+            parked = loads(
+                body,
+                content_type.decode(),
+                encoding.decode(),
+                accept=prepare_accept_content(self.app.conf.accept_content),
+            )
             task, of_task = self.app.tasks.get(parked["task"]), parked["options"]
             if isinstance(task, PublishingMixin):
                 super(PublishingMixin, task).apply_async(parked["args"], parked["kwargs"], **of_task)

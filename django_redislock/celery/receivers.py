@@ -23,7 +23,7 @@ from ..task_names import waiting_id
 from . import options as options_of
 from .execution_lock import ExecutionLock, confirm_published
 from .key import lock_name
-from .message import CONTENT_TYPE, KEY_HEADER, SCOPE_HEADER, header, waiting_expire
+from .message import CONTENT_TYPE, KEY_HEADER, PARKED_HEADER, SCOPE_HEADER, header, waiting_expire
 from .publishing import PublishingMixin
 from .running import SingleInstanceMixin, is_requeued
 
@@ -74,6 +74,9 @@ def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool =
         end_from_outside(sender, request)
     elif isinstance(sender, PublishingMixin) and request is not None:
         _release(sender._lock_of_message(request.id, header(request, KEY_HEADER), request))
+        if isinstance(sender, SingleInstanceMixin) and header(request, PARKED_HEADER):
+            with suppress(TypeError):  # without a key it had no lock
+                sender._wake(_lock_of_run(sender, request), sender._options, forget=True)
 
 
 def _lock_of_run(task: SingleInstanceMixin, request: Any) -> ExecutionLock:

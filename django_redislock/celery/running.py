@@ -393,9 +393,13 @@ class SingleInstanceMixin(PublishingMixin):
         if not isinstance(error, LockBackendError):
             self._claim_message(run, final=False)
         # Who releases the lock wakes it in its turn; its own copy is needed when nobody does.
-        parks = not (silent or isinstance(error, LockBackendError)) and lock.delivery is not None and lock.delivery.known
+        parks = (
+            not (silent or isinstance(error, LockBackendError)) and lock.delivery is not None and lock.delivery.known
+        )
         turns = 1 + lock.parked_before // (getattr(lock, "limit", 1))
-        delay = max(options.reschedule_delay, min(max(waited * GROWTH, options.reschedule_delay * turns), LONGEST_DELAY))
+        delay = max(
+            options.reschedule_delay, min(max(waited * GROWTH, options.reschedule_delay * turns), LONGEST_DELAY)
+        )
         delay *= random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:
             delay = min(delay, limit - waited)

@@ -248,6 +248,17 @@ two_mortal = made("limits.two_mortal", limit=2, **AGAIN)
 of_group, of_group_too = (made(f"limits.of_group_{number}", limit=2, group="crm", **AGAIN) for number in (1, 2))
 
 
+# Their own copies start long after the tests.
+PARKED: dict[str, Any] = {"on_conflict": "reschedule", "reschedule_delay": 600}
+parked = made("parked.one", **PARKED)
+parked_late = made("parked.late", late=True, **PARKED)
+parked_queued = made("parked.queued", scope="queued+run", **PARKED)
+parked_two = made("parked.two", limit=2, **PARKED)
+parked_group = made("parked.group_1", limit=1, group="parked", **PARKED)
+parked_group_too = made("parked.group_2", limit=1, group="parked", **PARKED)
+parked_briefly = made("parked.briefly", **{**PARKED, "reschedule_delay": 1, "expire": 2})
+
+
 def given_limit(name: str, how: str = "return", limit: int = 2) -> int:
     return {"zero": 0, "many": 3}.get(how, limit) if how != "no limit" else 1 // 0
 
