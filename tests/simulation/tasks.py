@@ -188,6 +188,9 @@ class CeleryHistory(Worker):
         if others and body.stands:
             self.see_others(body, others)
         message.ran += 1
+        idle = world.time - max(self.last_end.get(body.name, 0.0), message.since)
+        if self.plan.calm and message.parked and not others and idle > 1.0:
+            self.fail(f"{message} was woken {idle:.3f} s after its lock was free")
         self.bodies.append(body)
         return body
 
@@ -212,16 +215,16 @@ class CeleryHistory(Worker):
         elif script is RELEASE:
             if self.kept.get(what.keys[0], (b"",))[0] == what.args[0]:
                 del self.kept[what.keys[0]]
-        elif script is LEAVE and reply == 1:
+        elif script is LEAVE and reply:
             self.left.add((what.args[0].decode(), int(what.args[2])))
         if script is LEAVE and what.args[3]:
             kept_now = before is not None and before.startswith(b"%b\n%b\n" % (what.args[0], what.args[2]))
-            if reply == 1 and what.args[4] and kept_now:  # else an earlier call did it
+            if reply and what.args[4] and kept_now:  # else an earlier call did it
                 self.kept[what.keys[0]] = what.args[4], self.world.time + QUEUE_LIFE, self.world.epoch
             self._note_end(what.keys[4], float(what.args[3]) / 1000)
         elif script is DONE and what.args[0] == b"done":
             self._note_end(what.keys[0], MARKER)
-        elif script is CLAIM and what.args[3] == b"done" and reply == 1:
+        elif script is CLAIM and what.args[3] == b"done" and reply > 0:
             self._note_end(what.keys[1], MARKER)
 
     def see_loss(self, body: Body, began: float) -> None:

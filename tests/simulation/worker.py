@@ -48,6 +48,7 @@ class Message:
     def __init__(self, id: str, publish: Publish, retry: int, number: int) -> None:
         self.id = id
         self.publish = publish
+        self.parked, self.since = False, 0.0
         self.retry = retry
         self.key = publish.key
         self.delivery = f"{waiting_id(id)}:{retry}:{number}"
@@ -89,13 +90,19 @@ def call(thread: Thread, method: Callable[..., Any], *args: Any, **kwargs: Any) 
 class Worker(History):
     """Workers, which are publishers, too."""
 
+    woken = 0
+    """How many parked messages were woken."""
+
     def __init__(self, plan: Plan) -> None:
         self.scope, self.policy, self.late = (plan.options[name] for name in ("scope", "policy", "late"))
         self.expire = plan.options["expire"]
+        self.parks = self.policy == "reschedule" and plan.seed % 2 == 0
         self.messages: list[Message] = []
         self.retried = itertools.count(1)
         """Numbers of the messages of retries: two runs of one message may both publish one."""
         self.bodies: list[Body] = []
+        self.last_end: dict[str, float] = {}
+        """By lock: when its last body ended."""
         self.kept: dict[bytes, tuple[bytes, float, int]] = {}
         """By lock: the id that keeps it for the retry of a job, until when, and the epoch."""
         self.ended: dict[str, tuple[float, int]] = {}
@@ -154,10 +161,13 @@ class Worker(History):
             message.excused = True
             if self.scope != "run":
                 yield from self.leave_queue(thread, self.waiting_lock(thread, message))
-            return
         delivery = Delivery(waiting_id(message.id), message.delivery, True, version)
         name = f"celery-message:{delivery.message}" if self.scope == "queued" else f"celery:{message.key}"
         lock = self.lock_of_run(thread, name, message, delivery)
+        if message.revoked:
+            if message.parked:
+                yield from self._wake(thread, lock, lock.wake, forget=True)
+            return
         try:
             acquired, holder = yield from self._acquire(thread, lock, queued)
         except LockBackendError as error:
@@ -165,10 +175,27 @@ class Worker(History):
             message.excused = True
             yield from self.leave_queue(thread, queued)
             return
+        was_parked = message.parked and version > 0
         if acquired:
             yield from self._run(thread, message, lock, queued)
         elif not (yield from self._ends_as_copy(thread, message, lock, seen)):
             yield from self._conflict(thread, message, lock, holder, queued, seen)
+        if lock.wakes or (was_parked and not lock.parked):
+            yield from self._wake(thread, lock, lock.wake, forget=was_parked and not lock.parked and not lock.refused)
+
+    def _wake(self, thread: Thread, lock: Any, method: Any, *args: Any, **kwargs: Any) -> Generator[Any, Any, None]:
+        """Publish the next version of the parked messages that the call returns."""
+        try:
+            for stored in (yield from call(thread, method, *args, **kwargs)):
+                number, version = map(int, stored.split())
+                message = self.messages[number]
+                self.world.tell(thread, f"wakes {message}")
+                self.woken += 1
+                self.deliver(message, 0.01, self.chance.randrange(self.plan.processes), version, None)
+                other = lock.with_delivery(Delivery("", message.delivery, True))
+                yield from call(thread, other.mark_processed, MARKER, version)
+        except LockBackendError as error:
+            self.world.tell(thread, f"waking raised {error}")
 
     def _acquire(self, thread: Thread, lock: Any, queued: Any) -> Generator[Any, Any, tuple[bool, Any]]:
         wait = 2.0 if self.policy == "wait" and queued is None else 0.0
@@ -205,6 +232,7 @@ class Worker(History):
         lock.ending = AfterRelease(self.expire if self.late else MARKER, not self.late, keep_id, keep)
         world.tell(thread, f"{message} ends{', and will be retried' if retries else ''}")
         self.bodies.remove(body)
+        self.last_end[body.name] = world.time
         left, lost, began = True, body.lease.noted_loss, thread.process.clock()
         try:
             yield from lock._release(body.lease)
@@ -246,7 +274,15 @@ class Worker(History):
             if (yield from self._ends_as_copy(thread, message, lock, seen)):
                 return
         if again:
-            yield from self._publish_again(thread, message, lock, self.chance.uniform(0.3, 0.9), None, alone=True)
+            parks = not same and self.parks
+            delay = self.chance.uniform(0.3, 0.9) * (10 if parks else 1)
+            message.since = message.since or self.world.time
+            message.parked = message.parked or parks
+            yield from self._publish_again(thread, message, lock, delay, None, alone=True)
+            if parks:
+                lock.parked = True
+                stored = b"%d %d" % (self.messages.index(message), lock.delivery.version + 2)
+                yield from self._wake(thread, lock, lock.park, message.since, stored, MARKER)
             return
         self.world.tell(thread, f"{message} is refused: {holder} holds the lock")
         message.refused = True
