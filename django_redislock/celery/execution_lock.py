@@ -306,9 +306,8 @@ class ExecutionLock(Lock):
         self.parked_before = max(0, reply - 1)
         return self._note_reply(reply)
 
-    def park(self, since: float, message: bytes, expire: float) -> list[bytes]:
-        """Park the message, whose first conflict was then, and return messages to be published, because the lock is
-        free.
+    def park(self, since: float, message: bytes, expire: float) -> bytes | None:
+        """Park the message, whose first conflict was then, and return one to be published, if the lock is free by now.
 
         Raises LockBackendError when Redis cannot answer.
         """
@@ -316,8 +315,8 @@ class ExecutionLock(Lock):
         args = (copies, b"%d" % (since * 1_000_000), message, milliseconds(expire))
         return self._server.run(self._to_wake(PARK, args))
 
-    def wake(self, *, forget: bool = False) -> list[bytes]:
-        """Return parked messages to be published, because the lock is free. `forget`: this message is not parked any
+    def wake(self, *, forget: bool = False) -> bytes | None:
+        """Return the parked message to be published, if the lock is free. `forget`: this message is not parked any
         more.
 
         Raises LockBackendError when Redis cannot answer.
@@ -325,10 +324,10 @@ class ExecutionLock(Lock):
         copies = self.delivery.message.encode() if forget and self.delivery is not None else b""
         return self._server.run(self._to_wake(WAKE, (copies,)))
 
-    def _to_wake(self, script: Script, args: tuple[bytes, ...]) -> Operation[list[bytes]]:
+    def _to_wake(self, script: Script, args: tuple[bytes, ...]) -> Operation[bytes | None]:
         keys = (parked_key(self._keys), self._keys.lock, *self._keys.others)
         _, reply = yield from with_retries(self.name, ScriptCall(script, keys, args), 0.0)
-        return [reply] if reply else []
+        return reply if isinstance(reply, bytes) else None
 
     def mark_processed(self, expire: float, version: int | None = None, *, alone: bool = True) -> None:
         """Mark the message as processed, or as published again in this version, for so many seconds.

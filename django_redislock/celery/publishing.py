@@ -12,7 +12,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from celery.result import AsyncResult
 from celery.utils import uuid
 from celery.utils.quorum_queues import detect_quorum_queues
 from django.utils.functional import cached_property
-from kombu.serialization import dumps, loads, prepare_accept_content, registry  # type: ignore[attr-defined]
+from kombu.serialization import registry  # type: ignore[attr-defined]
 
 from .. import conf
 from ..core import LockInfo, events
@@ -35,7 +35,7 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from ..task_names import waiting_id
 from . import options as options_of
-from .execution_lock import Delivery, ExecutionLock, leave_queue, release_quietly
+from .execution_lock import ExecutionLock, leave_queue, release_quietly
 from .key import NO_MODELS, Models, called_as_body, lock_name, make_key, models_of, with_tenant
 from .message import (
     ARGUMENTS_HEADER,
@@ -45,7 +45,6 @@ from .message import (
     MAX_ARGUMENTS_LENGTH,
     REFUSED_HEADER,
     SCOPE_HEADER,
-    VERSION_HEADER,
     DuplicateResult,
     delivery_of,
     describe_arguments,
@@ -75,9 +74,6 @@ AHEAD_AFTER = 8
 """So many messages of a task in a row must have been published before the next one is made while Redis answers: to make
 a message that is then refused costs five times what the wait for Redis saves."""
 
-MAX_PARKED = 65_536
-"""Bytes of the largest message that is parked."""
-
 _OWN_PRODUCER = frozenset({"connection", "publisher"})
 """Options by which a caller gives a producer of its own."""
 
@@ -85,15 +81,6 @@ if TYPE_CHECKING:
     _Task = Task[Any, Any]
 else:
     _Task = object
-
-
-@contextmanager
-def parking_errors(lock: ExecutionLock) -> Iterator[None]:
-    """Log what goes wrong with a parked message, because its own copy starts later in any case."""
-    try:
-        yield
-    except Exception as error:
-        events.log.warning("A message that waits for %s starts by its own copy only: %s", lock.label, error)
 
 
 class PublishingMixin(_Task):
@@ -384,55 +371,6 @@ class PublishingMixin(_Task):
                 "Could not mark the message of %s, so its copies may be published again: %s", lock.label, error
             )
         return message
-
-    def _park(self, lock: ExecutionLock, options: TaskOptions, message: Signature[Any], since: float) -> None:
-        """Park a message that was published for later: who releases the lock publishes its next version at once.
-
-        Its own copy is the safety net, so errors are only logged.
-        """
-        of_task: dict[str, Any] = dict(message.options)
-        of_task.pop("countdown", None)
-        version = of_task["headers"][VERSION_HEADER] + 1
-        of_task["headers"] = with_ours(of_task["headers"], {VERSION_HEADER: version})
-        parked = {
-            "task": self.name,
-            "args": message.args,
-            "kwargs": message.kwargs,
-            "options": of_task,
-            "copies": lock.delivery.message if lock.delivery else "",
-        }
-        with parking_errors(lock):
-            serializer = of_task.get("serializer") or self.serializer or self.app.conf.task_serializer
-            content_type, encoding, body = dumps(parked, serializer)
-            if isinstance(body, str):
-                body = body.encode()
-            body = f"{content_type}\n{encoding}\n".encode() + body
-            if len(body) <= MAX_PARKED:
-                expire = marker_expire(self.app, options.queue_life)
-                self._publish_woken(lock, options, lock.park(since, body, expire))
-
-    def _wake(self, lock: ExecutionLock, options: TaskOptions, *, forget: bool = False) -> None:
-        """Publish the next version of the first parked message, because the lock is free."""
-        with parking_errors(lock):
-            self._publish_woken(lock, options, lock.wake(forget=forget))
-
-    def _publish_woken(self, lock: ExecutionLock, options: TaskOptions, woken: list[bytes]) -> None:
-        for stored in woken:
-            content_type, encoding, body = stored.split(b"\n", 2)
-            parked = loads(
-                body,
-                content_type.decode(),
-                encoding.decode(),
-                accept=prepare_accept_content(self.app.conf.accept_content),
-            )
-            task, of_task = self.app.tasks.get(parked["task"]), parked["options"]
-            if isinstance(task, PublishingMixin):
-                super(PublishingMixin, task).apply_async(parked["args"], parked["kwargs"], **of_task)
-            else:
-                self.app.send_task(parked["task"], parked["args"], parked["kwargs"], **of_task)
-            delivery = Delivery("", parked["copies"], True)
-            marks = lock.with_delivery(delivery)
-            marks.mark_processed(marker_expire(self.app, options.queue_life), of_task["headers"][VERSION_HEADER])
 
     # The locks
 

@@ -39,7 +39,8 @@ from .message import (
     waiting_expire,
 )
 from .options import Declaration, TaskOptions
-from .publishing import HANDOVER_GRACE, PublishingMixin
+from .parking import ParkingMixin
+from .publishing import HANDOVER_GRACE
 
 MARGIN = 0.1
 """Seconds between the expiry of a lock or a processed marker and the next try."""
@@ -82,7 +83,7 @@ class Run(NamedTuple):
         return None if self.request is None else self.request.id
 
 
-class SingleInstanceMixin(PublishingMixin):
+class SingleInstanceMixin(ParkingMixin):
     """Makes a task class run one instance at a time: ``class MyTask(SingleInstanceMixin, ProjectTask)``.
 
     The options are a dict in the class attribute, or the task option, ``single_instance``; subclasses inherit them one

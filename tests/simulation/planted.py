@@ -11,7 +11,7 @@ from django_redislock.core import base, keys, lease, operations, scripts, semaph
 from .patches import Planted, attribute, script
 from .planted_aio import ASYNCIO, NOT_FOUND as NOT_FOUND_IN_TASKS
 from .planted_calls import CALLS, CALLS_OF_CACHES, CALLS_OF_RLOCKS, CALLS_OF_TASKS
-from .planted_limits import LIMITS, NOT_FOUND as NOT_FOUND_IN_LIMITS
+from .planted_limits import LIMITS, NOT_FOUND as NOT_FOUND_IN_LIMITS, PARKED
 from .planted_wide import CLUSTER, QUORUM, REPLICAS
 
 
@@ -262,7 +262,7 @@ PLANTED: dict[str, tuple[str, Planted]] = {
         ("cache", CACHE | CALLS_OF_CACHES),
         ("nested", NESTED),
         ("celery", CELERY | CALLS_OF_TASKS),
-        ("limits", LIMITS),
+        ("limits", LIMITS | PARKED),
         ("quorum", QUORUM),
         ("replicas", REPLICAS),
         ("cluster", CLUSTER),

@@ -42,6 +42,18 @@ LIMITS: dict[str, Planted] = {
     ),
 }
 
+PARKED: dict[str, Planted] = {
+    "nobody is told at a release that messages are parked": lambda: script(
+        execution_lock.LEAVE, "return 1 + redis.call('EXISTS', parked)", "return 1"
+    ),
+    "a message is parked though the lock is free by now": lambda: script(
+        execution_lock.PARK, "return wake(", "return false and wake("
+    ),
+    "who was parked last is woken first": lambda: script(
+        execution_lock.PARK, "redis.call('ZADD', parked, ARGV[2]", "redis.call('ZADD', parked, '-' .. ARGV[2]"
+    ),
+}
+
 NOT_FOUND: dict[str, tuple[str, Planted]] = {
     # The message must be refused for other holders while its copy is in the second slot: 1 of 3,000 histories.
     # Found by test_copies_of_a_message_are_found_in_every_slot_also_above_a_lowered_limit in celery/test_limits.py.

@@ -10,7 +10,7 @@ import random
 from collections.abc import Generator
 from typing import Any
 
-from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START, START_SLOT
+from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, PARK, START, START_SLOT, WAKE
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.scripts import RELEASE
 from django_redislock.exceptions import LockBackendError, LockError
@@ -217,6 +217,8 @@ class CeleryHistory(Worker):
                 del self.kept[what.keys[0]]
         elif script is LEAVE and reply:
             self.left.add((what.args[0].decode(), int(what.args[2])))
+        elif script in (PARK, WAKE) and isinstance(reply, bytes):
+            self._see_turn(what.keys[0], reply)
         if script is LEAVE and what.args[3]:
             kept_now = before is not None and before.startswith(b"%b\n%b\n" % (what.args[0], what.args[2]))
             if reply and what.args[4] and kept_now:  # else an earlier call did it
@@ -226,6 +228,16 @@ class CeleryHistory(Worker):
             self._note_end(what.keys[0], MARKER)
         elif script is CLAIM and what.args[3] == b"done" and reply > 0:
             self._note_end(what.keys[1], MARKER)
+
+    def _see_turn(self, parked: bytes, stored: bytes) -> None:
+        """See that a message is woken once, and none that was parked later than others."""
+        message = self.messages[int(stored.split()[0])]
+        if self.plan.calm and stored in self.woken:  # else a call may have been repeated
+            self.fail(f"{message} was woken twice")
+        self.woken.add(stored)
+        scores = (self.server.data.get(parked) or {}).values()
+        if any(score + 1 < message.since * 1e6 for score in scores):
+            self.fail(f"{message} was woken before one that had waited for longer")
 
     def see_loss(self, body: Body, began: float) -> None:
         lease, world = body.lease, self.world

@@ -90,9 +90,6 @@ def call(thread: Thread, method: Callable[..., Any], *args: Any, **kwargs: Any) 
 class Worker(History):
     """Workers, which are publishers, too."""
 
-    woken = 0
-    """How many parked messages were woken."""
-
     def __init__(self, plan: Plan) -> None:
         self.scope, self.policy, self.late = (plan.options[name] for name in ("scope", "policy", "late"))
         self.expire = plan.options["expire"]
@@ -101,6 +98,8 @@ class Worker(History):
         self.retried = itertools.count(1)
         """Numbers of the messages of retries: two runs of one message may both publish one."""
         self.bodies: list[Body] = []
+        self.woken: set[bytes] = set()
+        """The messages that were parked, as they were stored, and woken."""
         self.last_end: dict[str, float] = {}
         """By lock: when its last body ended."""
         self.kept: dict[bytes, tuple[bytes, float, int]] = {}
@@ -184,13 +183,13 @@ class Worker(History):
             yield from self._wake(thread, lock, lock.wake, forget=was_parked and not lock.parked and not lock.refused)
 
     def _wake(self, thread: Thread, lock: Any, method: Any, *args: Any, **kwargs: Any) -> Generator[Any, Any, None]:
-        """Publish the next version of the parked messages that the call returns."""
+        """Publish the next version of the parked message that the call returns."""
         try:
-            for stored in (yield from call(thread, method, *args, **kwargs)):
+            stored = yield from call(thread, method, *args, **kwargs)
+            if stored is not None:
                 number, version = map(int, stored.split())
                 message = self.messages[number]
                 self.world.tell(thread, f"wakes {message}")
-                self.woken += 1
                 self.deliver(message, 0.01, self.chance.randrange(self.plan.processes), version, None)
                 other = lock.with_delivery(Delivery("", message.delivery, True))
                 yield from call(thread, other.mark_processed, MARKER, version)

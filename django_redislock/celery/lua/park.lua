@@ -2,7 +2,7 @@
 -- KEYS  1 parked messages, 2 and up the lock, or all slots
 -- ARGV  1 what the ids of the message's executions begin with, 2 the time of its first conflict, 3 the message, 4 expiry
 --       (ms)
--- Returns the messages that are to be published.
+-- Returns the message that is to be published, or false.
 local parked, copies = KEYS[1], ARGV[1]
 local messages = parked .. ':messages'
 redis.call('ZADD', parked, ARGV[2], copies)
