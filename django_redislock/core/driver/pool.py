@@ -20,6 +20,15 @@ from .connection import Connection
 from .os_threads import OsEvent, Slot
 
 
+class Use:
+    """What a thread keeps while it has a connection, or is about to get one."""
+
+    __slots__ = ("__weakref__", "thread")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
 class ConnectionPool:
     """Lends connections to threads, `limit` of them at the same time.
 
@@ -29,8 +38,7 @@ class ConnectionPool:
     def __init__(self, limit: int, timeout: float, connect: Callable[[], Connection]) -> None:
         self.free: list[Connection] = []
         """The last one is lent next, so that the first ones become idle."""
-        self.users: set[int] = set()
-        """The threads that have a connection, or are about to get one."""
+        self._uses: dict[int, ref[Use]] = {}
         self._timeout = timeout
         self._connect = connect
         self._slots: list[Slot[ref[Connection]]] = [Slot() for _ in range(limit)]
@@ -40,6 +48,23 @@ class ConnectionPool:
         """The era of the connections that may be used; `distrust` begins another one."""
         self._waiters: list[_PoolWaiter] = []
         self._of_thread = threading.local()
+
+    def begin_use(self) -> Use | None:
+        """Note a use of this thread, until it ends or is forgotten; None if there is one already.
+
+        Forgotten: a set of threads kept those that a soft time limit had interrupted before they took themselves out.
+        They sent nothing ahead any more.
+        """
+        use = Use()
+        before = self._uses.get(use.thread)
+        if before is not None and before() is not None:
+            return None
+        self._uses[use.thread] = ref(use)
+        return use
+
+    def end_use(self, use: Use) -> None:
+        """Note that the use has ended."""
+        self._uses.pop(use.thread, None)
 
     def take(self) -> Connection:
         """Return a free connection; raises IndexError when there is none."""

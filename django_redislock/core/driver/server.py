@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import nullcontext
 from functools import partial
-from threading import get_ident
 from typing import Any, ClassVar, TypeVar
 
 from redis import Redis
@@ -40,7 +39,7 @@ from .effects import (
     WaitForWakeup,
 )
 from .kinds import inherited_settings, place_of, settings_of, sync_connection_kind
-from .pool import ConnectionPool
+from .pool import ConnectionPool, Use
 from .resp import NotPrimary
 from .sentinels import SentinelService
 from .wakeups import Refusal
@@ -126,15 +125,14 @@ class Server:
             return self._call(call)
 
     def _call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
-        pool, thread = self.pool, get_ident()
-        nested = thread in pool.users  # a signal handler, or a destructor, in the middle of a call
+        pool = self.pool
         connection, new = None, False
+        use = pool.begin_use()  # first, because a signal handler that interrupts this thread asks for it
         try:
-            pool.users.add(thread)  # first, because a signal handler that interrupts this thread asks for it
             try:
                 connection = pool.take()
             except IndexError:
-                connection = pool.wait(nested)
+                connection = pool.wait(nested=use is None)  # in a signal handler, or a destructor, amid a call
             if not connection.open:
                 new = True
                 self._open(connection)
@@ -149,8 +147,8 @@ class Server:
         finally:
             if connection is not None:
                 self._give_back(connection)
-            if not nested:
-                pool.users.discard(thread)
+            if use is not None:
+                pool.end_use(use)
 
     def send_ahead(self, call: ScriptCall) -> Callable[[], Any] | None:
         """Send a script on a connection that is open and free; None when there is none.
@@ -158,24 +156,25 @@ class Server:
         The returned function waits for the reply: call it once, in this thread. It raises what `call` raises, and
         NoScriptError.
         """
-        pool, thread = self.pool, get_ident()
-        if thread in pool.users or not pool.free:
+        pool = self.pool
+        # Until the reply: a call of this thread meanwhile must not wait for this connection.
+        use = pool.begin_use() if pool.free else None
+        if use is None:
             return None
         connection = None
         try:
-            pool.users.add(thread)  # until the reply: a call of this thread meanwhile must not wait for this connection
             connection = pool.take()
             connection.send_ahead(call)
-            return partial(self._receive, connection, call, thread)
+            return partial(self._receive, connection, call, use)
         except BaseException as error:
             if connection is not None:
                 connection.close()
-            self._end_sent_ahead(connection, thread)
+            self._end_sent_ahead(connection, use)
             if isinstance(error, (RedisError, IndexError)):
                 return None
             raise
 
-    def _receive(self, connection: Connection, call: ScriptCall, thread: int) -> Any:
+    def _receive(self, connection: Connection, call: ScriptCall, use: Use) -> Any:
         try:
             return connection.receive_for(call)
         except BaseException as error:
@@ -185,12 +184,12 @@ class Server:
                 connection.close()
             raise
         finally:
-            self._end_sent_ahead(connection, thread)
+            self._end_sent_ahead(connection, use)
 
-    def _end_sent_ahead(self, connection: Connection | None, thread: int) -> None:
+    def _end_sent_ahead(self, connection: Connection | None, use: Use) -> None:
         if connection is not None:
             self._give_back(connection)
-        self.pool.users.discard(thread)
+        self.pool.end_use(use)
 
     def _note_broken(self, error: ConnectionError) -> None:
         self.pool.free.clear()  # a server that went away took the idle connections with it
