@@ -23,9 +23,10 @@ PROMISED = 2.0
 """The same while something is wrong with others: a reservation that nobody claims, a roll call, two polls, and what
 packets take."""
 LOOK = 0.25
-WOKEN = 0.2
+WOKEN = 0.25
 """Seconds after the expiry of a lock within which its waiter tries, when nothing goes wrong: polling may hide that it
-slept for too long."""
+slept for too long. A lock may be held for 0.3 s only, and a waiter that asked while it was still reserved polls half a
+second after that: with 0.2 here, its answer came a millisecond too late."""
 LATEST = 8.0
 """Seconds that a renewal may be late at the server."""
 
