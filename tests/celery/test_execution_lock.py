@@ -110,11 +110,12 @@ def test_a_message_that_takes_its_lock_reports_its_fence_and_one_that_is_refused
 
 
 @pytest.mark.slow
-def test_a_thread_that_is_interrupted_at_any_point_of_sending_ahead_sends_ahead_again(client):
+def test_a_thread_that_is_interrupted_at_any_point_of_its_calls_sends_ahead_again(client):
     def message(name):
         return ExecutionLock(client, name, expire=30).with_name(name, id="task", auto_renewal=False)
 
     def send_ahead(point):
+        assert not message(f"interrupted {point}").owned()
         assert message(f"interrupted {point}").take_ahead()() is True
 
     def send_ahead_unanswered():
