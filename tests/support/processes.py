@@ -73,7 +73,7 @@ class PythonProcess:
             assert not ended, f"The process ended without {values}; it said {self.lines}\n{self.errors}"
             return None
 
-        line = wait_until(found, timeout, f"{values} from a process that said {self.lines}\n{self.errors}")
+        line = wait_until(found, timeout, lambda: f"{values} from a process that said {self.lines}\n{self.errors}")
         assert line is not None
         return line
 
