@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -28,8 +25,8 @@ BATCH = 250
 """Locks renewed in one call at most, so that the server is not kept busy for long: 2 ms or less."""
 SHORTEST_RETRY = 0.05
 """Seconds between two tries for an unanswered renewal; it doubles with each try."""
-LONGEST_REPORT = 1.0
-"""Seconds for which a process that ends waits for its reports."""
+REPORTER = "redislock-report"
+"""The name of the threads that report."""
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 0.25, 5.0
 """Seconds to wait for a reply: a quarter of the expiry, but within these and the client's own timeout."""
 
@@ -37,6 +34,8 @@ SHORTEST_PATIENCE, LONGEST_PATIENCE = 0.25, 5.0
 class Renewals:
     """The watched leases of one server: renewed until they are removed, lost, or not to be renewed any more."""
 
+    ending = False
+    """Whether the process ends; set for all."""
     _leases: dict[int, weakref.ref[Lease]]
     late = 0.0
     """Seconds between the time at which the watchdog meant to wake last, and the time at which it did."""
@@ -150,10 +149,6 @@ def patience_of(lease: Lease) -> float:
     return min(max(SHORTEST_PATIENCE, lease.expire / 4), LONGEST_PATIENCE)
 
 
-_reports: dict[object, int] = {}
-"""The reports that are under way, each with its process, because a forked child has none of its parent's threads."""
-_ending = False
-"""Whether the process ends."""
 _unknown: set[type] = set()
 """Types of acquirers whose end cannot be detected, and for which the warning about that was logged."""
 
@@ -185,34 +180,12 @@ def report(tell: Callable[[], None]) -> None:
     A handler that waited for a lock of its own stopped the watchdog, and every lock of the server was lost. When the
     process ends, nothing more is reported.
     """
-    token = object()
-
-    def run() -> None:
-        try:
-            tell()
-        finally:
-            _reports.pop(token, None)
-
-    if _ending:
+    if Renewals.ending:
         return
-    _reports[token] = os.getpid()
     try:
-        os_threads.start(run, "redislock-report")
+        os_threads.start(tell, REPORTER)
     except RuntimeError:  # no further thread can be started
-        run()
-
-
-@atexit.register
-def _wait_for_reports() -> None:
-    """Wait for the reports of this process, a second at most.
-
-    At its end Python stops such a thread at any line. A thread that was writing to stderr made Python abort.
-    """
-    global _ending
-    _ending = True
-    give_up = monotonic() + LONGEST_REPORT
-    while os.getpid() in list(_reports.values()) and monotonic() < give_up:
-        time.sleep(0.01)
+        tell()
 
 
 def _log_failures(names: list[str], error: str) -> None:

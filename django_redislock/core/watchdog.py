@@ -7,7 +7,9 @@ again until the deadline; a loss is reported, also of a lock that is not renewed
 
 from __future__ import annotations
 
+import atexit
 import math
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -22,13 +24,17 @@ from .driver import os_threads
 from .driver.os_threads import Slot
 from .driver.process import after_in_child
 from .lease import Lease
-from .renewals import Renewals, acquirer_ended, patience_of, report, report_not_renewed
+from .renewals import REPORTER, Renewals, acquirer_ended, patience_of, report, report_not_renewed
 
 if TYPE_CHECKING:
     from .driver.server import Server
 
 __all__ = ["ServerWatchdog", "acquirer_ended", "watchdog"]
 
+WATCHER = "redislock-watchdog"
+"""The name of the threads that watch."""
+LONGEST_END = 1.0
+"""Seconds for which a process that ends waits for its threads."""
 PAUSE_AFTER_ERROR = 0.05
 """Seconds."""
 LONGEST_SLEEP = 10.0
@@ -115,7 +121,7 @@ class ServerWatchdog(Renewals):
             if busy.substitute.put_if_empty(thread) is not thread:
                 return
             self._thread = thread
-            os_threads.start(partial(self._run, thread), "redislock-watchdog")
+            os_threads.start(partial(self._run, thread), WATCHER)
         except BaseException as error:
             # Perhaps a signal, at any point. A thread that never started would keep the place for ever, and then no
             # lock of the server was renewed any more. One that has started ends at once.
@@ -146,7 +152,7 @@ class ServerWatchdog(Renewals):
             # Without leases it still sleeps until the requested time: otherwise each short hold would have to start a
             # thread.
             soonest = min((lease.next_check for lease in leases), default=self._last_request)
-            if not leases and (soonest <= now or not rung):
+            if not leases and (soonest <= now or not rung or self.ending):
                 thread.busy = True
                 if self._leases:  # a lease was added at this moment
                     self._start_substitute(thread)
@@ -234,3 +240,22 @@ def _after_fork() -> None:
 
 
 after_in_child("watchdogs", _after_fork)
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Wait for the threads that report, and for those that watch no lock: these end now.
+
+    While Python finalizes, it stops each daemon thread as soon as that continues, at any line. A thread that was
+    writing to stderr made Python abort. So did one that woke after the last release: gevent's sockets had left a state
+    of greenlet in it, whose destructor Python 3.13 runs without the GIL.
+    """
+    Renewals.ending = True
+    servers = list(watchdog.of_servers)
+    for of_server in servers:
+        of_server._thread.event.set()
+    give_up = monotonic() + LONGEST_END
+    while monotonic() < give_up and (
+        os_threads.running(REPORTER) or os_threads.running(WATCHER) > sum(bool(each._leases) for each in servers)
+    ):
+        time.sleep(0.001)

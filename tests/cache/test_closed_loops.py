@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from django_redislock.core import renewals
+from django_redislock.core.driver import os_threads
+from django_redislock.core.renewals import REPORTER
 from django_redislock.core.watchdog import watchdog
 from tests.support import destroy_generators, until, wait_until, wait_until_collected
 from tests.support.cache_programs import cache_at, held, lease_elsewhere, waiters
@@ -56,4 +57,4 @@ def test_when_a_loop_is_closed_under_tasks_no_lease_stays(redis_url, backend, cl
     wait_until(lambda: not held(client), timeout=10)
     wait_until_collected(loop)
     # The watchdog's report of what is garbage may not come into the log of another test.
-    wait_until(lambda: not any(each._abandoned for each in watchdog.of_servers) and not renewals._reports)
+    wait_until(lambda: not any(each._abandoned for each in watchdog.of_servers) and not os_threads.running(REPORTER))

@@ -140,6 +140,21 @@ for _ in range(4):
 print(max(counts[2:]) <= counts[1] + 2, len(client.client_list()))
 """
 
+AT_THE_END = """
+{patch}
+import atexit, sys
+atexit.register(lambda: print(os_threads.running(WATCHER)))  # called after the functions that are registered later
+import redis
+from django_redislock.core import Lock
+from django_redislock.core.driver import os_threads
+from django_redislock.core.watchdog import WATCHER
+
+client = redis.Redis.from_url(sys.argv[1])
+with Lock(client, "a", expire=600):
+    pass
+print(os_threads.running(WATCHER))
+"""
+
 PATCHES = {
     "gevent": "from gevent import monkey; monkey.patch_all()\nimport gevent",
     "eventlet": "import warnings; warnings.simplefilter('ignore')\nimport eventlet; eventlet.monkey_patch()",
@@ -149,7 +164,7 @@ everywhere = pytest.mark.parametrize("kind", PATCHES)
 
 def run(kind, program, *args):
     ended = subprocess.run(
-        [sys.executable, "-c", program.format(patch=PATCHES[kind], spawn=f"{kind}.spawn"), *args],
+        [sys.executable, "-c", program.format(patch=PATCHES.get(kind, ""), spawn=f"{kind}.spawn"), *args],
         env=os.environ | {"PYTHONDEVMODE": ""},
         capture_output=True,
         text=True,
@@ -186,3 +201,9 @@ def test_the_watchdogs_thread_leaves_nothing_of_gevent_behind():
 def test_a_greenlet_that_computes_keeps_its_quorum_lock_and_greenlets_wait_for_it(server, kind):
     urls = [server.url_of_db(number) for number in range(3)]
     assert run(kind, QUORUM, *urls) == ("None []\n[0, 1, 2]\n", "")
+
+
+@pytest.mark.parametrize("kind", [*PATCHES, "threads"])
+def test_the_idle_watchdog_ends_before_python_finalizes(redis_url, kind):
+    """Python 3.13 aborted when the watchdog woke meanwhile: gevent had left a state of greenlet in its thread."""
+    assert run(kind, AT_THE_END, redis_url) == ("1\n0\n", "")

@@ -69,7 +69,7 @@ def test_a_process_that_ends_waits_for_the_report_that_is_under_way(redis_url, r
 
 def test_when_the_process_ends_no_report_starts(monkeypatch):
     told, before = [], set(threading.enumerate())
-    monkeypatch.setattr(renewals, "_ending", True)
+    monkeypatch.setattr(renewals.Renewals, "ending", True)
     renewals.report(lambda: told.append(1))
     assert set(threading.enumerate()) <= before
     assert not told

@@ -56,7 +56,8 @@ def queued(client: redis.Redis, name: str) -> int:
 def watchdogs_of(client: redis.Redis) -> int:
     """Return how many threads of this process watch the locks on the client's server."""
     found = [getattr(thread, "_target", None) for thread in threading.enumerate() if "watchdog" in thread.name]
-    return sum(isinstance(run, partial) and run.func.__self__ is server_of(client).watchdog for run in found)  # type: ignore[attr-defined]
+    runs: list[Any] = [target.args[0] for target in found if isinstance(target, partial)]  # an ended thread has none
+    return sum(run.func.__self__ is server_of(client).watchdog for run in runs)
 
 
 async def acquire_and_release(lock: AsyncLock | AsyncRLock) -> bool:

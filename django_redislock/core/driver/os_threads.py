@@ -12,12 +12,17 @@ the watchdog must be a real thread, woken by a real lock.
 from __future__ import annotations
 
 import _thread
+import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+_running: dict[object, tuple[int, str]] = {}
+"""The process and the name of each thread: a forked child has none of its parent's threads."""
 
 
 def _original(name: str) -> Any:
@@ -33,11 +38,22 @@ def _original(name: str) -> Any:
 
 def start(run: Callable[[], None], name: str) -> None:
     """Start a daemon thread of the operating system."""
-    start_new_thread = _original("start_new_thread")
-    if start_new_thread is None:
-        start_here(run, name)
-    else:
-        start_new_thread(_run, (run,))
+    token = object()
+    try:
+        _running[token] = os.getpid(), name
+        start_new_thread = _original("start_new_thread")
+        if start_new_thread is None:
+            start_here(partial(_run, run, token), name)
+        else:
+            start_new_thread(_run, (run, token))
+    except BaseException:
+        _running.pop(token, None)
+        raise
+
+
+def running(name: str) -> int:
+    """Return how many threads with this name `start` has started in this process that have not ended."""
+    return list(_running.values()).count((os.getpid(), name))
 
 
 def start_here(run: Callable[[], None], name: str, daemon: bool = True) -> None:
@@ -49,11 +65,14 @@ def start_here(run: Callable[[], None], name: str, daemon: bool = True) -> None:
         raise error.__context__ or error from None
 
 
-def _run(run: Callable[[], None]) -> None:
+def _run(run: Callable[[], None], token: object) -> None:
     try:
         run()
     finally:
-        _end_hub()
+        try:
+            _end_hub()
+        finally:
+            _running.pop(token, None)
 
 
 def _end_hub() -> None:
