@@ -50,8 +50,8 @@ class NestedHistory(History):
     def __init__(self, plan: Plan) -> None:
         self.needs = NEEDS[plan.options["needs"]]
         self.computed = dict.fromkeys(KEYS, 0)
-        self.busy = 0
-        """How many threads do something else than wait for a value."""
+        self.busy = len(plan.threads)
+        """How many threads do something else than wait for a value, or have not started yet."""
         self.began = 0
         """How often somebody began to do something."""
         super().__init__(plan)
@@ -78,6 +78,7 @@ class NestedHistory(History):
 
     def program(self, thread: Thread, plan: ThreadPlan) -> Generator[Any, Any, Any]:
         """Get values, one after another."""
+        self._wait_from_now_on()
         for step in plan.steps:
             try:
                 yield self._get(thread, plan, step, (step.key,))
@@ -118,10 +119,13 @@ class NestedHistory(History):
         return key
 
     def _do_something(self, seconds: float) -> Generator[Any, Any, None]:
-        """Take some time. When nobody does so any more, somebody has what it waits for soon."""
         self.busy += 1
         self.began += 1
         yield Sleep(seconds)
+        self._wait_from_now_on()
+
+    def _wait_from_now_on(self) -> None:
+        """Note that a thread only waits now. When all do, somebody has what it waits for soon."""
         self.busy -= 1
         # Who finds a stored value tells nothing, but goes on with something.
         happened, began = len(self.world.story), self.began
