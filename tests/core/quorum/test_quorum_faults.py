@@ -216,6 +216,7 @@ def test_a_restart_with_its_data_keeps_the_lock_of_that_server(clients):
     with RedisServer(appendonly="yes", appendfsync="always") as durable, durable.client() as client:
         lock = QuorumLock([client, *clients[:2]], "a", expire=20)
         with lock:
+            wait_until(lambda: len(lock._visible_lease().held()) == 3)  # two suffice, and this one may be slow
             durable.kill()
             durable.start()
             assert held_on([client]) == [1]
