@@ -40,6 +40,7 @@ except ImportError as error:
 log = logging.getLogger("demo")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOGIN = "demo"  # the name and the password
+CHILDREN = 4  # of the worker: more than the limit of the task that has one
 
 
 class Demo:
@@ -52,7 +53,7 @@ class Demo:
         """Host and port of each process of the site."""
 
     def start(self, port: int) -> None:
-        """Start Valkey, two processes of the site, and a worker with two children."""
+        """Start Valkey, two processes of the site, and a worker with its children."""
         os.environ |= {
             "REDIS_URL": self.start_valkey(),
             "DATABASE": str(self.directory / "db.sqlite3"),
@@ -62,7 +63,7 @@ class Demo:
             "TMPDIR": str(self.directory),  # a child that is killed leaves its temporary files here
         }
         sites = [self.run_site(1, port), self.run_site(2, 0)]
-        self.worker = self.run_celery("worker", "--pool", "prefork", "--concurrency", 2, "--without-mingle")
+        self.worker = self.run_celery("worker", "--pool", "prefork", "--concurrency", CHILDREN, "--without-mingle")
 
         django.setup()
         from django.core.management import call_command
@@ -128,6 +129,7 @@ class Demo:
             row("10 processes want to migrate at once", main_job.migrations, self.migrations),
             row("40 clients ask for a cold report", main_job.clients_on_a_cold_report, self.addresses),
             row("20 publishes of one task at once", main_job.simultaneous_publishes),
+            row("20 messages of a task with a limit of 2", main_job.limited_task, CHILDREN),
         ]
         # Not before: with one worker busy for beat, the duplicates above would wait until they are none any more.
         self.start_beat()
@@ -228,7 +230,8 @@ def run(demo: Demo, port: int) -> bool:
     """Start everything, run the main job, and return whether all of it held."""
     started = time.monotonic()
     demo.start(port)
-    say(f"Started in {time.monotonic() - started:.1f} s: Valkey, 2 processes of the site, a worker with 2 children.")
+    processes = f"Valkey, 2 processes of the site, a worker with {CHILDREN} children"
+    say(f"Started in {time.monotonic() - started:.1f} s: {processes}.")
     versions = f"Python {platform.python_version()}, Django {django.__version__}, Celery {celery.__version__}"
     say(f"({versions}, {os.cpu_count()} CPUs)\n")
     held = demo.run_main_job()

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import psutil
@@ -21,7 +22,7 @@ from django.core.cache import cache
 
 from clock_changes import journal
 from clock_changes.reports import cache_key
-from clock_changes.tasks import rebuild_report
+from clock_changes.tasks import rebuild_report, send_report
 from django_redislock import LockLost, TaskAlreadyRunning, lock
 from django_redislock.core import LockInfo
 from processes import Failed, Process, wait_until
@@ -90,6 +91,33 @@ def simultaneous_publishes() -> Outcome:
         "ran: 1, refused: 19, all naming the task that ran",
         [f"ran: {computed}, refused: {len(refused)}, naming the one that ran: {len(named)}"]
         + [f"each one names {refusal.holder}" for refusal in named[:1]],
+    )
+
+
+def limited_task(children: int) -> Outcome:
+    for task in [send_report.delay(number) for number in range(20)]:
+        task.get(timeout=60, propagate=False)
+    return judge_limit(journal.sendings(), messages=20, limit=2, children=children)
+
+
+def judge_limit(notes: list[tuple[str, int]], messages: int, limit: int, children: int) -> Outcome:
+    """Tell from the notes of the runs whether each message ran once, never more than the limit at once, and in order.
+
+    A worker gives the messages to its children in order, and each child asks for a slot by itself. So a message may be
+    passed by those that the other children have at that moment, but by no more: who asks first is served first.
+    """
+    begun, ended = ([number for what, number in notes if what == wanted] for wanted in ("begun", "ended"))
+    ran = sum(begun.count(number) == ended.count(number) == 1 for number in range(messages))
+    most = max(accumulate(1 if what == "begun" else -1 for what, _ in notes), default=0)
+    passed = max((sum(later > number for later in begun[:n]) for n, number in enumerate(begun)), default=0)
+    in_order = passed < children
+    return Outcome(
+        (ran, len(begun), most) == (messages, messages, limit) and in_order,
+        f"messages: {messages}, ran once: {messages}, most at once: {limit}, in order: yes",
+        [
+            f"messages: {messages}, ran once: {ran}, most at once: {most}, in order: {'yes' if in_order else 'no'}",
+            f"{children} children ask, each by itself: no message was passed by more than {passed} later ones",
+        ],
     )
 
 

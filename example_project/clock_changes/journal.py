@@ -12,6 +12,7 @@ from django_redis import get_redis_connection
 
 LINES = "clock_changes:journal"
 LONGEST = "clock_changes:journal:longest"
+SENT = "clock_changes:journal:sent"
 
 
 def count(year: int, asked_by: str, what: str) -> None:
@@ -34,6 +35,17 @@ def count_waited(year: int, asked_by: str, seconds: float) -> None:
 def runs(year: int, asked_by: str) -> int:
     """Return how many computations were begun."""
     return int(get_redis_connection().hget(f"{LINES}:{year}:{asked_by}", "begun") or 0)
+
+
+def note_sending(what: str, subscriber: int) -> None:
+    """Note that sending to a subscriber was "begun" or "ended". The server puts the notes of all processes in order."""
+    get_redis_connection().rpush(SENT, f"{what} {subscriber}")
+
+
+def sendings() -> list[tuple[str, int]]:
+    """Return all these notes, the oldest first."""
+    notes = (note.decode().split() for note in get_redis_connection().lrange(SENT, 0, -1))
+    return [(what, int(subscriber)) for what, subscriber in notes]
 
 
 def lines(length: int = 5) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,17 @@ def rebuild_report(self: Task, year: int, step_minutes: int = 60) -> dict[str, A
     still_mine()
     cache.set(cache_key(year), report, LIFE)
     return {"pid": report.pid, "seconds": report.seconds, "transitions": len(report.transitions)}
+
+
+# The service that sends bears two at once, whichever worker asks; the others wait in their worker, first come, first
+# served. The key is empty, because all subscribers share the limit.
+@shared_task(name="send_report")
+@single_instance(key=[], limit=2, on_conflict="wait")
+def send_report(subscriber: int) -> None:
+    """Send the report to a subscriber; what would take the time is only pretended."""
+    journal.note_sending("begun", subscriber)
+    time.sleep(0.2)
+    journal.note_sending("ended", subscriber)
 
 
 @receiver(lock_conflict)

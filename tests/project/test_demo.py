@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -109,10 +110,11 @@ def test_the_demo_holds_and_serves_until_ctrl_c_and_leaves_nothing_behind(
     with socket.create_server(("127.0.0.1", 0)) as taken:  # a taken port is no error
         demo = start_demo("--serve", "--port", taken.getsockname()[1])
         wait_until(lambda: demo.said("Ctrl-C ends"), timeout=180)
-        assert demo.text.count("  ok  ") == 6, demo.text
+        assert demo.text.count("  ok  ") == 7, demo.text
         text = " ".join(demo.text.split())  # its lines are as wide as the terminal
         assert "computed: 1, waited: 39" in text
         assert "ran: 1, refused: 19, naming the one that ran: 19" in text
+        assert "messages: 20, ran once: 20, most at once: 2, in order: yes" in text
         assert "All of it held" in demo.text
         address = re.search(r"The site +http://127\.0\.0\.1:(\d+)/ ", demo.text)
         assert address is not None
@@ -147,7 +149,7 @@ def test_the_demo_ended_early_leaves_no_process_behind(start_demo: Callable[...,
         pytest.skip("only Linux tells the children")
     demo = start_demo("--port", free_port())
     wait_until(lambda: demo.said("Started in"), timeout=150)
-    assert len(demo.alive()) >= 7  # itself, Valkey, two processes of the site, the worker and its two children
+    assert len(demo.alive()) >= 9  # itself, Valkey, two processes of the site, the worker and its four children
     demo.process.send_signal(number)
     assert demo.process.wait(timeout=90) == (-number if number == signal.SIGKILL else 128 + number), demo.text
     demo.wait_gone(20 if number == signal.SIGKILL else BUSY)
@@ -182,3 +184,37 @@ def test_a_row_that_does_not_hold_says_what_was_expected_and_what_came(
         ["Worse", "FAILED", "expected", "no", "error"],
         ["came", "ValueError:", "no", "such", "thing"],
     ]
+
+
+def test_the_row_of_the_limit_fails_when_a_message_did_not_run_too_many_ran_at_once_or_the_order_was_another() -> None:
+    """Four messages, a limit of 2, and two children: +1 is the begin of the message 1, and -1 its end."""
+    expected = {
+        "+0 +1 -0 +2 -1 +3 -2 -3": (True, "ran once: 4, most at once: 2, in order: yes"),
+        "+1 +0 -0 +3 -1 +2 -2 -3": (True, "ran once: 4, most at once: 2, in order: yes"),
+        "+0 +1 -0 +2 +3 -1 -2 -3": (False, "ran once: 4, most at once: 3, in order: yes"),
+        "+0 -0 +1 -1 +2 -2 +3 -3": (False, "ran once: 4, most at once: 1, in order: yes"),
+        "+0 +1 -0 +2 -1 -2": (False, "ran once: 3, most at once: 2, in order: yes"),
+        "+0 +1 -0 +2 -1 +3 -2": (False, "ran once: 3, most at once: 2, in order: yes"),
+        "+0 +1 -0 +2 -1 +3 -2 -3 +3 -3": (False, "ran once: 3, most at once: 2, in order: yes"),
+        "+0 +1 -0 +2 -1 +3 -2 -3 +4 -4": (False, "ran once: 4, most at once: 2, in order: yes"),
+        "+1 +2 -1 +0 -2 +3 -0 -3": (False, "ran once: 4, most at once: 2, in order: no"),
+        "": (False, "ran once: 0, most at once: 0, in order: yes"),
+    }
+    names = {"+": "begun", "-": "ended"}
+    notes = [[(names[note[0]], int(note[1:])) for note in text.split()] for text in expected]
+    code = (
+        "import json, sys, django; django.setup(); import main_job;"
+        "print(json.dumps([main_job.judge_limit(notes, 4, 2, 2) for notes in json.load(sys.stdin)]))"
+    )
+    env = environment(DJANGO_SETTINGS_MODULE="config.settings", PYTHONPATH=f"{PROJECT}:{PROJECT.parent}")
+    output = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        input=json.dumps(notes),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    came = [(held, lines[0].removeprefix("messages: 4, ")) for held, _, lines in json.loads(output)]
+    assert came == list(expected.values())
