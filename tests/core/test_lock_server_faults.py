@@ -23,6 +23,7 @@ from tests.support import (
     find_program,
     lived,
     queued,
+    side_by_side,
     wait_until,
     within,
 )
@@ -32,14 +33,14 @@ pytestmark = pytest.mark.processes
 
 def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(make_lock, own_server):
     with own_server.client() as client:
-        holder = make_lock(client, "a", expire=6)
+        holder = make_lock(client, "a", expire=3)
         holder.acquire()
         got = []
         thread = threading.Thread(target=lambda: got.append(make_lock(client, "a").acquire(timeout=30)))
         thread.start()
         wait_until(lambda: queued(client, "a") == 1)
         own_server.restart(keep_data=True)
-        lived(3)
+        lived(2)
         assert holder.owned()
         assert not got
         holder.release()
@@ -112,12 +113,12 @@ def test_lost_data_is_told_within_one_renewal(make_lock, own_server, fault):
 
 def test_a_freeze_shorter_than_the_life_loses_nothing(make_lock, own_server):
     with own_server.client() as client:
-        lock = make_lock(client, "a", expire=4)
+        lock = make_lock(client, "a", expire=2)
         with lock:
             own_server.pause()
-            lived(1.8)
+            lived(0.8)  # its renewal falls into it
             own_server.resume()
-            lived(3)
+            lived(1.7)
             assert lock.owned()
             lock.raise_if_lost()
 
@@ -125,10 +126,10 @@ def test_a_freeze_shorter_than_the_life_loses_nothing(make_lock, own_server):
 def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(make_lock, own_server):
     told = []
     with own_server.client() as client, own_server.client() as other:
-        lock = make_lock(client, "a", expire=3, on_lost=told.append)
+        lock = make_lock(client, "a", expire=2, on_lost=told.append)
         with lock:
-            other.client_pause(1200, all=True)
-            lived(4)
+            other.client_pause(800, all=True)
+            lived(2.5)
             assert lock.owned()
             lock.raise_if_lost()
         assert not told
@@ -193,11 +194,20 @@ def test_every_call_comes_back_from_a_black_hole(make_lock, own_server, socket_t
         held = make_lock(client, "held", expire=2)
         held.acquire()
         proxy.black_hole()
-        with within(timeout + 0.5), pytest.raises(LockBackendError):
-            make_lock(client, "a").acquire(blocking=False)
-        with within(0.3 + timeout + and_asked + 0.5), pytest.raises(LockBackendError):
-            make_lock(client, "a").acquire(timeout=0.3)
-        with within(timeout + and_asked + 0.5), pytest.raises((LockBackendError, LockLost)):
+
+        def ask():
+            with within(timeout + 0.5), pytest.raises(LockBackendError):
+                make_lock(client, "a").acquire(blocking=False)
+
+        def wait():
+            with within(0.3 + timeout + and_asked + 0.5), pytest.raises(LockBackendError):
+                make_lock(client, "a").acquire(timeout=0.3)
+
+        with (
+            side_by_side(ask, wait),
+            within(timeout + and_asked + 0.5),
+            pytest.raises((LockBackendError, LockLost)),
+        ):
             held.release()
         proxy.heal()
         with make_lock(client, "a", timeout=5):

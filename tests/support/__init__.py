@@ -18,6 +18,7 @@ from .locks import (
     names_together,
     queue_of,
     queued,
+    side_by_side,
     wait_in_a_thread,
     watchdogs_of,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "say",
     "server_of_key",
     "servers_of",
+    "side_by_side",
     "sqlite_file",
     "until",
     "using_databases",

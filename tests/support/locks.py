@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice
@@ -83,6 +84,16 @@ def in_threads(number: int, work: Callable[[int], object]) -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
+
+
+@contextmanager
+def side_by_side(*works: Callable[[], object]) -> Iterator[None]:
+    """Call the functions in a thread each while the block runs, so that all wait at once; raise what one has raised."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        calls = [pool.submit(work) for work in works]
+        yield
+        for each in calls:
+            each.result()
 
 
 @contextmanager
