@@ -10,6 +10,7 @@ was published again.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
@@ -53,6 +54,8 @@ LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
 CLAIM = Script("claim", "message", home=__package__)
 DONE = Script("done", home=__package__)
 DUPLICATE = Script("duplicate", "counts", home=__package__)
+REPLACE = Script("replace", "receipts", home=__package__)
+BEGIN = Script("begin", "receipts", "handover", home=__package__)
 
 _json = json.JSONEncoder().encode
 
@@ -129,9 +132,7 @@ class MessageLease(Lease):
         if MessageLease.confirming_pid != process.pid:
             self.published.clear()  # a forked child has its parent's
             MessageLease.confirming_pid = process.pid
-            Finalize(
-                None, confirm_published, exitpriority=0
-            )  # also in children of multiprocessing, where atexit is not
+            Finalize(None, confirm_published, exitpriority=0)  # atexit is not called in children of multiprocessing
         now = monotonic()
         self.published.add(self)
         self.expire = max(expire - (now - self.acquired) - CONFIRM_AFTER, PUBLISH_EXPIRE + 0.001)
@@ -276,6 +277,27 @@ class ExecutionLock(Lock):
         holder = parse(self.name, *reply) if isinstance(reply, list) else None
         return None if holder is None else holder.info
 
+    def replace_arguments(self, holder: LockInfo, newest: bytes) -> bool:
+        """Give the waiting message that holds the lock these arguments; False when it does not hold it any more.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
+        receipt = b"newest " + os.urandom(8).hex().encode()  # because a repeated call must not undo a newer one
+        args = (holder.id.encode(), b"%d" % holder.fence, base64.b64encode(newest), receipt)
+        return bool(self._server.run(self._reply_to(ScriptCall(REPLACE, (self._keys.lock, self._keys.receipts), args))))
+
+    def begin(self, delivery: Delivery, keep: float) -> tuple[bool, bytes | None]:
+        """Release the lock of a message whose execution begins. Return whether the message held it until now, and the
+        newest arguments that it was given, if any; its copies find them for `keep` seconds.
+
+        Raises LockBackendError when Redis cannot answer.
+        """
+        keys, arguments = self._keys, arguments_key(self._keys, delivery)
+        args = ((self._given_id or "").encode(), keys.name, milliseconds(keep))
+        call = ScriptCall(BEGIN, (keys.lock, keys.held, keys.queue, keys.receipts, arguments), args)
+        _, (waited, newest) = self._server.run(with_retries(self.name, call, 0.0))
+        return bool(waited), None if newest is None else base64.b64decode(newest)
+
     def claim(self, expire: float, state: Literal["ending", "done"]) -> bool:
         """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been
         processed.
@@ -290,7 +312,7 @@ class ExecutionLock(Lock):
         claim, is_slot = os.urandom(4).hex().encode(), b"1" if self.is_slot else b""
         args = (*_copies(delivery), claim, state.encode(), milliseconds(expire), is_slot)
         reply = self._server.run(
-            self._write_marker(ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args))
+            self._reply_to(ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args))
         )
         return self._note_reply(reply)
 
@@ -303,9 +325,9 @@ class ExecutionLock(Lock):
         if self.delivery is not None and self.delivery.message:
             state = b"done" if version is None else b"%d" % version
             args = (state, milliseconds(expire), b"" if alone else b"1")
-            self._server.run(self._write_marker(ScriptCall(DONE, (marker_key(self._keys, self.delivery),), args)))
+            self._server.run(self._reply_to(ScriptCall(DONE, (marker_key(self._keys, self.delivery),), args)))
 
-    def _write_marker(self, call: ScriptCall) -> Operation[int]:
+    def _reply_to(self, call: ScriptCall) -> Operation[int]:
         _, reply = yield from with_retries(self.name, call, 0.0)
         return int(reply)
 
@@ -427,6 +449,10 @@ class SlotExecutionLock(Slots, ExecutionLock):
 
 def marker_key(keys: LockKeys, delivery: Delivery) -> bytes:
     return keys.held.removesuffix(b"held") + b"done:" + delivery.message.encode()
+
+
+def arguments_key(keys: LockKeys, delivery: Delivery) -> bytes:
+    return keys.held.removesuffix(b"held") + b"arguments:" + delivery.message.encode()
 
 
 def _copies(delivery: Delivery) -> tuple[bytes, bytes]:

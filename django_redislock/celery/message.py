@@ -24,13 +24,15 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from django.db.models import Model
 from django.utils.timezone import get_default_timezone
 from django.views.debug import get_default_exception_reporter_filter
+from kombu import serialization
 
 from ..core import events
 from ..core.clock import monotonic
 from ..core.validation import MAX_SECONDS
+from ..exceptions import LockBackendError
 from ..name_template import by_name
 from ..task_names import waiting_id
-from .execution_lock import Delivery
+from .execution_lock import Delivery, ExecutionLock, leave_queue
 
 KEY_HEADER = "single_instance_key"
 """The key of a message, so that producers and workers of different versions agree."""
@@ -105,10 +107,15 @@ def delivery_of(request: Context) -> Delivery:
         return Delivery(id)
     # A message that was published without us is identified by kombu's delivery tag. RabbitMQ has none; it flags copies.
     message = header(request, MESSAGE_HEADER) or (request.properties or {}).get("delivery_tag") or ""
-    again = (request.delivery_info or {}).get("redelivered") or header(request, REDELIVERED_HEADER)
+    again = redelivered(request) or header(request, REDELIVERED_HEADER)
     version = header(request, VERSION_HEADER)
     common = f"{id}:{request.retries}:{waiting_id(str(message)) if message else ''}"
     return Delivery(id, common, bool(message or again), version if isinstance(version, int) else 0)
+
+
+def redelivered(request: Context) -> bool:
+    """Return whether the broker says that it delivered the message before."""
+    return bool((request.delivery_info or {}).get("redelivered"))
 
 
 def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[str, Any]:
@@ -120,6 +127,58 @@ def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[s
         tag = (request.properties or {}).get("delivery_tag")
         ours |= {MESSAGE_HEADER: tag} if tag else {REDELIVERED_HEADER: delivery.known}
     return with_ours(request.as_execution_options()["headers"], ours)
+
+
+def pack_arguments(args: Any, kwargs: Any, serializer: str) -> bytes:
+    """Return the arguments of a duplicate, for the message that waits in its place."""
+    content_type, encoding, body = serialization.dumps((tuple(args or ()), kwargs or {}), serializer)
+    return f"{content_type} {encoding}\n".encode() + (body.encode() if isinstance(body, str) else body)
+
+
+def unpack_arguments(packed: bytes, request: Context | None, app: Celery) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments that were packed, and put them into the request: a retry and the hooks of the task get them.
+
+    Raises ContentDisallowed when the worker does not accept their serializer.
+    """
+    kind, _, body = packed.partition(b"\n")
+    content_type, encoding = kind.decode().split()
+    accepted = serialization.prepare_accept_content(app.conf.accept_content)
+    args, kwargs = serialization.loads(body, content_type, encoding, accept=accepted)
+    if request is not None:
+        own: Any = request
+        own.args[:] = args  # in place, because the tracer gives the same objects to hooks and to signals
+        own.kwargs.clear()
+        own.kwargs.update(kwargs)
+    return args, kwargs
+
+
+def begin(
+    queued: ExecutionLock, delivery: Delivery | None, request: Context | None, options: TaskOptions, keep: float
+) -> bytes | None:
+    """Release the lock of a message whose execution begins, and return the arguments of its newest duplicate, packed;
+    None: it has its own. Its copies find them for `keep` seconds.
+
+    Raises LockBackendError when Redis does not answer, and may have such arguments.
+    """
+    if request is None or delivery is None or request.is_eager:
+        leave_queue(queued)
+        return None
+    replaces = options.on_duplicate == "replace"
+    try:
+        waited, newest = queued.begin(delivery, keep)
+    except LockBackendError:
+        if replaces:
+            raise
+        leave_queue(queued)
+        return None
+    may_have_none = redelivered(request) or request.retries or request.parent_id  # a copy, a retry, part of a canvas
+    if replaces and not waited and newest is None and not may_have_none:
+        events.log.warning(
+            "%s held no lock any more: it expired, was force-released, was lost by Redis, or another message had it. "
+            "The task runs with the message's own arguments; those of later duplicates may be lost.",
+            queued.label,
+        )
+    return newest
 
 
 def marker_expire(app: Celery, queue_life: float) -> float:
@@ -146,6 +205,8 @@ MAX_ARGUMENTS_LENGTH = 300
 
 
 if TYPE_CHECKING:
+    from .options import TaskOptions
+
     _AsyncResult = AsyncResult[Any]
 else:
     _AsyncResult = AsyncResult  # Celery 5.6 defines no type arguments for it

@@ -51,10 +51,11 @@ class SingleInstanceOptions(TypedDict, total=False):
     """Seconds that ``on_conflict="wait"`` waits before it raises."""
     skip_result: Any
     """The result of a task that ``on_conflict="skip"`` skipped."""
-    on_duplicate: Literal["return", "raise"]
+    on_duplicate: Literal["return", "raise", "replace"]
     """What publishing a duplicate does where the scope begins with it: return the holder's result as a
-    `DuplicateResult`, or raise TaskAlreadyRunning. A message that has an id already (a member of a canvas, a retry) is
-    published in any case."""
+    `DuplicateResult`, or raise TaskAlreadyRunning. "replace", for the scopes "queued" and "queued+run", returns it and
+    lets the waiting message run with the duplicate's arguments. A message that has an id already (a member of a canvas,
+    a retry) is published in any case."""
     queue_life: Seconds
     """Seconds that a message holds the lock at most while it waits in its queue; more by its countdown, less by its
     expiry."""
@@ -140,13 +141,24 @@ class Declaration:
 def complete(given: Mapping[str, Any], settings: conf.Settings) -> TaskOptions:
     """Return the options given, and the rest from the settings. Raises ValueError when they do not fit together."""
     options = {**vars(settings.celery), **given}
-    check_scope(options)
+    check_scope({**options, "on_duplicate": given.get("on_duplicate")})  # the setting is for the tasks that it fits
     return TaskOptions(settings=settings, **options)
 
 
 def check_scope(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options of runs in a scope that holds the lock of a run while its message waits."""
+    """Raise ValueError for options that do not fit the scope, or the key."""
     scope = options.get("scope", "run")
+    if options.get("on_duplicate") == "replace":
+        if "scope" in options and scope not in ("queued", "queued+run"):
+            raise ValueError(
+                "on_duplicate='replace' is about the arguments of a waiting message, so it needs scope='queued' or "
+                f"scope='queued+run', not {scope!r}"
+            )
+        if options.get("key", "") is None:
+            raise ValueError(
+                "on_duplicate='replace' needs a key without the arguments that are replaced: with key=None, the "
+                "arguments of a duplicate are the same"
+            )
     for name in OWN:
         if options.get(name) is not None and scope not in ("run", "queued+run"):
             raise ValueError(f"{name} is about runs, so it needs scope='run' or scope='queued+run', not {scope!r}")

@@ -1,10 +1,4 @@
-"""A single-instance task before it runs: its key, its locks, and its publication.
-
-A message may be made while Redis answers: the acquisition is sent, Celery makes the message, then the answer is read.
-That saves one round trip of two. When the lock is not acquired, an exception leaves Celery's functions, so this is done
-only where they are Celery's own: a tracer that wraps them, as Sentry does, would record a failure. It does not reach a
-producer of kombu, which would close its connection to the broker.
-"""
+"""A single-instance task before it runs: its key, its locks, and its publication."""
 
 from __future__ import annotations
 
@@ -12,13 +6,11 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from celery import Celery, Task
-from celery.app import base as app_module, task as task_module
+from celery import Task
 from celery.app.task import Context
 from celery.result import AsyncResult
 from celery.utils import uuid
@@ -53,12 +45,14 @@ from .message import (
     log_level_of,
     marker_expire,
     new_message,
+    pack_arguments,
     published_again,
     waiting_expire,
     warn_dropped_callbacks,
     with_ours,
 )
 from .options import TaskOptions
+from .publish_ahead import is_celerys_own, publish_ahead
 
 DIRECT = "direct call"
 """Stands for the id in the label of a call that has none."""
@@ -141,12 +135,15 @@ class PublishingMixin(_Task):
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         ours = self._options
         key = self._key(bound, ours)
+        newest = partial(
+            pack_arguments, args, kwargs, options.get("serializer") or self.serializer or self.app.conf.task_serializer
+        )
         publish = super().apply_async
         known = task_id is not None
         begins_here = ours.scope != "run" and not self.app.conf.task_always_eager
         if begins_here and not known and self._published_in_a_row < AHEAD_AFTER:
             # A message that is refused costs much less before it is made. So after a duplicate Redis is asked first.
-            duplicate = self._prevented(key, ours)
+            duplicate = self._prevented(key, ours, newest)
             if duplicate is not None:
                 warn_dropped_callbacks(self.name, duplicate.id, options)
                 return duplicate
@@ -156,7 +153,7 @@ class PublishingMixin(_Task):
         # A message with a given id is always published, because a canvas, or the caller of a retry, waits for that id.
         options["task_id"] = task_id = task_id or uuid()
         lock = self._waiting_lock(key, task_id, ours, options, shown or describe_arguments(bound))
-        result = self._publish_under(lock, ours, known, partial(publish, args, kwargs), producer, options)
+        result = self._publish_under(lock, ours, known, partial(publish, args, kwargs), newest, producer, options)
         if isinstance(result, DuplicateResult):
             warn_dropped_callbacks(self.name, result.id, options)
         else:
@@ -178,6 +175,7 @@ class PublishingMixin(_Task):
         ours: TaskOptions,
         known: bool,
         publish: partial[AsyncResult[Any]],
+        newest: Callable[[], bytes],
         producer: Any,
         message: dict[str, Any],
     ) -> AsyncResult[Any]:
@@ -189,7 +187,7 @@ class PublishingMixin(_Task):
             else:
                 own = producer is not None or not _OWN_PRODUCER.isdisjoint(message)
                 ahead = not own and is_celerys_own(self.app, publish.func)
-                result = self._claim(lock, ours, partial(publish, **message) if ahead else None)
+                result = self._claim(lock, ours, newest, partial(publish, **message) if ahead else None)
             if result is None:
                 result = publish(producer=producer, **message)
             lock.settle(published=not isinstance(result, DuplicateResult))
@@ -200,21 +198,25 @@ class PublishingMixin(_Task):
                 release_quietly(lock)
             raise
 
-    def _prevented(self, key: str, options: TaskOptions) -> DuplicateResult | None:
+    def _prevented(self, key: str, options: TaskOptions, newest: Callable[[], bytes]) -> DuplicateResult | None:
         """Return the result of the holder of the lock, None when the lock is not held or its holder has ended."""
         lock = options.lock.with_name(self._waiting_name(key, options.scope), label=self.name)
         try:
             holder = lock.prevented_by()
+            if holder is None or self._has_ended(holder):
+                return None
+            return self._duplicate(lock, holder, options, newest)
         except LockBackendError:
             if options.on_backend_error != "run":
                 raise
             return None
-        if holder is None or self._has_ended(holder):
-            return None
-        return self._duplicate(lock, holder, options)
 
     def _claim(
-        self, lock: ExecutionLock, options: TaskOptions, send: Callable[..., Any] | None
+        self,
+        lock: ExecutionLock,
+        options: TaskOptions,
+        newest: Callable[[], bytes],
+        send: Callable[..., Any] | None,
     ) -> AsyncResult[Any] | None:
         """Take the lock for a message and `send` it, or return the result of the holder; None when it is to be sent."""
         try:
@@ -224,7 +226,12 @@ class PublishingMixin(_Task):
             if acquired is None and lock.take(fresh=True):
                 return None
             holder = self._holder(lock, lock.prevented_by())
-            return None if holder is None else self._duplicate(lock, holder, options)
+            while holder is not None:
+                duplicate = self._duplicate(lock, holder, options, newest)
+                if duplicate is not None:
+                    return duplicate
+                holder = self._holder(lock, None)  # its message began before it could be given other arguments
+            return None
         except LockBackendError as error:
             self._without_lock(lock, options, error)
             return None
@@ -256,8 +263,16 @@ class PublishingMixin(_Task):
             holder = None if lock.take() else lock.owner()
         return holder
 
-    def _duplicate(self, lock: ExecutionLock, holder: LockInfo, options: TaskOptions) -> DuplicateResult:
-        """Return the result of the message that holds the lock."""
+    def _duplicate(
+        self, lock: ExecutionLock, holder: LockInfo, options: TaskOptions, newest: Callable[[], bytes]
+    ) -> DuplicateResult | None:
+        """Return the result of the message that holds the lock; None when it was to get the newest arguments and does
+        not wait any more."""
+        task_id = self._task_id_of(holder)
+        foreign = task_id in (holder.label, DIRECT)
+        replaces = options.on_duplicate == "replace" and options.scope != "job" and not foreign
+        if replaces and not lock.replace_arguments(holder, newest()):
+            return None
         self._published_in_a_row = 0
         events.emit(
             "conflict",
@@ -273,8 +288,7 @@ class PublishingMixin(_Task):
             task_id=None,
             on_conflict=options.on_duplicate,
         )
-        task_id = self._task_id_of(holder)
-        if options.on_duplicate == "raise" or task_id in (holder.label, DIRECT):
+        if options.on_duplicate == "raise" or foreign:
             raise TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
         if type(self).AsyncResult is Task.AsyncResult:
             result = DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
@@ -435,66 +449,3 @@ class PublishingMixin(_Task):
 def _is_about(error: BaseException, lock: ExecutionLock) -> bool:
     """Return whether Redis did not answer about this lock; a router may use a lock of its own."""
     return isinstance(error, LockBackendError) and error.name == lock.name
-
-
-class NotPublished(BaseException):
-    """The lock was not acquired, so the message is not published."""
-
-
-class Gate:
-    """Stands for the producer from Celery's pool, and opens when the lock is acquired.
-
-    Celery asks it for its connection when the message is made, before the result backend and the receivers of signals
-    are notified. Only then it takes a producer: one that waited for Redis would be missed by other threads.
-    """
-
-    acquired: bool | None = None
-    """Whether the lock was acquired; None: there is no answer."""
-
-    def __init__(self, pool: Any, answer: Callable[[], bool | None], until_published: ExitStack) -> None:
-        self._pool = pool
-        self._answer: Callable[[], bool | None] | None = answer
-        self._until_published = until_published
-        self._producer: Any = None
-
-    def wait(self) -> None:
-        """Wait for the answer, once."""
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            self.acquired = answer()
-
-    def __getattr__(self, name: str) -> Any:
-        if self._producer is None:
-            self.wait()
-            if not self.acquired:
-                raise NotPublished
-            self._producer = self._until_published.enter_context(self._pool.acquire(block=True))
-        return getattr(self._producer, name)
-
-
-def is_celerys_own(app: Celery, apply_async: Any) -> bool:
-    """Return whether the functions that publish a task are Celery's own: neither wrapped nor overridden."""
-    methods = (apply_async, task_module), (app.send_task, app_module)
-    for method, module in methods:
-        function = getattr(method, "__func__", None)
-        if type(function) is not FunctionType or function.__globals__ is not vars(module):
-            return False
-    return True
-
-
-def publish_ahead(app: Celery, lock: ExecutionLock, publish: Callable[..., Any]) -> tuple[Any, bool | None]:
-    """Take the lock and publish. Return the result, or None, and whether the lock was acquired, or None.
-
-    After any error but LockBackendError the lock may be held, because the acquisition was sent.
-    """
-    answer, result = lock.take_ahead(), None
-    if answer is None:
-        return None, None
-    with ExitStack() as until_published:
-        gate = Gate(app.producer_pool, answer, until_published)
-        try:
-            with suppress(NotPublished):
-                result = publish(producer=gate)
-        finally:
-            gate.wait()
-    return result, gate.acquired

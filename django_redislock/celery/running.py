@@ -32,9 +32,11 @@ from .message import (
     KEY_HEADER,
     REFUSED_HEADER,
     RESCHEDULED_HEADER,
+    begin,
     header,
     longest_delay,
     marker_expire,
+    unpack_arguments,
     waiting_expire,
 )
 from .options import Declaration, TaskOptions
@@ -178,23 +180,29 @@ class SingleInstanceMixin(PublishingMixin):
     def _run_under_lock(self, run: Run, args: Any, kwargs: Any) -> Any:
         """Take the lock, run the body and release the lock, or do as the options say about a duplicate."""
         lock, options, request, queued = run
+        newest = None
         try:
             try:
                 acquired, holder = self._acquire(run)
+                if acquired and queued is not None:  # once: later, the message of a retry holds the place
+                    newest = begin(queued, lock.delivery, request, options, self._marker_expire)
+                    queued = None
             except LockBackendError as error:
                 if options.on_backend_error == "reschedule":
                     self._reschedule(run, error, options.reschedule_limit)
                 if options.on_backend_error != "run":
                     raise
                 events.log.warning("%s runs without its lock, because Redis does not answer.", lock.label)
+                queued = leave_queue(queued)
             else:
                 if not acquired:
                     self._end_if_copy(run)
                     return self._conflict(run, holder)
             if self._tracks_started:
                 self._store_started(request)
-            queued = leave_queue(queued)  # once: later, the message of a retry holds the place
             try:
+                if newest is not None:
+                    args, kwargs = unpack_arguments(newest, request, self.app)
                 result = self._body(run.task_id, None if options.scope == "queued" else lock, args, kwargs)
             except BaseException as error:
                 self._set_ending(run, error)

@@ -266,6 +266,20 @@ def late_task(name: str, scope: str, expire: float = 5, **options: Any) -> Any:
 
 late = late_task("late", "run")
 late_queued = late_task("late_queued", "queued+run")
+late_newest = late_task("late_newest", "queued+run", expire=2, on_duplicate="replace")
+
+
+@shared_task(bind=True, acks_late=True, reject_on_worker_lost=True, name="late.noting")
+@single_instance(
+    key="{name}", scope="queued+run", on_duplicate="replace", expire=2, on_conflict="reschedule", reschedule_delay=0.1
+)
+def late_noting(self: Any, name: str, number: int) -> None:
+    run_log = RunLog(name)
+    run_log.note("ran with", number=number)
+    with run_log.run(self.request.id):
+        time.sleep(0.2)
+
+
 late_job = late_task("late_job", "job")
 late_two = late_task("late_two", "run", limit=2)
 rejected = [late_task(f"rejected_{scope.replace('+', '_')}", scope) for scope in ("run", "queued", "queued+run", "job")]
