@@ -282,7 +282,7 @@ class ExecutionLock(Lock):
 
         Raises LockBackendError when Redis cannot answer.
         """
-        receipt = b"newest " + os.urandom(8).hex().encode()  # because a repeated call must not undo a newer one
+        receipt = b"newest " + os.urandom(4).hex().encode()  # because a repeated call must not undo a newer one
         args = (holder.id.encode(), b"%d" % holder.fence, base64.b64encode(newest), receipt)
         return bool(self._server.run(self._reply_to(ScriptCall(REPLACE, (self._keys.lock, self._keys.receipts), args))))
 

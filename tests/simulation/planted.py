@@ -106,6 +106,7 @@ SLOT = scripts.ACQUIRE_SLOT
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 L, S, INV = obtain.LEASE, store.SETTLE, store.INVALIDATE
 START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
+BEGIN, REPLACE = execution_lock.BEGIN, execution_lock.REPLACE
 
 LOCK: dict[str, Planted] = {
     "a release does not ask whose lock it is": lambda: script(
@@ -252,6 +253,19 @@ CELERY: dict[str, Planted] = {
     ),
     "a late call of an execution that has left counts": lambda: script(LEAVE, "and not done then", "then"),
     "an execution does not release": lambda: script(LEAVE, "hand_over(lock, queue, id)", ""),
+    "a message runs with its own arguments": lambda: script(
+        BEGIN, "redis.call('SET', arguments, newest, 'PX', expire_ms)", ""
+    ),
+    "a message runs with the arguments of another one": lambda: attribute(
+        execution_lock, "arguments_key", lambda keys, delivery: keys.held.removesuffix(b"held") + b"arguments:"
+    ),
+    "a duplicate is told that a message has its arguments which has begun": lambda: script(
+        REPLACE, "  return 0\n", "  return 1\n"
+    ),
+    "only the first duplicate replaces arguments": lambda: script(
+        REPLACE, "redis.call('SET', lock", "local _ = string.find(value, 'newest') or redis.call('SET', lock"
+    ),
+    "a message that begins stays the one that waits": lambda: script(BEGIN, "hand_over(lock, queue, '')", ""),
 }
 PLANTED: dict[str, tuple[str, Planted]] = {
     name: (kind, defect)
@@ -316,6 +330,12 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
     "an execution that ends wakes nobody": (
         "celery",
         lambda: script(LEAVE, "hand_over(lock, queue, id)", "redis.call('DEL', lock)"),
+    ),
+    # Another duplicate must replace the arguments between a call whose reply is lost and its repetition.
+    # Found by test_a_replacement_that_is_repeated_does_not_undo_a_newer_one in celery/test_replace.py.
+    "a replacement that is repeated undoes a newer one": (
+        "celery",
+        lambda: script(REPLACE, "if redis.call('ZSCORE', receipts, receipt) then", "if false then"),
     ),
     **NOT_FOUND_IN_TASKS,
     **NOT_FOUND_IN_LIMITS,

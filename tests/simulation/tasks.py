@@ -6,18 +6,19 @@ told again here, without Celery.
 
 from __future__ import annotations
 
+import base64
 import random
 from collections.abc import Generator
 from typing import Any
 
-from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START, START_SLOT
+from django_redislock.celery.execution_lock import BEGIN, CLAIM, DONE, LEAVE, REPLACE, START, START_SLOT
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.scripts import RELEASE
-from django_redislock.exceptions import LockBackendError, LockError
+from django_redislock.exceptions import LockBackendError
 
 from .driver import Thread
 from .history import draw_faults
-from .worker import MARKER, QUEUE_LIFE, Body, Message, Publish, Worker, call
+from .worker import GRACE, MARKER, QUEUE_LIFE, Body, Message, Publish, Worker, call
 from .world import Plan, Process, ThreadPlan
 
 SCOPES = ("run", "queued", "queued+run", "job")
@@ -67,6 +68,7 @@ class CeleryHistory(Worker):
         draw_faults(
             chance, plan, ["freeze", "freeze", "cut", "silence", "kill"], ["step", "restart", "loss", "failover"]
         )
+        plan.options["replace"] = plan.options["scope"] in ("queued", "queued+run") and chance.random() < 0.5
         return plan
 
     # Publishing
@@ -97,6 +99,8 @@ class CeleryHistory(Worker):
             before = len(self.published)
             try:
                 taken = yield from call(thread, lock.take, fresh=not known)
+                if not (taken or known) and self.plan.options.get("replace"):
+                    taken = not (yield from self._replace(thread, message, lock))
             except LockBackendError as error:
                 world.tell(thread, f"publishing {message} raised {error}")
                 yield from self._quietly(thread, lock)
@@ -119,16 +123,27 @@ class CeleryHistory(Worker):
         if step.revoked is not None and not known:
             world.at(world.time + step.revoked, lambda: setattr(message, "revoked", message.ran == 0))
 
+    def _replace(self, thread: Thread, message: Message, lock: Any) -> Generator[Any, Any, bool]:
+        """Give the message that waits the arguments of this one; False when this one is to be published."""
+        while True:
+            holder = yield from lock._owner()
+            if holder is None:
+                if (yield from lock._acquire(thread, GRACE)):
+                    return False
+                holder = yield from lock._owner()
+                if holder is None:
+                    return False
+            mine = str(message).encode()
+            if (yield from call(thread, lock.replace_arguments, holder, mine)):
+                if message.epoch == self.world.epoch and all(given[2] != mine for given in self.given.values()):
+                    self.fail(f"{message} was told that {holder.label} has its arguments, which nobody has")
+                self.world.tell(thread, f"{message} gave {holder.label} its arguments")
+                return True
+
     def _is_open(self, message: Message) -> bool:
         """Whether the message may still hold something, perhaps only until its worker has released it."""
         at_work = any(copy is message and thread.is_alive() for thread, copy in self.begun.items())
         return at_work or not (message.over or message.refused or message.excused)
-
-    def _quietly(self, thread: Thread, lock: Any) -> Generator[Any, Any, None]:
-        try:
-            yield from lock._release(lock._require_lease(thread))
-        except LockError as error:
-            self.world.tell(thread, f"release raised {error}")
 
     def deliver(self, message: Message, delay: float, number: int, version: int, seen: int | None) -> None:
         """Have a copy arrive at a worker, or at another one when that one is gone."""
@@ -155,6 +170,11 @@ class CeleryHistory(Worker):
 
     pending = 0
     """Copies that are on their way."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.given: dict[bytes, tuple[bytes, bytes, bytes]] = {}
+        """By receipt, in the order of the server: the lock key, the fence, and the arguments that a duplicate gave."""
+        super().__init__(plan)
 
     def _guard(self, thread: Thread, message: Message, number: int, version: int, seen: int | None) -> None:
         """Let the broker deliver it again when its worker died; one acknowledged early is gone once it has begun."""
@@ -209,6 +229,16 @@ class CeleryHistory(Worker):
             until, epoch = self.ended.get(copies, (0.0, 0))
             if self.world.time < until and epoch == self.world.epoch:
                 self.fail(f"{copies} starts again, after one of its copies has ended")
+        elif script is REPLACE:
+            id, fence, arguments, receipt = what.args
+            if before is not None and before.startswith(b"%b\n%b\n" % (id, fence)) and receipt not in self.given:
+                self.given[receipt] = what.keys[0], fence, base64.b64decode(arguments)
+        elif script is BEGIN:
+            if before is not None and before.startswith(what.args[0] + b"\n"):
+                fence = before.split(b"\n")[1]
+                of_lock = [arguments for *which, arguments in self.given.values() if which == [what.keys[0], fence]]
+                if of_lock:
+                    self.newest[self.beginning[what.args[0]]] = of_lock[-1]
         elif script is RELEASE:
             if self.kept.get(what.keys[0], (b"",))[0] == what.args[0]:
                 del self.kept[what.keys[0]]

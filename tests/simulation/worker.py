@@ -108,6 +108,10 @@ class Worker(History):
         """The keys of all messages that somebody has begun to publish, in this order."""
         self.begun: dict[Thread, Message] = {}
         """The copies that a worker has begun with."""
+        self.beginning: dict[bytes, str] = {}
+        """By the owner id of a message that waits: its message, when a copy of it begins."""
+        self.newest: dict[str, bytes] = {}
+        """By message: the arguments that its last duplicate gave it before it began."""
         self.chance = random.Random(plan.seed)
         super().__init__(plan)
 
@@ -189,7 +193,10 @@ class Worker(History):
     def _run(self, thread: Thread, message: Message, lock: Any, queued: Any) -> Generator[Any, Any, None]:
         world, step = self.world, message.publish
         body = self.begins(thread, message, lock)
-        yield from self.leave_queue(thread, queued)
+        if queued is not None and not (yield from self._begin(thread, message, lock, queued)):
+            self.bodies.remove(body)
+            yield from self._quietly(thread, lock)
+            return
         yield Sleep(step.runs)
         retries = message.retry < step.retries
         keep_id, keep = "", 0.0
@@ -219,6 +226,27 @@ class Worker(History):
             yield Sleep(0.05)
             yield from self._confirm(thread, message, lock)
         message.excused = message.excused or not left
+
+    def _begin(self, thread: Thread, message: Message, lock: Any, queued: Any) -> Generator[Any, Any, bool]:
+        """Release what the message held while it waited, and see that it runs with the newest arguments; whether it
+        runs."""
+        self.beginning[waiting_id(message.id).encode()] = message.delivery
+        try:
+            _, newest = yield from call(thread, queued.begin, lock.delivery, MARKER)
+        except LockBackendError as error:
+            self.world.tell(thread, f"{message} fails, as it may have newer arguments: {error}")
+            message.excused = True
+            return False
+        expected, kept_all = self.newest.get(message.delivery), message.epoch == self.world.epoch_now()
+        if newest != expected and kept_all and not self.world.clock_stepped:
+            self.fail(f"{message} runs with the arguments {newest} in place of {expected}")
+        return True
+
+    def _quietly(self, thread: Thread, lock: Any) -> Generator[Any, Any, None]:
+        try:
+            yield from lock._release(lock._require_lease(thread))
+        except LockError as error:
+            self.world.tell(thread, f"release raised {error}")
 
     def see_loss(self, body: Body, began: float) -> None:
         """See that an execution that released its lock was not told of a loss."""

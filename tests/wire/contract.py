@@ -255,6 +255,19 @@ def of_tasks(snapshot: Snapshot) -> None:
         wait_for(lambda: not list(snapshot.client.scan_iter(match="*:lock:celery*")))
     snapshot.take("The message was processed")
 
+    @app.task(name="shop.digest")
+    @single_instance(scope="queued", key="{day}", on_duplicate="replace")
+    def digest(day: str, rows: int) -> None:
+        pass
+
+    digest.delay("monday", 1)
+    snapshot.take("Another message waits")
+    digest.delay("monday", 2)
+    snapshot.take("A duplicate gave the message its arguments")
+    with start_worker(app, pool="solo", perform_ping_check=False, loglevel="ERROR"):
+        wait_for(lambda: list(snapshot.client.scan_iter(match="*:done:*:0:*", count=1000))[1:])
+    snapshot.take("The message was processed with them")
+
 
 def of_refreshes(snapshot: Snapshot) -> None:
     from celery import Celery
