@@ -348,7 +348,7 @@ def test_a_message_whose_process_is_killed_runs_again_with_the_newest_arguments(
 
 
 @pytest.mark.processes
-def test_while_processes_are_killed_the_last_arguments_run_last_and_none_run_after_newer_ones(worker_pools):
+def test_while_processes_are_killed_the_last_arguments_run_and_each_message_begins_with_newer_ones(worker_pools):
     workers = worker_pools.of("prefork")
     queues = [TaskQueue(workers) for _ in range(4)]
 
@@ -364,9 +364,10 @@ def test_while_processes_are_killed_the_last_arguments_run_last_and_none_run_aft
         for each in published:
             each.result()
     for task_queue in queues:
-        wait_until(lambda task_queue=task_queue: numbers_of(task_queue)[-1:] == [300], message=lambda: workers[0].log)
-        assert numbers_of(task_queue) == sorted(numbers_of(task_queue))
-        assert len(set(numbers_of(task_queue))) < 300, "no message was given newer arguments"
+        wait_until(lambda task_queue=task_queue: 300 in numbers_of(task_queue), message=lambda: workers[0].log)
+        begun = list(dict.fromkeys(numbers_of(task_queue)))  # a copy of a killed run comes again, perhaps later
+        assert begun == sorted(begun)
+        assert len(begun) < 300, "no message was given newer arguments"
 
 
 def numbers_of(task_queue):
