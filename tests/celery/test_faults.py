@@ -64,7 +64,7 @@ def free_within(task, task_queue: TaskQueue, seconds: float) -> None:
 def test_soft_time_limit_while_waiting_for_the_lock(task_queue, client):
     """The waiter leaves the queue, so that the next one is served."""
     holder = runs(task_queue, tasks.wait)
-    waiter = task_queue.publish(tasks.wait, soft_time_limit=4)
+    waiter = task_queue.publish(tasks.wait, soft_time_limit=2)
     wait_until(lambda: tasks.wait.lock_info(task_queue.name).waiting == 1)
     assert type(ended(waiter).result).__name__ == "SoftTimeLimitExceeded"
     wait_until(lambda: tasks.wait.lock_info(task_queue.name).waiting == 0)
@@ -204,7 +204,7 @@ def test_cold_shutdown_ends_a_job_only_if_it_does_not_come_again(worker_pools, t
 def test_soft_shutdown_ends_a_job_only_if_it_ends_in_time(worker_pools):
     """Celery gives what runs some seconds, and its broker what does not end in them."""
     task = tasks.late_job
-    soft = worker_pools.start("prefork", name="soft", concurrency=2, env={SOFT_SHUTDOWN: "3"}).wait_ready()
+    soft = worker_pools.start("prefork", name="soft", concurrency=2, env={SOFT_SHUTDOWN: "2"}).wait_ready()
     quick, slow = queues = [TaskQueue([soft], blocked=True) for _ in range(2)]
     results = [task_queue.publish(task) for task_queue in queues]
     for task_queue in queues:
@@ -289,7 +289,7 @@ def test_children_that_were_spawned_renew_their_locks_and_leave_none_when_they_a
     for task in (tasks.mortal, tasks.mortal_queued, tasks.mortal_job):
         task_queue = TaskQueue([worker])
         body = runs(task_queue, task)
-        wait_until(lambda held=(task, task_queue.name): held[0].lock_info(held[1]).age > LIFE + 1)
+        wait_until(lambda held=(task, task_queue.name): held[0].lock_info(held[1]).age > LIFE + 0.5)
         task_queue.kill_child(body)
         free_within(task, task_queue, LIFE + 1)
         assert ended(task_queue.publish(task), 120).state == "SUCCESS"

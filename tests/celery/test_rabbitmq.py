@@ -68,7 +68,7 @@ def pytest_generate_tests(metafunc) -> None:
 
 @pytest.fixture
 def dead_lettered(worker_pools, rabbitmq) -> Iterator[TaskQueue]:
-    """A queue whose rejected messages wait for half a second in another queue, and then come back."""
+    """A queue whose rejected messages wait for a quarter of a second in another queue, and then come back."""
     apart = TaskQueue(worker_pools.of("prefork")).with_queue_of_its_own()
     again = f"{apart.queue}-again"
 
@@ -76,7 +76,7 @@ def dead_lettered(worker_pools, rabbitmq) -> Iterator[TaskQueue]:
         return {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": queue, **more}
 
     with app.connection_for_write() as connection, connection.channel() as channel:
-        Queue(again, queue_arguments=back_to(apart.queue, **{"x-message-ttl": 500})).bind(channel).declare()
+        Queue(again, queue_arguments=back_to(apart.queue, **{"x-message-ttl": 250})).bind(channel).declare()
         queue = Queue(apart.queue, Exchange(apart.queue), apart.queue, queue_arguments=back_to(again))
         queue.bind(channel).declare()
         app.amqp.queues.add(queue)
@@ -108,23 +108,24 @@ def test_a_message_that_failed_because_its_lock_was_held_runs_when_it_comes_back
     wait_until(lambda: app.AsyncResult(result.id).result == f"ran {result.id}")
 
 
-@pytest.mark.long
 def test_children_killed_at_random_while_dead_letters_come_back(dead_lettered):
     """Each message runs to its end at last, whatever rejected it, and none beside another one of its key."""
     queues = [(TaskQueue(dead_lettered.workers), rejected) for rejected in tasks.rejected for _ in range(2)]
     for each, _ in queues:
         each.queue = dead_lettered.queue
-    ids: set[str] = set()
-    reaper = Reaper(dead_lettered.workers, (0.5, 1.5))
+    ids, open_ones = set[str](), set[str]()
+    reaper = Reaper(dead_lettered.workers, (0.25, 0.75))
     end = time.monotonic() + SECONDS
 
     def ran(id: str) -> bool:
         return app.AsyncResult(id).result == f"ran {id}"  # a new object each time: one keeps the first failure
 
     while time.monotonic() < end:
-        if sum(not ran(id) for id in ids) < 20:
+        open_ones = {id for id in open_ones if not ran(id)}
+        for _ in range(30 - len(open_ones)):
             each, rejected = random.choice(queues)
-            ids.add(each.publish(rejected, random.choice(["brief", "reject at times", "fail at times"])).id)
+            open_ones.add(each.publish(rejected, random.choice(["brief", "reject at times", "fail at times"])).id)
+        ids |= open_ones
         reaper.pass_by()
     wait_until(
         lambda: all(map(ran, ids)), 120, lambda: f"each runs to its end; not {[id for id in ids if not ran(id)]}"

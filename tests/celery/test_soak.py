@@ -27,7 +27,7 @@ from tests.support.celery_site.harness import TaskQueue, ended, workers
 
 pytestmark = pytest.mark.processes
 
-SECONDS = float(os.environ.get("REDISLOCK_SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("REDISLOCK_SOAK_SECONDS", "10"))
 KEYS = 20
 TASKS = [tasks.mortal, tasks.mortal_queued, tasks.mortal_job, tasks.late, tasks.late_queued, tasks.late_job]
 """Every scope that excludes, acknowledged early and late."""
@@ -49,7 +49,8 @@ class Reaper:
         self.killed: list[int] = []
 
     def pass_by(self) -> None:
-        """Kill one, if it is time."""
+        """Kill one, if it is time; leave the processors to the workers for a moment."""
+        time.sleep(0.02)
         if time.monotonic() < self._next:
             return
         children = psutil.Process(random.choice(self._workers).pid).children()
@@ -64,15 +65,15 @@ class Reaper:
 @pytest.mark.parametrize(("limit", "keys"), [(1, [(TASKS[n % len(TASKS)],) for n in range(KEYS)]), (2, TWO)])
 def test_children_killed_at_random(server, client, tmp_path, limit, keys):
     with workers(server, tmp_path) as worker_pools:
-        crowd = [worker_pools.start("prefork", number, concurrency=3) for number in range(2)]
+        crowd = [worker_pools.start("prefork", number, concurrency=6) for number in range(2)]
         queues = [(TaskQueue([worker.wait_ready() for worker in crowd]), of_key) for of_key in keys]
         results: dict[str, AsyncResult] = {}
         open_ones: list[AsyncResult] = []
-        reaper = Reaper(crowd, (0.2, 1))
+        reaper = Reaper(crowd, (0.1, 0.5))
         end = time.monotonic() + SECONDS / limit
         while time.monotonic() < end:
             open_ones = [result for result in open_ones if result.state not in states.READY_STATES]
-            if len(open_ones) < BACKLOG:
+            for _ in range(BACKLOG - len(open_ones)):
                 task_queue, of_key = random.choice(queues)
                 how, ends = random.choice(BRIEFLY)
                 result = task_queue.publish(random.choice(of_key), how, **ends)
@@ -103,11 +104,11 @@ def test_redelivered_messages_run_once_or_again_when_a_kill_hit_the_run(server, 
         queues = [(TaskQueue(crowd.workers), task) for task in tasks.SOAKED for _ in range(2)]
         published: dict[str, AsyncResult] = {}
         open_ones: list[AsyncResult] = []
-        reaper = Reaper(crowd.workers, (0.5, 1.5))
+        reaper = Reaper(crowd.workers, (0.3, 0.9))
         end = time.monotonic() + SECONDS / 2
         while time.monotonic() < end:
             open_ones = [result for result in open_ones if result.state not in states.READY_STATES]
-            if len(open_ones) < 2 * BACKLOG:
+            for _ in range(2 * BACKLOG - len(open_ones)):
                 task_queue, task = random.choice(queues)
                 how, countdown = random.choice([("brief", None)] * 5 + [("brief", 3), ("brief", 5), ("slow", None)])
                 result = task_queue.publish(task, how, countdown=countdown)

@@ -7,4 +7,4 @@ import os
 from tests.settings import *  # noqa: F403
 
 if "REDISLOCK_TEST_LOCKS" in os.environ:
-    DJANGO_REDISLOCK = {"URL": os.environ["REDISLOCK_TEST_LOCKS"]}
+    DJANGO_REDISLOCK = {"URL": os.environ["REDISLOCK_TEST_LOCKS"], "RETRY_FOR": 1}

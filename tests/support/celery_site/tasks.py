@@ -43,7 +43,7 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 raise task.retry(args=(f"{name}-elsewhere",), countdown=1)
             case "retry late":
                 if task.request.retries < 1:
-                    raise task.retry(countdown=4, max_retries=2)
+                    raise task.retry(countdown=2, max_retries=2)
                 return task.request.retries
             case "retry and die":
                 if task.request.retries < 1:
@@ -193,7 +193,7 @@ mortal = made("mortal", expire=2)
 
 
 # For a loss: a life that nobody outsleeps before the test takes the lock away, and yet a renewal soon that tells of it.
-losing = made("losing", expire=6)
+losing = made("losing", expire=3)
 
 
 @shared_task(bind=True, acks_late=True, reject_on_worker_lost=True)
@@ -260,7 +260,7 @@ def of_given_limit(self: Any, name: str, how: str = "return", limit: int = 2) ->
 
 # Acknowledged late: one for each scope under which a message that is delivered again must not run beside its first run,
 # and those whose first run dies: all with a life that a test can wait for, as a copy looks again at its end.
-def late_task(name: str, scope: str, expire: float = 5, **options: Any) -> Any:
+def late_task(name: str, scope: str, expire: float = 2, **options: Any) -> Any:
     return made(f"late.{name}", late=True, scope=scope, expire=expire, reschedule_delay=0.3, **options)
 
 
@@ -288,7 +288,7 @@ once_job = late_task("once_job", "job")
 once_job.reject_on_worker_lost = None
 retried_job = late_task("retried_job", "job", expire=30)
 retried_job.retry_on_worker_lost = True  # of Celery 5.7
-retried_job.default_retry_delay = 3
+retried_job.default_retry_delay = 2
 
 
 def refuse_by_hand(task: Any, error: Exception) -> None:
@@ -303,9 +303,9 @@ for each in rejected + refusing:
     each.acks_on_failure_or_timeout = False
     if hasattr(each, "acks_on_failure"):  # of Celery 5.7
         each.acks_on_failure = False
-dying = late_task("dying", "run", expire=2)
-dying_job = late_task("dying_job", "job", expire=2)
-dying_two = late_task("dying_two", "run", expire=2, limit=2)
+dying = late_task("dying", "run")
+dying_job = late_task("dying_job", "job")
+dying_two = late_task("dying_two", "run", limit=2)
 
 
 # Of which copies come in any order: one for each policy and scope, and acknowledgement.
