@@ -260,3 +260,20 @@ def test_a_time_limit_while_it_begins_leaves_no_flight_that_nobody_leads(redis_u
     for points in interrupted_at_each_point(get, many_module, within="register"):
         assert not single_flight._flights, points
     assert points > 30
+
+
+@pytest.mark.interrupts
+@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
+def test_a_time_limit_while_it_ends_leaves_no_flight_that_nobody_leads(redis_url, many):
+    cache = cache_at(redis_url)
+
+    def get(point):
+        if many:
+            cache.get_or_set_many([f"a{point}", f"b{point}"], upper, 60)
+        else:
+            cache.get_or_set(f"a{point}", lambda: "A", 60)
+
+    points = 0
+    for points in interrupted_at_each_point(get, single_flight, within="close"):
+        assert not single_flight._flights, points
+    assert points > 10

@@ -88,6 +88,7 @@ class _Flights:
         led = []
         for request in requests:
             key, flight = self._key(request), Flight(self.caller)
+            flight.ends_with(self, key)
             self._flights[key] = flight  # before: a time limit in between would leave it registered for ever
             if register(key, flight):
                 led.append(request)

@@ -9,6 +9,7 @@ import asyncio
 import math
 import random
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -66,7 +67,13 @@ class Flight:
         """The loop that waits for this thread of its `sync_to_async`; `async_to_sync` needs it here."""
         self.waiting: list[None] = []
         self.outcome = Outcome()
+        self.leaders_end: weakref.ref[Any] | None = None
         self._ended = False
+
+    def ends_with(self, call: object, key: tuple[Any, ...]) -> None:
+        """Close the flight when its leader's call is gone: a signal handler may interrupt the leader in its `close`,
+        and then the followers would wait for ever."""
+        self.leaders_end = weakref.ref(call, lambda _: close(key, self))
 
     @property
     def done(self) -> Future[Outcome]:
@@ -236,8 +243,10 @@ def close(key: tuple[Any, ...], flight: Flight, wake: bool = True) -> None:
         _flights.get(key) is flight
     ):  # a follower may remove it in between: then there are two leaders, and Redis decides
         _flights.pop(key, None)
-    if wake and flight.pid == process.pid:
-        flight.end()
+    if wake:
+        if flight.pid == process.pid:
+            flight.end()
+        flight.leaders_end = None
 
 
 def end_flights(server: Server, keys: Iterable[str] | None = None) -> None:
@@ -278,7 +287,8 @@ def _lead_or_follow(
     enclosing = enclosing_leases()
     waited = False
     while True:
-        flight = Flight(caller)
+        flight, call = Flight(caller), set[None]()  # a set can be referred to weakly
+        flight.ends_with(call, key)
         try:
             found = _flights.setdefault(key, flight)
             if found is flight:
