@@ -184,6 +184,8 @@ class Wire:
     def _call(self, name: str, argument: Any) -> None:
         def call() -> None:
             if name == "connection_lost" or not self.over:
+                if self._swallows:  # a request that gets no reply is waited for from the last bytes on: seed 40019384
+                    self.process.trouble(SOCKET_TIMEOUT)
                 getattr(self._protocol, name)(argument)
 
         self._loop.call_soon(call)
