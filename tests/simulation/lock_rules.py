@@ -88,8 +88,9 @@ class LockRules(History):
         """When the lock was free, or will be unless somebody renews it."""
         self.orphans: dict[int, float] = {}
         """Since when nobody believes to hold the acquisition with this fence, though the lock is still its own."""
-        self.resets: set[bytes] = set()
-        """The forced releases that have ended an acquisition."""
+        self.resets: set[tuple[bytes, int]] = set()
+        """The forced releases that have ended an acquisition, and the epoch: a server that lost its data lost their
+        receipts, too (seed 41018098)."""
         self.reserved: dict[bytes, int] = {}  # when each reservation was made, by the same clock
         super().__init__(plan)
         self.world.gave_up = self._gave_up
@@ -237,9 +238,12 @@ class LockRules(History):
             if what.script is scripts.RESET:
                 if what.args[1] not in (b"", fence):
                     self.fail(f"a reset of fence {what.args[1].decode()} released fence {fence.decode()}")
-                if what.args[2] in self.resets:
+                if (
+                    what.args[2],
+                    self.world.epoch,
+                ) in self.resets:
                     self.fail(f"a repeated reset released fence {fence.decode()}, too")
-                self.resets.add(what.args[2])
+                self.resets.add((what.args[2], self.world.epoch))
                 self.world.tell(process, f"force-released fence {fence.decode()}")
                 self.lost = True
                 self.reset.add(int(fence))
