@@ -35,9 +35,9 @@ def test_a_thousand_locks_cost_one_thread_and_five_commands_a_second(client):
     locks = [Lock(client, f"lock {i}", expire=3, on_lost=told.append) for i in range(1000)]
     for lock in locks:
         lock.acquire()
-    lived(3)  # they were taken one after another, and fall into step
+    lived(2)  # they were taken one after another, and fall into step
     before, began = calls(client), time.monotonic()
-    lived(6)
+    lived(4)
     seconds = time.monotonic() - began
     slots = BUCKETS if ON_A_CLUSTER else 1  # a call is one for each of them
     assert calls(client) - before <= 5 * slots * seconds, "no call renews more than 250"
@@ -55,15 +55,15 @@ def test_frozen_servers_do_not_keep_the_locks_of_another_one_from_being_renewed(
     with ExitStack() as stack:
         servers = [stack.enter_context(RedisServer()) for _ in range(4)]
         frozen = [
-            Lock(stack.enter_context(server.client()), f"lock {i}", expire=3) for server in servers for i in range(3)
+            Lock(stack.enter_context(server.client()), f"lock {i}", expire=2) for server in servers for i in range(3)
         ]
-        mine = Lock(client, "mine", expire=3, on_lost=told.append)
+        mine = Lock(client, "mine", expire=2, on_lost=told.append)
         mine.acquire()
         for lock in frozen:
             lock.acquire()
         for server in servers:
             server.pause()
-        lived(4.5)
+        lived(3)
         assert not told
         assert mine.owned()
         mine.release()
@@ -110,9 +110,9 @@ def test_a_lock_that_is_taken_while_another_server_is_frozen_is_renewed(client, 
         own_server.pause()
         asked = renew_now(long)
         wait_until(lambda: asked.renewal_pending)
-        short = Lock(client, "short", expire=2, on_lost=told.append)
+        short = Lock(client, "short", expire=1.5, on_lost=told.append)
         short.acquire()
-        lived(3)
+        lived(2.2)
         assert short.owned()
         assert not told
         short.release()
@@ -125,10 +125,10 @@ def test_a_lock_that_is_taken_while_another_server_is_frozen_is_renewed(client, 
 def test_a_short_life_does_not_cut_the_patience_for_a_long_one_on_a_distant_server(redis_url, client, nearby):
     told = []
     with Proxy(redis_url) as proxy, client_at(proxy.url) as distant:
-        long = Lock(distant, "long", expire=3, on_lost=told.append)
+        long = Lock(distant, "long", expire=2, on_lost=told.append)
         long.acquire()
         proxy.delay_replies(0.1)
-        end = monotonic() + 4
+        end = monotonic() + 2.7
         while monotonic() < end:
             # A busy machine may take what little time it has.
             with suppress(LockLost), Lock(client if nearby else distant, "short", expire=0.3):
@@ -145,7 +145,7 @@ def test_a_name_that_is_resolved_slowly_costs_no_lock_of_another_server_its_rene
     with Proxy(redis_url) as proxy, client_at(proxy.url) as first:
         slow_names.set()
         with by_name(proxy) as named:
-            away = Lock(named, "away", expire=3, on_lost=lost.append)
+            away = Lock(named, "away", expire=2, on_lost=lost.append)
             away.acquire()
             slow_names.clear()
             proxy.cut()
@@ -184,16 +184,16 @@ def test_a_loss_is_told_while_the_answer_about_a_longer_lock_of_the_same_server_
 @pytest.mark.slow
 def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(redis_url, client):
     with Proxy(redis_url) as proxy, client_at(proxy.url) as distant:
-        long, short = Lock(distant, "long", expire=60), Lock(distant, "short", expire=1.8)
+        long, short = Lock(distant, "long", expire=60), Lock(distant, "short", expire=1.5)
         long.acquire()
-        proxy.delay_replies(4.5)
+        proxy.delay_replies(3.5)
         before = calls(client)
         asked = renew_now(long)
         wait_until(lambda: calls(client) > before)
         lived(0.2)  # until the reply has come as far as the proxy
         proxy.delay_replies(0)
         short.acquire()
-        lived(2.5)
+        lived(2)
         assert asked.renewal_pending
         assert short.lost is None
         assert short.owned()
@@ -269,14 +269,14 @@ def test_a_call_has_its_own_time_after_a_renewal_used_its_connection(own_server)
 @pytest.mark.slow
 def test_a_key_that_something_else_wrote_costs_no_other_lock_its_renewal(client):
     told = []
-    locks = [Lock(client, f"lock {i}", expire=2.4, on_lost=told.append) for i in range(10)]
+    locks = [Lock(client, f"lock {i}", expire=1.5, on_lost=told.append) for i in range(10)]
     for lock in locks:
         lock.acquire()
     client.delete(key_of("lock 3"))
     client.rpush(key_of("lock 3"), "what is this")
     client.delete(lock_keys("redislock", "lock 5").held)
     client.set(lock_keys("redislock", "lock 5").held, "nor this")
-    lived(3)
+    lived(2)
     wait_until(lambda: told)
     assert told == [locks[3]]
     assert all(lock.owned() for lock in locks if lock is not locks[3])
@@ -295,12 +295,12 @@ def test_who_is_told_of_a_loss_may_take_his_time(client):
         told.set()
         done.wait(20)
 
-    doomed, kept = Lock(client, "doomed", expire=0.6, on_lost=slow), Lock(client, "kept", expire=2)
+    doomed, kept = Lock(client, "doomed", expire=0.6, on_lost=slow), Lock(client, "kept", expire=1.5)
     doomed.acquire()
     kept.acquire()
     client.delete(key_of("doomed"))
     assert told.wait(20)
-    lived(3)
+    lived(2)
     owned = kept.owned()
     done.set()
     assert owned
@@ -314,8 +314,8 @@ def test_who_is_told_of_a_loss_may_take_his_time(client):
 def test_a_life_that_was_shortened_is_renewed_in_time(client):
     lock = Lock(client, "a", expire=30)
     with lock:
-        lock.extend(2)
-        lived(3)
+        lock.extend(1.5)
+        lived(2)
         assert lock.owned()
         lock.raise_if_lost()
 
@@ -330,7 +330,7 @@ def test_an_extension_that_is_not_answered_does_not_leave_a_belief_that_outlives
         lock.extend()  # the server knows the script from now on: what is asked for once arrives at once
         proxy.stall()
         with pytest.raises(LockBackendError):
-            lock.extend(2)
+            lock.extend(1.2)
         proxy.heal()
         wait_until(lambda: Lock(client, "a").ttl() is None)
         assert lock.lost is not None
