@@ -178,10 +178,7 @@ def test_sharded(server):
 
 @pytest.fixture
 def replicated():
-    with (
-        RedisServer(repl_diskless_sync_delay="0") as primary,
-        RedisServer(replicaof=f"127.0.0.1 {primary.port}") as replica,
-    ):
+    with RedisServer() as primary, RedisServer(replicaof=f"127.0.0.1 {primary.port}") as replica:
         with replica.client() as client:
             wait_until(lambda: client.info("replication")["master_link_status"] == "up", timeout=30)
         yield primary, replica

@@ -137,8 +137,6 @@ def test_a_pause_of_the_server_shorter_than_the_life_loses_nothing(make_lock, ow
 
 def test_a_failover_to_a_replica_that_never_had_the_lock_is_told_by_loss_and_fence(make_lock, own_server):
     keys, told = lock_keys("redislock", "a"), []
-    with client_at(own_server.url) as client:
-        client.config_set("repl-diskless-sync-delay", 0)
     with (
         Proxy(own_server.url) as replication,
         RedisServer(replicaof=f"127.0.0.1 {replication.port}") as promoted,

@@ -52,10 +52,7 @@ def offset(client):
 
 @pytest.fixture(scope="module")
 def servers():
-    with (
-        RedisServer(repl_diskless_sync_delay="0") as one,
-        RedisServer(repl_diskless_sync_delay="0", replicaof=f"127.0.0.1 {one.port}") as other,
-    ):
+    with RedisServer() as one, RedisServer(replicaof=f"127.0.0.1 {one.port}") as other:
         yield one, other
 
 

@@ -19,10 +19,7 @@ TOO_FEW = r"Redis did not confirm a command .*: 0 of 1 replicas \(min_replicas\)
 
 @pytest.fixture(scope="module")
 def servers():
-    with (
-        RedisServer(repl_diskless_sync_delay="0") as primary,
-        RedisServer(repl_diskless_sync_delay="0", replicaof=f"127.0.0.1 {primary.port}") as replica,
-    ):
+    with RedisServer() as primary, RedisServer(replicaof=f"127.0.0.1 {primary.port}") as replica:
         yield primary, replica
 
 

@@ -18,7 +18,7 @@ from django_redislock.celery.options import complete
 from django_redislock.core import AsyncLock, AsyncRLock, Lock, RLock
 from django_redislock.core.driver import wakeups
 from django_redislock.core.driver.registry import server_of
-from tests.support import RedisServer, counting, lived, queued, wait_until
+from tests.support import RedisServer, acquire_and_release, counting, lived, queued, wait_until
 from tests.support.cache_programs import cache_at
 
 pytestmark = pytest.mark.processes
@@ -113,8 +113,11 @@ def test_where_subscribe_is_unknown_the_waiters_get_their_locks_by_looking(
     got: list[bool] = []
 
     def wait(client: redis.Redis) -> None:
-        lock = AsyncLock(client, "a") if tasks else Lock(client, "a")
-        got.append(asyncio.run(lock.acquire(timeout=30)) if isinstance(lock, AsyncLock) else lock.acquire(timeout=30))
+        if tasks:
+            got.append(asyncio.run(acquire_and_release(AsyncLock(client, "a", timeout=30))))
+        else:
+            with Lock(client, "a", timeout=30):
+                got.append(True)
 
     with without_channels.client(socket_timeout=4.6 if tasks else 4.7) as client:
         held = Lock(client, "a")
@@ -182,7 +185,7 @@ def test_the_pauses_between_two_looks_grow(admin: redis.Redis, as_user: Any) -> 
 def test_many_who_wait_share_their_looks(admin: redis.Redis, as_user: Any) -> None:
     client = as_user()
     with Lock(admin, "a", expire=60) as held:
-        threads = [starting(Lock(client, "a").acquire, timeout=8) for _ in range(100)]
+        threads = [starting(Lock(client, "a").acquire, timeout=6) for _ in range(100)]
         wait_until(lambda: admin.zcard(held._keys.queue) == 100)
         lived(1)  # the first looks of those that came early are for a shorter queue
         with counting(admin) as counts:

@@ -26,7 +26,6 @@ class Deployment:
         self._options = options | {
             "masteruser": WATCHER,
             "masterauth": PASSWORD,
-            "repl_diskless_sync_delay": "0",
             "repl_ping_replica_period": "1",
         }
         self._replicas, self._number, self._down_after = replicas, sentinels, down_after

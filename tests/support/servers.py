@@ -105,7 +105,8 @@ class RedisServer(Started, Server):
 
     def _start(self, port: int) -> None:
         options = {"port": port, "bind": "127.0.0.1", "dir": self.directory, "unixsocket": self.unix_socket}
-        options |= {"save": "", "appendonly": "no"} | self.options
+        # With a delay, a replica waits 5 s for others that might want the data, too.
+        options |= {"save": "", "appendonly": "no", "repl_diskless_sync_delay": 0} | self.options
         if options.get("cluster_enabled") == "yes":
             options.setdefault("cluster_port", free_port())
         arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]

@@ -20,7 +20,7 @@ TOO_FEW = r"0 of 1 replicas \(min_replicas\) confirmed it within 0.5 s"
 @pytest.fixture(scope="module")
 def pairs():
     """Two primaries, each with a replica."""
-    options = {"repl_diskless_sync_delay": "0", "cluster_node_timeout": "60000"}  # a paused node is no dead one
+    options = {"cluster_node_timeout": "60000"}  # a paused node is no dead one
     with Cluster(primaries=2, replicas=1, **options) as cluster:
         yield cluster
 
@@ -97,7 +97,7 @@ def test_renewals_are_confirmed_at_each_node_and_one_that_is_not_ends_at_the_dea
     for lock in locks.values():
         assert lock.acquire()
     before = waits(client)
-    lived(3)
+    lived(2.2)
     assert all(lock.lost is None for lock in locks.values())
     assert all(after > count for after, count in zip(waits(client), before, strict=True))
     silent = replica_of(cluster, "lock-0")

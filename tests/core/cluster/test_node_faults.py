@@ -97,7 +97,8 @@ def held_at(node: RedisServer) -> int:
         return sum(client.execute_command("CLUSTER COUNTKEYSINSLOT", slot) for slot in range(16384 // 3))
 
 
-def test_a_node_that_does_not_answer_is_named_and_the_locks_of_the_others_are_shown(own_cluster):
+@pytest.mark.processes
+def test_a_node_that_does_not_answer_is_named_and_the_locks_of_the_others_are_shown():
     with (
         Cluster(cluster_require_full_coverage="no", cluster_node_timeout="60000") as cluster,
         cluster.client() as client,
