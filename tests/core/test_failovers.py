@@ -21,7 +21,7 @@ NUMBER = int(os.environ.get("REDISLOCK_FAILOVERS", "2"))
 @pytest.mark.processes
 def test_with_confirmed_locks_no_two_threads_believe_to_hold_one(tmp_path):
     command = [sys.executable, str(SCRIPT), str(NUMBER), "--safe", "--parallel", "2", "--json"]
-    kinds = ["--kind", "kill", "--kind", "partition"] if NUMBER == 2 else []
+    kinds = ["--kind", "kill", "--kind", "partition", "--expire", "3"] if NUMBER == 2 else []
     run = subprocess.run([*command, *kinds], capture_output=True, text=True, timeout=60 * NUMBER, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)

@@ -19,7 +19,7 @@ import redis
 from django_redislock.core import Lock, held_locks
 
 client = redis.Redis.from_url(sys.argv[1])
-lock = Lock(client, "a", expire=2.4)
+lock = Lock(client, "a", expire=1.5)
 got = []
 
 def wait(number):
@@ -33,7 +33,7 @@ for thread in threads:
     while lock.owner().waiting <= len(got) + threads.index(thread):
         time.sleep(0.01)
 fence = lock.fence
-end = time.monotonic() + 4
+end = time.monotonic() + 2.2
 while time.monotonic() < end:
     pass  # the greenlet computes, and lets no other run
 print(lock.owner().fence == fence, lock.lost)
@@ -51,7 +51,7 @@ import redis
 from django_redislock.core import Lock
 
 clients = [redis.Redis.from_url(url) for url in sys.argv[1:]]
-locks = [Lock(client, "a", expire=2.4) for client in clients]
+locks = [Lock(client, "a", expire=1.5) for client in clients]
 for lock in locks:
     lock.acquire()
 
@@ -59,7 +59,7 @@ def connections():
     return clients[0].info("stats")["total_connections_received"]
 
 before = connections()
-end = time.monotonic() + 4
+end = time.monotonic() + 2.2
 while time.monotonic() < end:
     pass
 print([lock.owned() for lock in locks], connections() - before <= len(locks))
@@ -76,7 +76,7 @@ from django_redislock.core import Lock, held_locks
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s", level=logging.WARNING)
 client = redis.Redis.from_url(sys.argv[1])
 lost, kept = [], []
-lock = Lock(client, "a", expire=2, on_lost=lost.append)
+lock = Lock(client, "a", expire=1.5, on_lost=lost.append)
 ended = {spawn}(lock.acquire)
 
 def live():
@@ -111,7 +111,7 @@ with QuorumLock(clients, "a", expire=1.5) as lock:
         thread.start()
         while not all(info.waiting > threads.index(thread) for client in clients for info in held_locks(client)):
             time.sleep(0.01)
-    end = time.monotonic() + 3
+    end = time.monotonic() + 2.2
     while time.monotonic() < end:
         pass
     print(lock.lost, got)
@@ -133,9 +133,9 @@ def files():
 
 counts = []
 for _ in range(4):
-    with Lock(client, "a", expire=1.8):
-        time.sleep(0.8)
-    time.sleep(0.8)
+    with Lock(client, "a", expire=1.5):
+        time.sleep(0.7)
+    time.sleep(0.7)
     counts.append(files())
 print(max(counts[2:]) <= counts[1] + 2, len(client.client_list()))
 """

@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from django_redislock.management.commands.redislock import seconds
 from django_redislock.signals import lock_force_released
 from tests.support import RedisServer, Server
 from tests.support.admin_pages import held, hold, next_millisecond
-from tests.support.processes import ROOT
+from tests.support.managed import Managed
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
 
@@ -360,27 +359,25 @@ def test_djangos_own_options_may_follow_the_action(client: redis.Redis) -> None:
 # As a process
 
 
-@pytest.mark.long
 @pytest.mark.processes
 def test_exit_status_and_streams(client: redis.Redis) -> None:
     hold(client, "stuck")
 
-    def manage(*arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "django", "redislock", *arguments]
-        env = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.settings"}
-        return subprocess.run(command, cwd=ROOT, env=env, input=input, capture_output=True, text=True, timeout=120)
+    def manage(*arguments: str, input: str = "") -> tuple[int, str]:
+        with closing(Managed("redislock", *arguments)) as process:
+            process.process.stdin.write(input.encode())
+            process.end_input()
+            return process.wait(), process.out
 
-    listed = manage("list", "--format", "json")
-    assert listed.returncode == 0
-    assert json.loads(listed.stdout)[0]["name"] == "stuck"
-    assert manage("show", "nothing").returncode == 1
-    refused = manage("release", "stuck", input="n\n")
-    assert refused.returncode == 1
-    assert refused.stdout == ""
+    status, listed = manage("list", "--format", "json")
+    assert status == 0
+    assert json.loads(listed)[0]["name"] == "stuck"
+    assert manage("show", "nothing")[0] == 1
+    assert manage("release", "stuck", input="n\n") == (1, "")
     assert Lock(client, "stuck").locked()
-    assert manage("release", "stuck", input="y\n").returncode == 0
-    assert manage("release", "stuck", "--yes").returncode == 1
-    assert manage().returncode == 2
+    assert manage("release", "stuck", input="y\n")[0] == 0
+    assert manage("release", "stuck", "--yes")[0] == 1
+    assert manage()[0] == 2
 
 
 def test_a_key_that_no_lock_wrote_is_named_and_the_other_locks_are_listed(client: redis.Redis) -> None:
