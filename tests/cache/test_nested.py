@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -15,6 +17,13 @@ from django_redislock.cache.lease.request import lease_keys, lease_name
 from django_redislock.core.driver.effects import Pipeline
 from tests.support import BUSY, wait_until
 from tests.support.cache_programs import Work, cache_at, cache_elsewhere
+
+
+@pytest.fixture(scope="module")
+def other_servers():
+    """Return the module's server of a kind: a Cluster of one node takes two seconds to begin."""
+    with ExitStack() as stack:
+        yield functools.cache(lambda kind: stack.enter_context(kind()))
 
 
 @pytest.fixture(
@@ -30,7 +39,10 @@ def urls(request, redis_url, server, client):
     if request.param == "two databases":
         second = server.url_of_db(9)
     elif request.param == "two servers":
-        second = request.getfixturevalue("own_server").url
+        other = request.getfixturevalue("other_servers")(request.getfixturevalue("server_kind"))
+        second = other.url
+        with other.client() as client_of_other:
+            client_of_other.flushall()
     return redis_url, second
 
 
