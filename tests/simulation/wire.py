@@ -197,7 +197,7 @@ class Wire:
 
     def lose(self) -> None:
         """Let the process notice that the connection broke."""
-        if not self.over:
+        if self.kept or not self.over:  # what a kept one has still to send is lost, too: seed 41030119
             self.process.broke_at = self.process.world.time
             self.process.trouble()
             self._end(ConnectionError("reset"))
