@@ -42,8 +42,9 @@ class LockKeys(NamedTuple):
 
     def slot(self, number: int) -> LockKeys:
         """Return the keys of one slot of a semaphore; `self` are those of `slots_keys`."""
+        lock, held, fence, queue, receipts, name, _ = self
         digits = b"%d" % number
-        return LockKeys(self.lock[:-1] + digits, *self[1:5], self.name + digits)
+        return LockKeys(lock[:-1] + digits, held, fence, queue, receipts, name + digits)
 
 
 def lock_keys(prefix: str, name: str) -> LockKeys:

@@ -79,9 +79,9 @@ class AcquireRequest:
         """Return the fence of a grant, negative when the id held the lock before; note which slot was granted."""
         if isinstance(reply, int):
             return reply
-        fence, slot = map(int, reply.split())
-        self.lease.keys = self.lease.keys.slot(slot)
-        return fence
+        fence, _, slot = reply.partition(b" ")
+        self.lease.keys = self.lease.keys.slot(int(slot))
+        return int(fence)
 
 
 def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operation[bool]:

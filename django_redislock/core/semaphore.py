@@ -44,8 +44,9 @@ class Slots(BaseLock):
     def _waits_for_itself(self, acquirer: Any) -> Operation[list[Lease]]:
         held: list[Lease] = []
         for number in range(1, self.limit + 1):
-            of_slot = yield from waits_for_itself(self._server, self._keys.slot(number), acquirer)
-            if not any(lease.loss is None for lease in of_slot):
+            keys = self._keys.slot(number) if number > 1 else self._keys  # these have slot 1 as their lock
+            of_slot = yield from waits_for_itself(self._server, keys, acquirer)
+            if not of_slot or all(lease.loss is not None for lease in of_slot):
                 return []  # somebody else may free this slot
             if not any(lease.renewing and lease.max_hold is None for lease in of_slot):
                 return of_slot  # this slot becomes free by itself

@@ -26,7 +26,7 @@ from ..clock import monotonic
 from . import os_threads
 from .effects import Pipeline, ScriptBatch, ScriptCall, undo_after
 from .kinds import nameless, socket_of, take_socket
-from .resp import INTEGER, Incomplete, Replies, encode_command
+from .resp import INTEGER, STATUS, Incomplete, Replies, encode_command
 
 DRAIN_FOR = 30.0
 """Seconds for which the replies are waited for, because a server that stands still may go on."""
@@ -248,9 +248,13 @@ class Connection:
         """
         if self._replies.empty:
             data = self._read(1)
-            # The reply to most calls for a lock is one integer.
-            if data[0] == INTEGER and data[1:-2].isdigit() and data[-2:] == b"\r\n" and self._replies.at_reply_start:
-                return int(data[1:-2])
+            # The reply to most calls is one line: an integer for a lock, a status for a slot of a semaphore.
+            if data[-2:] == b"\r\n" and self._replies.at_reply_start:
+                line = data[1:-2]
+                if data[0] == INTEGER and line.isdigit():
+                    return int(line)
+                if data[0] == STATUS and b"\r" not in line:
+                    return line
             self._replies.add(data)
         while True:
             try:

@@ -2,8 +2,8 @@
 -- KEYS  1 slot 1, 2 index of held locks, 3 fence counter, 4 queue of all slots, then slots 2 to limit; receipts, if the
 --       id may have released a slot before
 -- ARGV  1 to 7 as for acquire.lua (3: the name without a slot's number), 8 limit
--- Returns a string when acquired: the fence, negative when the id held the slot before, and the slot's number; otherwise
--- what acquire.lua does. The KEYS and ARGV are named in quick_slot.lua.
+-- Returns a status when acquired, because it is read faster than a string: the fence, negative when the id held the slot
+-- before, and the slot's number; otherwise what acquire.lua does. The KEYS and ARGV are named in quick_slot.lua.
 for i = 1, limit do
   local wrong = not_ours(slots[i], values[i] or redis.call('GET', slots[i]))  -- MGET shows no key of another type
   if wrong then
@@ -52,4 +52,4 @@ for i, value in ipairs(redis.call('MGET', unpack(slots))) do
     hand_over(slots[i], queue, '')
   end
 end
-return (before and '-' or '') .. fence .. ' ' .. slot
+return {ok = (before and '-' or '') .. fence .. ' ' .. slot}

@@ -4,10 +4,7 @@ local held, counter, queue = KEYS[2], KEYS[3], KEYS[4]
 local id, expire_ms, name, record, channel, join, ticket, limit = unpack(ARGV)
 expire_ms, limit = tonumber(expire_ms), tonumber(limit)
 local now = now_us()
-local slots, receipts = {KEYS[1]}, KEYS[limit + 4]
-for i = 2, limit do
-  slots[i] = KEYS[i + 3]
-end
+local slots, receipts = {KEYS[1], unpack(KEYS, 5, limit + 3)}, KEYS[limit + 4]
 local values = redis.call('MGET', unpack(slots))
 
 local mine, free  -- the slot that the id holds, or else one that is reserved for it; the first free one
@@ -20,8 +17,9 @@ for i = 1, limit do
   end
 end
 if free and not mine and ticket == '' and not receipts then
-  local fence = take_unwanted(slots[free], held, counter, queue, id, name .. free, record, now, expire_ms)
+  local number = tostring(free)
+  local fence = take_unwanted(slots[free], held, counter, queue, id, name .. number, record, now, expire_ms)
   if fence then
-    return fence .. ' ' .. free
+    return {ok = fence .. ' ' .. number}
   end
 end
