@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from html.parser import HTMLParser
 from http.cookiejar import CookieJar
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urljoin
 from urllib.request import HTTPCookieProcessor, build_opener
@@ -116,22 +116,20 @@ class Site:
         )
 
 
-@pytest.fixture(params=THEMES)
-def site(
-    request: pytest.FixtureRequest, run_python: Callable[..., PythonProcess], redis_url: str, tmp_path: Path
-) -> Iterator[Site]:
+@pytest.fixture(params=THEMES, scope="module")
+def site(request: pytest.FixtureRequest, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     env = {
         "DJANGO_SETTINGS_MODULE": "tests.support.themed_site",
         "THEME": request.param,
-        "THEME_DATABASE": str(tmp_path / "db.sqlite3"),
+        "THEME_DATABASE": str(tmp_path_factory.mktemp(request.param) / "db.sqlite3"),
         "THEME_REDIS": redis_url,
     }
-    process = run_python(serve, env=env, new=True)
-    site = Site(process.wait_for()["url"])
-    site.log_in()
-    yield site
-    process.send()
-    process.finish()
+    with closing(PythonProcess(serve, env=env, new=True)) as process:
+        site = Site(process.wait_for()["url"])
+        site.log_in()
+        yield site
+        process.send()
+        process.finish()
 
 
 def test_every_page_shows_the_locks_and_its_button_releases_the_lock(site: Site, client: redis.Redis) -> None:
