@@ -30,7 +30,7 @@ WAITERS = [
 
 
 def test_a_killed_holders_lock_goes_to_exactly_one_of_many(client, redis_url, run_python):
-    life = 3
+    life = 2
     holder = run_python(lock_programs.hold, redis_url, "a", life)
     holder.wait_for(event="held")
     waiters = [
@@ -87,11 +87,11 @@ def test_a_late_release_frees_nothing_of_the_successors(make_lock, client):
 
 
 def test_one_hundred_held_locks_are_kept_by_one_thread(make_lock, client):
-    locks = [make_lock(client, f"lock {i}", expire=6) for i in range(100)]  # longer than a busy machine may stand still
+    locks = [make_lock(client, f"lock {i}", expire=3) for i in range(100)]  # longer than a busy machine may stand still
     for lock in locks:
         lock.acquire()
     calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
-    lived(6.5)
+    lived(3.25)
     calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - calls
     assert watchdogs_of(client) == 1
     assert all(lock.owned() for lock in locks)

@@ -45,16 +45,16 @@ class OwnTask(asyncio.tasks._PyTask):
 @pytest.mark.parametrize("kind", [asyncio.tasks._PyTask, OwnTask])
 def test_tasks_of_a_foreign_task_factory_keep_their_locks_and_those_of_others(redis_url, client, kind, caplog):
     told = []
-    other = Lock(client, "other", expire=2.4, on_lost=told.append)
+    other = Lock(client, "other", expire=1.5, on_lost=told.append)
     other.acquire()
 
     async def hold():
         assert not isinstance(asyncio.current_task(), asyncio.Task)
         async with (
             async_client_at(redis_url) as aclient,
-            AsyncLock(aclient, "a", expire=2.4, on_lost=told.append) as lock,
+            AsyncLock(aclient, "a", expire=1.5, on_lost=told.append) as lock,
         ):
-            await asyncio.sleep(3)
+            await asyncio.sleep(2)
             assert await lock.owned()
 
     async def main():
@@ -76,7 +76,7 @@ def test_a_foreign_task_that_ends_without_releasing_is_noticed_and_told_in_its_l
         loop = asyncio.get_running_loop()
         loop.set_task_factory(lambda loop, run, **more: OwnTask(run, loop=loop, **more))
         async with async_client_at(redis_url) as aclient:
-            lock = AsyncLock(aclient, "a", expire=2, on_lost=lambda _: told.append(threading.current_thread()))
+            lock = AsyncLock(aclient, "a", expire=1.2, on_lost=lambda _: told.append(threading.current_thread()))
 
             async def take():
                 await lock.acquire()
@@ -112,10 +112,10 @@ def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(clien
         def _acquirer(self):
             return owner
 
-    strange, other = Strange(client, "strange", expire=2.4), Lock(client, "other", expire=2.4)
+    strange, other = Strange(client, "strange", expire=1.5), Lock(client, "other", expire=1.5)
     strange.acquire()
     other.acquire()
-    lived(3)
+    lived(2)
     assert other.owned()
     assert strange.owned()
     strange.release()
@@ -130,7 +130,7 @@ def test_an_owner_that_cannot_be_asked_counts_as_alive_and_is_told_of_once(clien
 @pytest.mark.slow
 def test_the_end_of_a_raw_thread_is_noticed(client, caplog):
     """Python takes it for alive for ever, and gives its number to the next one."""
-    lock, acquired = Lock(client, "a", expire=2), threading.Event()
+    lock, acquired = Lock(client, "a", expire=1.2), threading.Event()
 
     def run():
         lock.acquire()
@@ -151,7 +151,7 @@ def test_a_raw_thread_that_lives_keeps_its_lock(client, caplog):
     go, held = threading.Event(), []
 
     def run():
-        with Lock(client, "a", expire=2.4) as lock:
+        with Lock(client, "a", expire=1.5) as lock:
             held.append(lock)
             go.wait(20)
             held.append(lock.lost)
@@ -160,7 +160,7 @@ def test_a_raw_thread_that_lives_keeps_its_lock(client, caplog):
     _thread.start_new_thread(run, ())
     wait_until(lambda: held)
     gc.collect()
-    lived(3)
+    lived(2)
     go.set()
     wait_until(lambda: held[1:] == [None, "released"])
     assert "not renewed" not in caplog.text
@@ -222,10 +222,10 @@ def test_the_end_of_an_asyncio_lock_that_is_not_renewed_is_told_in_its_loop(redi
 @pytest.mark.slow
 def test_after_max_hold_the_end_is_told(client, caplog, told):
     heard = []
-    lock = Lock(client, "a", expire=2, max_hold=1, on_lost=heard.append)
+    lock = Lock(client, "a", expire=1.2, max_hold=0.6, on_lost=heard.append)
     lock.acquire()
     wait_until(lambda: heard)
-    assert "max_hold = 1 s" in caplog.text
+    assert "max_hold = 0.6 s" in caplog.text
     assert len(told) == 1
     with pytest.raises(LockLost):
         lock.raise_if_lost()
@@ -235,7 +235,7 @@ def test_after_max_hold_the_end_is_told(client, caplog, told):
 def test_the_end_of_what_an_ended_thread_left_is_told_to_those_who_go_on(client, caplog, told):
     """Its work may have been handed to another thread."""
     heard = []
-    lock = Lock(client, "a", expire=2, on_lost=heard.append)
+    lock = Lock(client, "a", expire=1.2, on_lost=heard.append)
     thread = threading.Thread(target=lock.acquire)
     thread.start()
     thread.join()

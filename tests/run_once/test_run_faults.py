@@ -86,7 +86,7 @@ def test_redis_goes_away_while_the_command_runs(manage: Callable[..., Managed], 
 SLOW_STOP = (
     "import signal, sys, time\n"
     "def stop(*_):\n"
-    "    time.sleep(1.2); print('ended', time.time(), flush=True); sys.exit()\n"
+    "    time.sleep(0.9); print('ended', time.time(), flush=True); sys.exit()\n"
     "signal.signal(signal.SIGTERM, stop)\n"
     "print('on', time.time(), flush=True)\n"
     "while True: time.sleep(0.05)\n"
@@ -97,7 +97,7 @@ SLOW_STOP = (
 def test_run_ends_a_command_that_stops_slowly_before_the_next_holder_begins(
     manage: Callable[..., Managed], proxy: Proxy, redis_url: str, fault: str
 ) -> None:
-    options = ("redislock", "run", "x", "--expire", "4s", "--grace", "1.8s", "--", sys.executable, "-c", SLOW_STOP)
+    options = ("redislock", "run", "x", "--expire", "3s", "--grace", "1.4s", "--", sys.executable, "-c", SLOW_STOP)
     first = manage(*options, DJANGO_REDISLOCK={"URL": proxy.url, "RETRY_FOR": 0.2})
     first.wait_for("on")
     second = manage(*options)
