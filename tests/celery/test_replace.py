@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -348,27 +349,30 @@ def test_a_message_whose_process_is_killed_runs_again_with_the_newest_arguments(
 
 
 @pytest.mark.processes
-def test_while_processes_are_killed_the_last_arguments_run_and_each_message_begins_with_newer_ones(worker_pools):
+def test_while_processes_are_killed_each_message_runs_with_the_arguments_of_its_last_duplicate(worker_pools):
+    """Each run of it: the copy of a killed run comes again, perhaps after newer messages."""
     workers = worker_pools.of("prefork")
     queues = [TaskQueue(workers) for _ in range(4)]
 
     def publish(task_queue):
+        """Return the last arguments of each message."""
         site.set_current()  # of this thread
-        for number in range(1, 301):
-            task_queue.publish(tasks.late_noting, number)
+        return {task_queue.publish(tasks.late_noting, number).id: number for number in range(1, 301)}
 
     with ThreadPoolExecutor(len(queues)) as pool:
         published = [pool.submit(publish, task_queue) for task_queue in queues]
         for task_queue in queues[:2]:
             task_queue.kill_child(task_queue.run_log.wait_for("start"))
-        for each in published:
-            each.result()
-    for task_queue in queues:
-        wait_until(lambda task_queue=task_queue: 300 in numbers_of(task_queue), message=lambda: workers[0].log)
-        begun = list(dict.fromkeys(numbers_of(task_queue)))  # a copy of a killed run comes again, perhaps later
-        assert begun == sorted(begun)
-        assert len(begun) < 300, "no message was given newer arguments"
+        newest = [each.result() for each in published]
+    for task_queue, last in zip(queues, newest, strict=True):
+        assert len(last) < 300, "no message was given newer arguments"
+        wait_until(lambda q=task_queue, last=last: runs_of(q).keys() == last.keys(), message=lambda: workers[0].log)
+        assert runs_of(task_queue) == {id: {number} for id, number in last.items()}
 
 
-def numbers_of(task_queue):
-    return [event["number"] for event in task_queue.run_log.events("ran with")]
+def runs_of(task_queue):
+    """Return the arguments of all runs of each message."""
+    runs = defaultdict(set)
+    for event in task_queue.run_log.events("ran with"):
+        runs[event["id"]].add(event["number"])
+    return runs

@@ -275,7 +275,7 @@ late_newest = late_task("late_newest", "queued+run", expire=2, on_duplicate="rep
 )
 def late_noting(self: Any, name: str, number: int) -> None:
     run_log = RunLog(name)
-    run_log.note("ran with", number=number)
+    run_log.note("ran with", id=self.request.id, number=number)
     with run_log.run(self.request.id):
         time.sleep(0.2)
 
