@@ -94,7 +94,9 @@ class World:
         self.troubled = 0.0
         """Until then something is wrong with the server."""
         self.packets = 0.0
-        """Seconds that all packets took together."""
+        """Seconds that all packets took together, from when they were sent."""
+        self.on_their_way = 0.0
+        """Until then some of them are on their way."""
         self.epoch = 0
         """How often data was lost, or its expiry came early."""
         self._epoch_noted = 0
@@ -350,6 +352,7 @@ class Process(Server):
             self.world.at(self.world.time + pause, self.thaw)
         there, back = delay_of(draw()), delay_of(draw())
         self.world.packets += there + back
+        self.world.on_their_way = max(self.world.on_their_way, self.world.time + there + back)
         return fate, there, back, draw()
 
     def request(self, effect: Any, answer: Callable[[Any], None], patience: float = SOCKET_TIMEOUT) -> None:
