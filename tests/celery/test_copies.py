@@ -1,6 +1,6 @@
 """The copies of a message come in any order, to several workers: one of them runs, and the others leave no trace.
 
-With real workers. A broker that waits no longer than two seconds for an acknowledgement gives out many copies of a
+With real workers. A broker that waits no longer than a second for an acknowledgement gives out many copies of a
 message with a countdown; what a busy worker has in its memory is given to another one by the transport's own function.
 """
 
@@ -25,12 +25,12 @@ from tests.support.celery_site.harness import TaskQueue, ended
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 
-REDELIVERS_SOON = {"visibility_timeout": 2, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
+REDELIVERS_SOON = {"visibility_timeout": 1, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
 
 
 @contextmanager
 def redelivering(worker_pools: Any, name: str, count: int = 2) -> Iterator[TaskQueue]:
-    """Give workers of a broker that waits for two seconds."""
+    """Give workers of a broker that waits for a second."""
     env = {TRANSPORT: json.dumps(REDELIVERS_SOON)}
     options = ("--prefetch-multiplier=4",)
     workers = [worker_pools.start("prefork", n, *options, name=name, concurrency=2, env=env) for n in range(count)]
@@ -60,7 +60,7 @@ def test_a_countdown_longer_than_the_broker_waits_is_one_run(worker_pools):
     """Two workers have several copies of each message, which start at the same moment."""
     with redelivering(worker_pools, "redelivering") as first:
         queues = [TaskQueue(first.workers) for _ in tasks.COPIED]
-        results = [task_queue.publish(task, countdown=4) for task_queue, task in zip(queues, tasks.COPIED, strict=True)]
+        results = [task_queue.publish(task, countdown=3) for task_queue, task in zip(queues, tasks.COPIED, strict=True)]
         assert len({result.id for result in results}) == len(results)
         for result in results:
             ended(result)

@@ -73,7 +73,7 @@ def act(task: Any, name: str, how: str = "return") -> Any:
                 time.sleep(random.uniform(0, 0.3))
                 return f"ran {task.request.id}"
             case "slow":  # longer than the broker waits for an acknowledgement
-                time.sleep(random.uniform(2, 3))
+                time.sleep(random.uniform(1.5, 2.5))
                 return f"ran {task.request.id}"
             case "sleep":  # until a signal comes
                 time.sleep(60)
