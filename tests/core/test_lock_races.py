@@ -115,7 +115,7 @@ def lose_by_an_extension_without_an_answer(lock, proxy):
 def test_an_extension_that_is_not_answered_ends_with_the_release(make_lock, client, proxy, auto_renewal):
     """The holder cannot know that it arrived."""
     with client_at(proxy.url, socket_timeout=0.5) as behind:
-        lock = make_lock(behind, "a", expire=2, auto_renewal=auto_renewal)
+        lock = make_lock(behind, "a", expire=1.2, auto_renewal=auto_renewal)
         lock.acquire()
         lose_by_an_extension_without_an_answer(lock, proxy)
         assert make_lock(client, "a").ttl() > 10
@@ -127,7 +127,7 @@ def test_an_extension_that_is_not_answered_ends_with_the_release(make_lock, clie
 @pytest.mark.slow
 def test_an_extension_of_the_inner_acquisition_that_is_not_answered_ends_with_the_outer_release(client, proxy):
     with client_at(proxy.url, socket_timeout=0.5) as behind:
-        lock = RLock(behind, "a", expire=2, auto_renewal=False)
+        lock = RLock(behind, "a", expire=1.2, auto_renewal=False)
         lock.acquire()
         lock.acquire()
         lose_by_an_extension_without_an_answer(lock, proxy)
@@ -267,7 +267,7 @@ def test_the_life_in_redis_is_never_shorter_than_the_one_believed_in():
 def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
     """The watchdog's call was made with the old life and arrives after the new one was set."""
     server = server_of(client)
-    lock = Lock(client, "a", expire=3)
+    lock = Lock(client, "a", expire=1.5)
     call, at_gate, gate, arrived = server.renew, threading.Event(), threading.Event(), threading.Event()
 
     def late(*what):
@@ -288,7 +288,7 @@ def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
         finally:
             gate.set()
             del server.renew
-        lived(3.2)
+        lived(1.8)
         assert lock.owned()
         lock.raise_if_lost()
 
