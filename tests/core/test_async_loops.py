@@ -235,14 +235,14 @@ def test_the_end_of_a_loop_is_a_clean_one(client, redis_url, run_python, ending)
 @pytest.mark.parametrize(("kind", "entries"), [(AsyncLock, 1), (AsyncRLock, 2)])
 def test_a_forked_child_owns_nothing_of_its_parents(aclient, client, kind, entries):
     async def main():
-        lock = kind(aclient, "a", expire=2.4)
+        lock = kind(aclient, "a", expire=1.5)
         async with AsyncExitStack() as blocks:
             for _ in range(entries):
                 await blocks.enter_async_context(lock)
             waiter = asyncio.create_task(acquire_and_release(kind(aclient, "a")))
             await until(lambda: queued(client, "a") == 1)
             in_a_fork(lambda: asyncio.run(child(lock)))
-            await asyncio.sleep(2.6)
+            await asyncio.sleep(1.8)
             assert await lock.owned(), "the parent keeps and renews its lock"
         assert await waiter
 

@@ -11,6 +11,7 @@ import redis
 
 from django_redislock.core import Lock, operations, reset_all
 from django_redislock.core.contention import contention
+from django_redislock.core.driver import retry
 from django_redislock.core.driver.effects import ScriptBatch
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import BUCKETS, held_keys, lock_keys
@@ -115,7 +116,10 @@ def test_the_counts_of_many_names_come_in_pieces(client: redis.Redis) -> None:
 
 
 @pytest.mark.processes
-def test_a_refusal_is_told_as_one_and_names_no_prefix_as_a_lock(own_server: RedisServer) -> None:
+def test_a_refusal_is_told_as_one_and_names_no_prefix_as_a_lock(
+    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "retry_for", 0.5)
     with own_server.client() as admin:
         rights = ("+@connection", "+command", "+cluster")  # without which redis-py has no client of a Cluster
         servers_of(admin)[0].execute_command("ACL", "SETUSER", "app", "reset", "on", ">secret", "~*", "&*", *rights)

@@ -112,12 +112,12 @@ def test_lost_replies_to_waiters_lose_nothing(make_lock, client, proxy, monkeypa
 def test_a_renewal_that_fails_once_loses_nothing(make_lock, client, proxy, caplog):
     told = []
     with client_at(proxy.url) as behind:
-        lock = make_lock(behind, "a", expire=3, on_lost=told.append)
+        lock = make_lock(behind, "a", expire=2, on_lost=told.append)
         with lock:
             id = lock.id
             proxy.drop_next_reply(containing=b"EVALSHA")
             wait_until(lambda: proxy.dropped == 1)
-            lived(3.5)
+            lived(2.3)
             assert lock.owner().id == id
             lock.raise_if_lost()
     assert told == []

@@ -47,12 +47,12 @@ def test_a_refused_renewal_is_unknown_until_it_works_again(make_lock, own_server
         refuse, serve = ("replicaof 127.0.0.1 1", "replicaof no one")
     with own_server.client() as client:
         [server] = servers_of(client)
-        lock = make_lock(client, "a", expire=3)
+        lock = make_lock(client, "a", expire=1.5)
         with lock:
             server.execute_command(*refuse.split())
             wait_until(lambda: "is tried again" in caplog.text)
             server.execute_command(*serve.split())
-            lived(3.5)
+            lived(1.8)
             assert lock.owned()
 
 

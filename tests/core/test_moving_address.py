@@ -93,7 +93,7 @@ def subscriptions(server):
 
 def test_locks_are_acquired_and_released_and_kept_when_the_address_has_moved(address, client):
     lost = []
-    held, other = (Lock(client, name, expire=3, on_lost=lost.append) for name in ("held", "other"))
+    held, other = (Lock(client, name, expire=2, on_lost=lost.append) for name in ("held", "other"))
     held.acquire()
     other.acquire()
     address.demote()
@@ -103,7 +103,7 @@ def test_locks_are_acquired_and_released_and_kept_when_the_address_has_moved(add
         with Lock(client, f"a{number}", timeout=2):
             pass
     assert Lock(client, "b").acquire(blocking=False)
-    lived(3.5)
+    lived(2.3)
     assert held.owned()
     held.release()
     assert not lost
@@ -255,7 +255,7 @@ def test_tasks_acquire_and_release_and_keep_their_locks_when_the_address_has_mov
     lost = []
 
     async def main():
-        held, other = (AsyncLock(client, name, expire=3, on_lost=lost.append) for name in ("held", "other"))
+        held, other = (AsyncLock(client, name, expire=2, on_lost=lost.append) for name in ("held", "other"))
         await held.acquire()
         await other.acquire()
         await asyncio.to_thread(address.demote)
@@ -265,7 +265,7 @@ def test_tasks_acquire_and_release_and_keep_their_locks_when_the_address_has_mov
             async with AsyncLock(client, f"a{number}", timeout=2):
                 pass
         assert await AsyncLock(client, "b").acquire(blocking=False)
-        await asyncio.sleep(3.5)
+        await asyncio.sleep(2.3)
         assert await held.owned()
         await held.release()
 

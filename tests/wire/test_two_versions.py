@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("two versions")]
 
 EARLIER = "bb421c3"
 """The commit of the earlier version. With the first release this becomes the last release."""
-EXPIRE = 2.0
+EXPIRE = 1.5
 PROGRAM = Path(__file__).with_name("peer.py")
 
 

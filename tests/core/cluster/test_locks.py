@@ -86,7 +86,7 @@ def test_many_locks_of_all_nodes_are_renewed_by_a_few_writes(make_lock, client):
     locks = [make_lock(client, name, expire=1.2) for name in NAMES]
     for lock in locks:
         lock.acquire()
-    lived(3)
+    lived(2)
     assert all(lock.locked() and lock.lost is None for lock in locks)
     for lock in locks:
         lock.release()
