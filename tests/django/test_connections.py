@@ -253,7 +253,7 @@ def test_the_subscription_closes_when_nobody_has_waited_for_a_minute(own_server,
         held = Lock(client, "a", expire=60, auto_renewal=False)
         held.acquire()
         for _ in range(2):
-            assert not Lock(client, "a").acquire(timeout=2)
+            assert not Lock(client, "a").acquire(timeout=1.2)
             assert server_of(client).room.open, "it was needed all the time"
             assert watcher.pubsub_channels()
             wait_until(lambda: not watcher.pubsub_channels())

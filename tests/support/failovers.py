@@ -29,6 +29,7 @@ class Deployment:
             "repl_ping_replica_period": "1",
         }
         self._replicas, self._number, self._down_after = replicas, sentinels, down_after
+        self._asking: dict[int, redis.Redis] = {}
         self.servers: list[RedisServer] = []
         self.sentinels: list[int] = []
         """The ports of the Sentinels."""
@@ -53,6 +54,9 @@ class Deployment:
             )
             running = running_sentinels(folder, first, self._number, settings)
             self.sentinels = stack.enter_context(running)
+            for port in self.sentinels:
+                client = redis.Redis(port=port, retry=None, decode_responses=True)
+                self._asking[port] = stack.enter_context(client)  # a new one for each question takes a core
             self.wait_until_whole()
             self._stack = stack.pop_all()
         return self
@@ -69,8 +73,7 @@ class Deployment:
 
     def ask(self, port: int, *command: str) -> Any:
         """Return the reply of one Sentinel."""
-        with redis.Redis(port=port, retry=None, decode_responses=True) as client:
-            return client.execute_command("SENTINEL", *command)
+        return self._asking[port].execute_command("SENTINEL", *command)
 
     @property
     def primary(self) -> RedisServer:
