@@ -243,7 +243,7 @@ def test_a_connection_that_is_down_is_told_and_the_others_are_released(
 def test_a_release_that_is_not_answered_is_unknown(
     web: Client, settings: Any, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings.DJANGO_REDISLOCK = {"URL": proxy.url + "?socket_timeout=2"}
+    settings.DJANGO_REDISLOCK = {"URL": proxy.url + "?socket_timeout=1"}
     with redis.Redis.from_url(proxy.url) as near:
         boxes = [tick(hold(near, name)) for name in ("a", "b")]
         alone = tick(hold(near, "c"))

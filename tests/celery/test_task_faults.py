@@ -95,7 +95,7 @@ def test_when_redis_goes_away_the_outcome_of_the_body_stands(own_server, make, s
 
 def test_a_redis_that_goes_away_after_a_refusal_is_no_reason_to_run(own_server, make, settings, monkeypatch):
     """That somebody holds the lock is known, whatever ``on_backend_error`` says."""
-    settings.DJANGO_REDISLOCK = {"URL": own_server.url}
+    settings.DJANGO_REDISLOCK = {"URL": own_server.url, "RETRY_FOR": 0.5}
     task = make(lambda self: pytest.fail("the body ran"), key=[], on_backend_error="run")
     with own_server.client() as client:
         Lock(client, f"celery:{task.name}", auto_renewal=False).acquire()

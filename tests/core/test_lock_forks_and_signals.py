@@ -19,7 +19,7 @@ WATCHDOG = "redislock-watchdog"
 
 
 def test_a_forked_child_owns_nothing_of_its_parents(client):
-    lock = Lock(client, "a", expire=2.4)
+    lock = Lock(client, "a", expire=1.5)
     lock.acquire()
 
     def child():
@@ -31,7 +31,7 @@ def test_a_forked_child_owns_nothing_of_its_parents(client):
             assert not Lock(client, "a").acquire(blocking=False)
 
     in_a_fork(child)
-    lived(3)
+    lived(2)
     assert lock.owned(), "the parent keeps and renews its lock"
     lock.release()
 

@@ -296,10 +296,10 @@ class TestUntilCommit:
     @pytest.mark.slow
     def test_renewed_until_the_commit(self):
         with transaction.atomic():
-            with lock(NAME, expire=1.5, until_commit=True) as mine:
+            with lock(NAME, expire=1.2, until_commit=True) as mine:
                 id = mine.id
             start = time.monotonic()
-            wait_until(lambda: time.monotonic() > start + 2.5)
+            wait_until(lambda: time.monotonic() > start + 1.6)
             assert lock(NAME).owner().id == id
         assert not held()
 

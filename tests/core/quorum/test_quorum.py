@@ -189,8 +189,8 @@ def test_servers_that_stay_away_are_a_loss_at_the_deadline(servers, clients):
 
 @pytest.mark.slow
 def test_it_is_renewed_while_it_is_held_and_ends_without(clients):
-    with QuorumLock(clients, "a", expire=1.8) as lock:
-        assert not QuorumLock(clients, "a").acquire(timeout=2.5)
+    with QuorumLock(clients, "a", expire=1.2) as lock:
+        assert not QuorumLock(clients, "a").acquire(timeout=1.8)
         lock.raise_if_lost()
     mortal = QuorumLock(clients, "a", expire=0.5, auto_renewal=False)
     mortal.acquire()

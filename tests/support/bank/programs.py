@@ -28,7 +28,7 @@ def deposit_paused_before_the_write(database: Config, fenced: bool) -> None:
 
     waited = False
     with using_databases(default=database):
-        held = lock("account:1", expire=2)
+        held = lock("account:1", expire=1.2)
         held.acquire()
         account = Account.objects.get(pk=1)
         account.balance += 1
@@ -43,7 +43,7 @@ def deposit_paused_before_the_write(database: Config, fenced: bool) -> None:
 def write_when_told(database: Config) -> None:
     """Take the lock, read, and write when a line comes."""
     with using_databases(default=database):
-        held = lock("account:1", expire=2)
+        held = lock("account:1", expire=1.2)
         held.acquire()
         account = Account.objects.get(pk=1)
         say(event="held")
