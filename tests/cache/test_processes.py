@@ -128,9 +128,9 @@ def test_a_killed_computer_is_followed_by_exactly_one(client, one_computes, back
     assert sum(len(only(process.lines, "computing")) for process in others) == 1
 
 
-def test_a_computation_of_five_lives_is_one_computation(client, one_computes):
+def test_a_computation_of_ten_lives_is_one_computation(client, one_computes):
     first, others = one_computes(3, lock={"EXPIRE": 0.6})
-    lived(3)
+    lived(6)
     first.send("slow")
     for process in (first, *others):
         assert process.wait_for(event="got")["value"] == "slow"
