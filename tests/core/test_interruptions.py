@@ -172,7 +172,7 @@ def test_a_time_limit_at_any_point_of_the_watchdogs_start_leaves_no_later_lock_w
     clients, held, after = [], [], []
     with ExitStack() as stack:
         for point in interrupted_at_each_point(acquire, watchdog_module, os_threads):
-            lock = Lock(clients[-1], f"after {point}", expire=6)
+            lock = Lock(clients[-1], f"after {point}", expire=3)
             assert lock.acquire()
             (lease,) = lock._leases.values()
             after.append((lock, lease, lease.deadline))
