@@ -256,7 +256,7 @@ def of_tasks(snapshot: Snapshot) -> None:
     snapshot.take("The message was processed")
 
     @app.task(name="shop.digest")
-    @single_instance(scope="queued", key="{day}", on_duplicate="replace")
+    @single_instance(scope="queued+run", key="{day}", on_duplicate="replace")
     def digest(day: str, rows: int) -> None:
         pass
 
