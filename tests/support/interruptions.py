@@ -61,18 +61,24 @@ def interrupted_at_each_point(
                 raise TimeLimit
         return trace
 
-    for point in count(1):
-        left, before = point, sys.gettrace()
-        sys.settrace(trace)
-        try:
-            call(point)
-        except TimeLimit:
-            pass
-        finally:
-            sys.settrace(before)
-        yield point
-        if left > 0:
-            return
+    # No collection meanwhile: it would call destructors of earlier tests' objects, and what is raised there is lost.
+    gc.collect()
+    gc.disable()
+    try:
+        for point in count(1):
+            left, before = point, sys.gettrace()
+            sys.settrace(trace)
+            try:
+                call(point)
+            except TimeLimit:
+                pass
+            finally:
+                sys.settrace(before)
+            yield point
+            if left > 0:
+                return
+    finally:
+        gc.enable()
 
 
 def _release_handlers() -> None:
