@@ -486,14 +486,15 @@ def release_quietly(lock: Lock) -> None:
         raise
 
 
+NOT_LEFT = "%s could not release the lock of its message, which ends by its expiry: %s"
+
+
 def leave_queue(queued: ExecutionLock | None) -> ExecutionLock | None:
     """Release the lock that the message held while it waited; return it when Redis did not answer."""
     if queued is not None:
         try:
             queued.release_given_id()
         except LockBackendError as error:
-            events.log.warning(
-                "%s could not release the lock of its message, which ends by its expiry: %s", queued.label, error
-            )
+            events.log.warning(NOT_LEFT, queued.label, error)
             return queued
     return None

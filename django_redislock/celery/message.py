@@ -32,7 +32,7 @@ from ..core.validation import MAX_SECONDS
 from ..exceptions import LockBackendError
 from ..name_template import by_name
 from ..task_names import waiting_id
-from .execution_lock import Delivery, ExecutionLock, leave_queue
+from .execution_lock import NOT_LEFT, Delivery, ExecutionLock, leave_queue
 
 KEY_HEADER = "single_instance_key"
 """The key of a message, so that producers and workers of different versions agree."""
@@ -130,7 +130,7 @@ def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[s
 
 
 def pack_arguments(args: Any, kwargs: Any, serializer: str) -> bytes:
-    """Return the arguments of a duplicate, for the message that waits in its place."""
+    """Return the arguments of a duplicate as bytes. The message that waits runs with them."""
     content_type, encoding, body = serialization.dumps((tuple(args or ()), kwargs or {}), serializer)
     return f"{content_type} {encoding}\n".encode() + (body.encode() if isinstance(body, str) else body)
 
@@ -146,7 +146,10 @@ def unpack_arguments(packed: bytes, request: Context | None, app: Celery) -> tup
     args, kwargs = serialization.loads(body, content_type, encoding, accept=accepted)
     if request is not None:
         own: Any = request
-        own.args[:] = args  # in place, because the tracer gives the same objects to hooks and to signals
+        if isinstance(own.args, list):  # in place, because the tracer gives the same objects to hooks and to signals
+            own.args[:] = args
+        else:  # pickle keeps a tuple
+            own.args = args
         own.kwargs.clear()
         own.kwargs.update(kwargs)
     return args, kwargs
@@ -154,23 +157,22 @@ def unpack_arguments(packed: bytes, request: Context | None, app: Celery) -> tup
 
 def begin(
     queued: ExecutionLock, delivery: Delivery | None, request: Context | None, options: TaskOptions, keep: float
-) -> bytes | None:
-    """Release the lock of a message whose execution begins, and return the arguments of its newest duplicate, packed;
-    None: it has its own. Its copies find them for `keep` seconds.
+) -> tuple[ExecutionLock | None, bytes | None]:
+    """Release the lock of a message whose execution begins. Return the lock if Redis did not answer, and the packed
+    arguments of the newest duplicate, if there are any; the message's copies find them for `keep` seconds.
 
     Raises LockBackendError when Redis does not answer, and may have such arguments.
     """
     if request is None or delivery is None or request.is_eager:
-        leave_queue(queued)
-        return None
+        return leave_queue(queued), None
     replaces = options.on_duplicate == "replace"
     try:
         waited, newest = queued.begin(delivery, keep)
-    except LockBackendError:
+    except LockBackendError as error:
         if replaces:
             raise
-        leave_queue(queued)
-        return None
+        events.log.warning(NOT_LEFT, queued.label, error)
+        return queued, None
     may_have_none = redelivered(request) or request.retries or request.parent_id  # a copy, a retry, part of a canvas
     if replaces and not waited and newest is None and not may_have_none:
         events.log.warning(
@@ -178,7 +180,7 @@ def begin(
             "The task runs with the message's own arguments; those of later duplicates may be lost.",
             queued.label,
         )
-    return newest
+    return None, newest
 
 
 def marker_expire(app: Celery, queue_life: float) -> float:

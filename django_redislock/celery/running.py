@@ -185,8 +185,7 @@ class SingleInstanceMixin(PublishingMixin):
             try:
                 acquired, holder = self._acquire(run)
                 if acquired and queued is not None:  # once: later, the message of a retry holds the place
-                    newest = begin(queued, lock.delivery, request, options, self._marker_expire)
-                    queued = None
+                    queued, newest = begin(queued, lock.delivery, request, options, self._marker_expire)
             except LockBackendError as error:
                 if options.on_backend_error == "reschedule":
                     self._reschedule(run, error, options.reschedule_limit)

@@ -219,6 +219,37 @@ def test_the_serializer_is_the_duplicates_and_the_worker_must_accept_it(client, 
     assert ran == [("a", (1, 2))]
 
 
+def test_a_message_in_pickle_is_given_arguments_too(client, app, make, scope, ran, monkeypatch):
+    """Its arguments are a tuple, which cannot be changed in place."""
+    monkeypatch.setitem(app.conf, "accept_content", ["json", "pickle"])
+    task = make(scope=scope)
+    first = task.apply_async(("a", 1), serializer="pickle")
+    task.apply_async(("a", 2), serializer="pickle")
+    (message,) = take(app)
+    message.accept = {"application/x-python-serialize"}
+    deliver(app, message)
+    assert ran == [("a", 2)]
+    assert (first.state, list(first.args)) == ("SUCCESS", ["a", 2])
+
+
+def test_a_lock_of_a_message_that_could_not_be_released_at_the_start_is_released_at_the_end(
+    client, app, make, scope, ran
+):
+    task = make(scope=scope, on_duplicate="return")
+    task.delay("a", 1)
+    release = ExecutionLock.release_given_id
+
+    def unanswered(self, *args):
+        raise LockBackendError(self.name, "cut off")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExecutionLock, "begin", unanswered)
+        patch.setattr(ExecutionLock, "release_given_id", lambda self: release(self) if ran else unanswered(self))
+        work(app)
+    assert ran == [("a", 1)]
+    assert list(held_locks(client)) == []
+
+
 def test_arguments_that_cannot_be_written_are_an_error_for_the_caller_and_change_nothing(client, app, make, scope, ran):
     task = make(scope=scope)
     task.delay("a", 1)
