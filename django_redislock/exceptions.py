@@ -70,7 +70,7 @@ class AlreadyAcquired(LockError):
         return (
             f"Lock {self.name!r} is already held by this thread or task, or through this object by the same id, so a "
             "wait for it would never end. Release it first, or make both acquisitions re-entrant: "
-            "lock(name, reentrant=True), rlock(name) or core.RLock."
+            "lock(name, reentrant=True) or rlock(name)."
         )
 
 

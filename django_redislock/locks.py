@@ -11,9 +11,9 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from . import conf, signals  # noqa: F401  (the import of signals has them sent)
 from .connections import server
 from .core import listing
-from .core.async_lock import AsyncLock, AsyncRLock
+from .core.async_lock import AsyncLock
 from .core.base import BaseLock
-from .core.lock import Lock, RLock
+from .core.lock import Lock
 from .core.records import LockInfo
 from .core.semaphore import AsyncSemaphore, Semaphore
 from .core.validation import Nothing, Seconds, check_flag, unexpected, wait_of
@@ -80,7 +80,7 @@ def lock(
     for locks that protect nothing in the database, it is not logged.
 
     `reentrant`: the thread that holds the lock may acquire it again, through any re-entrant lock of that name; see
-    `RLock`. With ``until_commit=True`` it may in any case.
+    `Lock`. With ``until_commit=True`` it may in any case.
     """
     if wrong:
         raise unexpected("lock", wrong, lock.__kwdefaults__ or ())
@@ -88,7 +88,7 @@ def lock(
     if until_commit is not None or reentrant is not False:
         check_flags(until_commit, reentrant)
     made: Lock = _build(
-        RLock if reentrant or until_commit else Lock,
+        Lock,
         settings,
         name,
         using,
@@ -102,6 +102,7 @@ def lock(
         on_lost,
         kind,
         min_replicas,
+        bool(reentrant or until_commit),
     )
     if until_commit is not False and settings.enabled:  # else nobody is kept out, and so nothing waits for the commit
         made._transactions = UNTIL_COMMIT if until_commit else WARN_BEFORE_COMMIT
@@ -142,7 +143,7 @@ def alock(
     settings = conf.get()
     check_flags(None, reentrant)
     return _build(
-        AsyncRLock if reentrant else AsyncLock,
+        AsyncLock,
         settings,
         name,
         using,
@@ -156,6 +157,7 @@ def alock(
         on_lost,
         kind,
         min_replicas,
+        reentrant,
     )
 
 
@@ -210,13 +212,14 @@ def _build(
     on_lost: Callable[[Any], object] | None,
     kind: str,
     min_replicas: int | None,
+    reentrant: bool,
 ) -> L:
     """Return the lock on its server, with the defaults of the settings in place of None."""
     default_wait = timeout is None and blocking is True
     if timeout is None and blocking:
         timeout = settings.timeout
     if (expire, auto_renewal, max_hold, id, label, on_lost, min_replicas) == (None,) * 7 and kind == "lock":
-        return _default_lock(kind_of_lock, settings, using)._like(
+        return _default_lock(kind_of_lock, settings, using, reentrant)._like(
             name, None if default_wait else wait_of(blocking, timeout)
         )
     return kind_of_lock(
@@ -233,22 +236,23 @@ def _build(
         kind=kind,
         prefix=settings.key_prefix,
         min_replicas=settings.min_replicas if min_replicas is None else min_replicas,
+        reentrant=reentrant,
     )
 
 
-_default_locks: tuple[conf.Settings | None, dict[tuple[type[BaseLock], str | None], Any]] = (None, {})
+_default_locks: tuple[conf.Settings | None, dict[tuple[type[BaseLock], str | None, bool], Any]] = (None, {})
 """The settings in force, and locks with their defaults. Locks without options of their own are copies of these."""
 
 
-def _default_lock(kind_of_lock: type[L], settings: conf.Settings, using: str | None) -> L:
+def _default_lock(kind_of_lock: type[L], settings: conf.Settings, using: str | None, reentrant: bool) -> L:
     global _default_locks
     of, found = _default_locks
     if of is not settings:
         _default_locks = of, found = settings, {}
     try:
-        return found[kind_of_lock, using]  # type: ignore[no-any-return]
+        return found[kind_of_lock, using, reentrant]  # type: ignore[no-any-return]
     except KeyError:
-        default = found[kind_of_lock, using] = kind_of_lock(
+        default = found[kind_of_lock, using, reentrant] = kind_of_lock(
             server(settings, using),
             "any",
             expire=settings.expire,
@@ -257,6 +261,7 @@ def _default_lock(kind_of_lock: type[L], settings: conf.Settings, using: str | N
             timeout=settings.timeout,
             prefix=settings.key_prefix,
             min_replicas=settings.min_replicas,
+            reentrant=reentrant,
         )
         return default
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .async_lock import AsyncLock, AsyncRLock
+from .async_lock import AsyncLock
 from .listing import held_locks, reset_all
-from .lock import Lock, RLock
+from .lock import Lock
 from .quorum import AsyncQuorumLock, QuorumLock
 from .records import LockInfo
 from .redis_py import AsyncRedisPyLock, RedisPyLock
@@ -13,13 +13,11 @@ from .semaphore import AsyncSemaphore, Semaphore
 __all__ = [
     "AsyncLock",
     "AsyncQuorumLock",
-    "AsyncRLock",
     "AsyncRedisPyLock",
     "AsyncSemaphore",
     "Lock",
     "LockInfo",
     "QuorumLock",
-    "RLock",
     "RedisPyLock",
     "Semaphore",
     "held_locks",

@@ -169,7 +169,7 @@ class AsyncLock(BaseLock):
             return acquirer
         ended = [task for task in entrants if task.done()]
         for candidates in (entrants, ended):
-            if len(set(candidates)) == 1:  # through an AsyncRLock it may have entered several times
+            if len(set(candidates)) == 1:  # if it is re-entrant, it may have entered several times
                 return candidates[0]
         return None
 
@@ -201,14 +201,3 @@ class AsyncLock(BaseLock):
         if hasattr(lease.acquirer, "get_loop"):  # not every task is one of asyncio's own
             with suppress(RuntimeError):  # its loop is closed, and no task is left to be notified
                 lease.acquirer.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)
-
-
-class AsyncRLock(AsyncLock):
-    """A lock that the task that holds it may acquire again, through any AsyncRLock object of the same name and
-    database.
-
-    Each further entry renews the lock and proves that it is still held: a lost one raises LockLost. The last exit
-    releases. For the arguments see `Lock`.
-    """
-
-    _reentrant = True

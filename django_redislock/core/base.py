@@ -53,14 +53,16 @@ class BaseLock(CallerView[Lease]):
     `min_replicas` replicas must confirm within half a second that they have the lock, also at each renewal. With fewer,
     `acquire` gives the lock back and raises LockBackendError, and a renewal is tried again until the deadline.
 
+    With `reentrant`, the thread or task that holds the lock may acquire it again, through any re-entrant object of the
+    same name and database. Each further entry renews the lock and proves that it is still held: a lost one raises
+    LockLost. The last exit releases.
+
     Threads or tasks may share one object: each has its own acquisition and sees no other one. A caller that never
     acquired through the object, such as a thread that works for the holder, sees the only acquisition there is. Inside
     `on_lost` a caller sees the lost one. A copy of a lock is a new object that has acquired nothing.
     Raises TypeError and ValueError for bad arguments.
     """
 
-    _reentrant = False
-    """Whether the thread or task that holds the lock may acquire it again."""
     _transactions: Transactions | None = None
     """What its release has to do with the transactions of a database; None: nothing."""
 
@@ -80,6 +82,7 @@ class BaseLock(CallerView[Lease]):
         kind: str = "lock",
         prefix: str = "redislock",
         min_replicas: int = 0,
+        reentrant: bool = False,
         **wrong: Unpack[Nothing],
     ) -> None:
         if wrong:
@@ -102,6 +105,7 @@ class BaseLock(CallerView[Lease]):
             raise TypeError("on_lost must be a plain function")
         self.on_lost = on_lost
         self.kind = kind
+        self._reentrant = validation.check_flag(reentrant, "reentrant")
         self._leases: Acquirers[Lease] = Acquirers()
         self._acquiring: dict[Any, object] = {}  # the acquisitions under way, by process and acquirer
         # Of an AsyncLock: the tasks that are inside an ``async with`` block, each as often as it entered one.

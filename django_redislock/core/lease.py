@@ -123,7 +123,7 @@ class Lease:
         self.pid = process.pid
         self.fence = 0
         self.hold_count = 1
-        """How often its acquirer has entered it; more than once through an RLock only."""
+        """How often its acquirer has entered it; more than once only if the lock is re-entrant."""
         self.reentrant = False
         """Whether its acquirer may enter it again, through any lock object; each object keeps the lease alive."""
         self.acquired = 0.0

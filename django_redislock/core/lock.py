@@ -130,13 +130,3 @@ class Lock(BaseLock):
         error names the key, and nothing is deleted.
         """
         return self._server.run(self._reset(fence, by, reason))
-
-
-class RLock(Lock):
-    """A lock that the thread that holds it may acquire again, through any RLock object of the same name and database.
-
-    Each further entry renews the lock and proves that it is still held: a lost one raises LockLost. The last exit
-    releases. For the arguments see `Lock`.
-    """
-
-    _reentrant = True

@@ -35,7 +35,7 @@ FOREIGN = "The key %s has a value that no lock wrote: delete it, or give the loc
 SELF_WAIT = (
     "Lock %r (fence %d) is held by the same thread or task that now waits for it through another object. Only the "
     "lock's expiry, or a release from elsewhere, can end this wait before the timeout. Release the lock first, or make "
-    "both re-entrant: lock(name, reentrant=True), rlock(name) or core.RLock."
+    "both re-entrant: lock(name, reentrant=True) or rlock(name)."
 )
 
 

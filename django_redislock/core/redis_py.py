@@ -41,6 +41,8 @@ class RedisPyWords(BaseLock):
             if expire is not None:
                 raise TypeError("a lock takes expire or timeout, but not both: each means its expiry")
             expire = check_expire(timeout, "timeout")
+        if options.get("reentrant") and not thread_local:
+            raise TypeError("a re-entrant lock needs thread_local=True: else every thread would enter it again")
         super().__init__(redis, name, expire=expire, **{"auto_renewal": expire is None, **options})
         self._wait = wait_as_redis(blocking, blocking_timeout)
         self._any_thread = not thread_local

@@ -15,7 +15,7 @@ from .lock import Lock
 from .loss import check_reason, report_reset
 from .operations import AcquireRequest
 from .records import LockInfo, Token
-from .validation import check_limit
+from .validation import check_limit, unexpected
 
 
 class Slots(BaseLock):
@@ -26,6 +26,8 @@ class Slots(BaseLock):
     """
 
     def __init__(self, client: Any, name: str, limit: int, *, kind: str = "semaphore", **options: Any) -> None:
+        if "reentrant" in options:
+            raise unexpected(type(self).__name__, ["reentrant"], ())
         super().__init__(client, name, kind=kind, **options)
         self.limit = check_limit(limit)
         self._keys = slots_keys(self._prefix, name, self.limit)

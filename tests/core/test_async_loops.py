@@ -13,7 +13,7 @@ import pytest
 from asgiref.sync import async_to_sync
 
 from django_redislock import NotAcquired
-from django_redislock.core import AsyncLock, AsyncRLock, Lock, held_locks
+from django_redislock.core import AsyncLock, Lock, held_locks
 from django_redislock.core.driver import wakeups_tasks
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.cluster.cluster import Cluster
@@ -30,6 +30,7 @@ from tests.support import (
     wait_until,
     wait_until_collected,
 )
+from tests.support.locks import AsyncRLock
 
 
 @pytest.mark.slow

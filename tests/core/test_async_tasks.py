@@ -11,9 +11,10 @@ import pytest
 from asgiref.sync import sync_to_async
 
 from django_redislock import AlreadyAcquired, LockLost, NotAcquired
-from django_redislock.core import AsyncLock, AsyncRLock
+from django_redislock.core import AsyncLock
 from django_redislock.core.keys import lock_keys
 from tests.support import acquire_and_release, queued, until
+from tests.support.locks import AsyncRLock
 
 
 def test_tasks_that_share_an_object_take_turns_and_cannot_release_for_each_other(aclient, client):

@@ -10,9 +10,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from django_redislock import AcquireTimeout, AlreadyAcquired, LockLost, NotAcquired
-from django_redislock.core import Lock, RLock
+from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
 from tests.support import in_thread, wait_until
+from tests.support.locks import RLock
 
 
 def test_a_lock_has_one_holder(make_lock, client):

@@ -35,6 +35,7 @@ NAN, INF = float("nan"), float("inf")
         *[("id", value, ValueError) for value in ("", "a b", "new\nline", "x" * 201, "ü", "\0")],
         *[("id", value, TypeError) for value in (b"bytes", 5)],
         ("auto_renewal", "yes", TypeError),
+        ("reentrant", None, TypeError),
         ("label", 5, TypeError),
         ("on_lost", "not callable", TypeError),
         ("prefix", "a}b", ValueError),

@@ -19,8 +19,9 @@ from django_redislock import (
     StaleFence,
     TaskAlreadyRunning,
 )
-from django_redislock.core import AsyncLock, AsyncRLock, Lock, RLock
+from django_redislock.core import AsyncLock, Lock
 from tests.support import in_thread, wait_until
+from tests.support.locks import AsyncRLock, RLock
 
 
 def test_a_dropped_lock_object_is_not_renewed(make_lock, client, caplog):

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from django_redislock.core import Lock, RLock
+from django_redislock.core import Lock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.connection import Connection
 from django_redislock.core.driver.registry import server_of
@@ -18,6 +18,7 @@ from django_redislock.core.keys import lock_keys, milliseconds
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
 from tests.support import Proxy, client_at, in_a_fork, lived, queued, wait_until, within
+from tests.support.locks import RLock
 
 KEYS = lock_keys("redislock", "a")
 

@@ -13,9 +13,10 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import transaction
 
 from django_redislock import AcquireTimeout, AlreadyAcquired, LockBackendError, lock
-from django_redislock.core import AsyncLock, AsyncRLock, Lock, QuorumLock, RLock
+from django_redislock.core import AsyncLock, Lock, QuorumLock
 from django_redislock.core.keys import lock_keys
 from tests.support import RedisServer, async_client_at, client_at, counting, in_a_fork, queued, wait_until
+from tests.support.locks import AsyncRLock, RLock
 
 KEYS = lock_keys("redislock", "a")
 HELP = r"lock\(name, reentrant=True\), rlock\(name\)"

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from django_redislock.core import RLock
 from django_redislock.exceptions import NotAcquired
 from tests.support import wait_until
+from tests.support.locks import RLock
 
 
 def test_a_thread_with_the_number_of_one_that_died_holding_does_not_hold_its_lock(client):

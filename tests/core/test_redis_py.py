@@ -281,5 +281,7 @@ def test_the_errors_name_the_argument(redis_url):
             client.lock("a", lock_class=RedisPyLock, **options)
     with pytest.raises(TypeError, match="expire or timeout"):
         RedisPyLock(client, "a", 3, expire=3)
+    with pytest.raises(TypeError, match="thread_local"):
+        RedisPyLock(client, "a", reentrant=True, thread_local=False)
     with pytest.raises(TypeError, match="wait"):
         RedisPyLock(client, "a", wait=3)

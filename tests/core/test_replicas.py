@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 
-from django_redislock.core import AsyncLock, Lock, RLock, Semaphore
+from django_redislock.core import AsyncLock, Lock, Semaphore
 from django_redislock.core.driver.registry import close_unused, replicated, server_of
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import RedisServer, acquire_and_release, counting, key_of, queued, wait_until
+from tests.support.locks import RLock
 
 pytestmark = pytest.mark.processes
 TOO_FEW = r"Redis did not confirm a command .*: 0 of 1 replicas \(min_replicas\) confirmed it within 0.5 s"

@@ -1,4 +1,4 @@
-"""RLock and AsyncRLock: who may enter again, what each entry proves, and when the lock is released."""
+"""Re-entrant locks: who may enter again, what each entry proves, and when the lock is released."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import redis
 import redis.asyncio
 
-from django_redislock.core import AsyncRLock, Lock, RLock
+from django_redislock.core import Lock
 from django_redislock.core.driver.kinds import place_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockLost, NotAcquired
 from tests.support import async_client_at, client_at, in_a_fork, wait_until
+from tests.support.locks import AsyncRLock, RLock
 
 KEYS = lock_keys("redislock", "a")
 

@@ -370,6 +370,12 @@ def test_a_token_is_refused(client):
         Semaphore(client, "crm", 2).acquire(token="mine")
 
 
+@pytest.mark.parametrize("kind", [Semaphore, AsyncSemaphore])
+def test_a_semaphore_is_not_reentrant(client, kind):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) got an unexpected keyword argument 'reentrant'$"):
+        kind(client, "crm", 2, reentrant=True)
+
+
 def hold_slots(url, name, limit, count, expire):
     from tests.support import client_at, say
 

@@ -12,13 +12,14 @@ import threading
 
 import pytest
 
-from django_redislock.core import AsyncLock, Lock, QuorumLock, RLock
+from django_redislock.core import AsyncLock, Lock, QuorumLock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver import os_threads
 from django_redislock.core.driver.registry import server_of
 from django_redislock.exceptions import LockLost
 from django_redislock.signals import lock_lost
 from tests.support import RedisServer, async_client_at, lived, wait_until, watchdogs_of
+from tests.support.locks import RLock
 
 
 @pytest.fixture

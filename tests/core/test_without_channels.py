@@ -15,11 +15,12 @@ import redis
 from django_redislock import conf
 from django_redislock.celery.execution_lock import Delivery
 from django_redislock.celery.options import complete
-from django_redislock.core import AsyncLock, AsyncRLock, Lock, RLock
+from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver import wakeups
 from django_redislock.core.driver.registry import server_of
 from tests.support import RedisServer, acquire_and_release, counting, lived, queued, wait_until
 from tests.support.cache_programs import cache_at
+from tests.support.locks import AsyncRLock, RLock
 
 pytestmark = pytest.mark.processes
 _users = (f"app{number}" for number in count())

@@ -8,8 +8,9 @@ import pytest
 
 from django_redislock import alock, lock, locked, locked_atomic, rlock
 from django_redislock.cache.backends import base
-from django_redislock.core import AsyncLock, AsyncQuorumLock, AsyncRLock, Lock, QuorumLock, RLock
+from django_redislock.core import AsyncLock, AsyncQuorumLock, Lock, QuorumLock
 from tests.support.cache_programs import cache_at
+from tests.support.locks import AsyncRLock, RLock
 
 
 def atomically(name, **options):

@@ -110,6 +110,8 @@ def small_plans(kind: str) -> list[Plan]:
     options: dict[str, Any] = {"expire": EXPIRE}
     if kind in ("lock", "rlock", "quorum", "replicas", "cluster", "asyncio", "semaphore"):
         options["auto_renewal"] = False
+    if kind == "rlock":
+        options["reentrant"] = True
     if kind == "semaphore":
         options["limit"] = 2  # one of three waits
     if kind == "cache":

@@ -84,6 +84,8 @@ class LockHistory(LockRules):
                 options = {"expire": chance.choice([0.3, 1.0, 3.0]), "auto_renewal": chance.random() < 0.8}
                 if given and cls.kind == "lock" and chance.random() < 0.7:
                     options["id"] = "given"
+                if cls.kind == "rlock":
+                    options["reentrant"] = True
                 rounds = [cls.draw_round(chance, resets) for _ in range(chance.randint(1, 4))]
                 plan.threads.append(ThreadPlan(process, chance.uniform(0, 0.3), options, rounds))
         draw_faults(

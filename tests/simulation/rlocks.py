@@ -11,20 +11,13 @@ from django_redislock.exceptions import LockError, LockLost
 
 from .driver import Thread
 from .lock_rules import KEYS, NAME, QUIET, Belief
-from .locks import LockHistory, Round, SimulatedLock
-
-
-class SimulatedRLock(SimulatedLock):
-    """The shipped re-entrant lock, driven by the world."""
-
-    _reentrant = True
+from .locks import LockHistory, Round
 
 
 class RLockHistory(LockHistory):
     """Some processes that want one re-entrant lock, and enter it again."""
 
     kind = "rlock"
-    lock_kind = SimulatedRLock
 
     @classmethod
     def draw_round(cls, chance: random.Random, resets: bool) -> Round:
@@ -34,7 +27,7 @@ class RLockHistory(LockHistory):
         """Enter the lock again through an object of its own, and leave it, before the outer one is left."""
         if step.depth > 1:
             belief, asked, freezes = self.beliefs[thread], self.world.time, thread.process.freezes
-            inner = self.lock_kind.of(thread, NAME, expire=lock.expire)
+            inner = self.lock_kind.of(thread, NAME, expire=lock.expire, reentrant=True)
             try:
                 if not (yield from inner._acquire(thread, None)):
                     self.fail(f"{thread} was refused by itself")

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from django_redislock.celery.execution_lock import DONE, LEAVE
-from django_redislock.core import RLock, scripts
+from django_redislock.core import scripts
 from django_redislock.core.driver.effects import Script
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
@@ -19,7 +19,7 @@ from tests.simulation.locks import Round
 from tests.simulation.worker import Publish
 from tests.simulation.world import Fault, Plan, ThreadPlan
 from tests.support import wait_until
-from tests.support.locks import listening
+from tests.support.locks import RLock, listening
 
 KEYS = lock_keys("redislock", "a")
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import redis
 
-from django_redislock.core import AsyncLock, AsyncRLock, Lock
+from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 
@@ -18,6 +18,9 @@ from .counts import server_of_key
 from .waiting import wait_until
 
 T = TypeVar("T")
+
+RLock = partial(Lock, reentrant=True)
+AsyncRLock = partial(AsyncLock, reentrant=True)
 
 
 def key_of(name: str) -> str:
@@ -61,7 +64,7 @@ def watchdogs_of(client: redis.Redis) -> int:
     return sum(run.func.__self__ is server_of(client).watchdog for run in runs)
 
 
-async def acquire_and_release(lock: AsyncLock | AsyncRLock) -> bool:
+async def acquire_and_release(lock: AsyncLock) -> bool:
     async with lock:
         return True
 

@@ -17,11 +17,13 @@ from typing import Any
 import redis
 
 from django_redislock.cache.lease.request import computing
-from django_redislock.core import Lock, RLock, Semaphore
+from django_redislock.core import Lock, Semaphore
 from django_redislock.core.clock import monotonic
 from django_redislock.exceptions import LockError
 from tests.support import say
 from tests.support.cache_programs import cache_at
+
+from .locks import RLock
 
 LOCKS = ("x", "y", "z")
 UNCONFIRMED = "z"

@@ -7,9 +7,10 @@ import redis
 import redis.asyncio
 from redis.cluster import LoadBalancingStrategy
 
-from django_redislock.core import Lock, RLock
+from django_redislock.core import Lock
 from django_redislock.core.driver.kinds import nodes_of
 from django_redislock.core.driver.registry import server_of
+from tests.support.locks import RLock
 
 
 def remap(address):

@@ -12,7 +12,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from django_redislock.core import AsyncLock, Lock, RLock, held_locks, reset_all
+from django_redislock.core import AsyncLock, Lock, held_locks, reset_all
 from django_redislock.core.contention import contention
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from django_redislock.core.driver.registry import server_of
@@ -21,7 +21,7 @@ from django_redislock.core.listing import read_queue
 from django_redislock.core.operations import count
 from django_redislock.exceptions import AlreadyAcquired, LockLost
 from tests.support import BUSY, Cluster, lived, until, wait_until
-from tests.support.locks import wait_in_a_thread
+from tests.support.locks import RLock, wait_in_a_thread
 
 NAMES = [f"lock-{number}" for number in range(40)]
 

@@ -8,9 +8,10 @@ import pytest
 import redis.asyncio
 from redis.asyncio.cluster import ClusterNode
 
-from django_redislock.core import Lock, RLock
+from django_redislock.core import Lock
 from django_redislock.core.driver.registry import server_of
 from tests.support import Cluster, RedisServer, free_port, wait_until
+from tests.support.locks import RLock
 
 
 def client_of(*ports: int, **options: object) -> redis.asyncio.RedisCluster:
