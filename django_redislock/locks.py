@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
@@ -20,7 +21,6 @@ from .core.validation import Nothing, Seconds, check_flag, unexpected, wait_of
 from .transactions import UNTIL_COMMIT, WARN_BEFORE_COMMIT, in_atomic
 
 L = TypeVar("L", bound=BaseLock)
-S = TypeVar("S", Semaphore, AsyncSemaphore)
 
 
 class LockOptions(TypedDict, total=False):
@@ -84,26 +84,14 @@ def lock(
     """
     if wrong:
         raise unexpected("lock", wrong, lock.__kwdefaults__ or ())
-    settings = conf.get()
     if until_commit is not None or reentrant is not False:
         check_flags(until_commit, reentrant)
-    made: Lock = _build(
-        Lock,
-        settings,
-        name,
-        using,
-        expire,
-        auto_renewal,
-        max_hold,
-        id,
-        blocking,
-        timeout,
-        label,
-        on_lost,
-        kind,
-        min_replicas,
-        bool(reentrant or until_commit),
-    )
+    options: dict[str, Any] = {}
+    if (expire, auto_renewal, max_hold, id, label, on_lost, min_replicas) != (None,) * 7 or kind != "lock":
+        options = {"expire": expire, "auto_renewal": auto_renewal, "max_hold": max_hold, "id": id, "label": label}
+        options |= {"on_lost": on_lost, "kind": kind, "min_replicas": min_replicas}
+    settings = conf.get()
+    made = _build(Lock, settings, name, using, blocking, timeout, bool(reentrant or until_commit), options)
     if until_commit is not False and settings.enabled:  # else nobody is kept out, and so nothing waits for the commit
         made._transactions = UNTIL_COMMIT if until_commit else WARN_BEFORE_COMMIT
     return made
@@ -116,49 +104,14 @@ def rlock(
     return lock(name, blocking=blocking, until_commit=until_commit, reentrant=True, **options)
 
 
-def alock(
-    name: str,
-    *,
-    expire: Seconds | None = None,
-    auto_renewal: bool | None = None,
-    max_hold: Seconds | None = None,
-    id: str | None = None,
-    blocking: bool = True,
-    timeout: Seconds | None = None,
-    label: str | None = None,
-    on_lost: Callable[[AsyncLock], object] | None = None,
-    using: str | None = None,
-    kind: str = "lock",
-    min_replicas: int | None = None,
-    reentrant: bool = False,
-    **wrong: Unpack[Nothing],
-) -> AsyncLock:
+def alock(name: str, *, blocking: bool = True, reentrant: bool = False, **options: Unpack[LockOptions]) -> AsyncLock:
     """Return the lock `name` for asyncio: ``async with alock("invoice:42", timeout=10): ...``.
 
     Options, units and errors are those of `lock`. Tasks, threads and processes share the lock and its queue. A task
     that loses the lock gets LockLost from `raise_if_lost`, `extend` and the end of the block; see `AsyncLock`.
     """
-    if wrong:
-        raise unexpected("alock", wrong, alock.__kwdefaults__ or ())
-    settings = conf.get()
     check_flags(None, reentrant)
-    return _build(
-        AsyncLock,
-        settings,
-        name,
-        using,
-        expire,
-        auto_renewal,
-        max_hold,
-        id,
-        blocking,
-        timeout,
-        label,
-        on_lost,
-        kind,
-        min_replicas,
-        reentrant,
-    )
+    return _build_of("alock", AsyncLock, name, blocking, options, reentrant)
 
 
 def semaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack[LockOptions]) -> Semaphore:
@@ -167,27 +120,25 @@ def semaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack
     `limit` is 1 to 100, the same for all callers; `Semaphore` says what different ones do. The other options, their
     units, the errors and the losses are those of `lock`, but it is not re-entrant, and it knows no transactions.
     """
-    return _build_semaphore(Semaphore, name, limit, blocking, options)
+    return _build_of("semaphore", partial(Semaphore, limit=limit), name, blocking, {"kind": "semaphore", **options})
 
 
 def asemaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack[LockOptions]) -> AsyncSemaphore:
     """Return a semaphore for asyncio: ``async with asemaphore("crm", 20): ...``. `semaphore` describes it."""
-    return _build_semaphore(AsyncSemaphore, name, limit, blocking, options)
+    return _build_of(
+        "asemaphore", partial(AsyncSemaphore, limit=limit), name, blocking, {"kind": "semaphore", **options}
+    )
 
 
-def _build_semaphore(of: type[S], name: str, limit: int, blocking: bool, options: LockOptions) -> S:
+def _build_of(
+    function: str, of: Callable[..., L], name: str, blocking: bool, options: LockOptions, reentrant: bool | None = None
+) -> L:
+    """Return what `function` returns. Raises TypeError that names an unknown option."""
     if wrong := options.keys() - LockOptions.__annotations__.keys():
-        raise unexpected(
-            "semaphore" if of is Semaphore else "asemaphore", wrong, [*LockOptions.__annotations__, "blocking"]
-        )
-    settings = conf.get()
-    given: dict[str, Any] = {option: value for option, value in options.items() if value is not None}
-    if blocking:
-        given.setdefault("timeout", settings.timeout)
-    for option in ("expire", "auto_renewal", "max_hold", "min_replicas"):
-        given.setdefault(option, getattr(settings, option))
-    at = server(settings, given.pop("using", None))
-    return of(at, name, limit, blocking=blocking, prefix=settings.key_prefix, **{"kind": "semaphore"} | given)
+        more = ["blocking"] if reentrant is None else ["blocking", "reentrant"]
+        raise unexpected(function, wrong, [*LockOptions.__annotations__, *more])
+    using, timeout = options.pop("using", None), options.pop("timeout", None)
+    return _build(of, conf.get(), name, using, blocking, timeout, bool(reentrant), options)
 
 
 def check_flags(until_commit: object, reentrant: object) -> None:
@@ -197,71 +148,49 @@ def check_flags(until_commit: object, reentrant: object) -> None:
     check_flag(reentrant, "reentrant")
 
 
+FROM_SETTINGS = ("expire", "auto_renewal", "max_hold", "min_replicas")
+
+
 def _build(
-    kind_of_lock: type[L],
+    of: Callable[..., L],
     settings: conf.Settings,
     name: str,
     using: str | None,
-    expire: Seconds | None,
-    auto_renewal: bool | None,
-    max_hold: Seconds | None,
-    id: str | None,
     blocking: bool,
     timeout: Seconds | None,
-    label: str | None,
-    on_lost: Callable[[Any], object] | None,
-    kind: str,
-    min_replicas: int | None,
     reentrant: bool,
+    options: Mapping[str, object],
 ) -> L:
     """Return the lock on its server, with the defaults of the settings in place of None."""
-    default_wait = timeout is None and blocking is True
+    is_default = timeout is None and blocking is True
     if timeout is None and blocking:
         timeout = settings.timeout
-    if (expire, auto_renewal, max_hold, id, label, on_lost, min_replicas) == (None,) * 7 and kind == "lock":
-        return _default_lock(kind_of_lock, settings, using, reentrant)._like(
-            name, None if default_wait else wait_of(blocking, timeout)
+    given = {option: value for option, value in options.items() if value is not None} if options else None
+    if not given:
+        return _default_lock(of, settings, using, reentrant)._like(
+            name, None if is_default else wait_of(blocking, timeout)
         )
-    return kind_of_lock(
-        server(settings, using),
-        name,
-        expire=settings.expire if expire is None else expire,
-        auto_renewal=settings.auto_renewal if auto_renewal is None else auto_renewal,
-        max_hold=settings.max_hold if max_hold is None else max_hold,
-        id=id,
-        blocking=blocking,
-        timeout=timeout,
-        label=label,
-        on_lost=on_lost,
-        kind=kind,
-        prefix=settings.key_prefix,
-        min_replicas=settings.min_replicas if min_replicas is None else min_replicas,
-        reentrant=reentrant,
-    )
+    for option in FROM_SETTINGS:
+        given.setdefault(option, getattr(settings, option))
+    waits: dict[str, Any] = {"blocking": blocking, "timeout": timeout}
+    return of(server(settings, using), name, prefix=settings.key_prefix, reentrant=reentrant, **waits, **given)
 
 
-_default_locks: tuple[conf.Settings | None, dict[tuple[type[BaseLock], str | None, bool], Any]] = (None, {})
+_default_locks: tuple[conf.Settings | None, dict[tuple[Callable[..., BaseLock], str | None, bool], Any]] = (None, {})
 """The settings in force, and locks with their defaults. Locks without options of their own are copies of these."""
 
 
-def _default_lock(kind_of_lock: type[L], settings: conf.Settings, using: str | None, reentrant: bool) -> L:
+def _default_lock(of: Callable[..., L], settings: conf.Settings, using: str | None, reentrant: bool) -> L:
     global _default_locks
-    of, found = _default_locks
-    if of is not settings:
-        _default_locks = of, found = settings, {}
+    settings_of, found = _default_locks
+    if settings_of is not settings:
+        _default_locks = _, found = settings, {}
     try:
-        return found[kind_of_lock, using, reentrant]  # type: ignore[no-any-return]
+        return found[of, using, reentrant]  # type: ignore[no-any-return]
     except KeyError:
-        default = found[kind_of_lock, using, reentrant] = kind_of_lock(
-            server(settings, using),
-            "any",
-            expire=settings.expire,
-            auto_renewal=settings.auto_renewal,
-            max_hold=settings.max_hold,
-            timeout=settings.timeout,
-            prefix=settings.key_prefix,
-            min_replicas=settings.min_replicas,
-            reentrant=reentrant,
+        options = {option: getattr(settings, option) for option in FROM_SETTINGS}
+        default = found[of, using, reentrant] = _build(
+            of, settings, "any", using, True, None, reentrant, {"kind": "lock", **options}
         )
         return default
 

@@ -26,7 +26,7 @@ class Slots(BaseLock):
     """
 
     def __init__(self, client: Any, name: str, limit: int, *, kind: str = "semaphore", **options: Any) -> None:
-        if "reentrant" in options:
+        if options.get("reentrant"):
             raise unexpected(type(self).__name__, ["reentrant"], ())
         super().__init__(client, name, kind=kind, **options)
         self.limit = check_limit(limit)
