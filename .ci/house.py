@@ -43,15 +43,21 @@ def complexities() -> list[tuple[int, str]]:
     return sorted(((int(number), name) for name, number in found), reverse=True)
 
 
-def private_attributes(files: list[Path]) -> int:
-    """Return how many attributes with a leading underscore are read or set on something else than self or cls."""
-    return sum(
-        isinstance(node, ast.Attribute)
-        and re.match(r"_[a-z]", node.attr) is not None
-        and ast.unparse(node.value) not in ("self", "cls", "super()")
+DOCUMENTED = {"_replace", "_asdict", "_meta", "_base_manager", "_exit", "_getframe"}
+"""Names with an underscore that Python or Django documents for everybody."""
+
+
+def private_attributes(files: list[Path]) -> list[tuple[str, str]]:
+    """Return the file and the name of each private attribute of something else than self or cls."""
+    return [
+        (path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name, node.attr)
         for path in files
         for node in ast.walk(ast.parse(path.read_text()))
-    )
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_[a-z]", node.attr) is not None
+        and node.attr not in DOCUMENTED
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+    ]
 
 
 def walk(call: Callable[[], object]) -> tuple[int, int]:
@@ -134,9 +140,16 @@ def main() -> None:
         print(f"classes that end in {ending}: {len(found)}: {', '.join(found)}")
     found = complexities()
     print(f"functions of a complexity over 10: {len(found)}, the largest: {found[:1]}")
+    from tests.project.private_names import PRIVATE
+
+    listed = {(file, each.name) for each in PRIVATE for file in each.used_in}
     private = private_attributes(python)
-    print(f"private attributes of something else: {private}, for each 1,000 lines {private / lines(python) * 1000:.1f}")
-    print(f"tests: {lines(tests):,} lines; private attributes of something else: {private_attributes(tests)}")
+    foreign, own = ([use for use in private if (use in listed) is of_others] for of_others in (True, False))
+    for whose, uses in (("another package", foreign), ("another class of the package", own)):
+        print(
+            f"private attributes of {whose}: {len(uses)}, for each 1,000 lines {len(uses) / lines(python) * 1000:.1f}"
+        )
+    print(f"tests: {lines(tests):,} lines; private attributes of something else: {len(private_attributes(tests))}")
     for what, (files, calls) in walks():
         print(f"{what}: {files} files, {calls} calls")
 
