@@ -229,6 +229,24 @@ def test_a_wait_that_is_over_is_no_part_of_a_circle(caches, client, pool):
     assert (outer.result(20), again.result(20)) == ("page", "page")
 
 
+def test_a_circle_is_found_though_a_failover_lost_who_waits_for_whom(redis_url, pool, monkeypatch):
+    monkeypatch.setattr(obtain, "LOOK_AGAIN", 1.0)
+    cache, inner, outer = cache_at(redis_url), Work("b"), Work("a")
+    get = partial(cache.get_or_set, timeout=60, wait=25, on_wait_timeout="raise")
+    second = pool.submit(get, "b", lambda: inner() + get("a", lambda: "own a"))
+    first = pool.submit(get, "a", lambda: outer() + get("b", lambda: "own b"))
+    assert inner.running.wait(10)
+    assert outer.running.wait(10)
+    outer.end.set()
+    server, named = cache._server_of(":1:a"), b',"needs":'
+    lock = lease_keys(server, "redislock", lease_name(":1:a"), ":1:a").lock
+    wait_until(lambda: waiting_for(cache, "b") == 1 and named in server.call(Pipeline(((b"GET", lock),)))[0])
+    without = server.call(Pipeline(((b"GET", lock),)))[0].partition(named)[0] + b"}"
+    server.call(Pipeline(((b"SET", lock, without, b"KEEPTTL"),)))
+    inner.end.set()
+    assert (first.result(30)[0], second.result(30)[0]) == ("a", "b"), "a caller whose time is over raises"
+
+
 def test_a_name_of_a_server_that_is_unknown_or_of_nobody_ends_the_chain(redis_url):
     server = cache_at(redis_url)._server_of("k")
     head = b"id\n7\n1\n"

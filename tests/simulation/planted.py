@@ -79,6 +79,12 @@ def _always_a_circle(wanted: Any, fence: bytes) -> Any:
 
 def _not_written(leases: Any) -> Any:
     yield from ()
+    return True
+
+
+def _written_in_any_case(leases: Any, write: Any = obtain._write_needs) -> Any:
+    yield from write(leases)
+    return True
 
 
 def _looks_first(own: Any, wanted: Any, target: Any) -> Any:
@@ -325,6 +331,12 @@ NOT_FOUND: dict[str, tuple[str, Planted]] = {
     "a newcomer takes a free slot while others wait": (
         "semaphore",
         lambda: script(SLOT, "if found > 1 then", "if found > 9 then"),
+    ),
+    # The name of the caller that looks first must be lost. Seed 43001985 shows it, if no caller looks again either.
+    # Found by test_a_circle_is_found_though_a_failover_lost_who_waits_for_whom in cache/test_nested.py.
+    "a name that did not arrive is not written again": (
+        "nested",
+        lambda: attribute(obtain, "_write_needs", _written_in_any_case),
     ),
     # Executions wait by publishing their message again, and not in the queue.
     "an execution that ends wakes nobody": (

@@ -29,6 +29,7 @@ from ...core.driver.effects import Operation, Pipeline, RunAt, Script, ScriptCal
 from ...core.driver.registry import living_servers
 from ...core.driver.retry import with_retries, with_retries_each
 from ...core.driver.server import Server
+from ...core.driver.wakeups import POLL_INTERVAL
 from ...core.keys import milliseconds, record
 from ...core.operations import release_call, wait_effect
 from ...exceptions import LockBackendError
@@ -200,7 +201,7 @@ class _Inquiry:
 
     __slots__ = (
         *("_request", "_lease", "_old_digest", "_until", "_has_old", "_nested", "_in_circle", "_looked_at"),
-        *("_waits_for", "_had_others"),
+        *("_look_again", "_waits_for", "_had_others"),
         *("waiter", "is_last"),
     )
 
@@ -216,6 +217,8 @@ class _Inquiry:
         self._in_circle: bool | None = None
         self._looked_at = b""
         """The fence of the holder that was asked for whom it waits."""
+        self._look_again = math.inf
+        """When it is asked again."""
         self._waits_for = b""
         """The fence of the lease that the caller waited for last."""
         self._had_others = False
@@ -254,10 +257,11 @@ class _Inquiry:
         return Answer(Verdict.LARGE) if reply[0] == b"large" else Answer(Verdict.VALUE, reply[1])
 
     def is_in_circle(self, fence: bytes) -> Operation[bool]:
-        """Whether the holder of the lease with this fence waits for the caller; looked at once for each holder."""
-        if self._nested and fence != self._looked_at:
+        """Whether the holder of the lease with this fence waits for the caller; looked at rarely for each holder."""
+        if self._nested and (fence != self._looked_at or monotonic() >= self._look_again):
             self._in_circle = yield from closes_circle(self._lease, fence)
-            self._looked_at = b"" if self._in_circle is None else fence
+            self._looked_at = fence
+            self._look_again = monotonic() + (POLL_INTERVAL if self._in_circle is None else LOOK_AGAIN)
         return bool(self._in_circle)
 
     def wait(self, reply: Any) -> Operation[bytes | None]:
@@ -269,7 +273,7 @@ class _Inquiry:
         self._had_others = self._had_others or self._waits_for not in (b"", reply[1])
         self._waits_for = reply[1]
         began = monotonic()
-        message = yield wait_effect(self.waiter, self._until, reply[2], 0, *reply[3:])
+        message = yield wait_effect(self.waiter, min(self._until, self._look_again), reply[2], 0, *reply[3:])
         request.counters.count("seconds_waited", monotonic() - began)
         if message is not None and self._had_others:
             # The message may be an earlier holder's, and the place in the queue a later one's.
@@ -326,6 +330,9 @@ NEEDS = Script("needs", home=__package__)
 LONGEST_CHAIN = 100
 """Number of leases that one caller reads at most before it waits."""
 
+LOOK_AGAIN = 10.0
+"""Seconds until a caller that waits looks again: a failover may have lost what the others wrote, or what it wrote."""
+
 CIRCLE_PAUSE = 0.1
 """Seconds between the second looks of two callers of one circle: longer than a caller takes to open it."""
 
@@ -336,9 +343,9 @@ Place = tuple[Server | None, bytes, str]
 def closes_circle(wanted: ValueLease, fence: bytes) -> Operation[bool | None]:
     """Write that the caller's computations wait for the wanted lease, and return whether its holder waits for them.
 
-    `fence` is the fence of the lease's holder. Returns None when a server on the way did not answer: look again. After
-    any other answer do not: two callers computed without waiting, because one looked again as it polled, and met the
-    other's second look. A lease on a server that this process does not know counts as one that waits for none.
+    `fence` is the fence of the lease's holder. Returns None when a server on the way did not answer: look again soon.
+    After any other answer do not: two callers computed without waiting, because one looked again as it polled, and met
+    the other's second look. A lease on a server that this process does not know counts as one that waits for none.
     """
     own = enclosing_leases()
     target = wanted.server, wanted.keys.lock, fence.decode()
@@ -353,16 +360,21 @@ def closes_circle(wanted: ValueLease, fence: bytes) -> Operation[bool | None]:
 
 
 def _look_for_circle(own: list[ValueLease], wanted: ValueLease, target: Place) -> Operation[int | None]:
-    """Write that the caller's leases wait for the target, and then follow the names from there."""
-    yield from _name_wait(own, wanted, target)
-    return (yield from _rank_in_circle(own, wanted.name, target))
+    """Write that the caller's leases wait for the target, and then follow the names from there.
+
+    Two callers of a circle whose writes were both lost did not see each other, and waited until their time was over
+    (seed 43001985 of the simulation).
+    """
+    written = yield from _name_wait(own, wanted, target)
+    rank = yield from _rank_in_circle(own, wanted.name, target)
+    return rank if written or rank != -1 else None
 
 
-def _name_wait(own: list[ValueLease], wanted: ValueLease, target: Place) -> Operation[None]:
+def _name_wait(own: list[ValueLease], wanted: ValueLease, target: Place) -> Operation[bool]:
     for lease in own:
         at = "" if lease.server.place == wanted.server.place else label(wanted.server.place)
         lease.needs[wanted.id] = [at, target[1].decode(), target[2]]
-    yield from _write_needs(own)
+    return (yield from _write_needs(own))
 
 
 def _rank_in_circle(own: list[ValueLease], name: str, target: Place) -> Operation[int | None]:
@@ -395,15 +407,18 @@ def end_wait(wanted: ValueLease) -> Operation[None]:
         yield from _write_needs(waited)
 
 
-def _write_needs(leases: list[ValueLease]) -> Operation[None]:
-    """Write into the records of leases what their computations wait for."""
+def _write_needs(leases: list[ValueLease]) -> Operation[bool]:
+    """Write into the records of leases what their computations wait for; return whether each server answered."""
+    written = True
     by_server: dict[Server, list[ScriptCall]] = {}
     for lease in leases:
         needs = json.dumps(list(lease.needs.values()), separators=(",", ":")).encode() if lease.needs else b""
         call = ScriptCall(NEEDS, (lease.keys.lock,), (lease.value_prefix + b"\n", needs))
         by_server.setdefault(lease.server, []).append(call)
     for server, calls in by_server.items():
-        yield RunAt(server, with_retries_each(leases[0].name, calls, monotonic(), server))
+        replies = yield RunAt(server, with_retries_each(leases[0].name, calls, monotonic(), server))
+        written = written and not any(isinstance(reply, LockBackendError) for reply in replies)
+    return written
 
 
 def _needs_in(value: bytes | None, server: Server) -> list[Place]:
