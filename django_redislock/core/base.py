@@ -95,7 +95,9 @@ class BaseLock(CallerView[Lease]):
         self._keys = lock_keys(prefix, name)
         self.expire = DEFAULT_EXPIRE if expire is None else check_expire(expire)
         self.auto_renewal = validation.check_flag(auto_renewal, "auto_renewal")
-        self.max_hold = None if max_hold is None else check_expire(max_hold, "max_hold")
+        seconds = None if max_hold is None else check_expire(max_hold, "max_hold")
+        # The longest one is no limit: a leader, which has it, waited for itself when it stood for election again.
+        self.max_hold = None if seconds == validation.MAX_SECONDS else seconds
         self._given_id = None if id is None else validation.check_id(id)
         self._wait = wait_of(blocking, timeout)
         if not isinstance(label, str | None):

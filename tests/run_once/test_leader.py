@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from django_redislock import Leader, LockBackendError, LockLost, alock, held_locks, leader, lock
+from django_redislock import AlreadyAcquired, Leader, LockBackendError, LockLost, alock, held_locks, leader, lock
 from django_redislock.run_once import election
 from tests.run_once.programs import stand_for_election, stand_in_a_loop
 from tests.support import BUSY, Proxy, PythonProcess, RedisServer, counting, lived, wait_until
@@ -102,6 +102,19 @@ def test_the_block_of_a_lost_term_ends_with_an_error_that_says_why() -> None:
             term.extend()
         assert term.lost
     assert told == [term]
+
+
+def test_a_leader_that_stands_for_election_again_is_told_that_it_would_wait_for_itself() -> None:
+    with leader("a"), pytest.raises(AlreadyAcquired), leader("a"):
+        raise AssertionError("it leads twice")
+
+    async def stand_twice() -> None:
+        async with leader("a"):
+            with pytest.raises(AlreadyAcquired):
+                async with leader("a"):
+                    raise AssertionError("it leads twice")
+
+    asyncio.run(stand_twice())
 
 
 def test_two_threads_that_use_one_leader_object_leave_their_own_terms(client: Any) -> None:
