@@ -162,7 +162,7 @@ class SingleInstanceMixin(PublishingMixin):
         except Exception:  # of a callable that was given as limit
             leave_queue(queued)
             raise
-        if queued is not None and queued.name == lock.name:  # the execution takes it over
+        if queued is not None and queued.name == lock.name and not lock.is_slot:  # the execution takes it over
             queued = None
         run = Run(lock, options, request, queued)
         refused = header(request, REFUSED_HEADER)
