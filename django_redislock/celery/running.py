@@ -401,7 +401,8 @@ class SingleInstanceMixin(PublishingMixin):
             delay = min(delay, limit - waited)
         if queued is not None:  # the message waits again, and keeps its lock
             with suppress(LockBackendError):
-                queued._copy(expire=queued.expire + delay).acquire(blocking=False)
+                expire = waiting_expire(self.app, options.queue_life, delay, None, request.expires)
+                queued._copy(expire=expire).acquire(blocking=False)
         try:
             if not (silent or self.ignore_result or request.ignore_result):
                 self.backend.mark_as_retry(request.id or "", error, request=request)

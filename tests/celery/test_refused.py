@@ -31,3 +31,14 @@ def test_a_message_that_a_policy_rejects_runs_when_the_queue_of_dead_letters_bri
         deliver(app, message)
     wait_until(lambda: not list(client.scan_iter("*:done:*")))
     assert deliver(app, message) == "ran"
+
+
+def test_a_message_that_is_published_again_holds_its_place_no_longer_than_until_it_expires(client, app, make):
+    task = make(lambda self: "ran", key=[], scope="queued+run", on_conflict="reschedule")
+    first = task.apply_async(expires=60)
+    (message,) = take(app)
+    with Lock(client, name_of(task), label="a long run"):
+        deliver(app, message)
+    place = task.lock_info()
+    assert place.label == f"{task.name}[{first.id}]"
+    assert place.ttl <= 60
