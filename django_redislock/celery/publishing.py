@@ -135,9 +135,7 @@ class PublishingMixin(_Task):
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         ours = self._options
         key = self._key(bound, ours)
-        newest = partial(
-            pack_arguments, args, kwargs, options.get("serializer") or self.serializer or self.app.conf.task_serializer
-        )
+        newest = partial(self._packed, args, kwargs, options)
         publish = super().apply_async
         known = task_id is not None
         begins_here = ours.scope != "run" and not self.app.conf.task_always_eager
@@ -159,6 +157,14 @@ class PublishingMixin(_Task):
         else:
             self._published_in_a_row += 1
         return result
+
+    def _packed(self, args: Any, kwargs: Any, message: Mapping[str, Any]) -> bytes:
+        """Return the arguments as Celery would publish them."""
+        serializer = message.get("serializer") or self.serializer or self.app.conf.task_serializer
+        dump = getattr(self, "_dump_pydantic_arguments", None)  # of Celery 5.7, which sends models as JSON
+        if dump is not None and serializer != "pickle":
+            args, kwargs = dump(args, kwargs)
+        return pack_arguments(args, kwargs, serializer)
 
     def _add_headers(self, key: str, ours: TaskOptions, message: dict[str, Any]) -> str:
         """Add our headers to the options of a message, and return its arguments as Celery was told to show them."""

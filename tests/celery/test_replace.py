@@ -62,10 +62,10 @@ def make(app, request, ran):
     return make
 
 
-def take(app):
+def take(app, queue=QUEUE):
     """Take the messages out of the queue."""
     found = []
-    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue, suppress(queue.Empty):
+    with app.connection_for_read() as connection, connection.SimpleQueue(queue) as queue, suppress(queue.Empty):
         while True:
             found.append(queue.get_nowait())
             found[-1].ack()
