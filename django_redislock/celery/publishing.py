@@ -173,7 +173,7 @@ class PublishingMixin(_Task):
         shown = ", ".join(filter(None, (message.get("argsrepr"), message.get("kwargsrepr"))))
         if shown:
             message["headers"] = with_ours(message["headers"], {ARGUMENTS_HEADER: shown[:MAX_ARGUMENTS_LENGTH]})
-        return shown
+        return str(message["headers"].get(ARGUMENTS_HEADER, ""))  # of a retry: what hid those of its former run
 
     def _publish_under(
         self,
@@ -370,6 +370,8 @@ class PublishingMixin(_Task):
         """Publish the same message for later, and mark its copies as outdated."""
         delivery = lock.delivery or delivery_of(request)
         more: dict[str, Any] = {} if alone else {"expires": None}  # a message that started in time has not expired
+        # Else Celery would make these texts anew, and show what it was told to hide.
+        more |= {name: text for name in ("argsrepr", "kwargsrepr") if (text := request.get(name)) is not None}
         serializer = registry.type_to_name.get(request.get(CONTENT_TYPE))
         if serializer is not None:  # what was pickled cannot be written as JSON
             more["serializer"] = serializer

@@ -42,3 +42,30 @@ def test_a_message_that_is_published_again_holds_its_place_no_longer_than_until_
     place = task.lock_info()
     assert place.label == f"{task.name}[{first.id}]"
     assert place.ttl <= 60
+
+
+HIDDEN = {"argsrepr": "('4111…',)", "kwargsrepr": "{…}"}
+
+
+def test_a_message_that_is_published_again_shows_what_celery_was_told_to_show(client, app, make):
+    """Its worker's events, log and Flower showed the arguments themselves from then on."""
+    task = make(lambda self, card="": "ran", key=[], on_conflict="reschedule")
+    task.apply_async(("4111 1111",), **HIDDEN)
+    with Lock(client, name_of(task), label="a long run"):
+        for _ in range(3):
+            (message,) = take(app)
+            assert {name: message.headers[name] for name in HIDDEN} == HIDDEN
+            deliver(app, message)
+
+
+def test_the_record_of_a_retry_that_waits_shows_what_celery_was_told_to_show(client, app, make):
+    def body(self, card=""):
+        raise self.retry(countdown=0)
+
+    task = make(body, key=[], scope="queued")
+    task.apply_async(("4111 1111",), **HIDDEN)
+    shown = task.lock_info().arguments
+    for _ in range(2):
+        (message,) = take(app)
+        deliver(app, message)
+        assert task.lock_info().arguments == shown == ", ".join(HIDDEN.values())
