@@ -167,14 +167,14 @@ def begin(
         return leave_queue(queued), None
     replaces = options.on_duplicate == "replace"
     try:
-        waited, newest = queued.begin(delivery, keep)
+        waited, newest = queued.begin(delivery, keep, replaces)
     except LockBackendError as error:
         if replaces:
             raise
         events.log.warning(NOT_LEFT, queued.label, error)
         return queued, None
-    may_have_none = redelivered(request) or request.retries or request.parent_id  # a copy, a retry, part of a canvas
-    if replaces and not waited and newest is None and not may_have_none:
+    may_have_none = request.retries or request.parent_id or header(request, SCOPE_HEADER) is None  # or part of a canvas
+    if replaces and not waited and not may_have_none:
         events.log.warning(
             "%s held no lock any more: it expired, was force-released, was lost by Redis, or another message had it. "
             "The task runs with the message's own arguments; those of later duplicates may be lost.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -62,3 +63,51 @@ def test_a_message_that_waits_in_its_worker_keeps_the_arguments_of_its_duplicate
             assert running.result() == "ran"
     assert ran == [("a", 2), ("a", 3)]
     assert list(held_locks(client)) == []
+
+
+def lose_place(client, task):
+    """Let the lock of the waiting message end: nobody renewed it, or Redis lost it."""
+    _, lock = task._locks(("a",), {})
+    assert client.delete(lock._keys.lock)
+
+
+def lost(caplog):
+    return [record for record in caplog.records if "held no lock any more" in record.getMessage()]
+
+
+def test_a_copy_of_a_message_whose_worker_died_while_it_waited_tells_that_arguments_may_be_lost(
+    client, app, replacing, ran, caplog
+):
+    """Its lock ended with the worker that renewed it. That it is a copy is no reason for silence: it began nowhere."""
+    task = replacing(on_conflict="wait", task_options={"acks_late": True})
+    task.delay("a", 1)
+    task.delay("a", 2)
+    (message,) = take(app)
+    lose_place(client, task)
+    deliver(app, message, redelivered=True)
+    assert ran == [("a", 1)]
+    assert len(lost(caplog)) == 1
+
+
+def test_a_copy_of_a_message_that_began_with_its_own_arguments_tells_nothing(client, app, replacing, ran, caplog):
+    task = replacing(task_options={"acks_late": True})
+    task.delay("a", 1)
+    (message,) = take(app)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(type(task), "_body", lambda *args: sys.exit())
+        deliver(app, message)
+    assert deliver(app, message, redelivered=True) == "ran"
+    assert ran == [("a", 1)]
+    assert lost(caplog) == []
+
+
+def test_a_message_that_was_published_without_a_lock_has_lost_none(client, app, replacing, ran, caplog):
+    """By a program that does not have the task's code, as the warning about it says."""
+    task = replacing()
+    app.tasks.pop(task.name)
+    app.send_task(task.name, ("a", 1))
+    app.tasks[task.name] = task
+    deliver(app, *take(app))
+    assert ran == [("a", 1)]
+    assert "was published without its lock" in caplog.text
+    assert lost(caplog) == []

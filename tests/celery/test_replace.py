@@ -307,7 +307,7 @@ def test_when_redis_does_not_answer_at_the_start_the_policy_decides(client, app,
     first = task.delay("a", 1)
     task.delay("a", 2)
 
-    def unanswered(self, delivery, keep):
+    def unanswered(self, *args):
         raise LockBackendError(self.name, "cut off")
 
     with pytest.MonkeyPatch.context() as patch:
