@@ -183,6 +183,18 @@ def begin(
     return None, newest
 
 
+def notice_lost_place(
+    queued: ExecutionLock, delivery: Delivery | None, request: Context | None, options: TaskOptions, keep: float
+) -> None:
+    """Warn as `begin` does when nobody holds the lock of a message that is about to take it again: afterwards, nothing
+    would tell that it was lost, and what duplicates gave the message with it.
+
+    Raises LockBackendError when Redis does not answer.
+    """
+    if options.on_duplicate == "replace" and queued.owner() is None:
+        begin(queued, delivery, request, options, keep)
+
+
 def marker_expire(app: Celery, queue_life: float) -> float:
     """Return for how many seconds a message is known to be processed: as long as a copy of it may still be
     delivered."""

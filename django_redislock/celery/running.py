@@ -36,6 +36,7 @@ from .message import (
     header,
     longest_delay,
     marker_expire,
+    notice_lost_place,
     unpack_arguments,
     waiting_expire,
 )
@@ -295,6 +296,7 @@ class SingleInstanceMixin(PublishingMixin):
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:
+            notice_lost_place(queued, lock.delivery, run.request, options, self._marker_expire)
             # A hard time limit may end the wait, and its message for ever.
             with queued._copy(details=lock.details).keep_alive(options.expire):
                 acquired = lock.acquire(timeout=wait)
@@ -401,6 +403,7 @@ class SingleInstanceMixin(PublishingMixin):
             delay = min(delay, limit - waited)
         if queued is not None:  # the message waits again, and keeps its lock
             with suppress(LockBackendError):
+                notice_lost_place(queued, lock.delivery, request, options, self._marker_expire)
                 expire = waiting_expire(self.app, options.queue_life, delay, None, request.expires)
                 queued._copy(expire=expire).acquire(blocking=False)
         try:

@@ -111,3 +111,33 @@ def test_a_message_that_was_published_without_a_lock_has_lost_none(client, app, 
     assert ran == [("a", 1)]
     assert "was published without its lock" in caplog.text
     assert lost(caplog) == []
+
+
+@pytest.mark.parametrize("policy", [{"on_conflict": "reschedule"}, {"on_conflict": "wait", "wait": 0.2}], ids=str)
+def test_a_message_that_lost_its_place_before_it_takes_it_again_tells_that_arguments_may_be_lost(
+    client, app, replacing, ran, caplog, policy
+):
+    """It waited longer than queue_life, for example. When it began, it held the lock that it had taken again."""
+    task = replacing(**policy)
+    task.delay("a", 1)
+    task.delay("a", 2)
+    (message,) = take(app)
+    lose_place(client, task)
+    with run_lock(client, task):
+        deliver(app, message)
+    for again in take(app):
+        deliver(app, again)
+    assert ran == ([("a", 1)] if "reschedule" in policy.values() else [])
+    assert len(lost(caplog)) == 1
+
+
+def test_a_message_that_is_published_again_in_its_place_tells_nothing(client, app, replacing, ran, caplog):
+    task = replacing(on_conflict="reschedule")
+    task.delay("a", 1)
+    task.delay("a", 2)
+    with run_lock(client, task):
+        deliver(app, *take(app))
+        deliver(app, *take(app))
+    deliver(app, *take(app))
+    assert ran == [("a", 2)]
+    assert lost(caplog) == []
