@@ -33,6 +33,7 @@ from .message import (
     REFUSED_HEADER,
     RESCHEDULED_HEADER,
     begin,
+    delivery_of,
     header,
     longest_delay,
     marker_expire,
@@ -160,7 +161,10 @@ class SingleInstanceMixin(PublishingMixin):
         queued = None if task_id is None else self._lock_of_message(task_id, key, request)
         try:
             lock = self._running_lock(name, options, request, args, kwargs)
-        except Exception:  # of a callable that was given as limit
+        except Exception as error:  # of a callable that was given as limit
+            if request is not None and not self._is_rejected(error):  # as after a conflict: the message has ended
+                lock = options.slot.with_limit(name, 1, label=f"{self.name}[{task_id}]", delivery=delivery_of(request))
+                self._claim_message(Run(lock, options, request, queued), final=True)
             leave_queue(queued)
             raise
         if queued is not None and queued.name == lock.name and not lock.is_slot:  # the execution takes it over

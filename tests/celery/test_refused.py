@@ -69,3 +69,23 @@ def test_the_record_of_a_retry_that_waits_shows_what_celery_was_told_to_show(cli
         (message,) = take(app)
         deliver(app, message)
         assert task.lock_info().arguments == shown == ", ".join(HIDDEN.values())
+
+
+@pytest.mark.parametrize("acks_late", [False, True])
+def test_copies_of_a_message_whose_limit_raised_do_not_run_and_those_of_a_processed_one_do_not_fail(
+    client, app, make, acks_late
+):
+    broken, ran = [], []
+    task_options = {"acks_late": acks_late}
+    task = make(lambda self: ran.append(1), key=[], limit=lambda: 1 // (not broken), task_options=task_options)
+    for breaks in ([1], []):
+        broken[:] = breaks
+        first = task.delay()
+        (message,) = take(app)
+        deliver(app, message)
+        state = first.state
+        broken[:] = [] if breaks else [1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(app.backend, "store_result", lambda *args, **more: pytest.fail("a copy stored a state"))
+            deliver(app, message, redelivered=True)
+        assert (state, len(ran)) == (("FAILURE", 0) if breaks else ("SUCCESS", 1))
