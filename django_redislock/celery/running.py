@@ -213,8 +213,9 @@ class SingleInstanceMixin(PublishingMixin):
                 raise
             self._set_ending(run)
             return result
-        except (HandledElsewhere, Retry):  # from now on, another message or a copy of this one holds the place
-            queued = None
+        except (HandledElsewhere, Retry, Reject) as error:
+            if not isinstance(error, Reject) or (self.acks_late and is_requeued(error)):
+                queued = None  # from now on, another message or a copy of this one holds the place
             raise
         finally:
             release_quietly(lock)

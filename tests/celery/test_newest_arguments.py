@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from celery import Celery
+from celery.exceptions import Reject
 
 from django_redislock.core import Lock, held_locks
 from tests.celery.test_replace import QUEUE, deliver, take
@@ -141,3 +142,26 @@ def test_a_message_that_is_published_again_in_its_place_tells_nothing(client, ap
     deliver(app, *take(app))
     assert ran == [("a", 2)]
     assert lost(caplog) == []
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_a_message_that_a_policy_rejects_keeps_its_place_or_tells_that_arguments_may_be_lost(
+    client, app, replacing, ran, caplog, requeue
+):
+    """The broker has it again at once, or a queue for dead letters brings it back some day."""
+
+    def reject(task, error):
+        raise Reject(error, requeue=requeue)
+
+    task = replacing(on_conflict=reject, expire=1, task_options={"acks_late": True})
+    first = task.delay("a", 1)
+    task.delay("a", 2)
+    (message,) = take(app)
+    with run_lock(client, task):
+        deliver(app, message)
+    assert (task.lock_info("a") is not None) == requeue
+    assert requeue is (task.delay("a", 3).id == first.id)
+    wait_until(lambda: not list(client.scan_iter("*:done:*")))
+    deliver(app, message)
+    assert ran == [("a", 3 if requeue else 1)]
+    assert len(lost(caplog)) == (0 if requeue else 1)
