@@ -47,6 +47,7 @@ from .message import (
     new_message,
     pack_arguments,
     published_again,
+    unpack_arguments,
     waiting_expire,
     warn_dropped_callbacks,
     with_ours,
@@ -352,6 +353,22 @@ class PublishingMixin(_Task):
         return {"arguments": arguments} | ({"result_ignored": True} if nobody else {})
 
     # Publishing the message of a run again
+
+    def signature_from_request(
+        self, request: Any = None, args: Any = None, kwargs: Any = None, queue: str | None = None, **options: Any
+    ) -> Any:
+        """Return the message of a retry, or of the same request again.
+
+        A worker's main process retries the run of a killed child (`task_retry_on_worker_lost`). It knows the arguments
+        of the message only, and Redis those with which the run began.
+        """
+        by_main_process = request is not None and request is not self.request_stack.top
+        if by_main_process and args is None and kwargs is None and self._options.on_duplicate == "replace":
+            queued = self._lock_of_message(request.id, header(request, KEY_HEADER), request)
+            newest = queued and queued.begin(delivery_of(request), self._marker_expire, notes=False)[1]
+            if newest:
+                args, kwargs = unpack_arguments(newest, None, self.app)
+        return super().signature_from_request(request, args, kwargs, queue, **options)
 
     def _delayed_by_exchanges(self) -> bool:
         """Whether Celery delays messages by exchanges of RabbitMQ: in whole seconds, of which it refuses 0."""

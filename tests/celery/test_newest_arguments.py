@@ -6,8 +6,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from celery import Celery
-from celery.exceptions import Reject
+from billiard.einfo import ExceptionInfo
+from celery import Celery, Task
+from celery.exceptions import Reject, WorkerLostError
 
 from django_redislock.core import Lock, held_locks
 from tests.celery.test_replace import QUEUE, deliver, take
@@ -165,3 +166,27 @@ def test_a_message_that_a_policy_rejects_keeps_its_place_or_tells_that_arguments
     deliver(app, message)
     assert ran == [("a", 3 if requeue else 1)]
     assert len(lost(caplog)) == (0 if requeue else 1)
+
+
+@pytest.mark.skipif(not hasattr(Task, "retry_on_worker_lost"), reason="the setting is new in Celery 5.7")
+@pytest.mark.parametrize("began", [True, False])
+def test_a_retry_of_a_killed_run_by_the_main_process_has_the_arguments_of_that_run(client, app, replacing, ran, began):
+    """The main process has the message only, and published its first arguments."""
+    task = replacing(task_options={"acks_late": True, "retry_on_worker_lost": True})
+    task.delay("a", 1)
+    task.delay("a", 2)
+    (message,) = take(app)
+    if began:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(type(task), "_body", lambda *args: sys.exit())
+            deliver(app, message)
+    main = task.Request(message, app=app, task=task, headers=message.headers, on_ack=lambda *args: None)
+    try:
+        raise WorkerLostError
+    except WorkerLostError:
+        main.on_failure(ExceptionInfo())
+    (retry,) = take(app)
+    assert retry.headers["retries"] == 1
+    deliver(app, retry)
+    assert ran == [("a", 2)]
+    assert list(held_locks(client)) == []

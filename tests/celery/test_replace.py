@@ -74,8 +74,8 @@ def take(app, queue=QUEUE):
 
 def deliver(app, message, **delivery_info):
     """Run a message as a worker does."""
-    args, kwargs, embed = message.payload
-    task, id = app.tasks[message.headers["task"]], message.headers["id"]
+    (args, kwargs, embed), task, id = message.payload, app.tasks[message.headers["task"]], message.headers["id"]
+    args, kwargs = type(args)(args), {**kwargs}  # its copies have their own, which a run does not change
     request = {**message.headers, **embed, "properties": message.properties, "delivery_info": delivery_info}
     return build_tracer(task.name, task, app=app)(id, args, kwargs, {**request, "called_directly": False}).retval
 
