@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 from celery.app.task import Context
+from celery.exceptions import Retry
 from celery.result import AsyncResult
 from celery.utils import uuid
 from celery.utils.quorum_queues import detect_quorum_queues
@@ -408,6 +409,12 @@ class PublishingMixin(_Task):
             events.log.warning(
                 "Could not mark the message of %s, so its copies may be published again: %s", lock.label, error
             )
+
+    def _life_of_retry(self, request: Context | None, retry: Retry | None) -> float:
+        """Return for how many seconds the message of this retry, or of the same request again, holds the lock."""
+        again = getattr(retry, "sig", None)
+        expires = again.options.get("expires") if again is not None else request and request.expires
+        return waiting_expire(self.app, self._options.queue_life, None, retry and retry.when, expires)
 
     # The locks
 

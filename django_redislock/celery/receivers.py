@@ -23,7 +23,7 @@ from ..task_names import waiting_id
 from . import options as options_of
 from .execution_lock import ExecutionLock, confirm_published
 from .key import lock_name
-from .message import CONTENT_TYPE, KEY_HEADER, SCOPE_HEADER, header, waiting_expire
+from .message import CONTENT_TYPE, KEY_HEADER, SCOPE_HEADER, header
 from .publishing import PublishingMixin
 from .running import SingleInstanceMixin
 
@@ -109,7 +109,7 @@ def _on_retry_of_a_lost_process(sender: Any = None, request: Any = None, reason:
         return
     with suppress(TypeError):  # without a key it had no lock
         lock = _lock_of_run(sender, request)
-        seconds = waiting_expire(sender.app, sender._options.queue_life, reason.when, None, None)
+        seconds = sender._life_of_retry(request, reason)
 
         def keep() -> None:
             holder = lock.owner()

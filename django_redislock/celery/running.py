@@ -251,7 +251,7 @@ class SingleInstanceMixin(PublishingMixin):
         if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
             # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
             if options.scope == "job" and late and delivery is not None:
-                lock.ending = AfterRelease(keep_id=delivery.id, keep=options.queue_life)
+                lock.ending = AfterRelease(keep_id=delivery.id, keep=self._life_of_retry(request, None))
             return
         processed_for = 0.0
         if delivery is not None and delivery.message and not self._is_rejected(error):
@@ -259,7 +259,7 @@ class SingleInstanceMixin(PublishingMixin):
         keep_id, keep = "", 0.0
         if isinstance(error, Retry):
             if options.scope == "job" and delivery is not None and self._has_key(error, lock):
-                keep_id, keep = delivery.id, waiting_expire(self.app, options.queue_life, None, error.when, None)
+                keep_id, keep = delivery.id, self._life_of_retry(request, error)
         elif options.keep_for and options.scope != "queued" and not isinstance(error, (Ignore, Reject)):
             keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
         lock.ending = AfterRelease(processed_for, not late, keep_id, keep)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from celery import Celery
 from celery.exceptions import Reject
@@ -89,3 +91,20 @@ def test_copies_of_a_message_whose_limit_raised_do_not_run_and_those_of_a_proces
             patch.setattr(app.backend, "store_result", lambda *args, **more: pytest.fail("a copy stored a state"))
             deliver(app, message, redelivered=True)
         assert (state, len(ran)) == (("FAILURE", 0) if breaks else ("SUCCESS", 1))
+
+
+@pytest.mark.parametrize("ends", ["by a retry", "by a retry that expires later", "with its worker"])
+def test_the_lock_of_a_job_is_kept_no_longer_than_until_its_message_expires(client, app, make, ends):
+    def body(self):
+        if ends == "with its worker":
+            raise SystemExit
+        raise self.retry(countdown=5, **({"expires": 120} if "later" in ends else {}))
+
+    task = make(body, key=[], scope="job", task_options={"acks_late": True})
+    first = task.apply_async(expires=60)
+    (message,) = take(app)
+    with suppress(SystemExit):
+        deliver(app, message)
+    kept = task.lock_info()
+    assert kept.label == f"{task.name}[{first.id}]"
+    assert kept.ttl <= 60 if "later" not in ends else 60 < kept.ttl <= 120
