@@ -52,6 +52,8 @@ FIRST_CONFLICT_HEADER = "single_instance_since"
 """The time of the first of these conflicts, in seconds since 1970."""
 REFUSED_HEADER = "single_instance_refused"
 """The holder of the lock when a message with a given id was published; the message is to be skipped."""
+PLACELESS_HEADER = "single_instance_placeless"
+"""Whether another message held the lock when a message with a given id was published, so that this one holds none."""
 ARGUMENTS_HEADER = "single_instance_arguments"
 """The arguments as they may be shown, if the publisher gave Celery an `argsrepr` or a `kwargsrepr`."""
 CONTENT_TYPE = "single_instance_content_type"
@@ -63,6 +65,7 @@ _OF_FORMER_MESSAGE = {
     RESCHEDULED_HEADER,
     FIRST_CONFLICT_HEADER,
     REFUSED_HEADER,
+    PLACELESS_HEADER,
 }
 """Headers that a retry does not inherit from its message."""
 MARKER_EXPIRE = 3600.0
@@ -173,8 +176,8 @@ def begin(
             raise
         events.log.warning(NOT_LEFT, queued.label, error)
         return queued, None
-    may_have_none = request.retries or request.parent_id or header(request, SCOPE_HEADER) is None  # or part of a canvas
-    if replaces and not waited and not may_have_none:
+    had_none = header(request, SCOPE_HEADER) is None or header(request, PLACELESS_HEADER)
+    if replaces and not waited and not had_none:
         events.log.warning(
             "%s held no lock any more: it expired, was force-released, was lost by Redis, or another message had it. "
             "The task runs with the message's own arguments; those of later duplicates may be lost.",

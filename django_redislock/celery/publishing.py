@@ -35,6 +35,7 @@ from .message import (
     KEY_HEADER,
     MARKER_EXPIRE,
     MAX_ARGUMENTS_LENGTH,
+    PLACELESS_HEADER,
     REFUSED_HEADER,
     SCOPE_HEADER,
     DuplicateResult,
@@ -247,12 +248,18 @@ class PublishingMixin(_Task):
     def _claim_for_known_id(self, lock: ExecutionLock, options: TaskOptions, message: dict[str, Any]) -> None:
         """Take the lock for a message that is published in any case; one to be skipped gets a header."""
         try:
-            if lock.take() or options.on_conflict != "skip" or not CANVAS_OPTIONS.isdisjoint(message):
+            if lock.take():
                 return
-            holder = self._holder(lock, lock.owner())
-            if holder is not None and holder.label != lock.label:
-                lock.count_duplicate()
-                message["headers"] = with_ours(message["headers"], {REFUSED_HEADER: holder.holder})
+            ours: dict[str, Any] = {PLACELESS_HEADER: True} if options.on_duplicate == "replace" else {}
+            if options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message):
+                holder = self._holder(lock, lock.owner())
+                if holder is None:
+                    return
+                if holder.label != lock.label:
+                    lock.count_duplicate()
+                    ours[REFUSED_HEADER] = holder.holder
+            if ours:
+                message["headers"] = with_ours(message["headers"], ours)
         except LockBackendError as error:
             self._without_lock(lock, options, error)
 

@@ -30,6 +30,7 @@ from .message import (
     COPY_FENCE_HEADER,
     FIRST_CONFLICT_HEADER,
     KEY_HEADER,
+    PLACELESS_HEADER,
     REFUSED_HEADER,
     RESCHEDULED_HEADER,
     begin,
@@ -406,15 +407,16 @@ class SingleInstanceMixin(PublishingMixin):
         delay *= random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:
             delay = min(delay, limit - waited)
+        ours = {RESCHEDULED_HEADER: before + 1, FIRST_CONFLICT_HEADER: since}
         if queued is not None:  # the message waits again, and keeps its lock
             with suppress(LockBackendError):
                 notice_lost_place(queued, lock.delivery, request, options, self._marker_expire)
                 expire = waiting_expire(self.app, options.queue_life, delay, None, request.expires)
-                queued._copy(expire=expire).acquire(blocking=False)
+                if queued._copy(expire=expire).acquire(blocking=False) and header(request, PLACELESS_HEADER):
+                    ours[PLACELESS_HEADER] = False
         try:
             if not (silent or self.ignore_result or request.ignore_result):
                 self.backend.mark_as_retry(request.id or "", error, request=request)
-            ours = {RESCHEDULED_HEADER: before + 1, FIRST_CONFLICT_HEADER: since}
             self._publish_again(lock, request, options, delay, ours)
         except Exception as failure:
             raise error from failure

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from billiard.einfo import ExceptionInfo
-from celery import Celery, Task
+from celery import Celery, Task, group
 from celery.exceptions import Reject, WorkerLostError
 
 from django_redislock.core import Lock, held_locks
@@ -31,9 +31,10 @@ def ran():
 def replacing(make, ran):
     """Make a task that notes its arguments; its duplicates replace `rows`."""
 
-    def replacing(**options):
+    def replacing(*, function=lambda self: None, **options):
         def body(self, customer, rows=0):
             ran.append((customer, rows))
+            function(self)
             return "ran"
 
         return make(body, **{"key": "{customer}", "scope": "queued+run", "on_duplicate": "replace", **options})
@@ -190,3 +191,42 @@ def test_a_retry_of_a_killed_run_by_the_main_process_has_the_arguments_of_that_r
     deliver(app, retry)
     assert ran == [("a", 2)]
     assert list(held_locks(client)) == []
+
+
+def test_a_message_that_another_task_published_or_that_is_a_retry_tells_that_arguments_may_be_lost(
+    client, app, make, replacing, ran, caplog
+):
+    """Each message that a task publishes names its parent, as members of canvases do; and it may be published again."""
+    task = replacing(on_conflict="reschedule")
+    make(lambda self: task.delay("a", 1) and None, key=[]).delay()
+    deliver(app, *take(app))
+    with run_lock(client, task):
+        deliver(app, *take(app))
+    retried = replacing(function=lambda self: self.request.retries or self.retry(countdown=0))
+    retried.delay("a", 2)
+    (published_again, first) = take(app)
+    deliver(app, first)
+    client.flushall()
+    deliver(app, published_again)
+    deliver(app, *take(app))
+    assert ran == [("a", 2), ("a", 1), ("a", 2)]
+    assert len(lost(caplog)) == 2
+
+
+def test_a_message_that_was_published_though_another_one_waited_has_lost_nothing(client, app, replacing, ran, caplog):
+    """A member of a canvas, a message with an id of its own, and a retry."""
+
+    def retry(self):
+        if self.request.retries == 0 and self.request.id == "mine":
+            task.delay("a", 5)
+            raise self.retry(countdown=0)
+
+    task = replacing(function=retry)
+    task.delay("a", 1)
+    group(task.si("a", 2), task.si("a", 3)).apply_async()
+    task.apply_async(("a", 4), task_id="mine")
+    while messages := take(app):
+        for message in messages:
+            deliver(app, message)
+    assert ran == [("a", 1), ("a", 2), ("a", 3), ("a", 4), ("a", 5), ("a", 4)]
+    assert lost(caplog) == []
