@@ -286,17 +286,17 @@ class ExecutionLock(Lock):
         args = (holder.id.encode(), b"%d" % holder.fence, base64.b64encode(newest), receipt)
         return bool(self._server.run(self._reply_to(ScriptCall(REPLACE, (self._keys.lock, self._keys.receipts), args))))
 
-    def begin(self, delivery: Delivery, keep: float) -> tuple[bool, bytes | None]:
-        """Release the lock of a message whose execution begins. Return whether the message held it until now, and the
-        newest arguments that it was given, if any; its copies find them for `keep` seconds.
+    def begin(self, delivery: Delivery, keep: float, notes: bool) -> tuple[bool, bytes | None]:
+        """Release the lock of a message whose execution begins. Return whether the message held it until it began, and
+        the newest arguments that it was given, if any. Its copies find both for `keep` seconds, if this `notes` it.
 
         Raises LockBackendError when Redis cannot answer.
         """
         keys, arguments = self._keys, arguments_key(self._keys, delivery)
-        args = ((self._given_id or "").encode(), keys.name, milliseconds(keep))
+        args = ((self._given_id or "").encode(), keys.name, milliseconds(keep), b"1" if notes else b"")
         call = ScriptCall(BEGIN, (keys.lock, keys.held, keys.queue, keys.receipts, arguments), args)
         _, (waited, newest) = self._server.run(with_retries(self.name, call, 0.0))
-        return bool(waited), None if newest is None else base64.b64decode(newest)
+        return bool(waited) or newest is not None, base64.b64decode(newest) if newest else None
 
     def claim(self, expire: float, state: Literal["ending", "done"]) -> bool:
         """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been

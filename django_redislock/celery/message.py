@@ -52,6 +52,8 @@ FIRST_CONFLICT_HEADER = "single_instance_since"
 """The time of the first of these conflicts, in seconds since 1970."""
 REFUSED_HEADER = "single_instance_refused"
 """The holder of the lock when a message with a given id was published; the message is to be skipped."""
+PLACELESS_HEADER = "single_instance_placeless"
+"""Whether another message held the lock when a message with a given id was published, so that this one holds none."""
 ARGUMENTS_HEADER = "single_instance_arguments"
 """The arguments as they may be shown, if the publisher gave Celery an `argsrepr` or a `kwargsrepr`."""
 CONTENT_TYPE = "single_instance_content_type"
@@ -63,6 +65,7 @@ _OF_FORMER_MESSAGE = {
     RESCHEDULED_HEADER,
     FIRST_CONFLICT_HEADER,
     REFUSED_HEADER,
+    PLACELESS_HEADER,
 }
 """Headers that a retry does not inherit from its message."""
 MARKER_EXPIRE = 3600.0
@@ -167,20 +170,32 @@ def begin(
         return leave_queue(queued), None
     replaces = options.on_duplicate == "replace"
     try:
-        waited, newest = queued.begin(delivery, keep)
+        waited, newest = queued.begin(delivery, keep, replaces)
     except LockBackendError as error:
         if replaces:
             raise
         events.log.warning(NOT_LEFT, queued.label, error)
         return queued, None
-    may_have_none = redelivered(request) or request.retries or request.parent_id  # a copy, a retry, part of a canvas
-    if replaces and not waited and newest is None and not may_have_none:
+    had_none = header(request, SCOPE_HEADER) is None or header(request, PLACELESS_HEADER)
+    if replaces and not waited and not had_none:
         events.log.warning(
             "%s held no lock any more: it expired, was force-released, was lost by Redis, or another message had it. "
             "The task runs with the message's own arguments; those of later duplicates may be lost.",
             queued.label,
         )
     return None, newest
+
+
+def notice_lost_place(
+    queued: ExecutionLock, delivery: Delivery | None, request: Context | None, options: TaskOptions, keep: float
+) -> None:
+    """Warn as `begin` does when nobody holds the lock of a message that is about to take it again: afterwards, nothing
+    would tell that it was lost, and what duplicates gave the message with it.
+
+    Raises LockBackendError when Redis does not answer.
+    """
+    if options.on_duplicate == "replace" and queued.owner() is None:
+        begin(queued, delivery, request, options, keep)
 
 
 def marker_expire(app: Celery, queue_life: float) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 from celery.app.task import Context
+from celery.exceptions import Retry
 from celery.result import AsyncResult
 from celery.utils import uuid
 from celery.utils.quorum_queues import detect_quorum_queues
@@ -34,6 +35,7 @@ from .message import (
     KEY_HEADER,
     MARKER_EXPIRE,
     MAX_ARGUMENTS_LENGTH,
+    PLACELESS_HEADER,
     REFUSED_HEADER,
     SCOPE_HEADER,
     DuplicateResult,
@@ -47,6 +49,7 @@ from .message import (
     new_message,
     pack_arguments,
     published_again,
+    unpack_arguments,
     waiting_expire,
     warn_dropped_callbacks,
     with_ours,
@@ -135,9 +138,7 @@ class PublishingMixin(_Task):
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         ours = self._options
         key = self._key(bound, ours)
-        newest = partial(
-            pack_arguments, args, kwargs, options.get("serializer") or self.serializer or self.app.conf.task_serializer
-        )
+        newest = partial(self._packed, args, kwargs, options)
         publish = super().apply_async
         known = task_id is not None
         begins_here = ours.scope != "run" and not self.app.conf.task_always_eager
@@ -160,6 +161,14 @@ class PublishingMixin(_Task):
             self._published_in_a_row += 1
         return result
 
+    def _packed(self, args: Any, kwargs: Any, message: Mapping[str, Any]) -> bytes:
+        """Return the arguments as Celery would publish them."""
+        serializer = message.get("serializer") or self.serializer or self.app.conf.task_serializer
+        dump = getattr(self, "_dump_pydantic_arguments", None)  # of Celery 5.7, which sends models as JSON
+        if dump is not None and serializer != "pickle":
+            args, kwargs = dump(args, kwargs)
+        return pack_arguments(args, kwargs, serializer)
+
     def _add_headers(self, key: str, ours: TaskOptions, message: dict[str, Any]) -> str:
         """Add our headers to the options of a message, and return its arguments as Celery was told to show them."""
         message["headers"] = new_message(message.get("headers"), key, ours.scope)
@@ -167,7 +176,7 @@ class PublishingMixin(_Task):
         shown = ", ".join(filter(None, (message.get("argsrepr"), message.get("kwargsrepr"))))
         if shown:
             message["headers"] = with_ours(message["headers"], {ARGUMENTS_HEADER: shown[:MAX_ARGUMENTS_LENGTH]})
-        return shown
+        return str(message["headers"].get(ARGUMENTS_HEADER, ""))  # of a retry: what hid those of its former run
 
     def _publish_under(
         self,
@@ -239,12 +248,18 @@ class PublishingMixin(_Task):
     def _claim_for_known_id(self, lock: ExecutionLock, options: TaskOptions, message: dict[str, Any]) -> None:
         """Take the lock for a message that is published in any case; one to be skipped gets a header."""
         try:
-            if lock.take() or options.on_conflict != "skip" or not CANVAS_OPTIONS.isdisjoint(message):
+            if lock.take():
                 return
-            holder = self._holder(lock, lock.owner())
-            if holder is not None and holder.label != lock.label:
-                lock.count_duplicate()
-                message["headers"] = with_ours(message["headers"], {REFUSED_HEADER: holder.holder})
+            ours: dict[str, Any] = {PLACELESS_HEADER: True} if options.on_duplicate == "replace" else {}
+            if options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message):
+                holder = self._holder(lock, lock.owner())
+                if holder is None:
+                    return
+                if holder.label != lock.label:
+                    lock.count_duplicate()
+                    ours[REFUSED_HEADER] = holder.holder
+            if ours:
+                message["headers"] = with_ours(message["headers"], ours)
         except LockBackendError as error:
             self._without_lock(lock, options, error)
 
@@ -347,6 +362,22 @@ class PublishingMixin(_Task):
 
     # Publishing the message of a run again
 
+    def signature_from_request(
+        self, request: Any = None, args: Any = None, kwargs: Any = None, queue: str | None = None, **options: Any
+    ) -> Any:
+        """Return the message of a retry, or of the same request again.
+
+        A worker's main process retries the run of a killed child (`task_retry_on_worker_lost`). It knows the arguments
+        of the message only, and Redis those with which the run began.
+        """
+        by_main_process = request is not None and request is not self.request_stack.top
+        if by_main_process and args is None and kwargs is None and self._options.on_duplicate == "replace":
+            queued = self._lock_of_message(request.id, header(request, KEY_HEADER), request)
+            newest = queued and queued.begin(delivery_of(request), self._marker_expire, notes=False)[1]
+            if newest:
+                args, kwargs = unpack_arguments(newest, None, self.app)
+        return super().signature_from_request(request, args, kwargs, queue, **options)
+
     def _delayed_by_exchanges(self) -> bool:
         """Whether Celery delays messages by exchanges of RabbitMQ: in whole seconds, of which it refuses 0."""
         return detect_quorum_queues(self.app, self.app.connection_for_write().transport.driver_type)[0]
@@ -364,6 +395,8 @@ class PublishingMixin(_Task):
         """Publish the same message for later, and mark its copies as outdated."""
         delivery = lock.delivery or delivery_of(request)
         more: dict[str, Any] = {} if alone else {"expires": None}  # a message that started in time has not expired
+        # Else Celery would make these texts anew, and show what it was told to hide.
+        more |= {name: text for name in ("argsrepr", "kwargsrepr") if (text := request.get(name)) is not None}
         serializer = registry.type_to_name.get(request.get(CONTENT_TYPE))
         if serializer is not None:  # what was pickled cannot be written as JSON
             more["serializer"] = serializer
@@ -383,6 +416,12 @@ class PublishingMixin(_Task):
             events.log.warning(
                 "Could not mark the message of %s, so its copies may be published again: %s", lock.label, error
             )
+
+    def _life_of_retry(self, request: Context | None, retry: Retry | None) -> float:
+        """Return for how many seconds the message of this retry, or of the same request again, holds the lock."""
+        again = getattr(retry, "sig", None)
+        expires = again.options.get("expires") if again is not None else request and request.expires
+        return waiting_expire(self.app, self._options.queue_life, None, retry and retry.when, expires)
 
     # The locks
 

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from celery import signals, states
-from celery.exceptions import WorkerLostError
+from celery.exceptions import Reject, WorkerLostError
 from celery.utils.imports import symbol_by_name
 
 from .. import conf
@@ -23,9 +23,9 @@ from ..task_names import waiting_id
 from . import options as options_of
 from .execution_lock import ExecutionLock, confirm_published
 from .key import lock_name
-from .message import CONTENT_TYPE, KEY_HEADER, SCOPE_HEADER, header, waiting_expire
+from .message import CONTENT_TYPE, KEY_HEADER, SCOPE_HEADER, header
 from .publishing import PublishingMixin
-from .running import SingleInstanceMixin, is_requeued
+from .running import SingleInstanceMixin
 
 SILENT_FOR = 10.0
 """Seconds for which Redis is not asked here after it kept a call waiting. A worker's main process receives nothing
@@ -109,7 +109,7 @@ def _on_retry_of_a_lost_process(sender: Any = None, request: Any = None, reason:
         return
     with suppress(TypeError):  # without a key it had no lock
         lock = _lock_of_run(sender, request)
-        seconds = waiting_expire(sender.app, sender._options.queue_life, reason.when, None, None)
+        seconds = sender._life_of_retry(request, reason)
 
         def keep() -> None:
             holder = lock.owner()
@@ -151,7 +151,7 @@ def _on_undecorated_task_end(sender: Any = None, state: str | None = None, **kwa
 @signals.task_postrun.connect
 def _on_task_end(sender: Any = None, state: str | None = None, retval: Any = None, **kwargs: Any) -> None:
     """Mark the message as processed, because its result is stored and its callbacks are sent."""
-    if not isinstance(sender, SingleInstanceMixin) or state is None or is_requeued(retval):
+    if not isinstance(sender, SingleInstanceMixin) or state is None or isinstance(retval, Reject):
         return
     request = sender.request_stack.top
     lock = getattr(request, "single_instance_lock", None)

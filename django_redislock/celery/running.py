@@ -30,12 +30,15 @@ from .message import (
     COPY_FENCE_HEADER,
     FIRST_CONFLICT_HEADER,
     KEY_HEADER,
+    PLACELESS_HEADER,
     REFUSED_HEADER,
     RESCHEDULED_HEADER,
     begin,
+    delivery_of,
     header,
     longest_delay,
     marker_expire,
+    notice_lost_place,
     unpack_arguments,
     waiting_expire,
 )
@@ -159,10 +162,13 @@ class SingleInstanceMixin(PublishingMixin):
         queued = None if task_id is None else self._lock_of_message(task_id, key, request)
         try:
             lock = self._running_lock(name, options, request, args, kwargs)
-        except Exception:  # of a callable that was given as limit
+        except Exception as error:  # of a callable that was given as limit
+            if request is not None and not self._is_rejected(error):  # as after a conflict: the message has ended
+                lock = options.slot.with_limit(name, 1, label=f"{self.name}[{task_id}]", delivery=delivery_of(request))
+                self._claim_message(Run(lock, options, request, queued), final=True)
             leave_queue(queued)
             raise
-        if queued is not None and queued.name == lock.name:  # the execution takes it over
+        if queued is not None and queued.name == lock.name and not lock.is_slot:  # the execution takes it over
             queued = None
         run = Run(lock, options, request, queued)
         refused = header(request, REFUSED_HEADER)
@@ -208,8 +214,9 @@ class SingleInstanceMixin(PublishingMixin):
                 raise
             self._set_ending(run)
             return result
-        except (HandledElsewhere, Retry):  # from now on, another message or a copy of this one holds the place
-            queued = None
+        except (HandledElsewhere, Retry, Reject) as error:
+            if not isinstance(error, Reject) or (self.acks_late and is_requeued(error)):
+                queued = None  # from now on, another message or a copy of this one holds the place
             raise
         finally:
             release_quietly(lock)
@@ -245,7 +252,7 @@ class SingleInstanceMixin(PublishingMixin):
         if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
             # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
             if options.scope == "job" and late and delivery is not None:
-                lock.ending = AfterRelease(keep_id=delivery.id, keep=options.queue_life)
+                lock.ending = AfterRelease(keep_id=delivery.id, keep=self._life_of_retry(request, None))
             return
         processed_for = 0.0
         if delivery is not None and delivery.message and not self._is_rejected(error):
@@ -253,7 +260,7 @@ class SingleInstanceMixin(PublishingMixin):
         keep_id, keep = "", 0.0
         if isinstance(error, Retry):
             if options.scope == "job" and delivery is not None and self._has_key(error, lock):
-                keep_id, keep = delivery.id, waiting_expire(self.app, options.queue_life, None, error.when, None)
+                keep_id, keep = delivery.id, self._life_of_retry(request, error)
         elif options.keep_for and options.scope != "queued" and not isinstance(error, (Ignore, Reject)):
             keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
         lock.ending = AfterRelease(processed_for, not late, keep_id, keep)
@@ -295,6 +302,7 @@ class SingleInstanceMixin(PublishingMixin):
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:
+            notice_lost_place(queued, lock.delivery, run.request, options, self._marker_expire)
             # A hard time limit may end the wait, and its message for ever.
             with queued._copy(details=lock.details).keep_alive(options.expire):
                 acquired = lock.acquire(timeout=wait)
@@ -399,13 +407,16 @@ class SingleInstanceMixin(PublishingMixin):
         delay *= random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:
             delay = min(delay, limit - waited)
+        ours = {RESCHEDULED_HEADER: before + 1, FIRST_CONFLICT_HEADER: since}
         if queued is not None:  # the message waits again, and keeps its lock
             with suppress(LockBackendError):
-                queued._copy(expire=queued.expire + delay).acquire(blocking=False)
+                notice_lost_place(queued, lock.delivery, request, options, self._marker_expire)
+                expire = waiting_expire(self.app, options.queue_life, delay, None, request.expires)
+                if queued._copy(expire=expire).acquire(blocking=False) and header(request, PLACELESS_HEADER):
+                    ours[PLACELESS_HEADER] = False
         try:
             if not (silent or self.ignore_result or request.ignore_result):
                 self.backend.mark_as_retry(request.id or "", error, request=request)
-            ours = {RESCHEDULED_HEADER: before + 1, FIRST_CONFLICT_HEADER: since}
             self._publish_again(lock, request, options, delay, ours)
         except Exception as failure:
             raise error from failure

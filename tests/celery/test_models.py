@@ -9,12 +9,13 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Optional
 
 import pytest
-from celery import Celery
+from celery import VERSION, Celery
 from celery.app.trace import build_tracer
 from pydantic import BaseModel, ValidationInfo, field_validator
 
 from django_redislock.celery import DuplicateResult, SingleInstanceTask, single_instance
 from django_redislock.core import held_locks
+from tests.celery.test_replace import deliver, take
 
 if TYPE_CHECKING:
     from nowhere import Nothing
@@ -185,3 +186,23 @@ def test_an_enum_is_its_value_in_a_format_string(make, value, key):
         pass
 
     assert make(body, key="{status}", task_options={"pydantic": False})._key_of((value,), {}) == key
+
+
+@pytest.mark.skipif(VERSION < (5, 7), reason="Celery 5.6 sends no models")
+@pytest.mark.parametrize("bind", [False, True])
+def test_a_duplicate_replaces_models_too(client, app, make, bind):
+    """Celery makes JSON of the models of a message, and the newest arguments went to the serializer as they were."""
+
+    def body(m: Order, note: str = ""):
+        return f"{m.place} {note}"
+
+    def bound_body(self, m: Order, note: str = ""):
+        return body(m, note)
+
+    task_options = {"bind": bind, "autoretry_for": (ZeroDivisionError,)}
+    options = {"key": "{m.shop}", "scope": "queued", "on_duplicate": "replace"}
+    task = make(bound_body if bind else body, task_options=task_options, **options)
+    first = task.delay(Order(id=1))
+    assert task.delay(Order(id=2), "new").id == first.id
+    (message,) = take(app, QUEUE)
+    assert deliver(app, message) == "main-2 new"

@@ -62,10 +62,10 @@ def make(app, request, ran):
     return make
 
 
-def take(app):
+def take(app, queue=QUEUE):
     """Take the messages out of the queue."""
     found = []
-    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue, suppress(queue.Empty):
+    with app.connection_for_read() as connection, connection.SimpleQueue(queue) as queue, suppress(queue.Empty):
         while True:
             found.append(queue.get_nowait())
             found[-1].ack()
@@ -74,8 +74,8 @@ def take(app):
 
 def deliver(app, message, **delivery_info):
     """Run a message as a worker does."""
-    args, kwargs, embed = message.payload
-    task, id = app.tasks[message.headers["task"]], message.headers["id"]
+    (args, kwargs, embed), task, id = message.payload, app.tasks[message.headers["task"]], message.headers["id"]
+    args, kwargs = type(args)(args), {**kwargs}  # its copies have their own, which a run does not change
     request = {**message.headers, **embed, "properties": message.properties, "delivery_info": delivery_info}
     return build_tracer(task.name, task, app=app)(id, args, kwargs, {**request, "called_directly": False}).retval
 
@@ -307,7 +307,7 @@ def test_when_redis_does_not_answer_at_the_start_the_policy_decides(client, app,
     first = task.delay("a", 1)
     task.delay("a", 2)
 
-    def unanswered(self, delivery, keep):
+    def unanswered(self, *args):
         raise LockBackendError(self.name, "cut off")
 
     with pytest.MonkeyPatch.context() as patch:

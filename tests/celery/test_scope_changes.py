@@ -16,6 +16,7 @@ from tests.celery.publishing import find_receivers_again
 
 SCOPES = ["run", "queued", "queued+run", "job"]
 CHANGES = [(old, new) for old in SCOPES for new in SCOPES if old != new]
+CHANGES += [(old, new) for old in SCOPES for new in ("run, limited", "queued+run, limited")]
 NUMBERS = itertools.count()
 
 
@@ -38,7 +39,9 @@ class Deploy:
             self.ran.append(a)
             return "ran"
 
-        return app.task(name=name, shared=False, lazy=False, **options)(single_instance(scope=scope)(body))
+        scope, *limited = scope.split(", ")
+        marked = single_instance(scope=scope, limit=2 if limited else None)(body)
+        return app.task(name=name, shared=False, lazy=False, **options)(marked)
 
     def message(self, *args):
         """Publish with the old code; return the message as a worker's request has it."""

@@ -129,6 +129,13 @@ PRIVATE = [
         "the check of functions that are marked and are no tasks",
         LOUD,
     ),
+    Private(
+        "celery.app.task",
+        "_dump_pydantic_arguments",
+        ("celery/publishing.py",),
+        "models among the newest arguments are sent as Celery 5.7 sends those of a message",
+        "they are refused by the serializer, as by Celery 5.6",
+    ),
     Private("celery.worker.request", "_context", ("celery/receivers.py",), "the request that ended by its limit", LOUD),
     Private(
         "django_celery_beat.schedulers",

@@ -232,7 +232,7 @@ class Worker(History):
         runs."""
         self.beginning[waiting_id(message.id).encode()] = message.delivery
         try:
-            _, newest = yield from call(thread, queued.begin, lock.delivery, MARKER)
+            _, newest = yield from call(thread, queued.begin, lock.delivery, MARKER, True)
         except LockBackendError as error:
             self.world.tell(thread, f"{message} fails, as it may have newer arguments: {error}")
             message.excused = True

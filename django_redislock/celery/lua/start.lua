@@ -27,6 +27,9 @@ if known == '1' and not is_own then
 end
 
 if value and is_of(value, waiting_id) and fence_of(value) ~= '0' then
+  -- A message that waits in its worker takes its lock anew, and keeps the arguments of its duplicates.
+  local newest = id == waiting_id and string.match(value, ',"newest":"[^"]*"}$')
+  record = newest and string.sub(record, 1, -2) .. newest or record
   value = false
 elseif not is_own then
   local reply = wait_for_turn(lock, held, queue, value, id, name, channel, join == '1', ticket, now)

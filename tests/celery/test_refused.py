@@ -1,0 +1,110 @@
+"""What remains of a message that is refused, or published again: seen by its next delivery, and by others."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from celery import Celery
+from celery.exceptions import Reject
+
+from django_redislock.core import Lock
+from tests.celery.test_replace import QUEUE, deliver, take
+from tests.support import name_of, wait_until
+
+
+@pytest.fixture(scope="module")
+def app():
+    with Celery("refused", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        app.conf.task_default_queue = QUEUE
+        yield app
+
+
+def reject(task, error):
+    raise Reject(error, requeue=False)
+
+
+def test_a_message_that_a_policy_rejects_runs_when_the_queue_of_dead_letters_brings_it_back(client, app, make):
+    """A queue for dead letters with a time to live is how RabbitMQ delays a message; it was dropped as processed."""
+    task = make(lambda self: "ran", key=[], on_conflict=reject, expire=1, task_options={"acks_late": True})
+    task.delay()
+    (message,) = take(app)
+    with Lock(client, name_of(task), label="a long run"):
+        deliver(app, message)
+    wait_until(lambda: not list(client.scan_iter("*:done:*")))
+    assert deliver(app, message) == "ran"
+
+
+def test_a_message_that_is_published_again_holds_its_place_no_longer_than_until_it_expires(client, app, make):
+    task = make(lambda self: "ran", key=[], scope="queued+run", on_conflict="reschedule")
+    first = task.apply_async(expires=60)
+    (message,) = take(app)
+    with Lock(client, name_of(task), label="a long run"):
+        deliver(app, message)
+    place = task.lock_info()
+    assert place.label == f"{task.name}[{first.id}]"
+    assert place.ttl <= 60
+
+
+HIDDEN = {"argsrepr": "('4111…',)", "kwargsrepr": "{…}"}
+
+
+def test_a_message_that_is_published_again_shows_what_celery_was_told_to_show(client, app, make):
+    """Its worker's events, log and Flower showed the arguments themselves from then on."""
+    task = make(lambda self, card="": "ran", key=[], on_conflict="reschedule")
+    task.apply_async(("4111 1111",), **HIDDEN)
+    with Lock(client, name_of(task), label="a long run"):
+        for _ in range(3):
+            (message,) = take(app)
+            assert {name: message.headers[name] for name in HIDDEN} == HIDDEN
+            deliver(app, message)
+
+
+def test_the_record_of_a_retry_that_waits_shows_what_celery_was_told_to_show(client, app, make):
+    def body(self, card=""):
+        raise self.retry(countdown=0)
+
+    task = make(body, key=[], scope="queued")
+    task.apply_async(("4111 1111",), **HIDDEN)
+    shown = task.lock_info().arguments
+    for _ in range(2):
+        (message,) = take(app)
+        deliver(app, message)
+        assert task.lock_info().arguments == shown == ", ".join(HIDDEN.values())
+
+
+@pytest.mark.parametrize("acks_late", [False, True])
+def test_copies_of_a_message_whose_limit_raised_do_not_run_and_those_of_a_processed_one_do_not_fail(
+    client, app, make, acks_late
+):
+    broken, ran = [], []
+    task_options = {"acks_late": acks_late}
+    task = make(lambda self: ran.append(1), key=[], limit=lambda: 1 // (not broken), task_options=task_options)
+    for breaks in ([1], []):
+        broken[:] = breaks
+        first = task.delay()
+        (message,) = take(app)
+        deliver(app, message)
+        state = first.state
+        broken[:] = [] if breaks else [1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(app.backend, "store_result", lambda *args, **more: pytest.fail("a copy stored a state"))
+            deliver(app, message, redelivered=True)
+        assert (state, len(ran)) == (("FAILURE", 0) if breaks else ("SUCCESS", 1))
+
+
+@pytest.mark.parametrize("ends", ["by a retry", "by a retry that expires later", "with its worker"])
+def test_the_lock_of_a_job_is_kept_no_longer_than_until_its_message_expires(client, app, make, ends):
+    def body(self):
+        if ends == "with its worker":
+            raise SystemExit
+        raise self.retry(countdown=5, **({"expires": 120} if "later" in ends else {}))
+
+    task = make(body, key=[], scope="job", task_options={"acks_late": True})
+    first = task.apply_async(expires=60)
+    (message,) = take(app)
+    with suppress(SystemExit):
+        deliver(app, message)
+    kept = task.lock_info()
+    assert kept.label == f"{task.name}[{first.id}]"
+    assert kept.ttl <= 60 if "later" not in ends else 60 < kept.ttl <= 120
