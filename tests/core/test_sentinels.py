@@ -58,6 +58,16 @@ def test_sentinels_that_are_silent_or_gone_are_not_waited_for_one_after_another(
             assert held.owned()
 
 
+def test_when_no_thread_can_start_the_sentinels_are_asked_in_this_one(sentinel, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with client_from_url(url_of(free_port(), sentinel)) as client:
+        service = server_of(client).settings["connection_pool"]
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        assert service.get_master_address()[0] == "127.0.0.1"
+
+
 def test_no_sentinel_that_answers_is_an_error_within_the_callers_timeout(silent):
     with client_from_url(url_of(*silent, free_port())) as client:
         lock, began = Lock(client, "a"), time.monotonic()

@@ -96,6 +96,21 @@ def test_when_a_loop_ends_while_tasks_acquire_and_release_nothing_stays_held(own
         nothing_is_held(client)
 
 
+def test_when_a_loop_ends_before_everything_was_sent_a_warning_says_that_locks_may_stay(own_server, caplog):
+    async def main():
+        aclient = async_client_at(f"unix://{own_server.unix_socket}", socket_timeout=60)
+        async with AsyncLock(aclient, "warm"):
+            pass
+        own_server.pause()
+        tasks = [asyncio.create_task(AsyncLock(aclient, f"lock {i}", expire=FOR_LONG).acquire()) for i in range(3000)]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in tasks)
+
+    asyncio.run(main())
+    own_server.resume()
+    assert "The event loop ended while Redis did not answer, before everything was sent" in caplog.text
+
+
 @pytest.fixture(params=["one server", "a Cluster"])
 def frozen_later(request):
     """The address of a server or of a Cluster, and its processes."""

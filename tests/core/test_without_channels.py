@@ -15,7 +15,7 @@ import redis
 from django_redislock import conf
 from django_redislock.celery.execution_lock import Delivery
 from django_redislock.celery.options import complete
-from django_redislock.core import AsyncLock, Lock
+from django_redislock.core import AsyncLock, Lock, operations
 from django_redislock.core.driver import wakeups
 from django_redislock.core.driver.registry import server_of
 from tests.support import RedisServer, acquire_and_release, counting, lived, queued, wait_until
@@ -225,7 +225,10 @@ def test_who_loses_the_right_during_a_wait_goes_on_by_looking(admin: redis.Redis
     assert got == [True]
 
 
-def test_who_waits_for_many_values_gets_them_by_looking(guarded: RedisServer, admin: redis.Redis, user: str) -> None:
+def test_who_waits_for_many_values_gets_them_by_looking(
+    guarded: RedisServer, admin: redis.Redis, user: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(operations, "MAX_SLEEP", 60)  # as the expiry and the wait: later than this test gives up
     here, there = (
         cache_at(guarded.url.replace("//", f"//{user}:secret@") + f"?socket_timeout={timeout}") for timeout in (5, 4.9)
     )
@@ -237,9 +240,9 @@ def test_who_waits_for_many_values_gets_them_by_looking(guarded: RedisServer, ad
         return dict.fromkeys(keys, 1)
 
     results: list[dict[str, int]] = []
-    first = starting(lambda: results.append(here.get_or_set_many(["x", "y"], compute)))
+    first = starting(lambda: results.append(here.get_or_set_many(["x", "y"], compute, expire=60)))
     assert started.wait(30)
-    second = starting(lambda: results.append(there.get_or_set_many(["x", "y"], dict.fromkeys)))
+    second = starting(lambda: results.append(there.get_or_set_many(["x", "y"], dict.fromkeys, wait=60)))
     wait_until(lambda: server_of(there.client.get_client()).room.deaf)
     end.set()
     first.join(30)

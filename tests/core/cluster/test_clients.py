@@ -44,9 +44,14 @@ def test_a_client_that_reads_from_replicas_still_writes_to_primaries(cluster):
         assert Lock(client, "a").locked()
 
 
-def test_a_function_that_prepares_each_connection_is_called(cluster):
-    seen = []
-    with redis.RedisCluster.from_url(cluster.url, redis_connect_func=seen.append) as client:
-        seen.clear()
+def test_a_function_that_prepares_each_connection_gets_it_as_the_settings_make_it(cluster):
+    names = []
+
+    def prepare(connection):
+        connection.send_command("CLIENT", "GETNAME")
+        names.append(connection.read_response())
+
+    with redis.RedisCluster.from_url(cluster.url, client_name="mine", redis_connect_func=prepare) as client:
+        names.clear()
         with Lock(client, "a"):
-            assert seen
+            assert set(names) == {b"mine"}
