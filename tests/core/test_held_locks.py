@@ -29,14 +29,13 @@ def test_held_locks_lists_all_held_and_nothing_else(make_lock, client):
     assert ON_A_CLUSTER or len(sent) == 2
 
 
-@pytest.mark.parametrize(
-    "record", ["", "{", "[]", '{"expire":"long","pid":"x","host":{}}', '{"expire":NaN,"pid":1e400}']
-)
-def test_what_cannot_be_read_of_a_record_is_empty(client, record):
-    client.set(lock_keys("redislock", "a").lock, f"id\n5\n0\n{record}")
-    info = Lock(client, "a").owner()
-    assert (info.id, info.fence, info.acquired_at.timestamp()) == ("id", 5, 0.0)
-    assert (info.expire, info.pid, info.host, info.auto_renewal, info.result_ignored) == (0.0, 0, "", False, False)
+def test_what_cannot_be_read_of_a_record_is_empty_and_the_rest_is_read(client):
+    records = {"": 0.0, "{": 0.0, "[]": 0.0, '{"expire":NaN,"pid":1e400}': 0.0, '{"expire":"long","host":{}}': 0.0}
+    for record, expire in (records | {'{"expire":0.5,"pid":"x","auto_renewal":"no"}': 0.5}).items():
+        client.set(lock_keys("redislock", "a").lock, f"id\n5\n0\n{record}")
+        info = Lock(client, "a").owner()
+        assert (info.id, info.fence, info.acquired_at.timestamp(), info.expire) == ("id", 5, 0.0, expire)
+        assert (info.pid, info.host, info.auto_renewal, info.result_ignored) == (0, "", False, False)
 
 
 def test_an_expired_lock_is_not_listed(make_lock, client):
