@@ -110,28 +110,29 @@ def test_another_process_gets_the_failure_too(get, elsewhere, nodes):
 
 
 INVALIDATIONS = {
-    "delete": lambda cache: cache.delete("k"),
-    "set that ends": lambda cache: (cache.set("k", "newer", 5), cache._clients_to_scan()[0].delete(":1:k")),
-    "clear": lambda cache: cache.clear(),
-    "delete_pattern": lambda cache: cache.delete_pattern("k*") if hasattr(cache, "delete_pattern") else cache.clear(),
+    "delete": lambda cache, key: cache.delete(key),
+    "set that ends": lambda cache, key: (cache.set(key, "newer", 5), cache._clients_to_scan()[0].delete(f":1:{key}")),
+    "clear": lambda cache, key: cache.clear(),
+    "delete_pattern": lambda cache, key: getattr(cache, "delete_pattern", lambda pattern: cache.clear())("k*"),
 }
 
 
+@pytest.mark.parametrize("key", ["k", f"k{{redislock:{keys.BUCKETS}}}"], ids=["any slot", "slot of the first number"])
 @pytest.mark.parametrize("how", INVALIDATIONS)
 @pytest.mark.parametrize("evicted", [False, True])
-def test_nothing_is_stored_over_what_another_process_did_meanwhile(get, cache, elsewhere, nodes, how, evicted):
+def test_nothing_is_stored_over_what_another_process_did_meanwhile(get, cache, elsewhere, nodes, how, evicted, key):
     """That one learns of the cluster mode by its first delete."""
 
     def compute():
         if evicted:
             assert nodes.delete(*nodes.keys("*:lock:cache:*")) == 1
-        INVALIDATIONS[how](elsewhere)
+        INVALIDATIONS[how](elsewhere, key)
         return "stale"
 
-    assert get("k", compute, 60) == "stale"
-    assert cache.get("k") is None
-    assert get("k", lambda: "fresh", 60) == "fresh"
-    assert cache.get("k") == "fresh"
+    assert get(key, compute, 60) == "stale"
+    assert cache.get(key) is None
+    assert get(key, lambda: "fresh", 60) == "fresh"
+    assert cache.get(key) == "fresh"
 
 
 def test_a_pattern_that_does_not_match_ends_nothing(clustered, nodes):

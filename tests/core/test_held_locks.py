@@ -7,7 +7,7 @@ from itertools import count, pairwise
 
 import pytest
 
-from django_redislock.core import held_locks, reset_all
+from django_redislock.core import Lock, held_locks, reset_all
 from django_redislock.core.keys import lock_keys
 from tests.support import ON_A_CLUSTER, RedisServer, counting, monitoring, wait_until
 
@@ -27,6 +27,15 @@ def test_held_locks_lists_all_held_and_nothing_else(make_lock, client):
         list(held_locks(client))
     assert {line.split()[0] for line in sent} == {"EVALSHA"}
     assert ON_A_CLUSTER or len(sent) == 2
+
+
+def test_what_cannot_be_read_of_a_record_is_empty_and_the_rest_is_read(client):
+    records = {"": 0.0, "{": 0.0, "[]": 0.0, '{"expire":NaN,"pid":1e400}': 0.0, '{"expire":"long","host":{}}': 0.0}
+    for record, expire in (records | {'{"expire":0.5,"pid":"x","auto_renewal":"no"}': 0.5}).items():
+        client.set(lock_keys("redislock", "a").lock, f"id\n5\n0\n{record}")
+        info = Lock(client, "a").owner()
+        assert (info.id, info.fence, info.acquired_at.timestamp(), info.expire) == ("id", 5, 0.0, expire)
+        assert (info.pid, info.host, info.auto_renewal, info.result_ignored) == (0, "", False, False)
 
 
 def test_an_expired_lock_is_not_listed(make_lock, client):

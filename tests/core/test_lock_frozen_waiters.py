@@ -243,6 +243,7 @@ def test_of_a_thousand_killed_waiters_and_a_living_one_one_waits(client: redis.R
             leave_entries(client, 30)
             [only] = read_queue(client, "a", "redislock")
             assert only.seconds < 60
+            assert (only.host, only.pid) == ("", 0), "its channel does not say them"
             assert queue(client) == ["living"]
 
 

@@ -135,6 +135,7 @@ input()
 
 
 def test_the_loss_of_a_frozen_process_says_how_late_its_watchdog_woke(client, redis_url, run_python):
+    began = time.monotonic()
     holder = run_python(HOLDING, redis_url)
     holder.wait_for(event="held")
     holder.pause()
@@ -146,4 +147,4 @@ def test_the_loss_of_a_frozen_process_says_how_late_its_watchdog_woke(client, re
         reason,
     ).groups()
     assert float(due) > 0.6
-    assert float(late) > 0.6
+    assert 0.6 < float(late) < time.monotonic() - began

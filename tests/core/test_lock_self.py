@@ -19,7 +19,7 @@ from tests.support import RedisServer, async_client_at, client_at, counting, in_
 from tests.support.locks import AsyncRLock, RLock
 
 KEYS = lock_keys("redislock", "a")
-HELP = r"lock\(name, reentrant=True\), rlock\(name\)"
+HELP = r"lock\(name, reentrant=True\) or rlock\(name\)"
 
 
 def warnings(caplog):

@@ -278,4 +278,4 @@ def test_bad_arguments_are_told_at_once(servers, clients):
         QuorumLock(clients, "a", on_lost=1)
     with pytest.raises(ValueError, match="timeout"):
         QuorumLock(clients, "a").acquire(blocking=False, timeout=1)
-    assert "3 servers" in repr(QuorumLock(clients, "a"))
+    assert "3 servers" in repr(QuorumLock(clients, "a", expire=0.01))
