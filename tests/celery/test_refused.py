@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.exceptions import Reject
 
 from django_redislock.core import Lock
@@ -108,3 +108,21 @@ def test_the_lock_of_a_job_is_kept_no_longer_than_until_its_message_expires(clie
     kept = task.lock_info()
     assert kept.label == f"{task.name}[{first.id}]"
     assert kept.ttl <= 60 if "later" not in ends else 60 < kept.ttl <= 120
+
+
+@pytest.mark.parametrize("acks_on_failure", [True, False])
+def test_a_copy_of_a_message_that_a_policy_retried_does_not_retry_it_again(client, app, make, acks_on_failure):
+    names = {"acks_on_failure", "acks_on_failure_or_timeout"} & set(dir(Task))  # the first one of Celery 5.7
+    task = make(
+        lambda self: "ran",
+        key=[],
+        on_conflict=lambda task, error: task.retry(countdown=0),
+        task_options={"acks_late": True, **dict.fromkeys(names, acks_on_failure)},
+    )
+    task.delay()
+    (message,) = take(app)
+    with Lock(client, name_of(task), label="a long run"):
+        for _ in range(2):
+            deliver(app, message, redelivered=True)
+    retries = [message for message in take(app) if message.headers["retries"]]
+    assert len(retries) == 1
