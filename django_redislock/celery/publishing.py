@@ -274,7 +274,7 @@ class PublishingMixin(_Task):
         if holder is None and not lock.acquire(timeout=HANDOVER_GRACE):
             holder = lock.owner()
         if holder is not None and self._has_ended(holder):
-            leave_queue(lock.with_name(lock.name, id=holder.id))
+            leave_queue(lock.with_name(lock.name, label=holder.label, id=holder.id))
             holder = None if lock.take() else lock.owner()
         return holder
 
