@@ -397,6 +397,8 @@ class PublishingMixin(_Task):
         more: dict[str, Any] = {} if alone else {"expires": None}  # a message that started in time has not expired
         # Else Celery would make these texts anew, and show what it was told to hide.
         more |= {name: text for name in ("argsrepr", "kwargsrepr") if (text := request.get(name)) is not None}
+        if request.ignore_result:  # else Celery 5.6 would store the result
+            more["ignore_result"] = True
         serializer = registry.type_to_name.get(request.get(CONTENT_TYPE))
         if serializer is not None:  # what was pickled cannot be written as JSON
             more["serializer"] = serializer

@@ -73,6 +73,15 @@ def test_the_record_of_a_retry_that_waits_shows_what_celery_was_told_to_show(cli
         assert task.lock_info().arguments == shown == ", ".join(HIDDEN.values())
 
 
+def test_a_message_that_is_published_again_still_has_no_result(client, app, make):
+    task = make(lambda self: "ran", key=[], on_conflict="reschedule")
+    first = task.apply_async(ignore_result=True)
+    with Lock(client, name_of(task), label="a long run"):
+        deliver(app, *take(app))
+    assert deliver(app, *take(app)) == "ran"
+    assert first.backend.get_task_meta(first.id)["status"] == "PENDING"
+
+
 @pytest.mark.parametrize("acks_late", [False, True])
 def test_copies_of_a_message_whose_limit_raised_do_not_run_and_those_of_a_processed_one_do_not_fail(
     client, app, make, acks_late
