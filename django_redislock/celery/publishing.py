@@ -22,7 +22,7 @@ from kombu.serialization import registry  # type: ignore[attr-defined]
 from .. import conf
 from ..core import LockInfo, events
 from ..core.driver.process import HOST
-from ..core.validation import check_limit
+from ..core.validation import MAX_LIMIT, check_limit
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from ..task_names import waiting_id
@@ -454,7 +454,8 @@ class PublishingMixin(_Task):
         """Yield each lock of these arguments in this scope, the lock of the execution first."""
         options, key = self._options, self._key_of(args, kwargs)
         if options.scope != "queued":
-            yield self._lock_of_run(self._name_of_run(key), args, kwargs)
+            name = self._name_of_run(key)  # all slots, because the limit may have been higher
+            yield options.lock.with_name(name) if options.limit is None else options.slot.with_limit(name, MAX_LIMIT)
         if options.scope in ("queued", "queued+run"):
             yield options.lock.with_name(lock_name(self.name, key, "celery-queue"))
 
