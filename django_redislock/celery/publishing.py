@@ -22,7 +22,7 @@ from kombu.serialization import registry  # type: ignore[attr-defined]
 from .. import conf
 from ..core import LockInfo, events
 from ..core.driver.process import HOST
-from ..core.validation import check_limit
+from ..core.validation import MAX_LIMIT, check_limit
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from ..task_names import waiting_id
@@ -274,7 +274,7 @@ class PublishingMixin(_Task):
         if holder is None and not lock.acquire(timeout=HANDOVER_GRACE):
             holder = lock.owner()
         if holder is not None and self._has_ended(holder):
-            leave_queue(lock.with_name(lock.name, id=holder.id))
+            leave_queue(lock.with_name(lock.name, label=holder.label, id=holder.id))
             holder = None if lock.take() else lock.owner()
         return holder
 
@@ -397,6 +397,8 @@ class PublishingMixin(_Task):
         more: dict[str, Any] = {} if alone else {"expires": None}  # a message that started in time has not expired
         # Else Celery would make these texts anew, and show what it was told to hide.
         more |= {name: text for name in ("argsrepr", "kwargsrepr") if (text := request.get(name)) is not None}
+        if request.ignore_result:  # else Celery 5.6 would store the result
+            more["ignore_result"] = True
         serializer = registry.type_to_name.get(request.get(CONTENT_TYPE))
         if serializer is not None:  # what was pickled cannot be written as JSON
             more["serializer"] = serializer
@@ -452,7 +454,8 @@ class PublishingMixin(_Task):
         """Yield each lock of these arguments in this scope, the lock of the execution first."""
         options, key = self._options, self._key_of(args, kwargs)
         if options.scope != "queued":
-            yield self._lock_of_run(self._name_of_run(key), args, kwargs)
+            name = self._name_of_run(key)  # all slots, because the limit may have been higher
+            yield options.lock.with_name(name) if options.limit is None else options.slot.with_limit(name, MAX_LIMIT)
         if options.scope in ("queued", "queued+run"):
             yield options.lock.with_name(lock_name(self.name, key, "celery-queue"))
 

@@ -224,12 +224,9 @@ class SingleInstanceMixin(PublishingMixin):
 
     def _warn_foreign(self, request: Context | None) -> None:
         """Warn once that a message has none of our headers, so it held no lock while it waited."""
-        if (
-            request is None
-            or request.is_eager
-            or header(request, KEY_HEADER) is not None
-            or self.name in _warned_foreign
-        ):
+        if request is None or request.is_eager:
+            return
+        if header(request, KEY_HEADER) is not None or self.name in _warned_foreign:
             return
         _warned_foreign.add(self.name)
         events.log.warning(
@@ -352,7 +349,12 @@ class SingleInstanceMixin(PublishingMixin):
         if not comes_again:
             self._claim_message(run, final=True)
         if callable(policy):
-            result = policy(self, error)
+            try:
+                result = policy(self, error)
+            except (Ignore, Retry):  # which acknowledge the message
+                if comes_again:
+                    self._claim_message(run, final=True)
+                raise
         elif policy == "skip":
             age = 0.0 if holder is None else holder.age
             result = self._skip(run, lock, f"the lock has been held for {age:.1f} s by {error.holder}")

@@ -208,6 +208,22 @@ def test_with_enabled_false_it_runs(make, settings):
     assert make(lambda self: self.single_instance.lock.fence > 0, key=[], limit=2).apply().get() is True
 
 
+@pytest.mark.parametrize("now", [lambda: 1, lambda: 1 // 0], ids=["lower", "raises"])
+def test_unlock_frees_slots_above_a_lowered_limit_and_does_not_ask_for_it(make, client, now):
+    """An operator unlocks when something is wrong: perhaps what the limit is made of."""
+    limits = [lambda: 3]
+    task = make(lambda self: None, key=[], limit=lambda: limits[-1]())
+    runs = [Semaphore(client, lock_name(task.name, ""), 3, label="a run") for _ in range(3)]
+    for each in runs:
+        assert each.acquire(blocking=False)
+    for each in runs[:2]:
+        each.release()
+    limits.append(now)
+    assert task.lock_info().slot == 3
+    assert task.unlock()
+    assert task.lock_info() is None
+
+
 def test_keep_for_keeps_the_slot_and_unlock_frees_all_slots(make, client):
     task = make(lambda self: "ran", key=[], limit=2, keep_for=60)
     assert [type(task.apply().result) for _ in range(3)] == [str, str, TaskAlreadyRunning]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.exceptions import Reject
 
 from django_redislock.core import Lock
@@ -73,6 +73,15 @@ def test_the_record_of_a_retry_that_waits_shows_what_celery_was_told_to_show(cli
         assert task.lock_info().arguments == shown == ", ".join(HIDDEN.values())
 
 
+def test_a_message_that_is_published_again_still_has_no_result(client, app, make):
+    task = make(lambda self: "ran", key=[], on_conflict="reschedule")
+    first = task.apply_async(ignore_result=True)
+    with Lock(client, name_of(task), label="a long run"):
+        deliver(app, *take(app))
+    assert deliver(app, *take(app)) == "ran"
+    assert first.backend.get_task_meta(first.id)["status"] == "PENDING"
+
+
 @pytest.mark.parametrize("acks_late", [False, True])
 def test_copies_of_a_message_whose_limit_raised_do_not_run_and_those_of_a_processed_one_do_not_fail(
     client, app, make, acks_late
@@ -108,3 +117,21 @@ def test_the_lock_of_a_job_is_kept_no_longer_than_until_its_message_expires(clie
     kept = task.lock_info()
     assert kept.label == f"{task.name}[{first.id}]"
     assert kept.ttl <= 60 if "later" not in ends else 60 < kept.ttl <= 120
+
+
+@pytest.mark.parametrize("acks_on_failure", [True, False])
+def test_a_copy_of_a_message_that_a_policy_retried_does_not_retry_it_again(client, app, make, acks_on_failure):
+    names = {"acks_on_failure", "acks_on_failure_or_timeout"} & set(dir(Task))  # the first one of Celery 5.7
+    task = make(
+        lambda self: "ran",
+        key=[],
+        on_conflict=lambda task, error: task.retry(countdown=0),
+        task_options={"acks_late": True, **dict.fromkeys(names, acks_on_failure)},
+    )
+    task.delay()
+    (message,) = take(app)
+    with Lock(client, name_of(task), label="a long run"):
+        for _ in range(2):
+            deliver(app, message, redelivered=True)
+    retries = [message for message in take(app) if message.headers["retries"]]
+    assert len(retries) == 1

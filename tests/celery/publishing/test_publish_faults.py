@@ -21,6 +21,7 @@ from kombu.exceptions import SerializerNotInstalled
 
 from django_redislock import LockBackendError, TaskAlreadyRunning, lock
 from django_redislock.celery import DuplicateResult, publishing, single_instance
+from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.core import held_locks
 from tests.support import BUSY, Interrupted, counting, interruptions, wait_until
 
@@ -278,6 +279,23 @@ def test_without_redis_publishing_may_go_on(app, make, scope, settings, caplog):
     result = task.delay()
     assert messages(app, task) == [result.id]
     assert "is published without its lock, because Redis does not answer" in caplog.text
+
+
+def test_the_lock_of_an_ended_message_that_cannot_be_released_is_told_with_its_name(
+    client, app, make, caplog, monkeypatch
+):
+    task = make(scope="queued")
+    first = task.delay()
+    info = task.lock_info()
+    wait_until(lambda: time.time() > info.acquired_at.timestamp() + 0.002)  # a state before that is a former one
+    app.backend.store_result(first.id, None, "REVOKED")
+
+    def unanswered(self):
+        raise LockBackendError(self.name, "cut off")
+
+    monkeypatch.setattr(ExecutionLock, "release_given_id", unanswered)
+    assert isinstance(task.delay(), DuplicateResult)
+    assert f"{task.name}[{first.id}] could not release the lock of its message" in caplog.text
 
 
 def test_nothing_is_locked_where_locks_are_off(client, make, scope, settings):
