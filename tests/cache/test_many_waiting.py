@@ -15,7 +15,7 @@ from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
 from django_redislock.core.driver.server import Server
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import cache_programs, wait_until
-from tests.support.cache_programs import cache_at, lease_elsewhere, never, upper, waiters
+from tests.support.cache_programs import cache_at, cache_elsewhere, lease_elsewhere, never, upper, waiters
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -99,6 +99,23 @@ def test_what_another_process_computes_is_waited_for_after_the_rest_is_computed(
         assert many(["b", "d"], compute, wait=0.1, on_wait_timeout={"mine": 1}) == {"b": {"mine": 1}, "d": "D"}
     assert many(["a", "b", "c"], compute) == {"a": "A", "b": "B", "c": "C"}
     assert calls == [["a", "c"], ["d"], ["b"]]
+
+
+def test_who_waits_for_many_is_served_before_who_comes_later(redis_url, backend, cache, client):
+    """In a Cluster each node must know that the first one listens, though it listens for all keys at one of them."""
+    keys = list("abcdef")
+    held, later = [lease_elsewhere(client, key, expire=60) for key in keys], cache_elsewhere(redis_url, backend)
+    for lease in held:
+        lease.acquire()
+    with ThreadPoolExecutor(1 + len(keys)) as pool:
+        many = pool.submit(cache.get_or_set_many, keys, upper, 60)
+        wait_until(lambda: waiters(client) == len(keys))
+        others = [pool.submit(later.get_or_set, key, never, 60) for key in keys]
+        wait_until(lambda: waiters(client) == 2 * len(keys))
+        for lease in held:
+            lease.release()
+        assert many.result(20) == upper(keys)
+        assert [other.result(20) for other in others] == list("ABCDEF")
 
 
 @pytest.fixture
