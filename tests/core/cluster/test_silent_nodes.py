@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ from tests.support.cache_programs import cache_at
 TIMEOUT = 0.6
 """Longer than the pause between two readings of the slot table."""
 NAMES = [f"lock-{number}" for number in range(100)]
+ROUNDS = itertools.count()
+"""Each round has values of its own, because one that is repeated after a stall may have stored some."""
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +127,7 @@ def test_get_or_set_many_of_silent_nodes_waits_four_socket_timeouts_at_most(
 ):
     cache = values_of(silent_nodes, IGNORE_EXCEPTIONS=ignores, client_name=f"many-{ignores}-{when[:2]}")
 
-    names = [f"{ignores} {when} {name}" for name in NAMES]
+    names = [f"{next(ROUNDS)} {name}" for name in NAMES]
 
     def compute(keys):
         if when != "before":
@@ -146,7 +149,7 @@ def test_get_or_set_many_of_silent_nodes_waits_four_socket_timeouts_at_most(
 @pytest.mark.parametrize("when", ["before", "while it computes"])
 def test_aget_or_set_many_of_silent_nodes_waits_four_socket_timeouts_at_most(silent_nodes, freeze, ignores, when):
     cache = values_of(silent_nodes, IGNORE_EXCEPTIONS=ignores, client_name=f"amany-{ignores}-{when[:2]}")
-    names = [f"a {ignores} {when} {name}" for name in NAMES]
+    names = [f"a {next(ROUNDS)} {name}" for name in NAMES]
 
     async def compute(keys):
         if when != "before":
