@@ -102,7 +102,8 @@ def test_when_a_loop_ends_before_everything_was_sent_a_warning_says_that_locks_m
         async with AsyncLock(aclient, "warm"):
             pass
         own_server.pause()
-        tasks = [asyncio.create_task(AsyncLock(aclient, f"lock {i}", expire=FOR_LONG).acquire()) for i in range(3000)]
+        locks = [AsyncLock(aclient, f"lock {number}", expire=FOR_LONG, label="x" * 50_000) for number in range(60)]
+        tasks = [asyncio.create_task(lock.acquire()) for lock in locks]  # more than the socket's buffer holds
         await asyncio.sleep(0)
         assert not any(task.done() for task in tasks)
 
