@@ -62,8 +62,8 @@ class Confirming(Server):
         return self._confirmed(super().call, call, self.timeout)
 
     def send_ahead(self, call: ScriptCall) -> Callable[[], Any] | None:
-        """Send nothing ahead that replicas must confirm."""
-        return None if grants(call) else super().send_ahead(call)
+        """Send nothing ahead: only acquisitions are, and replicas must confirm them."""
+        return None
 
     def renew(self, call: Any, patience: float) -> Any:
         """Do what `Server.renew` does; raises or returns TooFewReplicas as `call` does."""

@@ -48,7 +48,6 @@ class Incomplete(Exception):
     """The rest of the reply has not arrived: at least `missing` bytes."""
 
     def __init__(self, missing: int) -> None:
-        super().__init__(missing)
         self.missing = missing
 
 
