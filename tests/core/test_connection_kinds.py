@@ -13,8 +13,10 @@ from redis import exceptions
 from redis.asyncio import Redis as AsyncRedis
 
 import django_redislock
+from django_redislock.core.driver.connection import new_connection
 from django_redislock.core.driver.kinds import (
     close_at_once,
+    inherited_settings,
     is_at_end,
     new_async_connection,
     parse_error,
@@ -79,6 +81,22 @@ def test_the_transport_of_an_asyncio_connection_is_open_until_the_connection_is_
         assert transport.is_closing()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("by_task", [False, True])
+def test_a_server_that_does_not_answer_is_connected_to_once_in_an_attempt(proxy, by_task):
+    patience = {"socket_timeout": 0.2, "socket_connect_timeout": 0.2}
+    pool = redis.Redis.from_url(proxy.url, client_name="any").connection_pool  # it has to say its name
+    make = new_async_connection if by_task else new_connection
+    connection = make(pool.connection_class, inherited_settings(settings_of(pool)) | patience)
+    proxy.deafen()
+    with pytest.raises(exceptions.TimeoutError):
+        if by_task:
+            asyncio.run(connection.connect())
+        else:
+            connection.connect()
+    wait_until(lambda: proxy.unheard)
+    assert proxy.unheard == 1
 
 
 def test_a_connection_that_the_server_closed_is_at_its_end(client, redis_url):

@@ -6,6 +6,7 @@ Nothing reaches them when a subscription died in silence, or when their process 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from contextlib import contextmanager
@@ -141,3 +142,18 @@ def test_waiters_for_a_short_lived_lock_do_not_look_all_of_them_at_its_every_end
     for thread in threads:
         thread.join(20)
     assert calls <= 50, "two looks a second, and the renewals"
+
+
+def test_threads_that_come_to_wait_all_the_time_keep_nobody_from_looking(client, proxy, monkeypatch):
+    monkeypatch.setattr(wakeups, "QUIET", math.inf)
+    held, other, got = Lock(client, "a", expire=60), Lock(client, "b", expire=60), []
+    held.acquire()
+    other.acquire()
+    with client_at(proxy.url) as far:
+        thread = start(lambda: got.append(Lock(far, "a").acquire(timeout=60)))
+        wait_until(lambda: queued(client, "a"))
+        proxy.forget_subscriptions()
+        held.release()
+        wait_until(lambda: Lock(far, "b").acquire(timeout=0.05) or got, timeout=20)
+        thread.join()
+    assert got == [True]

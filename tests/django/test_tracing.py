@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
 from django_redislock import tasks, tracing
 from django_redislock.cache import cached
-from django_redislock.core import AsyncLock, Lock
+from django_redislock.core import AsyncLock, Lock, held_locks
 from tests.support import lived, wait_until
 from tests.support.cache_programs import cache_at, order
 
@@ -63,6 +63,14 @@ def test_the_commands_of_a_lock_of_a_task_are_spans(client, tracer):
     asyncio.run(hold())
     assert spans_of(tracer, "redislock.acquire")
     assert spans_of(tracer, "redislock.release")
+
+
+def test_the_commands_of_a_call_to_all_nodes_of_a_cluster_are_spans_too(cluster, tracer):
+    with cluster.client() as client, tracer.get_tracer("view").start_as_current_span("view"):
+        list(held_locks(client))
+    found = tracer.exporter.get_finished_spans()
+    ports = {span.attributes["server.port"] for span in found if span.name == "redislock batch"}
+    assert ports == {node.port for node in cluster.nodes}
 
 
 def test_a_miss_is_a_span_with_that_of_the_computation_in_it(cache, tracer):
