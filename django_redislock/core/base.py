@@ -176,7 +176,11 @@ class BaseLock(CallerView[Lease]):
 
     def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
         lease = self._lease_of(acquirer) if self._reentrant else None
-        return self._acquire_anew(acquirer, timeout, token) if lease is None else self._enter_again(lease, acquirer)
+        if lease is None:
+            return self._acquire_anew(acquirer, timeout, token)
+        if lease.loss is None and lease not in holders.leases_of(self._server, self._keys, acquirer):
+            return self._acquire_after_release(lease, timeout, token)
+        return self._enter_again(lease, acquirer)
 
     def _enter_again(self, lease: Lease, acquirer: Any) -> Operation[bool]:
         """Prove that the lock is still held, by a renewal; then count the entry.
@@ -186,13 +190,19 @@ class BaseLock(CallerView[Lease]):
         if lease.loss is None:
             yield from self._renew(lease)
         self._raise_loss(lease)
-        if lease in holders.leases_of(self._server, self._keys, acquirer):
-            lease.hold_count += 1
-        else:  # Redis did not answer its last release: it is still held, but no longer watched
-            holders.add(lease)
-            self._watch(lease)
+        lease.hold_count += 1
         self._leases[acquirer] = lease
         return True
+
+    def _acquire_after_release(self, lease: Lease, timeout: float | None, token: Token | None) -> Operation[bool]:
+        """Repeat the release that Redis did not answer, and acquire the lock anew, under another id.
+
+        The lock was entered again, because it was still held; then the first release arrived late, and another caller
+        got the lock, too (seed 43119309 of the simulation).
+        """
+        yield from operations.release(lease)
+        self._forget(lease)
+        return (yield from self._acquire_anew(lease.acquirer, timeout, token))
 
     def _acquire_anew(self, acquirer: Any, timeout: float | None, token: Token | None) -> Operation[bool]:
         turn = object()

@@ -40,6 +40,28 @@ def test_a_call_that_arrives_after_its_repetition_frees_nothing(client, redis_ur
         lock.release()
 
 
+def test_a_release_that_arrives_late_ends_no_acquisition_of_the_same_object(client, redis_url):
+    """The thread entered the lock again, which was still held, and worked on beside the next holder."""
+    with Proxy(redis_url) as proxy, client_at(proxy.url, socket_timeout=0.5) as behind:
+        lock = RLock(behind, "a", auto_renewal=False)
+        for _ in range(2):
+            lock.acquire()
+            fence = lock.fence
+            late = proxy.deliver_late(containing=b"EVALSHA")
+            proxy.deafen()
+            with pytest.raises(LockBackendError):
+                lock.release()
+            assert late.held.is_set()
+            proxy.heal()
+            assert lock.acquire(timeout=5)
+            late.deliver.set()
+            assert late.delivered.wait(30)
+            assert lock.owned()
+            assert lock.fence > fence
+            lock.release()
+        assert not lock.locked()
+
+
 @pytest.mark.parametrize("again", ["extend", "enter"])
 def test_an_extension_that_arrives_after_a_later_one_does_not_cut_it_short(client, redis_url, again):
     """Else the holder would believe in an expiry that Redis does not have, and a second holder would come."""

@@ -139,8 +139,8 @@ class Proxy:
         self._flowing.clear()
 
     def heal(self) -> None:
-        """End stall() and black_hole(); a connection that lost bytes is cut, for its stream is broken."""
-        self._swallowing = False
+        """End stall(), black_hole() and deafen(); a connection that lost bytes is cut, because its stream is broken."""
+        self._swallowing = self._deaf = False
         self._flowing.set()
         self._cut(damaged_only=True)
 
