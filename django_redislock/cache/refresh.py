@@ -32,7 +32,7 @@ from ..core.events import log
 from ..core.keys import new_id
 from .async_calls import ends_with_its_call
 from .backends.base import RedisBackend
-from .lease.obtain import cancel_refresh, reserve_refresh
+from .lease.obtain import RESERVED, cancel_refresh, end_reservation, reserve_refresh
 from .lease.request import Outcome, ValueRequest, computing, is_interruption, read_value
 from .lease.single_flight import Caller, is_in_flight, is_refresh_paused, pause_refresh, refresh
 from .lease.store import digest, settle_as_failed
@@ -251,8 +251,13 @@ class CeleryRefreshMixin(RedisBackend):
         if data is None or digest(data).decode() != message["old"]:
             request.server.run(cancel_refresh(request))
             return
-        caller = Caller.thread(request.server)
-        outcome = request.server.run(refresh(request, caller, data, -math.inf))
+        # It computes under an id of its own: a copy of the message would get the lease of that of the message, too.
+        own, caller = replace(request, id=""), Caller.thread(request.server)
+        for _ in range(2):  # the first answer may show that the server is in cluster mode, and keeps leases elsewhere
+            request.server.run(end_reservation(request))
+            outcome = request.server.run(refresh(own, caller, data, -math.inf))
+            if not outcome.empty:
+                break
         if outcome.error is not None:
             raise outcome.error
 
@@ -285,7 +290,7 @@ class CeleryRefreshMixin(RedisBackend):
             "should_cache": checked.should_cache and registered_name(checked.should_cache, "should_cache"),
             "old": digest(old).decode(),
             "due_ms": call.request.due_ms,
-            "id": new_id(),
+            "id": RESERVED + new_id(),
         }
         request = replace(call.request, id=message["id"])
         pause_refresh(request)

@@ -1,0 +1,72 @@
+"""The messages by which a Celery worker is told to replace an old value: late ones, copies, and those that end."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from django.core.cache import caches
+
+from django_redislock import tasks
+from django_redislock.cache import refresh
+from django_redislock.cache.lease import single_flight
+from tests.support import cache_programs, wait_until
+from tests.support.cache_programs import held
+
+pytestmark = pytest.mark.usefixtures("caches_in_settings")
+ORDER = functools.partial(cache_programs.celebrate, "worker", year=2026)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The messages that were sent; no worker has them yet."""
+    messages: list[tuple] = []
+    monkeypatch.setattr(tasks.refresh, "apply_async", lambda args, **options: messages.append(args))
+    return messages
+
+
+def ask(**options):
+    """Ask for an old value, as the caller of a new process does."""
+    single_flight._paused.clear()
+    return caches["default"].get_or_set("k", ORDER, 60, **({"stale": 30, "refresh": "celery", "jitter": 0} | options))
+
+
+def test_a_message_that_waited_longer_than_its_lease_is_processed_although_there_is_a_later_one(client, sent):
+    """With a queue that was always longer than the lease, each message met the lease of the next one."""
+    caches["default"].set("k", "old", 25)
+    assert ask(expire=0.1) == "old"
+    wait_until(lambda: not held(client))
+    assert ask() == "old"
+    assert len(sent) == 2
+    tasks.refresh(*sent[0])
+    made = caches["default"].get("k")
+    assert made != "old"
+    tasks.refresh(*sent[1])
+    assert caches["default"].get("k") == made
+    assert not held(client)
+
+
+def test_of_two_copies_of_a_message_one_computes(client, sent, monkeypatch):
+    running, end, calls = threading.Event(), threading.Event(), []
+
+    def compute(*args, **kwargs):
+        calls.append(1)
+        running.set()
+        assert len(calls) > 1 or end.wait(20)
+        return "new"
+
+    caches["default"].set("k", "old", 25)
+    ask()
+    monkeypatch.setitem(refresh._registered, "tests.support.cache_programs.celebrate", compute)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(tasks.refresh, *sent[0])
+        assert running.wait(20)
+        single_flight._flights.clear()  # as in another process
+        tasks.refresh(*sent[0])
+        end.set()
+        first.result(20)
+    assert len(calls) == 1
+    assert caches["default"].get("k") == "new"
+    assert not held(client)
