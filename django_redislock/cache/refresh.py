@@ -292,7 +292,9 @@ class CeleryRefreshMixin(RedisBackend):
             "due_ms": call.request.due_ms,
             "id": RESERVED + new_id(),
         }
-        request = replace(call.request, id=message["id"])
+        # Nobody computes under this lease: after the end of the value its callers would wait for it in vain.
+        expire = min(call.request.expire, max(ttl_ms, 1) / 1000)
+        request = replace(call.request, id=message["id"], expire=expire)
         pause_refresh(request)
         job = None
         try:

@@ -70,3 +70,10 @@ def test_of_two_copies_of_a_message_one_computes(client, sent, monkeypatch):
     assert len(calls) == 1
     assert caches["default"].get("k") == "new"
     assert not held(client)
+
+
+def test_when_a_value_ends_before_its_message_is_processed_nobody_waits_for_the_worker(client, sent):
+    caches["default"].set("k", "old", 1)
+    assert ask() == "old"
+    wait_until(lambda: caches["default"].get("k") is None)
+    assert ask(on_wait_timeout="raise", wait=2)["greeting"] == "worker 2026"
