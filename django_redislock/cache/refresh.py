@@ -234,7 +234,8 @@ class CeleryRefreshMixin(RedisBackend):
         should_cache, timeout = _registered.get(message["should_cache"]), _registered.get(message["timeout_for"])
         if timeout is None:
             timeout = DEFAULT_TIMEOUT if message["timeout"] == "default" else message["timeout"]
-        checked = validate("get_or_set", **message["options"], stale=message["stale"], should_cache=should_cache)
+        seconds = {"stale": message["stale"], "refresh_before": message.get("refresh_before", 0)}
+        checked = validate("get_or_set", **message["options"], **seconds, should_cache=should_cache)
         call = self._prepare(
             message["key"], None if unknown else _function_of(message), timeout, message["version"], checked
         )
@@ -287,6 +288,7 @@ class CeleryRefreshMixin(RedisBackend):
             "kwargs": kwargs,
             "options": checked.settings,
             "stale": checked.stale,
+            "refresh_before": checked.refresh_before,
             "should_cache": checked.should_cache and registered_name(checked.should_cache, "should_cache"),
             "old": digest(old).decode(),
             "due_ms": call.request.due_ms,

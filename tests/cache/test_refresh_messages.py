@@ -77,3 +77,11 @@ def test_when_a_value_ends_before_its_message_is_processed_nobody_waits_for_the_
     assert ask() == "old"
     wait_until(lambda: caches["default"].get("k") is None)
     assert ask(on_wait_timeout="raise", wait=2)["greeting"] == "worker 2026"
+
+
+def test_the_worker_shortens_no_life_below_refresh_before(client, sent):
+    """The jitter made a value due as soon as it was stored."""
+    caches["default"].set("k", "old", 25)
+    assert ask(stale=0, refresh_before=59, jitter=1) == "old"
+    tasks.refresh(*sent[0])
+    assert client.pttl(":1:k") > 58_000
