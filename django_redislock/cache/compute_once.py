@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
-from asgiref.sync import iscoroutinefunction
+from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections
@@ -25,8 +25,8 @@ from ..exceptions import ComputationFailed, LockBackendError
 from .async_calls import call_any, run_read
 from .backends.base import observed
 from .invalidation import InvalidatingMixin
-from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value
-from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of
+from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, is_interruption, read_value
+from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of, stale_instead
 from .locks import LocksMixin
 from .many import ManyMixin
 from .options import (
@@ -140,10 +140,10 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             return value
         if checked.refresh == "inline":
             server = request.server
-            inline = refresh_or_stale(
-                request, Caller.thread(server), data, value, call.wait_with_stale(), call.may_hide
-            )
-            return result_of(server.run(inline))
+            outcome = server.run(refresh_or_stale(request, Caller.thread(server), data, value, call.wait_with_stale()))
+            if outcome.error is not None and call.hides_errors and may_hide(outcome.error):
+                outcome = stale_instead(request, outcome.error, value)
+            return result_of(outcome)
         if checked.refresh == "thread":
             refresh_in_thread(request, data)
         elif not is_refresh_paused(request):
@@ -190,10 +190,11 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
                 request.counters.count("hits")
                 return value
             if checked.refresh == "inline":
-                wait_s = call.wait_with_stale()
-                return result_of(
-                    await server.run(refresh_or_stale(request, caller, data, value, wait_s, call.may_hide))
-                )
+                outcome = await server.run(refresh_or_stale(request, caller, data, value, call.wait_with_stale()))
+                # `sync_to_async` has the connections, and so the transaction, of the synchronous code around the loop.
+                if outcome.error is not None and call.hides_errors and await sync_to_async(may_hide)(outcome.error):
+                    outcome = stale_instead(request, outcome.error, value)
+                return result_of(outcome)
             if checked.refresh == "thread":
                 refresh_in_task(request, data)
             elif not is_refresh_paused(request):
@@ -249,7 +250,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             load_failure=self._load_failure,
         )
         on_timeout = own.on_wait_timeout if checked.on_wait_timeout is None else checked.on_wait_timeout
-        return GetOrSetCall(request, own.wait, on_timeout, checked, may_hide if own.on_error == "stale" else None)
+        return GetOrSetCall(request, own.wait, on_timeout, checked, own.on_error == "stale")
 
     def _dump_failure(self, redis_key: str, error: Exception) -> bytes:
         dumps, loads = (lambda error: self._dumps(redis_key, error, None)[0]), partial(self._loads, redis_key)
@@ -293,8 +294,11 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
 def may_hide(error: BaseException) -> bool:
     """Return whether a caller may get the stale value in place of this error of its computation.
 
-    Not within a transaction that the error has broken: the caller would go on, and commit nothing of it.
+    Not an interruption, and not within a transaction that the error has broken: the caller would go on, and commit
+    nothing of it.
     """
+    if is_interruption(error):
+        return False
     for connection in connections.all(initialized_only=True):
         if connection.in_atomic_block and (
             connection.needs_rollback or (isinstance(error, DatabaseError) and not connection.is_usable())

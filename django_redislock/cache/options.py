@@ -162,8 +162,8 @@ class GetOrSetCall(NamedTuple):
     wait: float | None
     on_wait_timeout: Any
     options: CheckedOptions
-    may_hide: Callable[[BaseException], bool] | None
-    """Whether the stale value replaces this error; None: no error."""
+    hides_errors: bool
+    """Whether the stale value may replace an error."""
 
     def wait_with_stale(self) -> float:
         """Return how many seconds the caller waits while there is a stale value."""
