@@ -416,9 +416,9 @@ class PageCache:
             self._cache.delete(self._failures_key)
 
     def delete_stale(self) -> None:
-        """Delete the copy, because the page does not exist any more."""
+        """Delete the copies of GET and of HEAD, because the page does not exist any more."""
         if self._stale and self.page_key is not None and not self._is_silent():
-            self._cache.delete(f"redislock.stale.{self.page_key}")
+            self._cache.delete_many([f"redislock.stale.{self._page_key(method)}" for method in ("GET", "HEAD")])
 
     def next_pause(self) -> float:
         """Count a failure, and return the seconds until the view may be called again."""
