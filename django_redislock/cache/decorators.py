@@ -16,7 +16,7 @@ from django.db import transaction
 from ..name_template import name_from
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
-from .options import GetOrSetOptions, Timeout, timeout_for, validate
+from .options import CheckedOptions, GetOrSetOptions, Timeout, timeout_for, validate
 from .refresh import refreshable
 
 P = ParamSpec("P")
@@ -152,20 +152,22 @@ class Cached(Generic[P, R]):
         return bool(caches[self._using].delete(key, version=self._version))
 
     def _get_without_lock(self, cache: Any, key: str, default: Callable[[], Any]) -> Any:
-        if not self._is_async and not callable(self._timeout):
-            return cache.get_or_set(key, default, self._timeout, self._version)
+        should_cache = self._options.get("should_cache")
+        timeout = CheckedOptions(should_cache=should_cache).timeout_without_lease(self._timeout)
+        if not self._is_async and not callable(timeout):
+            return cache.get_or_set(key, default, timeout, self._version)
         if not self._is_async:
             value = cache.get(key, MISSING, version=self._version)
             if value is MISSING:
                 value = default()
-                cache.set(key, value, timeout_for(self._timeout, value), version=self._version)
+                cache.set(key, value, timeout_for(timeout, value), version=self._version)
             return value
 
         async def get() -> Any:
             value = await cache.aget(key, MISSING, version=self._version)
             if value is MISSING:
                 value = await default()
-                await cache.aset(key, value, timeout_for(self._timeout, value), version=self._version)
+                await cache.aset(key, value, timeout_for(timeout, value), version=self._version)
             return value
 
         return get()

@@ -149,6 +149,26 @@ def test_coroutine_functions():
     assert calls == [1]
 
 
+@pytest.mark.parametrize("timeout", [60, lambda value: 60], ids=["seconds", "function"])
+def test_what_should_not_be_cached_is_not_in_a_cache_of_another_package_either(settings, timeout):
+    settings.CACHES = {
+        "default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache", "LOCATION": str(id(timeout))}
+    }
+
+    @cached(timeout, key="k:{value}", should_cache=bool)
+    def same(value):
+        return value
+
+    @cached(timeout, key="k:{value}", should_cache=bool)
+    async def asame(value):
+        return value
+
+    for call in (same, lambda value: asyncio.run(asame(value))):
+        caches["default"].clear()
+        assert [call(0), call(1)] == [0, 1]
+        assert [caches["default"].get(key) for key in ("k:0", "k:1")] == [None, 1]
+
+
 def test_without_parameters_the_name_is_the_key():
     @cached(60)
     def settings():
