@@ -103,7 +103,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         if not callable(default) or not checked.lock:
             return self._get_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
         if checked.refresh == "celery":
-            check_importable(default)
+            check_importable(default, checked.should_cache, timeout)
         if not checked.due:
             value = self.get(key, MISSING, version=version)
             if value is not MISSING:
@@ -168,7 +168,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         """
         checked = validate("aget_or_set", **options) if options else DEFAULTS
         if checked.refresh == "celery":
-            check_importable(default)
+            check_importable(default, checked.should_cache, timeout)
         call = self._prepare(key, lambda: call_any(default), timeout, version, checked) if callable(default) else None
         if call is None or not checked.lock:
             return await self._aget_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)

@@ -323,9 +323,12 @@ class CeleryRefreshMixin(RedisBackend):
         raise NotImplementedError
 
 
-def check_importable(default: Any) -> None:
-    """Raise TypeError when no worker would call the function."""
+def check_importable(default: Any, should_cache: Any, timeout: Any) -> None:
+    """Raise TypeError when no worker would call one of the functions."""
     registered_name(_split_partial(default)[0])
+    for argument, function in (("should_cache", should_cache), ("timeout", timeout)):
+        if callable(function):
+            registered_name(function, argument)
 
 
 def registered_name(function: Any, argument: str = "default") -> str:

@@ -85,3 +85,13 @@ def test_the_worker_shortens_no_life_below_refresh_before(client, sent):
     assert ask(stale=0, refresh_before=59, jitter=1) == "old"
     tasks.refresh(*sent[0])
     assert client.pttl(":1:k") > 58_000
+
+
+@pytest.mark.parametrize("argument", ["should_cache", "timeout"])
+def test_a_function_that_no_worker_would_call_is_refused_at_the_first_call_and_not_when_the_value_is_old(
+    get, client, argument
+):
+    options = {"timeout": 60, "stale": 30, "refresh": "celery"} | {argument: lambda value: 60}
+    with pytest.raises(TypeError, match=f"^{argument} must be a function decorated with"):
+        get("k", ORDER, **options)
+    assert not client.exists(":1:k")
