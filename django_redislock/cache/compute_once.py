@@ -88,11 +88,12 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         ``OPTIONS["LOCK"]`` and ``DJANGO_REDISLOCK["CACHE"]``.
 
         With `stale` a value is kept that many seconds after its timeout, and with `refresh_before` it is due that many
-        seconds before its timeout. One caller refreshes a value that is due: `refresh` "inline", in a "thread" or in a
-        "celery" worker. All other callers get the stale value at once, or with ``on_wait_timeout="stale"`` after `wait`
-        seconds. After a failed refresh the next one waits for a pause, which grows from a second to a minute. With
-        ``on_error="stale"`` the refreshing caller, too, gets the stale value in place of the error, which is logged;
-        but not of an error that has broken the transaction of the caller.
+        seconds before its timeout, unless a function gave it a timeout that is not longer. One caller refreshes a value
+        that is due: `refresh` "inline", in a "thread" or in a "celery" worker. All other callers get the stale value at
+        once, or with ``on_wait_timeout="stale"`` after `wait` seconds. After a failed refresh the next one waits for a
+        pause, which grows from a second to a minute. With ``on_error="stale"`` the refreshing caller, too, gets the
+        stale value in place of the error, which is logged; but not of an error that has broken the transaction of the
+        caller.
 
         Without `lock`, with a default that is not callable, or with a timeout of 0, this is Django's own method.
 
@@ -135,7 +136,9 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         self._report_read("get", value, key, MISSING, version=version)
         if value is MISSING or data is None:
             return MISSING
-        if ttl_ms == -1 or ttl_ms > checked.due * 1000:
+        call = call.of_stored(timeout, value)
+        request = call.request
+        if ttl_ms == -1 or ttl_ms > request.due_ms:
             request.counters.count("hits")
             return value
         if checked.refresh == "inline":
@@ -186,7 +189,9 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         server = async_server_of(request.server)
         caller = Caller.task(server)
         if value is not MISSING and data is not None:
-            if not checked.due or ttl_ms == -1 or ttl_ms > checked.due * 1000:
+            call = call.of_stored(timeout, value)
+            request = call.request
+            if not checked.due or ttl_ms == -1 or ttl_ms > request.due_ms:
                 request.counters.count("hits")
                 return value
             if checked.refresh == "inline":

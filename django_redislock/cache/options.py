@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from .. import conf
@@ -164,6 +164,17 @@ class GetOrSetCall(NamedTuple):
     options: CheckedOptions
     hides_errors: bool
     """Whether the stale value may replace an error."""
+
+    def of_stored(self, timeout: Timeout, value: Any) -> GetOrSetCall:
+        """Return the call about this stored value: one whose own timeout is not longer than `refresh_before` is due
+        at its timeout only, because it would be due as soon as it is stored."""
+        checked = self.options
+        if not checked.refresh_before or not callable(timeout):
+            return self
+        own = timeout(value)
+        if not isinstance(own, (int, float)) or own > checked.refresh_before:
+            return self
+        return self._replace(request=replace(self.request, due_ms=int(checked.stale * 1000)))
 
     def wait_with_stale(self) -> float:
         """Return how many seconds the caller waits while there is a stale value."""

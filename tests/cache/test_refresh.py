@@ -36,6 +36,22 @@ def test_a_value_that_stays_for_ever_is_never_due(get, cache):
     assert get("k", never, None, refresh_before=10) == "v"
 
 
+@pytest.mark.parametrize("stale", [0, 30])
+def test_a_value_whose_own_timeout_is_shorter_than_refresh_before_is_not_due_at_once(get, client, stale):
+    """It was computed at each call."""
+    calls = []
+
+    def ask():
+        return get("k", lambda: calls.append(1), lambda value: 5, stale=stale, refresh_before=10)
+
+    assert [ask() for _ in range(3)] == [None] * 3
+    assert len(calls) == 1
+    if stale:
+        client.pexpire(":1:k", 25_000)
+        ask()
+        assert len(calls) == 2
+
+
 @pytest.mark.parametrize(
     "options", [{"stale": 30}, {"refresh_before": 30}, {"stale": 20, "refresh_before": 10}], ids=str
 )
