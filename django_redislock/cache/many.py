@@ -101,7 +101,7 @@ class ManyMixin(RedisBackend):
         missing = [key for key in many.keys if key not in found]
         if missing:
             with events.step("compute"):
-                computed = many.default(missing)
+                computed = many.default(list(missing))
             new = many.asked_for(missing, computed)
             for timeout, some in many.by_timeout(new):
                 self.set_many(some, timeout, version=many.version)
@@ -113,7 +113,7 @@ class ManyMixin(RedisBackend):
         missing = [key for key in many.keys if key not in found]
         if missing:
             with events.step("compute"):
-                computed = await call_any(many.default, missing)
+                computed = await call_any(many.default, list(missing))
             new = many.asked_for(missing, computed)
             for timeout, some in many.by_timeout(new):
                 await self.aset_many(some, timeout, version=many.version)

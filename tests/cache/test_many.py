@@ -277,3 +277,17 @@ def test_a_time_limit_while_it_ends_leaves_no_flight_that_nobody_leads(redis_url
     for points in interrupted_at_each_point(get, single_flight, within="close"):
         assert not single_flight._flights, points
     assert points > 10
+
+
+@pytest.mark.parametrize("lock", [True, False])
+@pytest.mark.parametrize("change", [list.sort, list.reverse, list.clear], ids=["sort", "reverse", "clear"])
+def test_a_default_may_change_its_list_of_keys(many, cache, lock, change):
+    """The values were stored under the keys of others."""
+
+    def default(keys):
+        values = upper(keys)
+        change(keys)
+        return values
+
+    assert many(["b", "c", "a"], default, 60, lock=lock) == {"b": "B", "c": "C", "a": "A"}
+    assert cache.get("b") == "B"
