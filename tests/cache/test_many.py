@@ -291,3 +291,12 @@ def test_a_default_may_change_its_list_of_keys(many, cache, lock, change):
 
     assert many(["b", "c", "a"], default, 60, lock=lock) == {"b": "B", "c": "C", "a": "A"}
     assert cache.get("b") == "B"
+
+
+def test_without_locks_what_should_not_be_cached_deletes_nothing(many, cache):
+    def default(keys):
+        cache.set("k", "set meanwhile", 60)
+        return {"k": "refused"}
+
+    assert many(["k"], default, 60, lock=False, should_cache=lambda value: False) == {"k": "refused"}
+    assert cache.get("k") == "set meanwhile"
