@@ -110,7 +110,7 @@ def _wrap(
 
         def render_once() -> Any:
             try:
-                if page.find() is None:
+                if page.find(from_primary=True) is None:
                     page.store(view(request, *args, **kwargs))
             except Exception as error:
                 page.fail(error)
@@ -136,7 +136,7 @@ def _wrap_async(
 
         async def render_once() -> Any:
             try:
-                if await find() is None:
+                if await find(from_primary=True) is None:
                     await store(await view(request, *args, **kwargs))
             except Exception as error:
                 page.fail(error)
@@ -203,7 +203,7 @@ class _Page:
 
         None when there is an answer, or no other request to wait for.
         """
-        if self.is_answered or self._alone or self.find() is not None:
+        if self.is_answered or self._alone or self.find(self._rounds > 0) is not None:
             return None
         if self._stored is None or not self.may_be_cached or self._rounds == ROUNDS:
             return None
@@ -215,10 +215,10 @@ class _Page:
             return key, {"on_wait_timeout": lambda: TOO_LATE}
         return key, {}
 
-    def find(self) -> HttpResponseBase | None:
-        """Return the page from the cache, if it is there."""
+    def find(self, from_primary: bool = False) -> HttpResponseBase | None:
+        """Return the page from the cache, if it is there. A replica may not have one that was stored just now."""
         if self._stored is not None:
-            self._stored.forget()
+            self._stored.forget(from_primary)
         self.response = self.rules.process_request(self.request)
         return self.response
 
@@ -357,15 +357,16 @@ class PageCache:
         """Whether Django's rules stored the page."""
         self.forget()
 
-    def forget(self) -> None:
-        """Read the names again."""
+    def forget(self, from_primary: bool = False) -> None:
+        """Read the names again, and from now on perhaps from the primary."""
         self._names_key, self._names = "", None
+        self._get = self._cache._get_from_primary if from_primary else self._cache.get
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the names, or the page. Django's rules ask for the names first."""
         if key == self._names_key:
             return self._names
-        value = default if self._is_silent() else self._cache.get(key, default)
+        value = default if self._is_silent() else self._get(key, default)
         if not self._names_key:
             self._names_key, self._names = key, value
         return value

@@ -8,9 +8,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from django.test import override_settings
+from django.http import HttpResponse
+from django.test import RequestFactory, override_settings
 from django_redis.pool import ConnectionFactory
 
+from django_redislock.cache import cache_page
 from django_redislock.core import held_locks
 from tests.support import RedisServer, monitoring, wait_until
 from tests.support.cache_programs import base_at, cache_at, commands, held
@@ -256,6 +258,38 @@ def test_with_a_replica_that_lags_a_value_whose_bytes_stay_the_same_is_refreshed
     assert len(computed) == 1
     with primary.client() as client:
         assert client.ttl(":1:k") > 60
+
+
+@pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
+@pytest.mark.processes
+def test_with_a_replica_that_lags_a_page_is_rendered_once(replicated, backend):
+    """The value that the request found on the primary says only that there is a page."""
+    primary, replica = replicated
+    with replica.client() as client:
+        client.replicaof("no", "one")
+    rendered = []
+
+    @cache_page(60)
+    def view(request):
+        rendered.append(1)
+        return HttpResponse("page")
+
+    location = {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": [primary.url, replica.url]}
+    with override_settings(CACHES={"default": location}):
+        for _ in range(3):
+            assert view(RequestFactory().get("/")).content == b"page"
+    assert len(rendered) == 1
+
+
+@pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
+@pytest.mark.processes
+def test_with_a_replica_that_lags_locked_get_or_set_creates_a_value_once(replicated, backend):
+    primary, replica = replicated
+    cache = cache_at([primary.url, replica.url], backend)
+    with replica.client() as client:
+        client.replicaof("no", "one")
+    assert cache.locked_get_or_set("k", lambda: "v", lock_key="its lock") == "v"
+    assert cache.locked_get_or_set("k", never, lock_key="its lock") == "v"
 
 
 # Sentinel: who is the primary is asked of it
