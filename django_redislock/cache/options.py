@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from .. import conf
@@ -110,6 +111,8 @@ def _validate(
             f"on_wait_timeout must be 'compute', 'raise', 'stale' or a value, not {on_wait_timeout!r}; "
             "give a string as a function that returns it"
         )
+    if not (on_wait_timeout is None or isinstance(on_wait_timeout, str) or callable(on_wait_timeout)):
+        on_wait_timeout = partial(_return, on_wait_timeout)  # never compared: a table has no truth value
     for argument, function in (("on_wait_timeout", on_wait_timeout), ("should_cache", should_cache)):
         if callable(function) and is_async_callable(function):
             raise TypeError(f"{argument} must be a plain function, not the coroutine function {function!r}")
@@ -128,6 +131,10 @@ def _validate(
     refresh_before_s = check_timeout(refresh_before, "refresh_before") or 0.0
     due = stale_s + refresh_before_s
     return CheckedOptions(lock, settings, on_wait_timeout, stale_s, refresh_before_s, due, refresh, should_cache)
+
+
+def _return(value: Any) -> Any:
+    return value
 
 
 def timeout_for(timeout: Timeout, value: Any) -> float | None:
