@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
-from asgiref.sync import iscoroutinefunction, sync_to_async
+from asgiref.sync import sync_to_async
 from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
 from ..name_template import name_from
+from .async_calls import is_async_callable
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
 from .options import CheckedOptions, GetOrSetOptions, Timeout, timeout_for, validate
@@ -72,18 +73,16 @@ class Cached(Generic[P, R]):
         version: int | None,
         options: GetOrSetOptions,
     ) -> None:
-        signature = inspect.signature(function)
+        signature, name = inspect.signature(function), getattr(function, "__qualname__", repr(function))
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"cached() cannot keep what the generator function {name}() yields: return a list")
         if key is None and signature.parameters:
-            raise TypeError(f"cached() needs a key for {function.__qualname__}(), which has parameters")
-        if (
-            key is None
-            and "<locals>" in function.__qualname__
-            and getattr(inspect.unwrap(function), "__closure__", None)
-        ):
+            raise TypeError(f"cached() needs a key for {name}(), which has parameters")
+        if key is None and not hasattr(function, "__qualname__"):
+            raise TypeError(f"cached() needs a key for {name}, which has no name")
+        if key is None and "<locals>" in name and getattr(inspect.unwrap(function), "__closure__", None):
             # Two functions that were made by two calls have one name.
-            raise TypeError(
-                f"cached() needs a key for {function.__qualname__}(), which uses variables of the function around it"
-            )
+            raise TypeError(f"cached() needs a key for {name}(), which uses variables of the function around it")
         functools.update_wrapper(self, function)
         self.function = function
         """The function itself, without the cache."""
@@ -94,7 +93,7 @@ class Cached(Generic[P, R]):
         self._version = version
         self._options = options
         self._instance: Any = None
-        self._is_async = iscoroutinefunction(function)
+        self._is_async = is_async_callable(function)
         if self._is_async and sys.version_info >= (3, 12):
             inspect.markcoroutinefunction(self)
         elif self._is_async:

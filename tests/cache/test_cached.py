@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from asgiref.sync import async_to_sync, iscoroutinefunction
@@ -169,6 +170,14 @@ def test_what_should_not_be_cached_is_not_in_a_cache_of_another_package_either(s
         assert [caches["default"].get(key) for key in ("k:0", "k:1")] == [None, 1]
 
 
+def test_an_object_whose_call_is_a_coroutine_function():
+    class Report:
+        async def __call__(self):
+            return "built"
+
+    assert asyncio.run(cached(60, key="k")(Report())()) == "built"
+
+
 def test_without_parameters_the_name_is_the_key():
     @cached(60)
     def settings():
@@ -197,6 +206,10 @@ def test_a_crowd_calls_once():
     assert calls == [1]
 
 
+async def agenerate():
+    yield
+
+
 def test_bad_use_is_refused_where_it_is_written():
     with pytest.raises(TypeError, match="needs a key"):
         cached(60)(lambda a: a)
@@ -208,6 +221,11 @@ def test_bad_use_is_refused_where_it_is_written():
         cached(60, key="k", wait=-1)
     with pytest.raises(TypeError, match="decorates functions"):
         cached(60, key="k")(5)
+    with pytest.raises(TypeError, match=r"needs a key for .*, which has no name"):
+        cached(60)(partial(lambda: 1))
+    for generator in (lambda: (yield), agenerate):
+        with pytest.raises(TypeError, match="generator function"):
+            cached(60, key="k")(generator)
     with pytest.raises(TypeError, match=r"'\{b\}' does not fit the arguments: KeyError"):
         cached(60, key="{b}")(lambda a: a)(1)
 
