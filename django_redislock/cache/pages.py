@@ -38,6 +38,8 @@ GONE = (404, 410)
 """The status codes that delete the stale copy of a page."""
 ROUNDS = 2
 """How often a request waits: first until the Vary header is known, then for the page of its own headers."""
+FOR_ITS_HEADERS = (206, 304, 412, 416)
+"""The status codes of answers to conditional and partial requests: the page itself may be stored."""
 PERSONAL = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
 """Errors that Django answers with a status 4xx: they are about one request, and another request may succeed."""
 
@@ -255,7 +257,9 @@ class _Page:
         if isinstance(self.error, PERSONAL):
             return Said.PERSONAL
         if not self._failed:
-            return Said.LOOK_AGAIN if self._stored.stored or not self.may_be_cached else Said.RENDER
+            is_refused = not self._stored.stored and self.may_be_cached
+            is_refused = is_refused and self.response.status_code not in FOR_ITS_HEADERS  # type: ignore[union-attr]
+            return Said.RENDER if is_refused else Said.LOOK_AGAIN
         if self._old is not None:
             self._pause = self._stored.next_pause()
             self.cache._counters.count("errors")
