@@ -278,8 +278,8 @@ class CeleryRefreshMixin(RedisBackend):
             raise ImproperlyConfigured("refresh='celery' needs a cache that is one of CACHES")
         function, args, kwargs = _split_partial(default)
         checked = call.options
-        message = {
-            "key": key,
+        message: dict[str, Any] = {
+            "key": str(key) if isinstance(key, tuple) else key,  # JSON makes a list of it, which is another key
             "version": version,
             "timeout": timeout if timeout is None or isinstance(timeout, (int, float)) else "default",
             "timeout_for": registered_name(timeout, "timeout") if callable(timeout) else None,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from uuid import UUID
 
 import pytest
 from django.core.cache import caches
+from kombu.utils.json import dumps, loads
 
 from django_redislock import tasks
 from django_redislock.cache import refresh
@@ -23,14 +25,14 @@ ORDER = functools.partial(cache_programs.celebrate, "worker", year=2026)
 def sent(monkeypatch):
     """The messages that were sent; no worker has them yet."""
     messages: list[tuple] = []
-    monkeypatch.setattr(tasks.refresh, "apply_async", lambda args, **options: messages.append(args))
+    monkeypatch.setattr(tasks.refresh, "apply_async", lambda args, **options: messages.append(loads(dumps(args))))
     return messages
 
 
-def ask(**options):
+def ask(key="k", **options):
     """Ask for an old value, as the caller of a new process does."""
     single_flight._paused.clear()
-    return caches["default"].get_or_set("k", ORDER, 60, **({"stale": 30, "refresh": "celery", "jitter": 0} | options))
+    return caches["default"].get_or_set(key, ORDER, 60, **({"stale": 30, "refresh": "celery", "jitter": 0} | options))
 
 
 def test_a_message_that_waited_longer_than_its_lease_is_processed_although_there_is_a_later_one(client, sent):
@@ -85,6 +87,14 @@ def test_the_worker_shortens_no_life_below_refresh_before(client, sent):
     assert ask(stale=0, refresh_before=59, jitter=1) == "old"
     tasks.refresh(*sent[0])
     assert client.pttl(":1:k") > 58_000
+
+
+@pytest.mark.parametrize("key", [5, ("shop",), UUID(int=7)], ids=str)
+def test_a_worker_finds_the_value_by_a_key_that_is_no_text(sent, key):
+    caches["default"].set(key, "old", 25)
+    assert ask(key) == "old"
+    tasks.refresh(*sent[0])
+    assert caches["default"].get(key) != "old"
 
 
 @pytest.mark.parametrize("argument", ["should_cache", "timeout"])
