@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
 
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
+
 from .. import conf
 from ..core.validation import Seconds, check_timeout
 from .async_calls import is_async_callable
@@ -179,7 +181,7 @@ class GetOrSetCall(NamedTuple):
         if not checked.refresh_before or not callable(timeout):
             return self
         own = timeout(value)
-        if not isinstance(own, (int, float)) or own > checked.refresh_before:
+        if own is None or own is DEFAULT_TIMEOUT or own > checked.refresh_before:
             return self
         return self._replace(request=replace(self.request, due_ms=int(checked.stale * 1000)))
 

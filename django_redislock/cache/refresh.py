@@ -281,7 +281,7 @@ class CeleryRefreshMixin(RedisBackend):
         message: dict[str, Any] = {
             "key": str(key) if isinstance(key, tuple) else key,  # JSON makes a list of it, which is another key
             "version": version,
-            "timeout": timeout if timeout is None or isinstance(timeout, (int, float)) else "default",
+            "timeout": "default" if timeout is DEFAULT_TIMEOUT or callable(timeout) else timeout and float(timeout),
             "timeout_for": registered_name(timeout, "timeout") if callable(timeout) else None,
             "default": registered_name(function),
             "args": list(args),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from uuid import UUID
 
 import pytest
 from django.core.cache import caches
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from kombu.utils.json import dumps, loads
 
 from django_redislock import tasks
@@ -95,6 +97,19 @@ def test_a_worker_finds_the_value_by_a_key_that_is_no_text(sent, key):
     assert ask(key) == "old"
     tasks.refresh(*sent[0])
     assert caches["default"].get(key) != "old"
+
+
+@pytest.mark.parametrize(
+    "timeout", [60, Fraction(60), None, DEFAULT_TIMEOUT], ids=["int", "fraction", "never", "default"]
+)
+def test_a_worker_stores_the_value_for_as_long_as_the_caller_says(client, sent, timeout):
+    """A number that is neither int nor float became the default timeout."""
+    caches["default"].set("k", "old", 25)
+    call = functools.partial(caches["default"].get_or_set, stale=30, refresh="celery", jitter=0)
+    assert call("k", ORDER, timeout) == "old"
+    tasks.refresh(*sent[0])
+    left = {None: -1, DEFAULT_TIMEOUT: 330}.get(timeout, 90)
+    assert left - 5 < client.ttl(":1:k") <= left
 
 
 @pytest.mark.parametrize("argument", ["should_cache", "timeout"])
