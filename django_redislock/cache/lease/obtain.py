@@ -316,11 +316,13 @@ class _Inquiry:
 def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[ComputeJob | None]:
     """Acquire the lease to replace a stale value, for another process, which gets the owner id and computes.
 
-    Returns None when another process holds the lease, or a refresh failed a moment ago.
+    Returns None when another process holds the lease, or a refresh failed a moment ago. Where the server allows no
+    leases, each process has its worker compute.
     """
     lease = request.lease(acquirer)
     answer = yield from lookup(request, lease, -math.inf, listening=False, old=old)
-    return ComputeJob(request, lease, answer) if answer.verdict is Verdict.COMPUTE else None
+    is_ours = answer.verdict in (Verdict.COMPUTE, Verdict.FORBIDDEN)
+    return ComputeJob(request, lease, answer) if is_ours else None
 
 
 def end_reservation(request: ValueRequest) -> Operation[None]:
