@@ -235,7 +235,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         own = self._settings
         if checked.settings:
             own = replace(own, **checked.settings)
-        dumps = partial(self._dumps_for, timeout)
+        dumps = partial(self._dumps_for, timeout, self._dumps_plainly if checked.due else self._dumps)
         request = ValueRequest(
             server=server,
             prefix=settings.key_prefix,
@@ -264,11 +264,13 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
     def _load_failure(self, redis_key: str, data: bytes) -> Exception:
         return load_failure(partial(self._loads, redis_key), data)
 
-    def _dumps_for(self, timeout: Timeout, redis_key: str, value: Any) -> tuple[bytes, int | None]:
+    def _dumps_for(
+        self, timeout: Timeout, dumps: Callable[..., tuple[bytes, int | None]], redis_key: str, value: Any
+    ) -> tuple[bytes, int | None]:
         if not callable(timeout):
-            return self._dumps(redis_key, value, timeout)
+            return dumps(redis_key, value, timeout)
         own = timeout(value)
-        return self._dumps(redis_key, value, own) if self._stores(own) else (self._dumps(redis_key, value, None)[0], 0)
+        return dumps(redis_key, value, own) if self._stores(own) else (dumps(redis_key, value, None)[0], 0)
 
     @property
     def _settings(self) -> conf.CacheSettings:

@@ -15,7 +15,7 @@ from django_redis.pool import ConnectionFactory
 from django_redislock.cache import cache_page
 from django_redislock.core import held_locks
 from tests.support import RedisServer, monitoring, wait_until
-from tests.support.cache_programs import base_at, cache_at, commands, held
+from tests.support.cache_programs import base_at, cache_at, commands, held, lease_elsewhere
 
 HERD = {"CLIENT_CLASS": "django_redis.client.HerdClient"}
 SHARD = {"CLIENT_CLASS": "django_redis.client.ShardClient"}
@@ -173,6 +173,19 @@ def test_sharded(server):
         assert lock.acquire()
     assert cache.reset_all() == 20
     cache.clear()
+
+
+def test_with_the_herd_client_an_old_value_is_old_at_once_and_returned_until_it_ends(redis_url, client):
+    """It counted as new for CACHE_HERD_TIMEOUT more, and was missing at random in this time, and then always."""
+    cache = cache_at(redis_url, OPTIONS=HERD)
+    options = {"stale": 300, "jitter": 0, "wait": 0, "on_wait_timeout": "raise"}
+    cache.get_or_set("k", lambda: "old", 60, **options)
+    assert 350_000 < client.pttl(":1:k") <= 360_000
+    client.pexpire(":1:k", 299_000)
+    with lease_elsewhere(client, "k"):
+        assert cache.get_or_set("k", never, 60, **options) == "old"
+    wait_until(lambda: cache.get_or_set("k", lambda: "new", 60, **options) == "new")  # after a pause
+    assert cache.get("k") == "new"
 
 
 # Replicas: values are read there, all else happens on the primary

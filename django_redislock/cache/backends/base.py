@@ -163,6 +163,10 @@ class RedisBackend(Base):
         """Return the bytes that the base class stores, and their expiry in milliseconds (None: never)."""
         raise NotImplementedError
 
+    def _dumps_plainly(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
+        """Do as `_dumps`, but add nothing to the timeout, because the age of the value follows from its expiry."""
+        return self._dumps(redis_key, value, timeout)
+
     def _loads(self, redis_key: str, data: bytes) -> Any:
         """Return the value as the base class's `get` does, or MISSING."""
         raise NotImplementedError
