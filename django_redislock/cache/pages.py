@@ -141,7 +141,7 @@ def _wrap_async(
                 if await find(from_primary=True) is None:
                     await store(await view(request, *args, **kwargs))
             except Exception as error:
-                page.fail(error)
+                await sync_to_async(page.fail)(error)
             return await sync_to_async(page.say)()
 
         while (asked := await ask()) is not None:
