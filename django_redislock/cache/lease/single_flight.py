@@ -291,13 +291,13 @@ def _lead_or_follow(
                 return outcome
         finally:
             close(key, flight)
+        if until == -math.inf:  # the caller has the stale value
+            return Outcome()
         if enclosing:
             # A caller that computes another value asks Redis itself, because circles of computations are found there.
             own = any(lease.name == request.name and lease.server.place == request.server.place for lease in enclosing)
             last = last or (not own and found.blocked_by(caller))
             return (yield from _lead(request, caller, until, last, old))
-        if until == -math.inf:
-            return Outcome()
         if found.blocked_by(caller):
             return (yield from _lead(request, caller, until, last=True, old=old))
         if not waited:
