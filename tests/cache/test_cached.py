@@ -133,6 +133,40 @@ def test_methods():
     assert cart.atotal.invalidate()
 
 
+def test_class_methods_and_static_methods():
+    class Shop:
+        @cached(60, key="shop:{cls.__name__}:{pk}")
+        @classmethod
+        def of(cls, pk=None):
+            return f"{cls.__name__} {pk}"
+
+        @cached(60, key="sum:{a}")
+        @staticmethod
+        def double(a):
+            return 2 * a
+
+    class Kiosk(Shop):
+        pass
+
+    assert [Shop.of(7), Shop().of(7), Kiosk.of(7), Kiosk().of()] == ["Shop 7", "Shop 7", "Kiosk 7", "Kiosk None"]
+    assert Kiosk.of.key(7) == "shop:Kiosk:7"
+    assert [Shop.of.invalidate(7), Shop.of.invalidate(7), Kiosk().of.invalidate(7)] == [True, False, True]
+    assert [Shop.double(1), Shop().double(1), Shop.double.invalidate(1)] == [2, 2, True]
+
+
+def test_a_class_method_whose_class_is_not_known_is_refused():
+    """As below @classmethod from Python 3.13 on: invalidate(7) took 7 for the class, and deleted another value."""
+
+    @cached(60, key="shop:{pk}")
+    def of(cls, pk=None):
+        return pk
+
+    assert of(int, 7) == 7
+    for wrong in (of.key, of.invalidate):
+        with pytest.raises(TypeError, match="write @cached above @classmethod"):
+            wrong(7)
+
+
 def test_coroutine_functions():
     calls = []
 
