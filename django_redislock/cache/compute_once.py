@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
-from asgiref.sync import iscoroutinefunction
+from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections
@@ -25,8 +25,8 @@ from ..exceptions import ComputationFailed, LockBackendError
 from .async_calls import call_any, run_read
 from .backends.base import observed
 from .invalidation import InvalidatingMixin
-from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value
-from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of
+from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, is_interruption, read_value
+from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of, stale_instead
 from .locks import LocksMixin
 from .many import ManyMixin
 from .options import (
@@ -88,11 +88,12 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         ``OPTIONS["LOCK"]`` and ``DJANGO_REDISLOCK["CACHE"]``.
 
         With `stale` a value is kept that many seconds after its timeout, and with `refresh_before` it is due that many
-        seconds before its timeout. One caller refreshes a value that is due: `refresh` "inline", in a "thread" or in a
-        "celery" worker. All other callers get the stale value at once, or with ``on_wait_timeout="stale"`` after `wait`
-        seconds. After a failed refresh the next one waits for a pause, which grows from a second to a minute. With
-        ``on_error="stale"`` the refreshing caller, too, gets the stale value in place of the error, which is logged;
-        but not of an error that has broken the transaction of the caller.
+        seconds before its timeout, unless a function gave it a timeout that is not longer. One caller refreshes a value
+        that is due: `refresh` "inline", in a "thread" or in a "celery" worker. All other callers get the stale value at
+        once, or with ``on_wait_timeout="stale"`` after `wait` seconds. After a failed refresh the next one waits for a
+        pause, which grows from a second to a minute. With ``on_error="stale"`` the refreshing caller, too, gets the
+        stale value in place of the error, which is logged; but not of an error that has broken the transaction of the
+        caller.
 
         Without `lock`, with a default that is not callable, or with a timeout of 0, this is Django's own method.
 
@@ -103,7 +104,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         if not callable(default) or not checked.lock:
             return self._get_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
         if checked.refresh == "celery":
-            check_importable(default)
+            check_importable(default, checked.should_cache, timeout)
         if not checked.due:
             value = self.get(key, MISSING, version=version)
             if value is not MISSING:
@@ -135,15 +136,17 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         self._report_read("get", value, key, MISSING, version=version)
         if value is MISSING or data is None:
             return MISSING
-        if ttl_ms == -1 or ttl_ms > checked.due * 1000:
+        call = call.of_stored(timeout, value)
+        request = call.request
+        if ttl_ms == -1 or ttl_ms > request.due_ms:
             request.counters.count("hits")
             return value
         if checked.refresh == "inline":
             server = request.server
-            inline = refresh_or_stale(
-                request, Caller.thread(server), data, value, call.wait_with_stale(), call.may_hide
-            )
-            return result_of(server.run(inline))
+            outcome = server.run(refresh_or_stale(request, Caller.thread(server), data, value, call.wait_with_stale()))
+            if outcome.error is not None and call.hides_errors and may_hide(outcome.error):
+                outcome = stale_instead(request, outcome.error, value)
+            return result_of(outcome)
         if checked.refresh == "thread":
             refresh_in_thread(request, data)
         elif not is_refresh_paused(request):
@@ -168,7 +171,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         """
         checked = validate("aget_or_set", **options) if options else DEFAULTS
         if checked.refresh == "celery":
-            check_importable(default)
+            check_importable(default, checked.should_cache, timeout)
         call = self._prepare(key, lambda: call_any(default), timeout, version, checked) if callable(default) else None
         if call is None or not checked.lock:
             return await self._aget_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
@@ -186,14 +189,17 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         server = async_server_of(request.server)
         caller = Caller.task(server)
         if value is not MISSING and data is not None:
-            if not checked.due or ttl_ms == -1 or ttl_ms > checked.due * 1000:
+            call = call.of_stored(timeout, value)
+            request = call.request
+            if not checked.due or ttl_ms == -1 or ttl_ms > request.due_ms:
                 request.counters.count("hits")
                 return value
             if checked.refresh == "inline":
-                wait_s = call.wait_with_stale()
-                return result_of(
-                    await server.run(refresh_or_stale(request, caller, data, value, wait_s, call.may_hide))
-                )
+                outcome = await server.run(refresh_or_stale(request, caller, data, value, call.wait_with_stale()))
+                # `sync_to_async` has the connections, and so the transaction, of the synchronous code around the loop.
+                if outcome.error is not None and call.hides_errors and await sync_to_async(may_hide)(outcome.error):
+                    outcome = stale_instead(request, outcome.error, value)
+                return result_of(outcome)
             if checked.refresh == "thread":
                 refresh_in_task(request, data)
             elif not is_refresh_paused(request):
@@ -229,7 +235,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         own = self._settings
         if checked.settings:
             own = replace(own, **checked.settings)
-        dumps = partial(self._dumps_for, timeout)
+        dumps = partial(self._dumps_for, timeout, self._dumps_plainly if checked.due else self._dumps)
         request = ValueRequest(
             server=server,
             prefix=settings.key_prefix,
@@ -249,7 +255,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             load_failure=self._load_failure,
         )
         on_timeout = own.on_wait_timeout if checked.on_wait_timeout is None else checked.on_wait_timeout
-        return GetOrSetCall(request, own.wait, on_timeout, checked, may_hide if own.on_error == "stale" else None)
+        return GetOrSetCall(request, own.wait, on_timeout, checked, own.on_error == "stale")
 
     def _dump_failure(self, redis_key: str, error: Exception) -> bytes:
         dumps, loads = (lambda error: self._dumps(redis_key, error, None)[0]), partial(self._loads, redis_key)
@@ -258,11 +264,13 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
     def _load_failure(self, redis_key: str, data: bytes) -> Exception:
         return load_failure(partial(self._loads, redis_key), data)
 
-    def _dumps_for(self, timeout: Timeout, redis_key: str, value: Any) -> tuple[bytes, int | None]:
+    def _dumps_for(
+        self, timeout: Timeout, dumps: Callable[..., tuple[bytes, int | None]], redis_key: str, value: Any
+    ) -> tuple[bytes, int | None]:
         if not callable(timeout):
-            return self._dumps(redis_key, value, timeout)
+            return dumps(redis_key, value, timeout)
         own = timeout(value)
-        return self._dumps(redis_key, value, own) if self._stores(own) else (self._dumps(redis_key, value, None)[0], 0)
+        return dumps(redis_key, value, own) if self._stores(own) else (dumps(redis_key, value, None)[0], 0)
 
     @property
     def _settings(self) -> conf.CacheSettings:
@@ -293,8 +301,11 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
 def may_hide(error: BaseException) -> bool:
     """Return whether a caller may get the stale value in place of this error of its computation.
 
-    Not within a transaction that the error has broken: the caller would go on, and commit nothing of it.
+    Not an interruption, and not within a transaction that the error has broken: the caller would go on, and commit
+    nothing of it.
     """
+    if is_interruption(error):
+        return False
     for connection in connections.all(initialized_only=True):
         if connection.in_atomic_block and (
             connection.needs_rollback or (isinstance(error, DatabaseError) and not connection.is_usable())

@@ -8,15 +8,16 @@ import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
-from asgiref.sync import iscoroutinefunction, sync_to_async
+from asgiref.sync import sync_to_async
 from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
 from ..name_template import name_from
+from .async_calls import is_async_callable
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
-from .options import GetOrSetOptions, Timeout, timeout_for, validate
+from .options import CheckedOptions, GetOrSetOptions, Timeout, timeout_for, validate
 from .refresh import refreshable
 
 P = ParamSpec("P")
@@ -38,8 +39,8 @@ def cached(
     `timeout` may be a function of the value. `key` is a format string over the function's bound arguments
     (``"user:{user_id}"``, ``"cart:{self.pk}"``) or a callable that takes the same arguments. A function without
     parameters needs no key: its own name is the key then. `options` are those of `get_or_set`. The function may be a
-    coroutine function, and a method. ``function.invalidate(...)`` and ``await function.ainvalidate(...)`` delete the
-    value for these arguments; a running computation of it is not stored.
+    coroutine function, and a method; above ``@classmethod`` and ``@staticmethod``. ``function.invalidate(...)`` and
+    ``await function.ainvalidate(...)`` delete the value for these arguments; a running computation of it is not stored.
 
     Raises TypeError and ValueError for bad arguments. A call raises what `get_or_set` raises; the loss of a lease is
     no error.
@@ -48,14 +49,17 @@ def cached(
     if not (key is None or callable(key) or isinstance(key, str)):
         raise TypeError(f"key must be a format string or a function, not {key!r}")
 
-    def decorate(function: Callable[P, R]) -> Cached[P, R]:
+    def decorate(function: Any) -> Cached[P, R]:
+        kind = type(function)
+        if kind in (classmethod, staticmethod):
+            function = function.__func__
         if not callable(function):
             raise TypeError(f"cached() decorates functions, not {function!r}; write @cached(timeout, key=...)")
         if options.get("refresh") == "celery":
             for named in (function, options.get("should_cache"), timeout):
                 if callable(named):
                     refreshable(named)
-        return Cached(function, timeout, key, using, version, options)
+        return Cached(function, timeout, key, using, version, options, kind)
 
     return decorate
 
@@ -71,19 +75,18 @@ class Cached(Generic[P, R]):
         using: str,
         version: int | None,
         options: GetOrSetOptions,
+        kind: type,
     ) -> None:
-        signature = inspect.signature(function)
+        signature, name = inspect.signature(function), getattr(function, "__qualname__", repr(function))
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"cached() cannot keep what the generator function {name}() yields: return a list")
         if key is None and signature.parameters:
-            raise TypeError(f"cached() needs a key for {function.__qualname__}(), which has parameters")
-        if (
-            key is None
-            and "<locals>" in function.__qualname__
-            and getattr(inspect.unwrap(function), "__closure__", None)
-        ):
+            raise TypeError(f"cached() needs a key for {name}(), which has parameters")
+        if key is None and not hasattr(function, "__qualname__"):
+            raise TypeError(f"cached() needs a key for {name}, which has no name")
+        if key is None and "<locals>" in name and getattr(inspect.unwrap(function), "__closure__", None):
             # Two functions that were made by two calls have one name.
-            raise TypeError(
-                f"cached() needs a key for {function.__qualname__}(), which uses variables of the function around it"
-            )
+            raise TypeError(f"cached() needs a key for {name}(), which uses variables of the function around it")
         functools.update_wrapper(self, function)
         self.function = function
         """The function itself, without the cache."""
@@ -94,7 +97,9 @@ class Cached(Generic[P, R]):
         self._version = version
         self._options = options
         self._instance: Any = None
-        self._is_async = iscoroutinefunction(function)
+        self._kind = kind
+        self._takes_class = next(iter(signature.parameters), "") == "cls"
+        self._is_async = is_async_callable(function)
         if self._is_async and sys.version_info >= (3, 12):
             inspect.markcoroutinefunction(self)
         elif self._is_async:
@@ -118,8 +123,10 @@ class Cached(Generic[P, R]):
     @overload
     def __get__(self: Cached[Concatenate[Any, Q], R], instance: object, owner: type | None = None) -> Cached[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Cached[Any, R]:
-        """Return the method of the instance."""
-        if instance is None:
+        """Return the method of the instance, or of the class."""
+        if self._kind is classmethod:
+            instance = type(instance) if owner is None else owner
+        if instance is None or self._kind is staticmethod:
             return self
         bound: Cached[Any, R] = object.__new__(Cached)  # a new one would read the signature again
         vars(bound).update(vars(self), _instance=instance)
@@ -152,26 +159,33 @@ class Cached(Generic[P, R]):
         return bool(caches[self._using].delete(key, version=self._version))
 
     def _get_without_lock(self, cache: Any, key: str, default: Callable[[], Any]) -> Any:
-        if not self._is_async and not callable(self._timeout):
-            return cache.get_or_set(key, default, self._timeout, self._version)
+        should_cache = self._options.get("should_cache")
+        timeout = CheckedOptions(should_cache=should_cache).timeout_without_lease(self._timeout)
+        if not self._is_async and not callable(timeout):
+            return cache.get_or_set(key, default, timeout, self._version)
         if not self._is_async:
             value = cache.get(key, MISSING, version=self._version)
             if value is MISSING:
                 value = default()
-                cache.set(key, value, timeout_for(self._timeout, value), version=self._version)
+                cache.set(key, value, timeout_for(timeout, value), version=self._version)
             return value
 
         async def get() -> Any:
             value = await cache.aget(key, MISSING, version=self._version)
             if value is MISSING:
                 value = await default()
-                await cache.aset(key, value, timeout_for(self._timeout, value), version=self._version)
+                await cache.aset(key, value, timeout_for(timeout, value), version=self._version)
             return value
 
         return get()
 
     def _with_instance(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return args if self._instance is None else (self._instance, *args)
+        bound = args if self._instance is None else (self._instance, *args)
+        if self._takes_class and not isinstance(next(iter(bound), None), type):
+            # From Python 3.13 on @classmethod does not say its class to key() and invalidate(), which took the next
+            # argument for it, and deleted another value.
+            raise TypeError(f"{self.function!r} needs its class: write @cached above @classmethod")
+        return bound
 
     def _key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if self._key is None:

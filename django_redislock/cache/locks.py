@@ -144,7 +144,7 @@ class LocksMixin(RedisBackend):
             if value is not None:
                 return value
         with self.lock(f"get_or_set:{key}" if lock_key is None else lock_key, version=version, expire=expire, id=id):
-            value = self.get(key, version=version)
+            value = self._get_from_primary(key, version=version)
             if value is None:
                 value = create()
                 self.set(key, value, timeout=timeout, version=version)

@@ -101,7 +101,7 @@ class ManyMixin(RedisBackend):
         missing = [key for key in many.keys if key not in found]
         if missing:
             with events.step("compute"):
-                computed = many.default(missing)
+                computed = many.default(list(missing))
             new = many.asked_for(missing, computed)
             for timeout, some in many.by_timeout(new):
                 self.set_many(some, timeout, version=many.version)
@@ -113,7 +113,7 @@ class ManyMixin(RedisBackend):
         missing = [key for key in many.keys if key not in found]
         if missing:
             with events.step("compute"):
-                computed = await call_any(many.default, missing)
+                computed = await call_any(many.default, list(missing))
             new = many.asked_for(missing, computed)
             for timeout, some in many.by_timeout(new):
                 await self.aset_many(some, timeout, version=many.version)
@@ -157,11 +157,11 @@ class _ManyRequest:
         return {key: values[key] for key in keys if key in values}
 
     def by_timeout(self, values: dict[Any, Any]) -> list[tuple[float | None, dict[Any, Any]]]:
-        """Return the values in groups of the same timeout."""
+        """Return the values that are stored, in groups of the same timeout."""
         groups: dict[Any, dict[Any, Any]] = {}
         for key, value in values.items():
             groups.setdefault(timeout_for(self.checked.timeout_without_lease(self.timeout), value), {})[key] = value
-        return list(groups.items())
+        return [group for group in groups.items() if self.cache._stores(group[0])]
 
     def by_reader(self) -> list[tuple[Any, list[str]]]:
         """Return the clients to read from, each with its keys in Redis."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
+
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
 from .. import conf
 from ..core.validation import Seconds, check_timeout
@@ -110,6 +113,8 @@ def _validate(
             f"on_wait_timeout must be 'compute', 'raise', 'stale' or a value, not {on_wait_timeout!r}; "
             "give a string as a function that returns it"
         )
+    if not (on_wait_timeout is None or isinstance(on_wait_timeout, str) or callable(on_wait_timeout)):
+        on_wait_timeout = partial(_return, on_wait_timeout)  # never compared: a table has no truth value
     for argument, function in (("on_wait_timeout", on_wait_timeout), ("should_cache", should_cache)):
         if callable(function) and is_async_callable(function):
             raise TypeError(f"{argument} must be a plain function, not the coroutine function {function!r}")
@@ -128,6 +133,10 @@ def _validate(
     refresh_before_s = check_timeout(refresh_before, "refresh_before") or 0.0
     due = stale_s + refresh_before_s
     return CheckedOptions(lock, settings, on_wait_timeout, stale_s, refresh_before_s, due, refresh, should_cache)
+
+
+def _return(value: Any) -> Any:
+    return value
 
 
 def timeout_for(timeout: Timeout, value: Any) -> float | None:
@@ -162,8 +171,19 @@ class GetOrSetCall(NamedTuple):
     wait: float | None
     on_wait_timeout: Any
     options: CheckedOptions
-    may_hide: Callable[[BaseException], bool] | None
-    """Whether the stale value replaces this error; None: no error."""
+    hides_errors: bool
+    """Whether the stale value may replace an error."""
+
+    def of_stored(self, timeout: Timeout, value: Any) -> GetOrSetCall:
+        """Return the call about this stored value: one whose own timeout is not longer than `refresh_before` is due
+        at its timeout only, because it would be due as soon as it is stored."""
+        checked = self.options
+        if not checked.refresh_before or not callable(timeout):
+            return self
+        own = timeout(value)
+        if own is None or own is DEFAULT_TIMEOUT or own > checked.refresh_before:
+            return self
+        return self._replace(request=replace(self.request, due_ms=int(checked.stale * 1000)))
 
     def wait_with_stale(self) -> float:
         """Return how many seconds the caller waits while there is a stale value."""

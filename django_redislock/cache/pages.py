@@ -38,6 +38,8 @@ GONE = (404, 410)
 """The status codes that delete the stale copy of a page."""
 ROUNDS = 2
 """How often a request waits: first until the Vary header is known, then for the page of its own headers."""
+FOR_ITS_HEADERS = (206, 304, 412, 416)
+"""The status codes of answers to conditional and partial requests: the page itself may be stored."""
 PERSONAL = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
 """Errors that Django answers with a status 4xx: they are about one request, and another request may succeed."""
 
@@ -110,7 +112,7 @@ def _wrap(
 
         def render_once() -> Any:
             try:
-                if page.find() is None:
+                if page.find(from_primary=True) is None:
                     page.store(view(request, *args, **kwargs))
             except Exception as error:
                 page.fail(error)
@@ -136,10 +138,10 @@ def _wrap_async(
 
         async def render_once() -> Any:
             try:
-                if await find() is None:
+                if await find(from_primary=True) is None:
                     await store(await view(request, *args, **kwargs))
             except Exception as error:
-                page.fail(error)
+                await sync_to_async(page.fail)(error)
             return await sync_to_async(page.say)()
 
         while (asked := await ask()) is not None:
@@ -203,7 +205,7 @@ class _Page:
 
         None when there is an answer, or no other request to wait for.
         """
-        if self.is_answered or self._alone or self.find() is not None:
+        if self.is_answered or self._alone or self.find(self._rounds > 0) is not None:
             return None
         if self._stored is None or not self.may_be_cached or self._rounds == ROUNDS:
             return None
@@ -215,10 +217,10 @@ class _Page:
             return key, {"on_wait_timeout": lambda: TOO_LATE}
         return key, {}
 
-    def find(self) -> HttpResponseBase | None:
-        """Return the page from the cache, if it is there."""
+    def find(self, from_primary: bool = False) -> HttpResponseBase | None:
+        """Return the page from the cache, if it is there. A replica may not have one that was stored just now."""
         if self._stored is not None:
-            self._stored.forget()
+            self._stored.forget(from_primary)
         self.response = self.rules.process_request(self.request)
         return self.response
 
@@ -255,7 +257,9 @@ class _Page:
         if isinstance(self.error, PERSONAL):
             return Said.PERSONAL
         if not self._failed:
-            return Said.LOOK_AGAIN if self._stored.stored or not self.may_be_cached else Said.RENDER
+            is_refused = not self._stored.stored and self.may_be_cached
+            is_refused = is_refused and self.response.status_code not in FOR_ITS_HEADERS  # type: ignore[union-attr]
+            return Said.RENDER if is_refused else Said.LOOK_AGAIN
         if self._old is not None:
             self._pause = self._stored.next_pause()
             self.cache._counters.count("errors")
@@ -357,15 +361,16 @@ class PageCache:
         """Whether Django's rules stored the page."""
         self.forget()
 
-    def forget(self) -> None:
-        """Read the names again."""
+    def forget(self, from_primary: bool = False) -> None:
+        """Read the names again, and from now on perhaps from the primary."""
         self._names_key, self._names = "", None
+        self._get = self._cache._get_from_primary if from_primary else self._cache.get
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the names, or the page. Django's rules ask for the names first."""
         if key == self._names_key:
             return self._names
-        value = default if self._is_silent() else self._cache.get(key, default)
+        value = default if self._is_silent() else self._get(key, default)
         if not self._names_key:
             self._names_key, self._names = key, value
         return value
@@ -416,9 +421,9 @@ class PageCache:
             self._cache.delete(self._failures_key)
 
     def delete_stale(self) -> None:
-        """Delete the copy, because the page does not exist any more."""
+        """Delete the copies of GET and of HEAD, because the page does not exist any more."""
         if self._stale and self.page_key is not None and not self._is_silent():
-            self._cache.delete(f"redislock.stale.{self.page_key}")
+            self._cache.delete_many([f"redislock.stale.{self._page_key(method)}" for method in ("GET", "HEAD")])
 
     def next_pause(self) -> float:
         """Count a failure, and return the seconds until the view may be called again."""

@@ -32,7 +32,7 @@ from ..core.events import log
 from ..core.keys import new_id
 from .async_calls import ends_with_its_call
 from .backends.base import RedisBackend
-from .lease.obtain import cancel_refresh, reserve_refresh
+from .lease.obtain import RESERVED, cancel_refresh, end_reservation, reserve_refresh
 from .lease.request import Outcome, ValueRequest, computing, is_interruption, read_value
 from .lease.single_flight import Caller, is_in_flight, is_refresh_paused, pause_refresh, refresh
 from .lease.store import digest, settle_as_failed
@@ -234,7 +234,8 @@ class CeleryRefreshMixin(RedisBackend):
         should_cache, timeout = _registered.get(message["should_cache"]), _registered.get(message["timeout_for"])
         if timeout is None:
             timeout = DEFAULT_TIMEOUT if message["timeout"] == "default" else message["timeout"]
-        checked = validate("get_or_set", **message["options"], stale=message["stale"], should_cache=should_cache)
+        seconds = {"stale": message["stale"], "refresh_before": message.get("refresh_before", 0)}
+        checked = validate("get_or_set", **message["options"], **seconds, should_cache=should_cache)
         call = self._prepare(
             message["key"], None if unknown else _function_of(message), timeout, message["version"], checked
         )
@@ -251,8 +252,13 @@ class CeleryRefreshMixin(RedisBackend):
         if data is None or digest(data).decode() != message["old"]:
             request.server.run(cancel_refresh(request))
             return
-        caller = Caller.thread(request.server)
-        outcome = request.server.run(refresh(request, caller, data, -math.inf))
+        # It computes under an id of its own: a copy of the message would get the lease of that of the message, too.
+        own, caller = replace(request, id=""), Caller.thread(request.server)
+        for _ in range(2):  # the first answer may show that the server is in cluster mode, and keeps leases elsewhere
+            request.server.run(end_reservation(request))
+            outcome = request.server.run(refresh(own, caller, data, -math.inf))
+            if not outcome.empty:
+                break
         if outcome.error is not None:
             raise outcome.error
 
@@ -272,22 +278,25 @@ class CeleryRefreshMixin(RedisBackend):
             raise ImproperlyConfigured("refresh='celery' needs a cache that is one of CACHES")
         function, args, kwargs = _split_partial(default)
         checked = call.options
-        message = {
-            "key": key,
+        message: dict[str, Any] = {
+            "key": str(key) if isinstance(key, tuple) else key,  # JSON makes a list of it, which is another key
             "version": version,
-            "timeout": timeout if timeout is None or isinstance(timeout, (int, float)) else "default",
+            "timeout": "default" if timeout is DEFAULT_TIMEOUT or callable(timeout) else timeout and float(timeout),
             "timeout_for": registered_name(timeout, "timeout") if callable(timeout) else None,
             "default": registered_name(function),
             "args": list(args),
             "kwargs": kwargs,
             "options": checked.settings,
             "stale": checked.stale,
+            "refresh_before": checked.refresh_before,
             "should_cache": checked.should_cache and registered_name(checked.should_cache, "should_cache"),
             "old": digest(old).decode(),
             "due_ms": call.request.due_ms,
-            "id": new_id(),
+            "id": RESERVED + new_id(),
         }
-        request = replace(call.request, id=message["id"])
+        # Nobody computes under this lease: after the end of the value its callers would wait for it in vain.
+        expire = min(call.request.expire, max(ttl_ms, 1) / 1000)
+        request = replace(call.request, id=message["id"], expire=expire)
         pause_refresh(request)
         job = None
         try:
@@ -314,9 +323,12 @@ class CeleryRefreshMixin(RedisBackend):
         raise NotImplementedError
 
 
-def check_importable(default: Any) -> None:
-    """Raise TypeError when no worker would call the function."""
+def check_importable(default: Any, should_cache: Any, timeout: Any) -> None:
+    """Raise TypeError when no worker would call one of the functions."""
     registered_name(_split_partial(default)[0])
+    for argument, function in (("should_cache", should_cache), ("timeout", timeout)):
+        if callable(function):
+            registered_name(function, argument)
 
 
 def registered_name(function: Any, argument: str = "default") -> str:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from asgiref.sync import async_to_sync, iscoroutinefunction
@@ -132,6 +133,40 @@ def test_methods():
     assert cart.atotal.invalidate()
 
 
+def test_class_methods_and_static_methods():
+    class Shop:
+        @cached(60, key="shop:{cls.__name__}:{pk}")
+        @classmethod
+        def of(cls, pk=None):
+            return f"{cls.__name__} {pk}"
+
+        @cached(60, key="sum:{a}")
+        @staticmethod
+        def double(a):
+            return 2 * a
+
+    class Kiosk(Shop):
+        pass
+
+    assert [Shop.of(7), Shop().of(7), Kiosk.of(7), Kiosk().of()] == ["Shop 7", "Shop 7", "Kiosk 7", "Kiosk None"]
+    assert Kiosk.of.key(7) == "shop:Kiosk:7"
+    assert [Shop.of.invalidate(7), Shop.of.invalidate(7), Kiosk().of.invalidate(7)] == [True, False, True]
+    assert [Shop.double(1), Shop().double(1), Shop.double.invalidate(1)] == [2, 2, True]
+
+
+def test_a_class_method_whose_class_is_not_known_is_refused():
+    """As below @classmethod from Python 3.13 on: invalidate(7) took 7 for the class, and deleted another value."""
+
+    @cached(60, key="shop:{pk}")
+    def of(cls, pk=None):
+        return pk
+
+    assert of(int, 7) == 7
+    for wrong in (of.key, of.invalidate):
+        with pytest.raises(TypeError, match="write @cached above @classmethod"):
+            wrong(7)
+
+
 def test_coroutine_functions():
     calls = []
 
@@ -147,6 +182,34 @@ def test_coroutine_functions():
     assert iscoroutinefunction(user)
     assert asyncio.run(main()) == [[1]] * 5
     assert calls == [1]
+
+
+@pytest.mark.parametrize("timeout", [60, lambda value: 60], ids=["seconds", "function"])
+def test_what_should_not_be_cached_is_not_in_a_cache_of_another_package_either(settings, timeout):
+    settings.CACHES = {
+        "default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache", "LOCATION": str(id(timeout))}
+    }
+
+    @cached(timeout, key="k:{value}", should_cache=bool)
+    def same(value):
+        return value
+
+    @cached(timeout, key="k:{value}", should_cache=bool)
+    async def asame(value):
+        return value
+
+    for call in (same, lambda value: asyncio.run(asame(value))):
+        caches["default"].clear()
+        assert [call(0), call(1)] == [0, 1]
+        assert [caches["default"].get(key) for key in ("k:0", "k:1")] == [None, 1]
+
+
+def test_an_object_whose_call_is_a_coroutine_function():
+    class Report:
+        async def __call__(self):
+            return "built"
+
+    assert asyncio.run(cached(60, key="k")(Report())()) == "built"
 
 
 def test_without_parameters_the_name_is_the_key():
@@ -177,6 +240,10 @@ def test_a_crowd_calls_once():
     assert calls == [1]
 
 
+async def agenerate():
+    yield
+
+
 def test_bad_use_is_refused_where_it_is_written():
     with pytest.raises(TypeError, match="needs a key"):
         cached(60)(lambda a: a)
@@ -188,6 +255,11 @@ def test_bad_use_is_refused_where_it_is_written():
         cached(60, key="k", wait=-1)
     with pytest.raises(TypeError, match="decorates functions"):
         cached(60, key="k")(5)
+    with pytest.raises(TypeError, match=r"needs a key for .*, which has no name"):
+        cached(60)(partial(lambda: 1))
+    for generator in (lambda: (yield), agenerate):
+        with pytest.raises(TypeError, match="generator function"):
+            cached(60, key="k")(generator)
     with pytest.raises(TypeError, match=r"'\{b\}' does not fit the arguments: KeyError"):
         cached(60, key="{b}")(lambda a: a)(1)
 

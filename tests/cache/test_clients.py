@@ -8,12 +8,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from django.test import override_settings
+from django.http import HttpResponse
+from django.test import RequestFactory, override_settings
 from django_redis.pool import ConnectionFactory
 
+from django_redislock.cache import cache_page
 from django_redislock.core import held_locks
 from tests.support import RedisServer, monitoring, wait_until
-from tests.support.cache_programs import base_at, cache_at, commands, held
+from tests.support.cache_programs import base_at, cache_at, commands, held, lease_elsewhere
 
 HERD = {"CLIENT_CLASS": "django_redis.client.HerdClient"}
 SHARD = {"CLIENT_CLASS": "django_redis.client.ShardClient"}
@@ -173,6 +175,19 @@ def test_sharded(server):
     cache.clear()
 
 
+def test_with_the_herd_client_an_old_value_is_old_at_once_and_returned_until_it_ends(redis_url, client):
+    """It counted as new for CACHE_HERD_TIMEOUT more, and was missing at random in this time, and then always."""
+    cache = cache_at(redis_url, OPTIONS=HERD)
+    options = {"stale": 300, "jitter": 0, "wait": 0, "on_wait_timeout": "raise"}
+    cache.get_or_set("k", lambda: "old", 60, **options)
+    assert 350_000 < client.pttl(":1:k") <= 360_000
+    client.pexpire(":1:k", 299_000)
+    with lease_elsewhere(client, "k"):
+        assert cache.get_or_set("k", never, 60, **options) == "old"
+    wait_until(lambda: cache.get_or_set("k", lambda: "new", 60, **options) == "new")  # after a pause
+    assert cache.get("k") == "new"
+
+
 # Replicas: values are read there, all else happens on the primary
 
 
@@ -256,6 +271,38 @@ def test_with_a_replica_that_lags_a_value_whose_bytes_stay_the_same_is_refreshed
     assert len(computed) == 1
     with primary.client() as client:
         assert client.ttl(":1:k") > 60
+
+
+@pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
+@pytest.mark.processes
+def test_with_a_replica_that_lags_a_page_is_rendered_once(replicated, backend):
+    """The value that the request found on the primary says only that there is a page."""
+    primary, replica = replicated
+    with replica.client() as client:
+        client.replicaof("no", "one")
+    rendered = []
+
+    @cache_page(60)
+    def view(request):
+        rendered.append(1)
+        return HttpResponse("page")
+
+    location = {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": [primary.url, replica.url]}
+    with override_settings(CACHES={"default": location}):
+        for _ in range(3):
+            assert view(RequestFactory().get("/")).content == b"page"
+    assert len(rendered) == 1
+
+
+@pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
+@pytest.mark.processes
+def test_with_a_replica_that_lags_locked_get_or_set_creates_a_value_once(replicated, backend):
+    primary, replica = replicated
+    cache = cache_at([primary.url, replica.url], backend)
+    with replica.client() as client:
+        client.replicaof("no", "one")
+    assert cache.locked_get_or_set("k", lambda: "v", lock_key="its lock") == "v"
+    assert cache.locked_get_or_set("k", never, lock_key="its lock") == "v"
 
 
 # Sentinel: who is the primary is asked of it

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
+from django.core.cache import caches
 
+from django_redislock import tasks
 from django_redislock.signals import lock_backend_error
 from tests.support import Proxy, RedisServer, cache_programs, wait_until
 from tests.support.cache_programs import Work, base_at, cache_at, followers, held, waiters
@@ -324,3 +327,22 @@ def test_who_may_use_values_only_has_the_base_class(as_user, own_server, backend
         assert not cache.has_key("n")
     told = [record for record in caplog.records if "The Redis user may not use leases of values" in record.getMessage()]
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_who_may_use_values_only_has_a_worker_refresh_them_too(
+    as_user, own_server, backend, rules, settings, monkeypatch
+):
+    """No message was ever sent, and the value ended."""
+    sent = []
+    monkeypatch.setattr(tasks.refresh, "apply_async", lambda args, **options: sent.append(args))
+    location = {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": as_user(*RULES[rules])}
+    settings.CACHES = {"default": location}
+    cache = caches["default"]
+    cache.set("k", "old", 25)
+    default = functools.partial(cache_programs.celebrate, "worker", year=2026)
+    for _ in range(3):
+        assert cache.get_or_set("k", default, 60, stale=30, refresh="celery") == "old"
+    assert len(sent) == 1
+    tasks.refresh(*sent[0])
+    assert cache.get("k")["greeting"] == "worker 2026"

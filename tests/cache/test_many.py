@@ -277,3 +277,26 @@ def test_a_time_limit_while_it_ends_leaves_no_flight_that_nobody_leads(redis_url
     for points in interrupted_at_each_point(get, single_flight, within="close"):
         assert not single_flight._flights, points
     assert points > 10
+
+
+@pytest.mark.parametrize("lock", [True, False])
+@pytest.mark.parametrize("change", [list.sort, list.reverse, list.clear], ids=["sort", "reverse", "clear"])
+def test_a_default_may_change_its_list_of_keys(many, cache, lock, change):
+    """The values were stored under the keys of others."""
+
+    def default(keys):
+        values = upper(keys)
+        change(keys)
+        return values
+
+    assert many(["b", "c", "a"], default, 60, lock=lock) == {"b": "B", "c": "C", "a": "A"}
+    assert cache.get("b") == "B"
+
+
+def test_without_locks_what_should_not_be_cached_deletes_nothing(many, cache):
+    def default(keys):
+        cache.set("k", "set meanwhile", 60)
+        return {"k": "refused"}
+
+    assert many(["k"], default, 60, lock=False, should_cache=lambda value: False) == {"k": "refused"}
+    assert cache.get("k") == "set meanwhile"

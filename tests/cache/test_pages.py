@@ -77,6 +77,33 @@ def test_a_crowd_renders_a_page_once():
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize(
+    ("status", "header"), [(304, "If-None-Match"), (412, "If-Match"), (206, "Range"), (416, "Range")]
+)
+def test_an_answer_without_the_page_to_a_conditional_request_lets_the_crowd_render_it_once(status, header):
+    """For a minute each request rendered the page."""
+    running, end, rendered = threading.Event(), threading.Event(), []
+
+    @cache_page(60)
+    def view(request):
+        if header in request.headers:
+            running.set()
+            assert end.wait(20)
+            return HttpResponse(status=status)
+        rendered.append(1)
+        return HttpResponse("page")
+
+    with ThreadPoolExecutor(10) as pool:
+        conditional = pool.submit(view, RequestFactory().get("/", headers={header: "a"}))
+        assert running.wait(20)
+        futures = [pool.submit(view, get()) for _ in range(9)]
+        wait_until(lambda: followers() == 9)
+        end.set()
+        assert [future.result(20).content for future in futures] == [b"page"] * 9
+        assert conditional.result(20).status_code == status
+    assert len(rendered) == 1
+
+
 @pytest.mark.parametrize("method", ["post", "put", "delete", "options"])
 def test_other_methods_are_never_cached_nor_waited_for(method):
     view, calls = counted_page()

@@ -36,6 +36,22 @@ def test_a_value_that_stays_for_ever_is_never_due(get, cache):
     assert get("k", never, None, refresh_before=10) == "v"
 
 
+@pytest.mark.parametrize("stale", [0, 30])
+def test_a_value_whose_own_timeout_is_shorter_than_refresh_before_is_not_due_at_once(get, client, stale):
+    """It was computed at each call."""
+    calls = []
+
+    def ask():
+        return get("k", lambda: calls.append(1), lambda value: 5, stale=stale, refresh_before=10)
+
+    assert [ask() for _ in range(3)] == [None] * 3
+    assert len(calls) == 1
+    if stale:
+        client.pexpire(":1:k", 25_000)
+        ask()
+        assert len(calls) == 2
+
+
 @pytest.mark.parametrize(
     "options", [{"stale": 30}, {"refresh_before": 30}, {"stale": 20, "refresh_before": 10}], ids=str
 )
@@ -58,6 +74,30 @@ def test_one_refreshes_and_everybody_else_has_the_old_value_at_once(cache, clien
 
 
 @pytest.mark.slow
+def test_who_computes_another_value_in_the_loop_of_the_task_that_refreshes_gets_the_old_one(cache):
+    """It cannot wait for the task, so it computed for itself."""
+
+    async def main():
+        cache.set("k", "old", 25)
+        running, end = asyncio.Event(), asyncio.Event()
+
+        async def refresh():
+            running.set()
+            await end.wait()
+            return "new"
+
+        async def other():
+            return cache.get_or_set("k", never, 60, stale=30)
+
+        task = asyncio.create_task(cache.aget_or_set("k", refresh, 60, stale=30))
+        await running.wait()
+        assert await cache.aget_or_set("other", other, 60) == "old"
+        end.set()
+        assert await task == "new"
+
+    asyncio.run(main())
+
+
 def test_what_another_process_refreshes_is_not_waited_for(cache, client, get):
     """Another process's lease is a lock of that name."""
     cache.set("k", "old", 25)

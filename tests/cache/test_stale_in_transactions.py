@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.db import DatabaseError, IntegrityError, connection, transaction
 
 from tests.support.bank.models import Account
-from tests.support.cache_programs import cache_at
+from tests.support.cache_programs import cache_at, never
 
 OPTIONS = {"stale": 30, "on_error": "stale"}
 pytestmark = pytest.mark.usefixtures("database")
@@ -32,6 +33,13 @@ def test_an_error_that_has_broken_the_transaction_is_raised_and_says_why(cache):
     with pytest.raises(IntegrityError) as raised, transaction.atomic():
         cache.get_or_set("k", fail, 60, **OPTIONS)
     assert "has broken the transaction of database 'default'" in raised.value.__notes__[0]
+
+
+def test_the_loop_of_a_synchronous_caller_knows_its_transaction(cache):
+    """The loop runs in another thread, which has no connection."""
+    with pytest.raises(IntegrityError), transaction.atomic():
+        async_to_sync(cache.aget_or_set)("k", fail, 60, **OPTIONS)
+    assert async_to_sync(cache.aget_or_set)("k", never, 60, **OPTIONS) == "old"
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)

@@ -15,6 +15,7 @@ from django.http import Http404, HttpResponse
 from django.test import RequestFactory, override_settings
 
 from django_redislock.cache import cache_page
+from django_redislock.cache.pages import PageCache
 from tests.support import wait_until
 from tests.support.cache_programs import cache_elsewhere
 
@@ -30,8 +31,8 @@ def show(request, redis_url, backend):
 
         view = cache_page(60, **options)(aview if request.param == "async" else render)
 
-        def call(path="/", **headers):
-            asked = RequestFactory().get(path, headers=headers)
+        def call(path="/", method="get", **headers):
+            asked = getattr(RequestFactory(), method)(path, headers=headers)
             return asyncio.run(view(asked)) if request.param == "async" else view(asked)
 
         return call
@@ -257,6 +258,35 @@ def test_a_page_that_is_gone_is_not_shown_any_more(show, client, gone):
     end_pages(client)
     origin.sick = 503
     assert view().status_code == 503
+
+
+def test_a_task_deletes_the_copy_of_a_page_that_is_gone_outside_of_its_loop(show, monkeypatch):
+    """Redis may be slow, and all other requests of the loop would wait for it."""
+    delete_stale, loops = PageCache.delete_stale, []
+
+    def delete(page):
+        loops.append(asyncio._get_running_loop())
+        delete_stale(page)
+
+    monkeypatch.setattr(PageCache, "delete_stale", delete)
+    origin = Origin()
+    origin.sick = Http404("gone")
+    with pytest.raises(Http404):
+        show(origin, stale=600)()
+    assert loops == [None]
+
+
+@pytest.mark.parametrize(("shown", "asked"), [("get", "head"), ("head", "get")])
+def test_a_page_that_is_gone_for_one_method_is_gone_for_the_other_one_too(show, client, shown, asked):
+    origin = Origin()
+    view = show(origin, stale=600, on_error="stale")
+    view(method=shown)
+    end_pages(client)
+    origin.sick = 404
+    assert view(method=asked).status_code == 404
+    end_pages(client)
+    origin.sick = 503
+    assert view(method=shown).status_code == 503
 
 
 def test_no_page_is_shown_in_place_of_a_refusal(show, client):

@@ -51,6 +51,27 @@ def test_any_value_may_be_the_answer_when_the_wait_is_over(client, get, answer, 
         assert get("k", never, 60, wait=0.1, on_wait_timeout=answer) == expected
 
 
+class Table:
+    """A value like those of pandas and numpy: a comparison has no truth value."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return self
+
+    def __bool__(self):
+        raise ValueError("the truth value of a table is ambiguous")
+
+
+def test_the_answer_when_the_wait_is_over_is_never_compared(client, get, cache, many):
+    table = Table()
+    with lease_elsewhere(client, "k"):
+        assert get("k", never, 60, wait=0.1, on_wait_timeout=table) is table
+        assert many(["k"], never, 60, wait=0.1, on_wait_timeout=table)["k"] is table
+    cache.set("k", "old", 25)
+    assert get("k", lambda: "new", 60, stale=30, on_wait_timeout=table) == "new"
+
+
 def test_raise(client, get):
     with lease_elsewhere(client, "k"), pytest.raises(AcquireTimeout):
         get("k", never, 60, wait=0, on_wait_timeout="raise")

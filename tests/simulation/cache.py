@@ -295,7 +295,7 @@ class CacheHistory(History):
         value = request.loads(request.key, data)
         if left >= STALE:
             return (yield from get_value(request, self._caller(thread), step.wait, "compute"))
-        outcome = yield from refresh_or_stale(request, self._caller(thread), data, value, 0.0, None)
+        outcome = yield from refresh_or_stale(request, self._caller(thread), data, value, 0.0)
         if self.plan.calm and self.computed[request.key] == computed and self.world.time > asked + QUIET:
             self.fail(f"{thread} waited {self.world.time - asked:.3f} s for a value whose stale one was there")
         return outcome

@@ -18,8 +18,9 @@ from ...core import events
 from ...core.driver.cluster.by_slot import is_crossing
 from ...core.driver.registry import server_of
 from ...core.driver.server import Server
+from ...exceptions import LockBackendError
 from ..async_calls import call_any
-from ..lease.request import MISSING
+from ..lease.request import MISSING, read_value
 from ..options import Timeout, timeout_for
 
 if TYPE_CHECKING:
@@ -106,6 +107,22 @@ class RedisBackend(Base):
             finally:
                 _reported.reset(token)
 
+    def _get_from_primary(self, key: Any, default: Any = None, version: int | None = None) -> Any:
+        """Do as `get`, but read no replica, because it may lag."""
+        redis_key = self._redis_key(key, version)
+        server = self._server_of(redis_key)
+        if server is None or self._client_for(redis_key) is self._client_for(redis_key, write=False):
+            return self.get(key, default, version)
+        try:
+            data, _ = server.run(read_value(redis_key, with_ttl=False))
+        except LockBackendError as error:
+            if not self._ignores_errors():
+                raise (error.__cause__ or error) from None
+            data = None
+        value = MISSING if data is None else self._loads(redis_key, data)
+        self._report_read("get", value, key, MISSING, version=version)
+        return default if value is MISSING else value
+
     def _server_of(self, redis_key: str) -> Server | None:
         """Return the server of the key, or None when locks do not work with its client."""
         return self._server_at(self._client_for(redis_key))
@@ -145,6 +162,10 @@ class RedisBackend(Base):
     def _dumps(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
         """Return the bytes that the base class stores, and their expiry in milliseconds (None: never)."""
         raise NotImplementedError
+
+    def _dumps_plainly(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
+        """Do as `_dumps`, but add nothing to the timeout, because the age of the value follows from its expiry."""
+        return self._dumps(redis_key, value, timeout)
 
     def _loads(self, redis_key: str, data: bytes) -> Any:
         """Return the value as the base class's `get` does, or MISSING."""

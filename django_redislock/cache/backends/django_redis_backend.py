@@ -47,10 +47,16 @@ class RedisCache(ComputeOnceMixin, DjangoRedisInvalidatingMixin, DjangoRedisBase
         return timeout is None or int(timeout * 1000) > 0
 
     def _dumps(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
+        return self._dumps_as(self._class, redis_key, value, timeout)
+
+    def _dumps_plainly(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
+        return self._dumps_as(DefaultClient, redis_key, value, timeout)
+
+    def _dumps_as(self, kind: Any, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
         # The client class makes the bytes itself and sends them to a client that only records them: the Herd client
         # wraps the value and lengthens its expiry.
         client = _RecordingClient()
-        self._class.set(self.client, redis_key, value, timeout=timeout, client=client)
+        kind.set(self.client, redis_key, value, timeout=timeout, client=client)
         return as_bytes(client.value), client.expiry_ms
 
     def _loads(self, redis_key: str, data: bytes) -> Any:

@@ -168,7 +168,7 @@ def _get_or_compute_many(
 def _compute_many(jobs: list[ComputeJob], default: DefaultForMany) -> Operation[dict[int, Outcome]]:
     """Call the function once for all jobs, and store the values that it returns."""
     keys = [job.request.caller_key for job in jobs]
-    result, error = yield Invoke(lambda: default(keys))
+    result, error = yield Invoke(lambda: default(list(keys)))  # the function may sort its list
     values = [ABSENT] * len(jobs)
     if error is None:
         if isinstance(result, Mapping):

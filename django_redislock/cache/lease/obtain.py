@@ -18,6 +18,7 @@ import json
 import math
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,9 @@ from .request import (
 from .store import ComputeJob, compute, digest, failures_key, under_leases, witness_keys
 
 LEASE = Script("lease", "index", "expiry", "take", home=__package__)
+
+RESERVED = "refresh-"
+"""Begins the owner id of a lease under which nobody computes yet, because it is kept for a Celery worker."""
 
 PIECE = 262144
 """Bytes of a large value that are fetched by one command."""
@@ -312,11 +316,26 @@ class _Inquiry:
 def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[ComputeJob | None]:
     """Acquire the lease to replace a stale value, for another process, which gets the owner id and computes.
 
-    Returns None when another process holds the lease, or a refresh failed a moment ago.
+    Returns None when another process holds the lease, or a refresh failed a moment ago. Where the server allows no
+    leases, each process has its worker compute.
     """
     lease = request.lease(acquirer)
     answer = yield from lookup(request, lease, -math.inf, listening=False, old=old)
-    return ComputeJob(request, lease, answer) if answer.verdict is Verdict.COMPUTE else None
+    is_ours = answer.verdict in (Verdict.COMPUTE, Verdict.FORBIDDEN)
+    return ComputeJob(request, lease, answer) if is_ours else None
+
+
+def end_reservation(request: ValueRequest) -> Operation[None]:
+    """Release the lease if it is kept for a worker: for that of the request's id, or of a later message.
+
+    In a queue that is longer than the lease, each message met the lease of a later one, and none was processed.
+    """
+    with suppress(LockBackendError):
+        lock = request.lease(threading.current_thread()).keys.lock
+        _, (value,) = yield from with_retries(request.name, Pipeline(((b"GET", lock),)), monotonic())
+        holder = (value or b"").split(b"\n", 1)[0].decode()
+        if holder == request.id or holder.startswith(RESERVED):
+            yield from cancel_refresh(replace(request, id=holder))
 
 
 def cancel_refresh(request: ValueRequest) -> Operation[None]:

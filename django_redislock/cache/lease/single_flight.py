@@ -10,7 +10,7 @@ import math
 import random
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -155,31 +155,25 @@ def get_value(request: ValueRequest, caller: Caller, wait: float | None, on_time
             return outcome
 
 
-def refresh_or_stale(
-    request: ValueRequest,
-    caller: Caller,
-    old: bytes,
-    value: Any,
-    wait: float,
-    may_hide: Callable[[BaseException], bool] | None,
-) -> Operation[Outcome]:
-    """Return a new value in place of a stale one, or the stale one if another caller refreshes it.
+def refresh_or_stale(request: ValueRequest, caller: Caller, old: bytes, value: Any, wait: float) -> Operation[Outcome]:
+    """Return a new value in place of a stale one, the error of its computation, or the stale one if another caller
+    refreshes it.
 
-    Waits `wait` seconds for the other caller; 0: not at all. The stale value also replaces an error that `may_hide`
-    allows (None: none).
+    Waits `wait` seconds for the other caller; 0: not at all.
     """
     outcome = Outcome()
     if wait or not is_refresh_paused(request):
         outcome = yield from refresh(request, caller, old, monotonic() + wait if wait else -math.inf)
         outcome = yield from own_copy(outcome, request)
-    if outcome.error is None and outcome.value is not MISSING:
+    if outcome.error is not None or outcome.value is not MISSING:
         return outcome
-    if outcome.error is not None:
-        if may_hide is None or is_interruption(outcome.error) or not may_hide(outcome.error):
-            return outcome
-        events.log.error(
-            "The refresh of the value of %r failed; the stale value is returned.", request.key, exc_info=outcome.error
-        )
+    request.counters.count("stale_served")
+    return Outcome(value=value)
+
+
+def stale_instead(request: ValueRequest, error: BaseException, value: Any) -> Outcome:
+    """Log the error of a refresh, and return the outcome with the stale value in its place."""
+    events.log.error("The refresh of the value of %r failed; the stale value is returned.", request.key, exc_info=error)
     request.counters.count("stale_served")
     return Outcome(value=value)
 
@@ -297,13 +291,13 @@ def _lead_or_follow(
                 return outcome
         finally:
             close(key, flight)
+        if until == -math.inf:  # the caller has the stale value
+            return Outcome()
         if enclosing:
             # A caller that computes another value asks Redis itself, because circles of computations are found there.
             own = any(lease.name == request.name and lease.server.place == request.server.place for lease in enclosing)
             last = last or (not own and found.blocked_by(caller))
             return (yield from _lead(request, caller, until, last, old))
-        if until == -math.inf:
-            return Outcome()
         if found.blocked_by(caller):
             return (yield from _lead(request, caller, until, last=True, old=old))
         if not waited:
