@@ -136,7 +136,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         self._report_read("get", value, key, MISSING, version=version)
         if value is MISSING or data is None:
             return MISSING
-        call = call.of_stored(timeout, value)
+        call = call.of_stored(timeout, value, ttl_ms)
         request = call.request
         if ttl_ms == -1 or ttl_ms > request.due_ms:
             request.counters.count("hits")
@@ -189,7 +189,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         server = async_server_of(request.server)
         caller = Caller.task(server)
         if value is not MISSING and data is not None:
-            call = call.of_stored(timeout, value)
+            call = call.of_stored(timeout, value, ttl_ms)
             request = call.request
             if not checked.due or ttl_ms == -1 or ttl_ms > request.due_ms:
                 request.counters.count("hits")

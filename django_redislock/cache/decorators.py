@@ -98,7 +98,7 @@ class Cached(Generic[P, R]):
         self._options = options
         self._instance: Any = None
         self._kind = kind
-        self._takes_class = next(iter(signature.parameters), "") == "cls"
+        self._takes_class = next(iter(signature.parameters), "") == "cls" and "." in name.rpartition("<locals>.")[2]
         self._is_async = is_async_callable(function)
         if self._is_async and sys.version_info >= (3, 12):
             inspect.markcoroutinefunction(self)

@@ -174,11 +174,11 @@ class GetOrSetCall(NamedTuple):
     hides_errors: bool
     """Whether the stale value may replace an error."""
 
-    def of_stored(self, timeout: Timeout, value: Any) -> GetOrSetCall:
+    def of_stored(self, timeout: Timeout, value: Any, ttl_ms: int) -> GetOrSetCall:
         """Return the call about this stored value: one whose own timeout is not longer than `refresh_before` is due
         at its timeout only, because it would be due as soon as it is stored."""
         checked = self.options
-        if not checked.refresh_before or not callable(timeout):
+        if not checked.refresh_before or not callable(timeout) or ttl_ms > self.request.due_ms:
             return self
         own = timeout(value)
         if own is None or own is DEFAULT_TIMEOUT or own > checked.refresh_before:

@@ -354,7 +354,7 @@ class PageCache:
         self._prefix = prefix
         self._stale = stale
         self._began = monotonic()
-        self._timeout = 0.0
+        self._timeout = self._names_timeout = 0.0
         self.lease_key = ""
         """The key of the computation that the requests share."""
         self.stored = False
@@ -376,17 +376,19 @@ class PageCache:
         return value
 
     def set(self, key: str, value: Any, timeout: float) -> None:
-        """Store the names, which expire later, or the page."""
-        is_page = not isinstance(value, list)
-        if not is_page:
-            self._names_key, self._names = key, value
-            timeout += self._stale + NAMES_LIFE
-        if self._is_silent():
-            return
-        answer = self._cache.set(key, value, timeout)
-        if is_page:
+        """Store the page, and then the names, which expire later. Django's rules give the names first, but a request
+        that knew them before the page was there rendered it once more."""
+        if isinstance(value, list):
+            self._names_key, self._names, self._names_timeout = key, value, timeout + self._stale + NAMES_LIFE
+        elif not self._is_silent():
+            answer = self._cache.set(key, value, timeout)
             self.stored = self._cache._stores(timeout) and not self._cache._was_ignored(answer)
             self._timeout = timeout
+            self._save_names()
+
+    def _save_names(self) -> None:
+        if not self._is_silent():
+            self._cache.set(self._names_key, self._names, self._names_timeout)
 
     def share_by(self, prefix: str) -> str:
         """Return the key of the computation: that of the page, or of the address while the names are unknown."""
@@ -402,6 +404,7 @@ class PageCache:
         """Note the names of a page that is not stored, unless they are known."""
         if self.page_key is None:
             learn_cache_key(self._request, response, 0, self._prefix, cache=self)  # type: ignore[arg-type]
+            self._save_names()
 
     def find_stale(self) -> HttpResponseBase | None:
         """Return the stale copy for this request, marked as expired so that no browser keeps it."""

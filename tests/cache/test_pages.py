@@ -77,6 +77,20 @@ def test_a_crowd_renders_a_page_once():
     assert len(calls) == 1
 
 
+def test_the_names_of_the_headers_are_stored_after_the_page(monkeypatch):
+    """A request that found the names before the page was there rendered it, too."""
+    kind, keys = type(caches["default"]), []
+    store = kind.set
+
+    def noted(self, key, *args, **options):
+        keys.append(key.split(".")[3])
+        return store(self, key, *args, **options)
+
+    monkeypatch.setattr(kind, "set", noted)
+    counted_page()[0](get())
+    assert keys == ["cache_page", "cache_header"]
+
+
 @pytest.mark.parametrize(
     ("status", "header"), [(304, "If-None-Match"), (412, "If-Match"), (206, "Range"), (416, "Range")]
 )

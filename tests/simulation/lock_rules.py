@@ -39,6 +39,8 @@ class Belief:
         self.began = began
         self.expire = lease.expire  # before an extension
         self.epoch = epoch
+        self.undone_at = 0.0
+        """When a failover gave the lock back last that somebody else had released."""
         self.forced_at: float | None = None
         """When somebody else released the lock."""
         self.shortened = False
@@ -124,7 +126,8 @@ class LockRules(History):
         if value is None:
             self.held_until = min(self.held_until, world.time)
             return
-        ends = self.held_until = self.server.ends.get(KEYS.lock, math.inf) / 1000 - world.server_clock
+        # Redis keeps a key until the millisecond of its expiry is over (asyncio, seed 43129325).
+        ends = self.held_until = (self.server.ends.get(KEYS.lock, math.inf) + 1) / 1000 - world.server_clock
 
         def look() -> None:
             waiting = [(thread, since) for thread, (timeout, since) in self.waiting.items() if timeout is None]
@@ -342,8 +345,10 @@ class LockRules(History):
                 if process.clock() > lease.deadline + LOOK:
                     self.fail(f"{thread} was not told that its lock has ended")
                 undone = belief.epoch != world.epoch and (value or b"").startswith(lease.value_prefix)  # by a failover
+                belief.undone_at = world.time if undone else belief.undone_at
                 if belief.forced_at is not None and lease.renewing and not undone:
-                    untold = world.time - max(belief.forced_at, process.troubled, world.troubled)
+                    since = max(belief.forced_at, belief.undone_at)  # it may be released again: lock, seed 43137551
+                    untold = world.time - max(since, process.troubled, world.troubled)
                     if untold > max(belief.expire, lease.expire) / 3 + LOOK:
                         self.fail(
                             f"{thread} was not told for {untold:.3f} s that its lock was released by somebody else"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.utils.functional import cached_property
 from django_redis.cache import RedisCache as DjangoRedisBase  # type: ignore[import-untyped]
-from django_redis.client import DefaultClient  # type: ignore[import-untyped]
+from django_redis.client import DefaultClient, HerdClient  # type: ignore[import-untyped]
 from django_redis.client.sharded import ShardClient  # type: ignore[import-untyped]
 from redis import Redis
 
@@ -50,7 +50,9 @@ class RedisCache(ComputeOnceMixin, DjangoRedisInvalidatingMixin, DjangoRedisBase
         return self._dumps_as(self._class, redis_key, value, timeout)
 
     def _dumps_plainly(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
-        return self._dumps_as(DefaultClient, redis_key, value, timeout)
+        return self._dumps_as(
+            DefaultClient if issubclass(self._class, HerdClient) else self._class, redis_key, value, timeout
+        )
 
     def _dumps_as(self, kind: Any, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
         # The client class makes the bytes itself and sends them to a client that only records them: the Herd client
