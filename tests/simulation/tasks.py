@@ -254,10 +254,9 @@ class CeleryHistory(Worker):
         elif script is CLAIM and what.args[3] == b"done" and reply == 1:
             self._note_end(what.keys[1], MARKER)
 
-    def see_loss(self, body: Body, began: float) -> None:
+    def see_loss(self, body: Body) -> None:
         lease, world = body.lease, self.world
-        in_time = began < lease.deadline
-        if in_time and (lease.id, lease.fence) in self.left and body.epoch == world.epoch and not world.clock_stepped:
+        if (lease.id, lease.fence) in self.left and body.epoch == world.epoch and not world.clock_stepped:
             self.fail(f"{body.message} was told that it lost its lock, which it had released")
 
     def _note_end(self, marker: bytes, seconds: float) -> None:
