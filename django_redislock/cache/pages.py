@@ -354,6 +354,7 @@ class PageCache:
         self._prefix = prefix
         self._stale = stale
         self._began = monotonic()
+        self._names: Any = None
         self._timeout = self._names_timeout = 0.0
         self.lease_key = ""
         """The key of the computation that the requests share."""
