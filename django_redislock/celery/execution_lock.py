@@ -34,6 +34,7 @@ from ..core.keys import LockKeys, lock_keys, milliseconds, record, slots_keys
 from ..core.lease import Lease
 from ..core.lock import Lock
 from ..core.loss import find_cause
+from ..core.operations import AcquireRequest
 from ..core.records import LockInfo, Token, parse
 from ..core.renewals import BATCH
 from ..core.semaphore import Slots
@@ -164,6 +165,7 @@ class ExecutionLock(Lock):
     retry_in: float | None = None
     """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
     now."""
+    _tried: tuple[Lease, ...] = ()
     is_slot: ClassVar[bool] = False
     """Whether it is a slot of a semaphore."""
     message_lease: MessageLease | None = None
@@ -304,16 +306,14 @@ class ExecutionLock(Lock):
 
         Raises LockBackendError when Redis cannot answer.
         """
-        delivery = self.delivery
-        if delivery is None or not delivery.known:
+        if (delivery := self.delivery) is None or not delivery.known:
             if state == "done":
                 self.mark_processed(expire)
             return True
         claim, is_slot = os.urandom(4).hex().encode(), b"1" if self.is_slot else b""
         args = (*_copies(delivery), claim, state.encode(), milliseconds(expire), is_slot)
-        reply = self._server.run(
-            self._reply_to(ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args))
-        )
+        call = ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args)
+        reply = self._server.run(self._reply_to(call))
         return self._note_reply(reply)
 
     def mark_processed(self, expire: float, version: int | None = None, *, alone: bool = True) -> None:
@@ -342,21 +342,23 @@ class ExecutionLock(Lock):
         return reply > 0
 
     def is_copy(self, holder: LockInfo | None) -> bool:
-        """Return whether the holder of the lock is an execution of the same message."""
-        return holder is not None and self.delivery is not None and holder.id.startswith(f"{self.delivery.message}:")
+        """Return whether the holder of the lock is another execution of the same message."""
+        # Redis may have granted this one the lock without an answer: it passed for a copy, and the message was dropped,
+        # though nobody ran it (celery, seed 43206949).
+        if holder is None or self.delivery is None or any(holder.id == lease.id for lease in self._tried):
+            return False
+        return holder.id.startswith(f"{self.delivery.message}:")
 
-    def _new_request(
-        self, acquirer: Any, timeout: float | None, token: Token | None = None
-    ) -> operations.AcquireRequest:
-        delivery = self.delivery
-        if delivery is None:
+    def _new_request(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> AcquireRequest:
+        if (delivery := self.delivery) is None:
             return super()._new_request(acquirer, timeout, token)
         id = self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}"
         lease, given = self._new_lease(acquirer, id), self._given_id is not None
+        self._tried = (*self._tried, lease)
         keys = (marker_key(self._keys, delivery),)
         args = (delivery.id.encode(), b"1" if delivery.known else b"0", *_copies(delivery))
         subscribed = self._is_subscribed()
-        return operations.AcquireRequest(lease, self._record(), timeout, given, subscribed, START, keys, args)
+        return AcquireRequest(lease, self._record(), timeout, given, subscribed, START, keys, args)
 
     def _accepts(self, lease: Lease, token: Token | None) -> bool:
         return self._note_reply(lease.fence)
@@ -426,9 +428,7 @@ class SlotExecutionLock(Slots, ExecutionLock):
         keys = slots_keys(self._prefix, name, limit)
         return self._copy(name=name, limit=limit, _keys=keys, label=label, **changes)
 
-    def _new_request(
-        self, acquirer: Any, timeout: float | None, token: Token | None = None
-    ) -> operations.AcquireRequest:
+    def _new_request(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> AcquireRequest:
         request, delivery = super()._new_request(acquirer, timeout, token), self.delivery
         if delivery is not None:
             request.script = START_SLOT

@@ -57,6 +57,7 @@ def test_a_copy_does_not_take_over_from_a_living_execution(lock):
     assert not copy.processed
     assert 29 < copy.retry_in <= 30, "when the life of the execution has ended, if nobody renews it"
     assert copy.is_copy(copy.owner())
+    assert not execution.is_copy(execution.owner()), "a message was dropped for its own execution, which had no answer"
     assert not lock(id="task").acquire(blocking=False), "nor does what it publishes"
 
 
