@@ -15,6 +15,7 @@ from django_redislock.celery import DuplicateResult, single_instance
 from django_redislock.celery.key import with_tenant
 from django_redislock.checks import TAG
 from django_redislock.core import held_locks
+from tests.celery.publishing import find_receivers_again
 from tests.support import name_of, wait_until
 from tests.support.celery_site import tenants
 from tests.support.celery_site.app import app as site
@@ -125,6 +126,7 @@ def workers(worker_pools):
 @pytest.fixture(params=["prefork", "threads"])
 def task_queue(workers, request):
     kept = recipe()
+    find_receivers_again(site)
     task_queue = TaskQueue([workers[request.param].wait_ready()], blocked=True)
     yield task_queue
     task_queue.run_log.let_bodies_end()
