@@ -57,6 +57,7 @@ def test_a_wait_goes_on_after_a_silence_of_the_server(make_lock, own_server, cap
         thread = threading.Thread(target=lambda: got.append(waiter.acquire(timeout=300)))
         thread.start()
         wait_until(lambda: queued(client, "a") == 1)
+        client.ping()  # by now the waiter's reply was sent: a first call that is not answered is an error
         own_server.pause()
         wait_until(lambda: "TimeoutError" in caplog.text)
         own_server.resume()
