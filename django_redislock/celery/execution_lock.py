@@ -165,7 +165,7 @@ class ExecutionLock(Lock):
     retry_in: float | None = None
     """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
     now."""
-    _tried: tuple[Lease, ...] = ()
+    _tried: tuple[Lease, ...] = ()  # what it has asked for, perhaps without an answer
     is_slot: ClassVar[bool] = False
     """Whether it is a slot of a semaphore."""
     message_lease: MessageLease | None = None

@@ -333,7 +333,7 @@ def end_reservation(request: ValueRequest) -> Operation[None]:
     with suppress(LockBackendError):
         lock = request.lease(threading.current_thread()).keys.lock
         _, (value,) = yield from with_retries(request.name, Pipeline(((b"GET", lock),)), monotonic())
-        holder = (value or b"").split(b"\n", 1)[0].decode()
+        holder = (value or b"").split(b"\n", 1)[0].decode(errors="replace")
         if holder == request.id or holder.startswith(RESERVED):
             yield from cancel_refresh(replace(request, id=holder))
 
