@@ -40,7 +40,8 @@ def test_a_thousand_locks_cost_one_thread_and_five_commands_a_second(client):
     lived(4)
     seconds = time.monotonic() - began
     slots = BUCKETS if ON_A_CLUSTER else 1  # a call is one for each of them
-    assert calls(client) - before <= 5 * slots * seconds, "no call renews more than 250"
+    # Both ends may fall into a round, so a round more than its seconds.
+    assert calls(client) - before <= 5 * slots * (seconds + 1), "no call renews more than 250"
     assert watchdogs_of(client) == 1
     assert not told
     assert all(lock.lost is None for lock in locks)

@@ -26,14 +26,14 @@ timeouts = itertools.count(4.0, 0.125)
 
 def use(make_lock, client):
     """Acquire, wait, extend, renew, list and reset, on all nodes."""
-    locks = [make_lock(client, name, expire=1.5) for name in NAMES]
+    locks = [make_lock(client, name, expire=3) for name in NAMES]
     for lock in locks:
         assert lock.acquire()
     got = threading.Event()
     waiter = threading.Thread(target=lambda: make_lock(client, NAMES[0]).acquire(timeout=20) and got.set())
     waiter.start()
     wait_until(lambda: read_queue(client, NAMES[0], "redislock"))
-    lived(2)
+    lived(3.5)
     assert [lock.lost for lock in locks if lock.lost] == []
     assert [info.name for info in held_locks(client)] == sorted(NAMES)
     locks[0].release()
