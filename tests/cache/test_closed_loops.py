@@ -19,7 +19,7 @@ KEYS = [f"k{number}" for number in range(10)]
 
 @pytest.fixture(scope="module", autouse=True)
 def _collect_less():
-    """Keep what a hundred modules and thousands of reports have left out of the collections below: they took most of the time."""
+    """Keep other modules and thousands of reports out of the collections below, which took most of the time."""
     gc.collect()
     gc.freeze()
 
