@@ -44,7 +44,10 @@ _BY_EVENT = {
 def _send(event: str, data: dict[str, Any]) -> None:
     signal = _BY_EVENT.get(event)
     if signal is not None and signal.receivers:
-        signal.send_robust(sender=event, **data)
+        try:
+            signal.send_robust(sender=event, **data)
+        except RuntimeError:  # Django awaits asynchronous receivers in a loop of its own, but this thread's loop runs
+            events.log.exception("Connect plain functions to the signals: within an event loop no others are called.")
 
 
 events.listeners.append(_send)

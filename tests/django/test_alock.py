@@ -7,8 +7,9 @@ import asyncio
 import pytest
 from django.test import override_settings
 
-from django_redislock import AcquireTimeout, alock
+from django_redislock import AcquireTimeout, alock, lock
 from django_redislock.core import Lock
+from django_redislock.signals import lock_acquired, lock_released
 from tests.support import acquire_and_release
 
 
@@ -41,3 +42,30 @@ def test_disabled_everything_runs_unlocked(own_server):
 
     with override_settings(DJANGO_REDISLOCK={"ENABLED": False, "URL": "redis://127.0.0.1:1/0"}):
         asyncio.run(main())
+
+
+def test_an_asynchronous_receiver_of_a_signal_breaks_no_lock_of_an_event_loop(client, caplog, monkeypatch):
+    """The lock was acquired and kept, and the block never ran: RuntimeError of AsyncToSync."""
+    heard = []
+
+    async def asynchronous(name, **data):
+        heard.append(f"{name} asynchronously")
+
+    def plain(name, **data):
+        heard.append(name)
+
+    async def main():
+        async with alock("a"):
+            heard.append("body")
+
+    for signal in (lock_acquired, lock_released):
+        monkeypatch.setattr(signal, "receivers", [])
+        signal.connect(asynchronous)
+        signal.connect(plain)
+    asyncio.run(main())
+    assert heard == ["a", "body", "a"]
+    assert not Lock(client, "a").locked()
+    assert "Connect plain functions to the signals" in caplog.text
+    with lock("b"):
+        pass
+    assert heard[3:] == ["b", "b asynchronously"] * 2
