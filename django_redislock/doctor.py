@@ -461,10 +461,9 @@ def least_rights(alias: str, client: Client) -> Iterator[str]:
 
 def _cache_of(alias: str) -> Any:
     """Return the cache of this package that has this alias, None for another one."""
-    from .cache import ComputeOnceMixin
+    from .cache import get_cache
 
     try:
-        cache = caches[alias]
-    except Exception:  # the URL's connection, or settings that other checks report
+        return get_cache(alias)
+    except Exception:  # also for the URL's connection, or for settings that other checks report
         return None
-    return cache if isinstance(cache, ComputeOnceMixin) else None

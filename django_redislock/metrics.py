@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from django.conf import settings
-from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -69,16 +68,16 @@ class _Values(Collector):
         return list(self._families().values())
 
     def collect(self) -> Iterator[Metric]:
+        from .cache import get_cache
+
         families = self._families()
         for alias in settings.CACHES:
             try:
-                stats = getattr(caches[alias], "stats", None)
-            except Exception:  # noqa: S112 - a backend that cannot be made must not hide the other metrics
+                tally = get_cache(alias).stats()
+            except Exception:  # noqa: S112 - of another package, or one that cannot be made: it hides no other metrics
                 continue
-            if stats is not None:
-                tally = stats()
-                families["computed"].add_metric([alias], tally.computed)
-                families["avoided"].add_metric([alias], max(0, tally.waited - tally.taken_over) + tally.stale_served)
+            families["computed"].add_metric([alias], tally.computed)
+            families["avoided"].add_metric([alias], max(0, tally.waited - tally.taken_over) + tally.stale_served)
         yield from families.values()
 
     def _families(self) -> dict[str, CounterMetricFamily]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import redis
 from django.core.cache import caches
+from django.core.cache.backends.locmem import LocMemCache
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -142,6 +143,21 @@ def test_values_computed_by_the_caches(registry: CollectorRegistry) -> None:
     assert caches["default"].get_or_set("metrics", lambda: 2) == 1
     assert computed() == before + 1
     assert registry.get_sample_value("redislock_cache_avoided_total", {"cache": "default"}) is not None
+
+
+class CacheOfAnotherPackage(LocMemCache):
+    def stats(self) -> tuple[int, int]:
+        """Return what diskcache's cache returns."""
+        return 7, 2
+
+
+def test_the_counts_of_a_cache_of_another_package_hide_no_metrics(settings: Any, registry: CollectorRegistry) -> None:
+    """Each scrape failed: AttributeError, a tuple has no `computed`."""
+    backend = f"{__name__}.{CacheOfAnotherPackage.__name__}"
+    settings.CACHES = {"disk": {"BACKEND": backend}} | settings.CACHES
+    generate_latest(registry)
+    assert registry.get_sample_value("redislock_cache_computed_total", {"cache": "disk"}) is None
+    assert registry.get_sample_value("redislock_cache_computed_total", {"cache": "default"}) is not None
 
 
 def test_a_thousand_names_are_no_series_of_their_own(client: redis.Redis, registry: CollectorRegistry) -> None:

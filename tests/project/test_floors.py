@@ -55,6 +55,7 @@ LAZY = {
     ("cache.refresh", "tasks"),
     ("checks", "celery.decorator"),
     ("doctor", "cache"),
+    ("metrics", "cache"),
 }
 """The imports within a function that lead up or aside: they need an extra, or Django's apps."""
 
