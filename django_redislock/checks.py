@@ -13,7 +13,7 @@ from django.core.checks import CheckMessage, Error, Info, Warning
 from django.core.exceptions import ImproperlyConfigured
 
 from . import conf
-from .connections import client_of_cache, clients
+from .connections import client_of_alias, clients
 from .core.driver.registry import server_of
 from .doctor import inspect
 
@@ -56,15 +56,8 @@ def check_alias_is_redis(**kwargs: object) -> list[CheckMessage]:
     alias = _lock_alias()
     if alias is None or alias not in settings.CACHES:
         return []
-    try:
-        client, why = client_of_cache(caches[alias]), ""
-        if client is None:
-            why = "it has no client of a single Redis"
-        else:
-            server_of(client)
-    except Exception as error:  # any error of the backend is the reason to report
-        why = f"{type(error).__name__}: {error}".rstrip(": ")
-    if not why:
+    client, why = client_of_alias(alias)
+    if client is not None:
         return []
     # A project that does not name the alias may use no locks at all, so it gets only a warning.
     kind, id = (Error, "redislock.E004") if _is_named() else (Warning, "redislock.W005")

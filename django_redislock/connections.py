@@ -8,7 +8,6 @@ from typing import Any
 
 from django.conf import settings as django_settings
 from django.core.cache import caches
-from django.core.cache.backends.base import InvalidCacheBackendError
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.dispatch import receiver
@@ -20,7 +19,7 @@ from . import conf
 from .core.driver.registry import Client, close_unused, server_of
 from .core.driver.server import Server
 from .core.memory_server import GRANTS_ALL
-from .server_url import client_from_url
+from .server_url import checked, client_from_url
 
 _servers: tuple[conf.Settings | None, dict[str | None, Server]] = (None, {})
 """The settings in force, and the servers that were looked up under them; by None the server that the settings name."""
@@ -56,26 +55,30 @@ def _client(settings: conf.Settings, using: str | None) -> Client:
     if settings.url is not None and using in (None, URL):
         return _client_of_url(settings.url)
     alias = using or settings.cache_alias
-    try:
-        cache = caches[alias]
-    except InvalidCacheBackendError as error:
-        raise ImproperlyConfigured(
-            f"django-redislock: {error} Name a Redis cache in {conf.NAME}['CACHE_ALIAS'], or give {conf.NAME}['URL']."
-        ) from error
-    client = client_of_cache(cache)
+    client, why = client_of_alias(alias)
     if client is None:
         raise ImproperlyConfigured(
-            f"django-redislock: the cache {alias!r} ({type(cache).__module__}.{type(cache).__qualname__}) is not a "
-            f"Redis cache. Name one in {conf.NAME}['CACHE_ALIAS'], or give {conf.NAME}['URL']."
+            f"django-redislock: the cache {alias!r} cannot hold locks: {why}. Correct it in CACHES, name another in "
+            f"{conf.NAME}['CACHE_ALIAS'], or give {conf.NAME}['URL']."
         )
-    try:
-        server_of(client)
-    except TypeError as error:
-        raise ImproperlyConfigured(f"django-redislock: the cache {alias!r} cannot hold locks: {error}.") from error
     return client
 
 
-def client_of_cache(cache: Any) -> Client | None:
+def client_of_alias(alias: str) -> tuple[Client | None, str]:
+    """Return the client of the cache of this alias; for one that cannot hold locks None, and why."""
+    try:
+        client = _client_of_cache(caches[alias])
+        if client is None:
+            return None, "it has no client of a single Redis"
+        server_of(client)
+        if isinstance(client, Redis):
+            checked(client)
+    except Exception as error:  # any that the backend, django-redis or redis-py raises for wrong settings
+        return None, f"{type(error).__name__}: {error}".rstrip(".: ")
+    return client, ""
+
+
+def _client_of_cache(cache: Any) -> Client | None:
     """Return the client to the primary, or the Cluster, of a Redis cache (django-redis or Django's own), else None."""
     client: Any = None
     if hasattr(getattr(cache, "client", None), "get_unconnected_client"):  # ours for a Cluster
@@ -133,7 +136,7 @@ def several_connections() -> bool:
 def _is_ours(backend: str) -> bool:
     """Return whether a backend is a backend of this package, or derived from one."""
     try:
-        bases = import_string(backend).__mro__
+        bases = getattr(import_string(backend), "__mro__", ())  # none of a function that makes the cache
     except (ImportError, ImproperlyConfigured):  # misspelt, or its extra is missing: this must be reported
         return backend.startswith("django_redislock.")
     ours = {base.__module__ for base in bases if base.__module__.startswith("django_redislock.cache")}

@@ -37,7 +37,7 @@ def client_from_url(url: str) -> Redis | RedisCluster:
     scheme, _, rest = url.partition("://")
     tls, _, kind = scheme.partition("+")
     if tls not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
-        return _checked(Redis.from_url(url))
+        return checked(Redis.from_url(url))
     place, _, query = rest.partition("?")
     netloc, _, path = place.partition("/")
     credentials, at, hosts = netloc.rpartition("@")
@@ -71,10 +71,10 @@ def _of_sentinels(hosts: str, service: str, options: dict[str, Any], tls: bool) 
         options["ssl"] = True
         for_sentinels |= {name: value for name, value in options.items() if name.startswith("ssl")}
     manager = Sentinel(sentinels, sentinel_kwargs=for_sentinels)  # type: ignore[no-untyped-call]
-    return _checked(manager.master_for(service, **options))  # type: ignore[no-untyped-call]
+    return checked(manager.master_for(service, **options))  # type: ignore[no-untyped-call]
 
 
-def _checked(client: Redis) -> Redis:
+def checked(client: Redis) -> Redis:
     """Return the client if redis-py takes its options: it looks at them when it connects, and raises TypeError then."""
     pool = client.connection_pool
     try:

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import redis
-from django.core.management import call_command
+from django.core.cache.backends.dummy import DummyCache
+from django.core.management import CommandError, call_command
 from django.test import Client
+from prometheus_client import CollectorRegistry
 
+from django_redislock.metrics import _Held, _Values
 from tests.support import RedisServer, Server
 from tests.support.admin_pages import (
     LIST,
@@ -67,14 +70,54 @@ def test_a_connection_that_is_down_does_not_hide_the_others(
     assert "no lock held" not in html
 
 
-def test_a_connection_that_is_not_redis_does_not_hide_the_others(
-    web: Client, client: redis.Redis, settings: Any
+OURS = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": "redis://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"BACKEND": "django_redislock.cache.Missing"},
+        OURS | {"LOCATION": "localhost:6379"},
+        OURS | {"LOCATION": "redis://127.0.0.1/1?misspelt=1"},
+        OURS | {"OPTIONS": {"CLIENT_CLASS": "nowhere.Client"}},
+        OURS | {"BACKEND": "django_redislock.cache.DjangoRedisCache", "LOCATION": "localhost:6379"},
+    ],
+    ids=["no backend", "no scheme", "no option", "no module", "no scheme, Django's"],
+)
+def test_a_connection_with_wrong_settings_does_not_hide_the_others(
+    web: Client, client: redis.Redis, settings: Any, cache: dict[str, Any]
 ) -> None:
-    hold(client, "still here")
-    settings.CACHES = settings.CACHES | {"second": {"BACKEND": "django_redislock.cache.Missing"}}
-    response = web.get(LIST)
-    assert names(response.content.decode()) == ["still here"]
-    assert "second" in messages(response)[0]
+    """All pages and commands failed: of whatever the backend and redis-py raise only some errors were expected."""
+    lock = hold(client, "still here")
+    settings.CACHES = settings.CACHES | {"second": cache}
+    for path in (LIST, f"{LIST}contention/"):
+        response = web.get(path)
+        assert response.status_code == 200
+        assert "second" in messages(response)[0]
+    assert names(page(web)) == ["still here"]
+    registry = CollectorRegistry()
+    for collector in (_Held(), _Values()):
+        registry.register(collector)
+    assert registry.get_sample_value("redislock_held_locks", {"connection": "url"}) == 1
+    assert "still here" in listed()
+    assert lock.owned()
+
+
+def listed() -> str:
+    out = io.StringIO()
+    with pytest.raises(CommandError, match=r"Connection 'second' could not be read: .*second"):
+        call_command("redislock", "list", stdout=out, stderr=out)
+    return out.getvalue()
+
+
+def make_cache(location: str, params: dict[str, Any]) -> DummyCache:
+    return DummyCache(location, params)
+
+
+def test_a_function_may_make_a_cache(web: Client, client: redis.Redis, settings: Any) -> None:
+    hold(client, "a")
+    settings.CACHES = settings.CACHES | {"made": {"BACKEND": f"{__name__}.{make_cache.__name__}"}}
+    assert names(page(web)) == ["a"]
 
 
 def test_a_server_that_two_connections_lead_to_is_listed_once(
