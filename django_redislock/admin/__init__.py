@@ -126,7 +126,7 @@ class HeldLockAdmin(ModelAdmin):
         if not changelist.query and not changelist.has_active_filters:
             changelist.full_result_count = changelist.result_count
         if request.method == "GET":
-            self._report_missing_locks(request, changelist.queryset)
+            self.report_missing_locks(request, changelist.queryset.listing)
             changelist.summary = self._summary(changelist.queryset)  # type: ignore[attr-defined]
         return changelist
 
@@ -154,17 +154,18 @@ class HeldLockAdmin(ModelAdmin):
             waiting=waiting,
         )
 
-    def _report_missing_locks(self, request: HttpRequest, locks: Any) -> None:
-        for connection, why in locks.listing.failed.items():
+    def report_missing_locks(self, request: HttpRequest, listing: inventory.Listing) -> None:
+        """Report the connections whose locks could not be read, or not all of them."""
+        for connection, why in listing.failed.items():
             text = _("The locks of connection “%(connection)s” cannot be shown: %(why)s")
             self.message_user(request, text % {"connection": connection, "why": why}, messages.ERROR)
-        for connection in locks.listing.cut:
+        for connection in listing.cut:
             text = _(
                 "Connection “%(connection)s” holds more than %(limit)d locks. Search by name for the locks that are "
                 "not shown."
             )
             self.message_user(request, text % {"connection": connection, "limit": inventory.LIMIT}, messages.WARNING)
-        for connection, names in locks.listing.foreign.items():
+        for connection, names in listing.foreign.items():
             unread = ngettext(
                 "Connection “%(connection)s” has %(count)d key that is not shown, because no lock wrote its value: "
                 "%(names)s.",
@@ -173,7 +174,7 @@ class HeldLockAdmin(ModelAdmin):
                 len(names),
             )
             self.message_user(request, fill_in_names(unread, names, connection=connection), messages.ERROR)
-        if not locks.listing.failed and not conf.get().enabled:
+        if not listing.failed and not conf.get().enabled:
             text = _("Locks are switched off: %(setting)s is False.")
             self.message_user(request, text % {"setting": f"{conf.NAME}['ENABLED']"}, messages.WARNING)
 

@@ -89,12 +89,10 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
         raise PermissionDenied
     found, failed = _read()
     listing = read()
-    failed |= listing.failed
+    listing.failed.update(failed)
+    model_admin.report_missing_locks(request, listing)
     # One row for a semaphore, because its slots have one queue.
     waited_for = list({(r.connection, queue_name(r.held.name)): r for r in listing.rows if r.held.waiting}.values())
-    for connection, why in failed.items():
-        text = gettext("Connection “%(connection)s” failed: %(why)s") % {"connection": connection, "why": why}
-        model_admin.message_user(request, text, "ERROR")
     minutes = [Waits() for _minute in range(MINUTES)]
     names = []
     for connection, (by_name, by_minute) in found.items():
@@ -114,6 +112,7 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
         "title": gettext("Contention in the last hour"),
         "opts": model_admin.opts,
         "media": model_admin.media,
+        "listing": listing,
         "now": [_row_now(site, lock) for lock in _waited_for_now(waited_for)],
         "now_cut": ngettext(
             "%(count)d lock is waited for; those with most waiters are shown.",

@@ -15,6 +15,7 @@ from django.test import Client
 from django.urls import path
 from django.utils import translation
 
+from django_redislock import inventory
 from django_redislock.admin import HeldLockAdmin, contention
 from django_redislock.admin.contention import HEIGHT, WIDTH, bars
 from django_redislock.celery.execution_lock import count_duplicate
@@ -151,7 +152,26 @@ def test_a_connection_that_is_down(settings: Any) -> None:
     settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
     response = browser(superuser()).get(PAGE)
     assert response.status_code == 200
-    assert any("“url” failed" in message for message in messages(response))
+    assert any("“url” cannot be shown: ConnectionError" in message for message in messages(response))
+    html = response.content.decode()
+    assert "Nobody waits" not in html
+    assert "No wait has ended" not in html
+
+
+def test_of_more_locks_than_are_read_it_does_not_say_that_nobody_waits(
+    client: redis.Redis, listen: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock that is waited for was beyond the 10,000 that are read, and the page knew nothing of it."""
+    monkeypatch.setattr(inventory, "LIMIT", 1)
+    listen("redislock:wake:0:1:web")
+    queue = [hold(client, name) for name in "ab"][1]._keys.queue
+    client.zadd(queue, {"redislock:wake:0:1:web\n1": 1})
+    web = browser(superuser())
+    response = web.get(PAGE)
+    assert "holds more than 1 locks" in messages(response)[0]
+    assert "Nobody waits" not in response.content.decode()
+    monkeypatch.setattr(inventory, "LIMIT", 2)
+    assert names(get(web)) == ["b"]
 
 
 @pytest.mark.parametrize("language", ["en", "de"])
