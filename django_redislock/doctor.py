@@ -18,7 +18,7 @@ from .core import Lock
 from .core.clock import monotonic
 from .core.driver.cluster.cluster import Cluster
 from .core.driver.cluster.table import Node
-from .core.driver.registry import Client, server_of
+from .core.driver.registry import Client, replicated, server_of
 from .core.driver.retry import advice_for
 from .core.driver.sentinels import UnknownService
 from .core.driver.server import Server
@@ -282,8 +282,9 @@ def diagnose(client: Client) -> Iterator[Finding]:
         if finding.check == "connection" and finding.status == "problem":
             return  # every other trial would fail in the same way
     yield compare_timeouts(server)
-    yield from _try_lock(server)
-    yield from _try_two_locks(server)
+    trial = replicated(server, conf.get().min_replicas)
+    yield from _try_lock(trial)
+    yield from _try_two_locks(trial)
 
 
 def _try_lock(server: Server) -> Iterator[Finding]:

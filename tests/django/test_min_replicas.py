@@ -12,7 +12,7 @@ from django_redislock import alock, conf, lock
 from django_redislock.celery.options import complete
 from django_redislock.connections import get_client
 from django_redislock.core.driver.registry import close_unused, server_of
-from django_redislock.doctor import inspect
+from django_redislock.doctor import diagnose, inspect
 from django_redislock.exceptions import LockBackendError
 from tests.support import RedisServer, key_of, wait_until
 
@@ -75,6 +75,14 @@ def test_too_few_replicas_are_reported_before_the_first_lock():
     assert "It has no connected replicas." in finding.message
     assert "MIN_REPLICAS" in finding.advice
     assert "no connected replicas" in deployed()["redislock.E008"].msg
+
+
+def test_the_doctor_tries_locks_that_the_replicas_must_confirm():
+    """It said "ok", and no process could acquire a lock: a replica that is connected need not confirm anything."""
+    trials = {finding.check: finding for finding in diagnose(get_client())}
+    for check in ("acquire", "two locks"):
+        assert trials[check].status == "problem"
+        assert "0 of 1 replicas" in trials[check].message
 
 
 @pytest.mark.processes
