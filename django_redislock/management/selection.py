@@ -33,8 +33,9 @@ SHOWN = 20
 """Locks that are shown at most before the question whether to release them."""
 
 
-def find_lock(wanted: str, connection: str | None, *, whole: bool = False) -> list[HeldLockRow]:
+def find_lock(wanted: str, connection: str | None, *, whole: bool = False) -> tuple[list[HeldLockRow], dict[str, str]]:
     """Return a row for each connection on which the lock is held, and for each held slot of a semaphore; at least one.
+    Return also the connections that could not be read, and why.
 
     A unique beginning stands for the name, unless `whole`. Raises CommandError when no such lock is held.
     """
@@ -42,32 +43,26 @@ def find_lock(wanted: str, connection: str | None, *, whole: bool = False) -> li
         check_name(wanted)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    rows = _rows(wanted, connection) or read(connection, lambda at, name: split_slot(name)[0] == wanted).rows
+    rows: list[HeldLockRow] = []
+    found, failed = clients(connection)
+    for at in found:
+        try:
+            rows += find(at, [wanted]).values()
+        except LockBackendError as error:
+            failed[at] = error.cause
+    # A semaphore may have the name of a lock.
+    rows += read(connection, lambda at, name: name != wanted and split_slot(name)[0] == wanted).rows
     if rows:
-        return rows
+        return rows, failed
+    raise_if_unread(failed)
     names, failed = held_names(connection)
     raise_if_unread(failed)
     similar = near(wanted, names)
     if len(similar) == 1 and similar[0].startswith(wanted) and not whole:
         return find_lock(similar[0], connection, whole=True)
-    if not rows:
-        raise CommandError(
-            f"The lock {wanted!r} is not held now.{did_you_mean(similar)} 'redislock list' shows the held locks."
-        )
-    return rows
-
-
-def _rows(name: str, connection: str | None) -> list[HeldLockRow]:
-    rows: list[HeldLockRow] = []
-    found, failed = clients(connection)
-    for at in found:
-        try:
-            rows += find(at, [name]).values()
-        except LockBackendError as error:
-            failed[at] = error.cause
-    if not rows:
-        raise_if_unread(failed)
-    return rows
+    raise CommandError(
+        f"The lock {wanted!r} is not held now.{did_you_mean(similar)} 'redislock list' shows the held locks."
+    )
 
 
 def raise_if_unread(failed: dict[str, str]) -> None:
@@ -132,14 +127,14 @@ def release_lock(command: BaseCommand, options: dict[str, Any]) -> None:
     if options["waiting"] or options["match"] is not None:
         raise CommandError("--waiting and --match choose among the locks of a task; give --task NAME.")
     # Without a question only the whole name counts, because a free lock's name may begin another name.
-    rows = find_lock(options["name"], options["connection"], whole=options["yes"] and options["id"] is None)
+    rows, _ = find_lock(options["name"], options["connection"], whole=options["yes"] and options["id"] is None)
     if options["id"] is not None:
         rows = [row for row in rows if row.held.id == options["id"]]
         if not rows:
             raise CommandError("The lock is held by another id; nothing was released. See 'redislock show --id'.")
     if any(row.info.slot for row in rows) and len(rows) > 1:
         raise CommandError(
-            f"{len(rows)} slots of this semaphore are held. Choose one with --id; 'list --id' shows the ids."
+            f"{len(rows)} locks and slots of this name are held. Choose one with --id; 'list --id' shows the ids."
         )
     if len(rows) > 1:
         where = ", ".join(row.connection for row in rows)

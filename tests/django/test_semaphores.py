@@ -226,11 +226,21 @@ def test_list_and_show_tell_the_slots_of_a_semaphore(held):
 
 
 def test_release_frees_one_slot_that_is_chosen_by_its_id(held):
-    with pytest.raises(CommandError, match=r"2 slots of this semaphore are held\. Choose one with --id"):
+    with pytest.raises(CommandError, match=r"2 locks and slots of this name are held\. Choose one with --id"):
         command("release", "crm", "--yes")
     assert "Released crm [2]." in command("release", "crm", "--yes", "--id", held[1].id)
     assert [info.slot for info in held_locks()] == [1]
     assert "Released crm [1]." in command("release", "crm", "--yes")
+
+
+def test_a_slot_is_shown_and_released_where_a_lock_has_the_name_of_its_semaphore(held):
+    """The lock hid the slots: 'show' had one holder, and 'release --id' said that another id held the lock."""
+    with lock("crm") as of_that_name:
+        assert "crm [2 of 3]" in command("show", "crm")
+        with pytest.raises(CommandError, match="3 locks and slots of this name are held"):
+            command("release", "crm", "--yes")
+        assert "Released crm [2]." in command("release", "crm", "--yes", "--id", held[1].id)
+        assert of_that_name.owned()
 
 
 # The admin

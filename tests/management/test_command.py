@@ -327,6 +327,9 @@ def test_a_connection_that_is_down(client: redis.Redis, settings: Any, own_serve
     assert [lock["name"] for lock in json.loads(output.getvalue())] == ["near"]
     with pytest.raises(CommandError, match="'second' could not be read"):
         run("show", "far")
+    with pytest.raises(CommandError, match="'second' could not be read"):
+        call_command("redislock", "show", "near", stdout=output)
+    assert "name        near" in output.getvalue()
     run("release", "near", "--yes")
     assert not held(client, "near")
 

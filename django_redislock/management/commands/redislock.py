@@ -112,7 +112,9 @@ class Command(BaseCommand):
         if action == "list":
             self._list(options)
         elif action == "show":
-            self._print(find_lock(options["name"], options["connection"]), options, lines_of, plain_with_queue)
+            rows, failed = find_lock(options["name"], options["connection"])
+            self._print(rows, options, lines_of, plain_with_queue)
+            raise_if_unread(failed)
         elif action == "watch":
             self._watch(options)
         elif action == "doctor":
