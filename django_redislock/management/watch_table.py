@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 Read = Callable[[], tuple[list[dict[str, str]], list[str]]]
-"""Returns the lines of the table, each as texts by heading, and remarks to show below the table."""
+"""Returns the lines of the table, each as texts by heading, and remarks to show above the table."""
 
 
 LONG = {"name": 3, "holder": 2}
@@ -30,15 +30,20 @@ def watch(read: Read, output: TextIO, interval: float | None) -> None:
             if interval is None:
                 return
             time.sleep(interval)
-    with Live(_picture(*read()), console=console, screen=True, auto_refresh=False) as live:
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
+            live.update(_picture(*read(), console.height), refresh=True)
             time.sleep(interval)
-            live.update(_picture(*read()), refresh=True)
 
 
-def _picture(lines: list[dict[str, str]], remarks: list[str]) -> RenderableType:
+def _picture(lines: list[dict[str, str]], remarks: list[str], height: int | None = None) -> RenderableType:
+    """Return the table of the lines, or of as many as a terminal of that height may show; the others would cost time.
+
+    The remarks are above it, because what does not fit is cut at the end.
+    """
     count = f"{len(lines)} held" if lines or not remarks else ""  # the number is unknown when nothing could be read
     parts: list[RenderableType] = [Text(time.strftime("%H:%M:%S  ") + count, style="bold")]
+    parts += (Text(remark, style="red") for remark in remarks)
     if lines:
         table = Table(box=None, pad_edge=False)
         shown = [heading for heading in lines[0] if heading not in LEFT_OUT]
@@ -47,7 +52,7 @@ def _picture(lines: list[dict[str, str]], remarks: list[str]) -> RenderableType:
         for heading in shown:
             long = heading in LONG
             table.add_column(heading.upper(), overflow="fold", no_wrap=not long, ratio=LONG.get(heading))
-        for line in lines:
+        for line in lines[:height]:
             table.add_row(*(Text(line[heading]) for heading in shown))  # as Text, because a name may look like markup
         parts.append(table)
-    return Group(*parts, *(Text(remark, style="red") for remark in remarks))
+    return Group(*parts)

@@ -185,3 +185,17 @@ def test_live_in_a_terminal_until_interrupted(client: redis.Redis) -> None:
         assert terminal.process.wait(60) == 0
     finally:
         terminal.close()
+
+
+@pytest.mark.processes
+def test_of_more_locks_than_the_terminal_has_lines_the_remarks_are_seen(client: redis.Redis) -> None:
+    """They were below the table, and what does not fit was cut: nobody learnt that a connection was down."""
+    for number in range(60):
+        hold(client, f"lock-{number}")
+    client.set(hold(client, "odd")._keys.lock, "of another program")
+    terminal = Terminal(sys.executable, "-c", PROGRAM)
+    try:
+        wait_until(lambda: b"60 held" in terminal.written and b"no lock wrote: 'odd'" in terminal.written)
+        wait_until(lambda: b"lock-0" in terminal.written)
+    finally:
+        terminal.close()
