@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django_redis.exceptions import ConnectionInterrupted  # type: ignore[import-untyped]
 from redis.exceptions import RedisError, ResponseError
 
@@ -338,6 +338,21 @@ def test_on_a_cluster_the_printed_rights_are_enough_and_each_line_is_needed(clus
             assert left_out is None
     for node in cluster.nodes:
         cluster.ask(node, "ACL DELUSER", USER)
+
+
+def test_caches_in_the_database_of_the_locks_get_their_rights_too(admin: Any, settings: Any) -> None:
+    """Only the first connection to a database had its lines, so the caches' users were refused at every key."""
+    default = settings.CACHES["default"]
+    settings.CACHES["more"] = default | {"KEY_PREFIX": "more"}
+    settings.DJANGO_REDISLOCK = {"URL": default["LOCATION"]}
+    printed = lines()
+    give(admin, printed)
+    for alias in ("default", "more"):
+        use_methods(caches[alias])
+    assert len(printed) == len(set(printed)) == 5
+    settings.CACHES["wrong"] = default | {"LOCATION": "localhost:1"}
+    with pytest.raises(CommandError, match="Connection 'wrong' could not be read"):
+        lines()
 
 
 def test_confirmed_locks_need_one_more(admin: Any, settings: Any) -> None:

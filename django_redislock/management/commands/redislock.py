@@ -196,12 +196,16 @@ class Command(BaseCommand):
 
     def _doctor(self, options: dict[str, Any]) -> None:
         found, failed = clients(options["connection"])
-        advice = f"Correct CACHES or {conf.NAME}; 'manage.py check' gives details."
+        names = [options["connection"]] if options["connection"] else connection_names()
         if options["acl"]:
-            for alias, client in found.items():
-                self.stderr.write("\n".join(f"{alias}: {note}" for note in notes(client)))
-                self.stdout.write("\n".join(least_rights(alias, client)))
+            # Of all, because several that lead to one database may have keys, or users, of their own.
+            each = {alias: get_client(alias) for alias in names if alias not in failed}
+            self.stderr.write("\n".join(f"{alias}: {note}" for alias, client in each.items() for note in notes(client)))
+            lines = [line for alias, client in each.items() for line in least_rights(alias, client)]
+            self.stdout.write("\n".join(dict.fromkeys(lines)))
+            raise_if_unread(failed)
             return
+        advice = f"Correct CACHES or {conf.NAME}; 'manage.py check' gives details."
         findings = [(name, Finding("settings", "problem", why, advice)) for name, why in failed.items()]
         dead = set()
         for connection, client in found.items():
@@ -209,9 +213,7 @@ class Command(BaseCommand):
             findings += [(connection, finding) for finding in diagnosis]
             if diagnosis[0].status == "problem":
                 dead.add(server_of(client).place)
-        findings += _diagnose_caches(
-            [options["connection"]] if options["connection"] else connection_names(), failed, dead
-        )
+        findings += _diagnose_caches(names, failed, dead)
         if options["format"] == "json":
             self.stdout.write(
                 json.dumps([{"connection": at} | finding._asdict() for at, finding in findings], indent=2)
