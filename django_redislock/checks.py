@@ -192,6 +192,7 @@ _OF_SERVERS: dict[str, tuple[Callable[..., CheckMessage], str]] = {
     "cluster": (Error, "redislock.E009"),
     "round trip": (Info, "redislock.I002"),
     "clock": (Info, "redislock.I003"),
+    "permissions (INFO)": (Info, "redislock.I004"),
 }
 
 NETWORK_CHECKS = (check_servers,)

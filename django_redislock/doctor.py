@@ -120,7 +120,7 @@ def _inspect_server(server: Server) -> Iterator[Finding]:
                 "connection", "ok", f"It answers within {_ms(monotonic() - began)}, with the time to connect."
             )
         except NoPermissionError as error:
-            yield Finding("connection", "advice", f"It answers, but: {sentence_of(error)}", "Let the user run PING.")
+            yield Finding("permissions (PING)", "advice", sentence_of(error), "Let the user run PING.")
         except (RedisError, OSError) as error:
             advice = "Start it, or correct the address, the password or the firewall between it and this machine."
             if isinstance(error, UnknownService):
@@ -135,8 +135,12 @@ def _inspect_server(server: Server) -> Iterator[Finding]:
             try:
                 yield judge(probe.info(section))
             except NoPermissionError as error:
-                advice = "Let the user run INFO, or read the server's configuration yourself. Locks do not need INFO."
-                yield Finding(check, "advice", f"The user may not run INFO: {sentence_of(error)}", advice)
+                advice = (
+                    "Let the user run INFO, or look at version, eviction, persistence and replicas yourself. Locks do "
+                    "not need INFO."
+                )
+                yield Finding("permissions (INFO)", "advice", sentence_of(error), advice)
+                break
             except (RedisError, OSError) as error:
                 yield Finding(check, "problem", f"INFO could not be read: {sentence_of(error)}", "Try again.")
         if not isinstance(server, Node):

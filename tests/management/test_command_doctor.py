@@ -165,7 +165,7 @@ def test_a_user_without_permissions(restricted: Any) -> None:
     found, status = findings()
     assert status == 1
     assert "redislock doctor --acl" in found["permissions (acquire)"]["advice"]
-    assert found["version"]["status"] == "advice"
+    assert found["permissions (INFO)"]["status"] == "advice"
 
 
 @pytest.mark.processes

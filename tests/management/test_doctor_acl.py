@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from django.core.cache import caches
+from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 from django_redis.exceptions import ConnectionInterrupted  # type: ignore[import-untyped]
@@ -204,7 +205,7 @@ def use_lists(admin: Any) -> None:
 
 
 def use_doctor(admin: Any) -> None:
-    assert not [finding for finding in inspect(server_of(get_client())) if "may not run" in finding.message]
+    assert not [finding for finding in inspect(server_of(get_client())) if "permissions" in finding.check]
 
 
 FEATURES = [use_locks, use_tasks, use_cache, use_lists, use_doctor]
@@ -338,6 +339,14 @@ def test_on_a_cluster_the_printed_rights_are_enough_and_each_line_is_needed(clus
             assert left_out is None
     for node in cluster.nodes:
         cluster.ask(node, "ACL DELUSER", USER)
+
+
+def test_a_user_who_may_not_run_info_is_no_error_of_a_deployment(admin: Any) -> None:
+    """``check --deploy`` failed with "The server is too old", and said the same of eviction and replicas."""
+    give(admin, [line for line in lines() if "+info" not in line])
+    messages = run_checks(tags=["redislock"], include_deployment_checks=True)
+    assert [message.id for message in messages] == ["redislock.I004"]
+    assert "look at version, eviction, persistence and replicas yourself" in str(messages[0].hint)
 
 
 def test_caches_in_the_database_of_the_locks_get_their_rights_too(admin: Any, settings: Any) -> None:
