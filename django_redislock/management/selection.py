@@ -112,6 +112,7 @@ def of_task(connection: str | None, task: str) -> tuple[list[HeldLockRow], Listi
 
 def chosen(rows: list[HeldLockRow], waiting: bool, pattern: str | None) -> list[HeldLockRow]:
     """Return the locks of a task that match: of waiting messages, and by a pattern of key or arguments."""
+    pattern = pattern and pattern.replace("[", "[[]")  # arguments with lists, as `show` prints them, are no sets
     return [
         row
         for row in rows

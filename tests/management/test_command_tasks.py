@@ -141,6 +141,15 @@ def test_a_pattern_chooses_by_key_or_by_arguments(client: redis.Redis, make: Any
     assert names(client).count("celery:by_key:report:2") == 1
 
 
+def test_brackets_in_a_pattern_are_those_of_the_arguments_that_are_shown(client: redis.Redis, make: Any) -> None:
+    """``a=[1, 2], b=2``, copied from 'show', matched nothing: it was a set of characters."""
+    task = make("of_lists", scope="job")
+    for numbers in ([1, 2], [3]):
+        task.delay(numbers)
+    run("release", "--task", "of_lists", "--match", "a=[1, 2], b=2", "--yes")
+    assert [info.arguments for info in held_locks(client)] == ["a=[3], b=2"]
+
+
 def test_a_dry_run_shows_all_and_releases_none(client: redis.Redis, make: Any) -> None:
     task = make("dry", scope="job")
     for number in range(30):
