@@ -17,12 +17,11 @@ class DjangoRedislockConfig(AppConfig):
     def ready(self) -> None:
         """Register the system checks, and read the settings for the core. Opens no connection."""
         from . import conf
-        from .checks import CHECKS, NETWORK_CHECKS, TAG
+        from .checks import CHECKS, TAG, check_servers
 
         for check in CHECKS:
             register(check, TAG)
-        for check in NETWORK_CHECKS:
-            register(check, TAG, deploy=True)
+        register(check_servers, TAG, deploy=True)
         with suppress(ImproperlyConfigured):  # the checks report it
             conf.get()
         # Once, before a server forks: else the first miss of each of its processes takes the time of the import.

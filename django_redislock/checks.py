@@ -1,4 +1,4 @@
-"""System checks, one function for each message. Only `NETWORK_CHECKS` open connections."""
+"""System checks. Only `check_servers` opens connections."""
 
 from __future__ import annotations
 
@@ -24,17 +24,10 @@ SHORTEST_RENEWED = 1.0
 Garbage collection, a busy core, or Redis forking to save its data may take some tenths of a second."""
 
 
-def check_unknown_keys(**kwargs: object) -> list[CheckMessage]:
+def check_settings(**kwargs: object) -> list[CheckMessage]:
     return [
-        Error(problem.message, hint=problem.hint, id="redislock.E001") for problem in _read()[1] if problem.unknown_key
-    ]
-
-
-def check_values(**kwargs: object) -> list[CheckMessage]:
-    return [
-        Error(problem.message, hint=problem.hint, id="redislock.E002")
+        Error(problem.message, hint=problem.hint, id="redislock.E001" if problem.unknown_key else "redislock.E002")
         for problem in _read()[1]
-        if not problem.unknown_key
     ]
 
 
@@ -99,8 +92,7 @@ def _is_named() -> bool:
 
 
 def check_url_or_alias(**kwargs: object) -> list[CheckMessage]:
-    raw = getattr(settings, conf.NAME, None)
-    if not isinstance(raw, Mapping) or "CACHE_ALIAS" not in raw or raw.get("URL") is None:
+    if not _is_named() or getattr(settings, conf.NAME).get("URL") is None:
         return []
     return [
         Warning(
@@ -154,8 +146,7 @@ def check_celery_tasks(**kwargs: object) -> list[CheckMessage]:
 
 
 CHECKS = (
-    check_unknown_keys,
-    check_values,
+    check_settings,
     check_alias_exists,
     check_alias_is_redis,
     check_cluster_caches,
@@ -168,7 +159,7 @@ CHECKS = (
 
 def check_servers(**kwargs: object) -> list[CheckMessage]:
     """Check the server of each connection: reachable, its version, eviction, persistence, replicas, round
-    trip and clock."""
+    trip and clock. Run by ``check --deploy`` only."""
     try:
         found, _ = clients()
     except ImproperlyConfigured:  # the checks of the settings report it
@@ -194,10 +185,6 @@ _OF_SERVERS: dict[str, tuple[Callable[..., CheckMessage], str]] = {
     "clock": (Info, "redislock.I003"),
     "permissions (INFO)": (Info, "redislock.I004"),
 }
-
-NETWORK_CHECKS = (check_servers,)
-"""Run by ``check --deploy`` only."""
-
 
 Section = conf.Settings | conf.CacheSettings | conf.CelerySettings
 

@@ -32,23 +32,6 @@ ROWS_NOW, WAITERS_NOW = 20, 3
 WIDTH, HEIGHT = 720, 120
 
 
-class ContentionRow(NamedTuple):
-    """The waits for one lock, as the table shows them."""
-
-    name: str
-    shown: str
-    """The name with places where a line may end."""
-    address: str
-    """The address of the page of the lock."""
-    connection: str
-    waited: str
-    mean: str
-    waits: int
-    gave_up: int
-    duplicates: int
-    avoided: int
-
-
 class Column(NamedTuple):
     """A column of the table, and the link that sorts by it."""
 
@@ -213,11 +196,16 @@ def _mean(waits: Waits) -> float:
     return waits.seconds / max(1, waits.waits)
 
 
-def _row(site: str, waits: Waits, connection: str, name: str) -> ContentionRow:
+def _row(site: str, waits: Waits, connection: str, name: str) -> dict[str, Any]:
     waited = [wait_html(waits.seconds), wait_html(_mean(waits))] if waits.waits else ["\N{EN DASH}"] * 2
-    address = _address(site, connection, name)
-    counts = (waits.waits, waits.gave_up, waits.duplicates, waits.avoided)
-    return ContentionRow(visible(name), breakable(name), address, connection, waited[0], waited[1], *counts)
+    return vars(waits) | {
+        "name": visible(name),
+        "shown": breakable(name),
+        "address": _address(site, connection, name),
+        "connection": connection,
+        "waited": waited[0],
+        "mean": waited[1],
+    }
 
 
 def bars(minutes: list[Waits]) -> list[Bar]:

@@ -50,13 +50,17 @@ def find_lock(wanted: str, connection: str | None, *, whole: bool = False) -> tu
             rows += find(at, [wanted]).values()
         except LockBackendError as error:
             failed[at] = error.cause
-    # A semaphore may have the name of a lock.
-    rows += read(connection, lambda at, name: name != wanted and split_slot(name)[0] == wanted).rows
+    names: set[str] = set()
+
+    def is_slot(at: str, name: str) -> bool:
+        names.add(name)
+        return name != wanted and split_slot(name)[0] == wanted
+
+    listing = read(connection, is_slot)  # in any case, because a semaphore may have the name of a lock
+    rows += listing.rows
     if rows:
         return rows, failed
-    raise_if_unread(failed)
-    names, failed = held_names(connection)
-    raise_if_unread(failed)
+    raise_if_unread(listing.failed | failed)
     similar = near(wanted, names)
     if len(similar) == 1 and similar[0].startswith(wanted) and not whole:
         return find_lock(similar[0], connection, whole=True)
@@ -73,13 +77,6 @@ def raise_if_unread(failed: dict[str, str]) -> None:
 
 def unread(failed: dict[str, str]) -> list[str]:
     return [f"Connection {connection!r} could not be read: {why}" for connection, why in failed.items()]
-
-
-def held_names(connection: str | None) -> tuple[set[str], dict[str, str]]:
-    """Return the names of all held locks, and the errors of the connections; only the names are read."""
-    names: set[str] = set()
-    listing = read(connection, lambda at, name: names.add(name))
-    return names, listing.failed
 
 
 def near(wanted: str, names: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ from django.core.management import call_command
 from django.test import override_settings
 
 from django_redislock import conf, get_client, lock
-from django_redislock.checks import check_servers, check_values
+from django_redislock.checks import check_servers, check_settings
 from django_redislock.server_url import client_from_url
 from tests.support import free_port
 
@@ -63,7 +63,7 @@ def test_a_wrong_url_is_reported_without_its_password(url, why):
         client_from_url(url)
     assert "secret" not in str(caught.value)
     with override_settings(DJANGO_REDISLOCK={"URL": url}):
-        (error,) = check_values()
+        (error,) = check_settings()
         assert ("the option" if "wrong" in url else "redis+cluster://") in error.hint
         assert "secret" not in error.hint + error.msg
     assert conf.read({"URL": "redis+cluster://u:p@a,b:1"})[1] == []
