@@ -47,7 +47,7 @@ def words_of(row: HeldLockRow, ids: bool) -> dict[str, str]:
     info = row.info
     words = {
         "name": visible(info.name) + (f" [{info.slot} of {info.limit}]" if info.slot else ""),
-        "kind": info.kind,
+        "kind": visible(info.kind),
         "held for": duration(info.age),
         "expires in": duration(info.ttl) + ("" if info.auto_renewal else ", not renewed"),
         "waiting": str(info.waiting),
@@ -55,7 +55,7 @@ def words_of(row: HeldLockRow, ids: bool) -> dict[str, str]:
         "fence": str(info.fence),
         "connection": row.connection,
     }
-    return words | ({"id": info.id} if ids else {})
+    return words | ({"id": visible(info.id)} if ids else {})
 
 
 def _all(row: HeldLockRow, ids: bool) -> dict[str, str]:

@@ -99,8 +99,10 @@ def test_filters(client: redis.Redis) -> None:
 
 
 def test_no_escape_sequence_reaches_the_terminal(client: redis.Redis) -> None:
-    hold(client, "\x1b[2Jgone\n", label="\x1b[2J")
-    for output in (run("list"), run("show", "\x1b[2Jgone\n")):
+    lock = hold(client, "\x1b[2Jgone\n", label="\x1b[2J", kind="\x1b[2J")
+    id, _, rest = client.get(lock._keys.lock).partition(b"\n")
+    client.set(lock._keys.lock, id + b"\x1b[2J\n" + rest)  # another program may write anything
+    for output in (run("list", "--id"), run("show", "\x1b[2Jgone\n", "--id")):
         assert "\x1b" not in output
         assert r"\x1b[2Jgone\n" in output
     assert run_json("list")[0]["name"] == "\x1b[2Jgone\n"
