@@ -15,7 +15,7 @@ Read = Callable[[], tuple[list[dict[str, str]], list[str]]]
 """Returns the lines of the table, each as texts by heading, and remarks to show above the table."""
 
 
-LONG = {"name": 3, "holder": 2}
+LONG = {"name": 3, "holder": 2, "id": 2}
 """Headings of the columns that share the remaining width, with their parts of it. Long texts are folded and not cut."""
 LEFT_OUT = {"fence"}
 """Headings of columns that are not shown, because the names need the room. ``redislock show`` shows them."""

@@ -70,6 +70,16 @@ def test_nothing_of_a_name_or_holder_is_cut_in_a_narrow_terminal(
     assert len(lines) <= 4
 
 
+def test_an_owner_id_leaves_the_name_its_place(client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 80 columns the id took all that was left, and neither name nor holder was shown."""
+    monkeypatch.setenv("COLUMNS", "80")
+    id = str(hold(client, "invoice:42").id)
+    _, heading, *lines = run("--id").splitlines()
+    for word, text in (("NAME", "invoice:42"), ("ID", id)):
+        at = heading.index(f"{word} ")
+        assert "".join(line[at:].split("  ")[0].strip() for line in lines) == text
+
+
 def test_once_as_json(client: redis.Redis) -> None:
     hold(client, "invoice:42")
     [lock] = json.loads(run("--format", "json"))["locks"]
