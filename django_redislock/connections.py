@@ -74,7 +74,8 @@ def client_of_alias(alias: str) -> tuple[Client | None, str]:
         if isinstance(client, Redis):
             checked(client)
     except Exception as error:  # any that the backend, django-redis or redis-py raises for wrong settings
-        return None, f"{type(error).__name__}: {error}".rstrip(".: ")
+        # "Port could not be cast to integer value as 'pa'": of a URL whose password has a slash it is a part of that.
+        return None, f"{type(error).__name__}: {error}".partition(" as '")[0].rstrip(".: ")
     return client, ""
 
 

@@ -110,6 +110,13 @@ def listed() -> str:
     return out.getvalue()
 
 
+def test_a_password_that_was_not_encoded_is_on_no_page(web: Client, settings: Any) -> None:
+    settings.CACHES = settings.CACHES | {"second": OURS | {"LOCATION": "redis://:open/sesame@localhost:6379/0"}}
+    response = web.get(LIST)
+    assert "ValueError: Port could not be cast to integer value." in messages(response)[0]
+    assert "open" not in messages(response)[0]
+
+
 def make_cache(location: str, params: dict[str, Any]) -> DummyCache:
     return DummyCache(location, params)
 
