@@ -16,10 +16,10 @@ from django.utils.translation import gettext, gettext_lazy as _, ngettext
 
 from .. import conf
 from ..connections import clients, several_connections
-from ..core.contention import MINUTES, Waits, contention
+from ..core.contention import MINUTES, Contention, Waits, contention
 from ..core.keys import SLOT_IN_TEXT, queue_name, split_slot
 from ..exceptions import LockBackendError
-from ..inventory import RETRY_FOR, HeldLockRow, cause_of, of_nodes, read
+from ..inventory import RETRY_FOR, HeldLockRow, Listing, cause_of, of_nodes, read
 from ..models import HeldLock, encode_key
 from ..texts import visible
 from .display import age_html, breakable, fill_in, holder_html, queue_html, wait_html
@@ -70,9 +70,8 @@ def page(model_admin: Any, request: HttpRequest) -> HttpResponse:
     """Show the locks that are waited for now, and those with the longest waits and the highest savings of an hour."""
     if not model_admin.has_view_permission(request):
         raise PermissionDenied
-    found, failed = _read()
     listing = read()
-    listing.failed.update(failed)
+    found = _read_counts(listing)
     model_admin.report_missing_locks(request, listing)
     # One row for a semaphore, because its slots have one queue.
     waited_for = list({(r.connection, queue_name(r.held.name)): r for r in listing.rows if r.held.waiting}.values())
@@ -158,21 +157,23 @@ def _address(site: str, connection: str, name: str) -> str:
     return reverse("admin:django_redislock_heldlock_change", args=[key], current_app=site)
 
 
-def _read() -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the waits of each connection, and for each unread connection the reason."""
+def _read_counts(listing: Listing) -> dict[str, Contention]:
+    """Return the counts of the connections that are in the listing, and add to it those that fail now."""
     try:
-        found, failed = clients()
-    except ImproperlyConfigured as error:
-        return {}, {conf.NAME: str(error)}
+        found, _failed = clients()
+    except ImproperlyConfigured:  # the listing has it
+        return {}
     counts = {}
     for connection, client in found.items():
+        if connection in listing.failed:  # a silent server would keep the page waiting once more
+            continue
+        missing: dict[str, str] = {}
         try:
-            missing: dict[str, str] = {}
             counts[connection] = contention(client, conf.get().key_prefix, retry_for=RETRY_FOR, missing=missing)
-            failed |= of_nodes(connection, missing)
         except LockBackendError as error:
-            failed[connection] = cause_of(error)
-    return counts, failed
+            listing.failed[connection] = cause_of(error)
+        listing.failed.update(of_nodes(connection, missing))
+    return counts
 
 
 def _pick(names: list[Found], sorting: str) -> list[Found]:

@@ -43,24 +43,21 @@ def find_lock(wanted: str, connection: str | None, *, whole: bool = False) -> tu
         check_name(wanted)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    rows: list[HeldLockRow] = []
-    found, failed = clients(connection)
-    for at in found:
-        try:
-            rows += find(at, [wanted]).values()
-        except LockBackendError as error:
-            failed[at] = error.cause
     names: set[str] = set()
 
     def is_slot(at: str, name: str) -> bool:
         names.add(name)
         return name != wanted and split_slot(name)[0] == wanted
 
-    listing = read(connection, is_slot)  # in any case, because a semaphore may have the name of a lock
-    rows += listing.rows
+    rows, failed, *_ = read(connection, is_slot)  # in any case, because a semaphore may have the name of a lock
+    for at in [at for at in clients(connection)[0] if at not in failed]:
+        try:  # by its name, too, because an index may have lost it
+            rows += find(at, [wanted]).values()
+        except LockBackendError as error:
+            failed[at] = error.cause
     if rows:
         return rows, failed
-    raise_if_unread(listing.failed | failed)
+    raise_if_unread(failed)
     similar = near(wanted, names)
     if len(similar) == 1 and similar[0].startswith(wanted) and not whole:
         return find_lock(similar[0], connection, whole=True)

@@ -148,7 +148,8 @@ def test_who_may_see_it() -> None:
     assert Client().get(PAGE).status_code == 302
 
 
-def test_a_connection_that_is_down(settings: Any) -> None:
+def test_a_connection_that_is_down(settings: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It was asked for its counts and for its locks: a silent server kept the page waiting for 10 s, not for 5."""
     settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
     response = browser(superuser()).get(PAGE)
     assert response.status_code == 200
@@ -156,6 +157,7 @@ def test_a_connection_that_is_down(settings: Any) -> None:
     html = response.content.decode()
     assert "Nobody waits" not in html
     assert "No wait has ended" not in html
+    assert len([record for record in caplog.records if record.name == "django_redislock"]) == 1
 
 
 def test_of_more_locks_than_are_read_it_does_not_say_that_nobody_waits(

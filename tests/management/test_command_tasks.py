@@ -305,12 +305,15 @@ def test_a_name_that_is_another_ones_beginning_is_itself(client: redis.Redis) ->
 
 
 @pytest.mark.usefixtures("three")
-def test_nothing_is_guessed_where_a_connection_cannot_be_read(settings: Any, own_server: RedisServer) -> None:
+def test_nothing_is_guessed_where_a_connection_cannot_be_read(
+    settings: Any, own_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": own_server.url}
     settings.CACHES = settings.CACHES | {"second": cache}
     own_server.kill()
     with pytest.raises(CommandError, match="'second' could not be read"):
         run("show", "invoice:42")
+    assert len([record for record in caplog.records if record.name == "django_redislock"]) == 1, "asked once"
 
 
 def test_of_many_similar_names_a_few_are_told() -> None:
