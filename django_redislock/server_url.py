@@ -75,19 +75,23 @@ def _of_sentinels(hosts: str, service: str, options: dict[str, Any], tls: bool) 
 
 
 def checked(client: Redis) -> Redis:
-    """Return the client if redis-py takes its options: it looks at them when it connects, and raises TypeError then."""
-    pool = client.connection_pool
+    """Return the client if its options and its host are usable.
+
+    redis-py looks at them when it connects, and raises TypeError or UnicodeError then, which no caller expects.
+    """
+    settings = settings_of(client.connection_pool)
     try:
-        pool.connection_class(**settings_of(pool))
+        client.connection_pool.connection_class(**settings)
     except TypeError as error:
         raise UnknownOption(error) from error
+    str(settings.get("host", "")).encode("idna")  # as `socket` does, which raises UnicodeError, too
     return client
 
 
 def _host_and_port(text: str, port: int, of: str) -> tuple[str, int]:
     try:
         parts = urlsplit(f"//{text}")
-        if parts.hostname and parts.netloc == text:
+        if parts.hostname and parts.hostname.encode("idna") and parts.netloc == text:
             return parts.hostname, parts.port or port
     except ValueError:
         pass

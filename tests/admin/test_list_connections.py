@@ -79,10 +79,11 @@ OURS = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": "redis://127
         {"BACKEND": "django_redislock.cache.Missing"},
         OURS | {"LOCATION": "localhost:6379"},
         OURS | {"LOCATION": "redis://127.0.0.1/1?misspelt=1"},
+        OURS | {"LOCATION": "redis://.shop.svc:6379"},
         OURS | {"OPTIONS": {"CLIENT_CLASS": "nowhere.Client"}},
         OURS | {"BACKEND": "django_redislock.cache.DjangoRedisCache", "LOCATION": "localhost:6379"},
     ],
-    ids=["no backend", "no scheme", "no option", "no module", "no scheme, Django's"],
+    ids=["no backend", "no scheme", "no option", "no host", "no module", "no scheme, Django's"],
 )
 def test_a_connection_with_wrong_settings_does_not_hide_the_others(
     web: Client, client: redis.Redis, settings: Any, cache: dict[str, Any]

@@ -74,6 +74,8 @@ def test_what_differs_is_another_server(other):
         ("redis+sentinel://one:1/main/zero", "database .* must be a number, not 'zero'"),
         ("redis+sentinel://one:1/main/0?socket_timeout=x", "socket_timeout"),
         ("sentinel://one:1/main/0", "scheme"),
+        ("redis://.shop.svc:6379/0", "label empty"),  # where the variable before the dot is empty
+        ("redis+sentinel://.shop.svc:1/main/0", "'.shop.svc:1' is not host:port of a Sentinel"),
     ],
 )
 def test_a_url_that_cannot_work_says_why(url, why):
