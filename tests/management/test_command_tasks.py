@@ -130,6 +130,17 @@ def test_without_waiting_the_locks_of_executions_are_released_too(client: redis.
     assert "The holder is not stopped" in errors
 
 
+def test_the_runs_of_a_group_are_released_by_its_name_because_their_locks_have_that(
+    client: redis.Redis, make: Any
+) -> None:
+    task = make("of_group", key="{a}", group="crm")
+    with pytest.raises(LockLost), task._running_lock(task._name_of_run("7"), task._options, None, (), {}):
+        with pytest.raises(CommandError, match=r"No lock of the task 'of_group' is held\."):
+            run("release", "--task", "of_group", "--yes")
+        run("release", "--task", "crm", "--match", "7", "--yes")
+        assert names(client) == []
+
+
 def test_a_pattern_chooses_by_key_or_by_arguments(client: redis.Redis, make: Any) -> None:
     by_key, by_arguments = make("by_key", scope="job", key="report:{a}"), make("by_arguments", scope="job")
     for task, number in itertools.product((by_key, by_arguments), (1, 2, 11)):

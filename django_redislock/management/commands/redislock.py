@@ -62,7 +62,7 @@ class Command(BaseCommand):
 
         release = actions.add_parser("release", parents=[common], help="force-release one lock, or the locks of a task")
         release.add_argument("name", nargs="?", help="the name of the lock, or a unique beginning of it")
-        release.add_argument("--task", metavar="NAME", help="release the locks of this task")
+        release.add_argument("--task", metavar="NAME", help="release the locks of this task, or of this group")
         release.add_argument("--waiting", action="store_true", help="with --task: only the locks of waiting messages")
         release.add_argument(
             "--match",
