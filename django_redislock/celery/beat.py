@@ -278,6 +278,9 @@ def _database_scheduler() -> type[Any]:
             if unknown or last > run_of(entry)[0]:
                 super()._continue(entry, last, count)
                 entry.model.last_run_at, entry.model.total_run_count = entry.last_run_at, count
+                # It is stored: the entries are read anew every five minutes, and whenever one is changed.
+                entry.model.no_changes = True
+                getattr(self, "_dirty", set()).add(entry.name)
 
         def _take_back(self, entry: Any) -> None:
             getattr(self, "_dirty", set()).discard(entry.name)  # so that the database stores no run that did not happen

@@ -1,0 +1,83 @@
+"""The scheduler of django-celery-beat: what the beats write into the database, and read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.schedules import schedule
+from django.apps import apps
+from django.db import connection
+
+from django_redislock import lock
+from django_redislock.celery import beat
+from tests.support import using_databases
+from tests.support.databases import sqlite_file
+
+pytest.importorskip("django_celery_beat", reason="django-celery-beat has no release for this Django")
+pytestmark = pytest.mark.usefixtures("locks_by_url")
+
+HOUR = timedelta(hours=1)
+NAMES = ["bills", "report"]
+
+
+@pytest.fixture
+def start(settings: Any, tmp_path: Path, django_db_blocker: Any) -> Iterator[Callable[[], Any]]:
+    """``start()`` starts a beat of a database in which two entries are due. A beat stores the first run at once."""
+    settings.INSTALLED_APPS = [*settings.INSTALLED_APPS, "django_celery_beat"]
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.beat_schedule = {name: {"task": name, "schedule": schedule(HOUR)} for name in NAMES}
+
+    class Recording(beat.DatabaseScheduler):  # type: ignore[misc, name-defined]
+        def setup_schedule(self) -> None:
+            self.sent: list[str] = []
+            super().setup_schedule()
+
+        def send_task(self, name: str, *args: Any, **kwargs: Any) -> None:
+            self.sent.append(name)
+
+    with django_db_blocker.unblock(), using_databases(default=sqlite_file(tmp_path)), ExitStack() as stack:
+        with connection.schema_editor() as editor:
+            for model in apps.get_app_config("django_celery_beat").get_models():
+                editor.create_model(model)
+
+        def start() -> Recording:
+            started = Recording(app=app)
+            stack.callback(started.close)
+            return started
+
+        start().close()  # it stores the entries
+        entries().update(last_run_at=app.now() - 2 * HOUR)
+        yield start
+
+
+def entries() -> Any:
+    from django_celery_beat.models import PeriodicTask
+
+    return PeriodicTask.objects.filter(name__in=NAMES)
+
+
+def tick(scheduler: Any) -> list[str]:
+    for _ in range(3):
+        scheduler.tick()
+    return sorted(scheduler.sent)
+
+
+def test_what_a_killed_leader_published_is_not_published_again_when_the_schedule_is_read_anew(
+    start: Callable[[], Any],
+) -> None:
+    from django_celery_beat.models import PeriodicTasks
+
+    killed, following = start(), start()
+    assert tick(killed) == NAMES
+    lock("celery-beat:shop").reset()
+    assert tick(following) == []
+    PeriodicTasks.update_changed()  # somebody saves an entry; it is also read anew every 5 minutes
+    assert tick(following) == []
+    following.sync()
+    assert [entry.total_run_count for entry in entries()] == [1, 1]
