@@ -282,6 +282,11 @@ def _database_scheduler() -> type[Any]:
                 entry.model.no_changes = True
                 getattr(self, "_dirty", set()).add(entry.name)
 
+        def sync(self) -> None:
+            """Store the last runs if this beat leads: otherwise another leader may have stored later ones."""
+            if self._term is not None and not self._term.lost:
+                super().sync()
+
         def _take_back(self, entry: Any) -> None:
             getattr(self, "_dirty", set()).discard(entry.name)  # so that the database stores no run that did not happen
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from celery.schedules import schedule
 from django.apps import apps
 from django.db import connection
 
-from django_redislock import lock
+from django_redislock import LockLost, lock
 from django_redislock.celery import beat
 from tests.support import using_databases
 from tests.support.databases import sqlite_file
@@ -68,6 +68,13 @@ def tick(scheduler: Any) -> list[str]:
     return sorted(scheduler.sent)
 
 
+def lose(scheduler: Any) -> None:
+    """Let the leader learn that its term is lost."""
+    lock("celery-beat:shop").reset()
+    with suppress(LockLost):
+        scheduler._term.extend()
+
+
 def test_what_a_killed_leader_published_is_not_published_again_when_the_schedule_is_read_anew(
     start: Callable[[], Any],
 ) -> None:
@@ -81,3 +88,14 @@ def test_what_a_killed_leader_published_is_not_published_again_when_the_schedule
     assert tick(following) == []
     following.sync()
     assert [entry.total_run_count for entry in entries()] == [1, 1]
+
+
+def test_a_beat_whose_term_is_lost_overwrites_no_later_run_in_the_database(start: Callable[[], Any]) -> None:
+    frozen = start()
+    assert tick(frozen) == NAMES
+    lose(frozen)
+    later = frozen.app.now()
+    entries().update(last_run_at=later, total_run_count=5)  # by the next leader
+    frozen.sync()
+    frozen.close()
+    assert set(entries().values_list("last_run_at", "total_run_count")) == {(later, 5)}
