@@ -138,12 +138,14 @@ class LeaderMixin:
                 return False
             # What Redis has lost, the former leader gives back as soon as it notices that.
             self._quiet_until = monotonic() + term.expire / 3 + BEAT_PAUSE if self._load() else 0.0
+            self._term = term
         except LockBackendError as error:
             self._report("away", logger.error, f"Beat publishes nothing, because it cannot be elected: {error}")
-            with suppress(LockError):
-                term.release()
             return False
-        self._term = term
+        finally:
+            if self._term is not term:  # also when it was stopped, or could not read its entries
+                with suppress(LockError):
+                    term.release()
         self._report("leads", logger.info, f"Beat leads (lock {name!r}, fence {term.fence}).")
         return True
 

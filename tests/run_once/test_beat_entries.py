@@ -196,6 +196,19 @@ def test_a_new_leader_takes_over_what_the_former_one_gives_back_after_a_loss_of_
     assert tick(second) == []
 
 
+@pytest.mark.parametrize("error", [SystemExit, OSError])
+def test_a_beat_that_is_stopped_or_fails_while_it_becomes_the_leader_hands_over(
+    start: Callable[..., Recording], error: type[BaseException]
+) -> None:
+    class Failing(Recording):
+        def _refresh(self) -> None:
+            raise error
+
+    with pytest.raises(error):
+        start(HOUR, Failing).tick()
+    assert list(held_locks()) == []
+
+
 def test_the_times_are_kept_for_months_and_not_for_ever(start: Callable[..., Recording], client: redis.Redis) -> None:
     tick(start(HOUR))
     life = client.pttl("{redislock:beat}:times:celery-beat:shop")
