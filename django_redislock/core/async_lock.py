@@ -39,6 +39,17 @@ def current_task() -> asyncio.Task[Any] | None:
         return None
 
 
+def who_entered(acquirer: Any, entrants: list[Any]) -> Any:
+    """Return the task that entered the block which this one leaves: another task may close a generator."""
+    if acquirer in entrants:
+        return acquirer
+    ended = [task for task in entrants if task.done()]
+    for candidates in (entrants, ended):
+        if len(set(candidates)) == 1:  # if it is re-entrant, it may have entered several times
+            return candidates[0]
+    return None
+
+
 def _loop_runs() -> bool:
     try:
         asyncio.get_running_loop()
@@ -162,16 +173,7 @@ class AsyncLock(BaseLock):
         return await self._run(lambda _: self._reset(fence, by, reason))
 
     def _entered(self) -> Any:
-        """Return the task that entered the block which this one leaves: another task may close a generator."""
-        acquirer = self._acquirer()
-        entrants = list(self._entrants)  # tasks of another loop, in another thread, may leave meanwhile
-        if acquirer in entrants:
-            return acquirer
-        ended = [task for task in entrants if task.done()]
-        for candidates in (entrants, ended):
-            if len(set(candidates)) == 1:  # if it is re-entrant, it may have entered several times
-                return candidates[0]
-        return None
+        return who_entered(self._acquirer(), list(self._entrants))  # a list, because tasks of another loop may leave
 
     # The operations, where a task differs from a thread
 

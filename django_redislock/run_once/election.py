@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from ..core.async_lock import AsyncLock
+from ..core.async_lock import AsyncLock, current_task, who_entered
 from ..core.clock import monotonic
 from ..core.driver.effects import Operation, WaitForWakeup
 from ..core.lock import Lock
@@ -70,13 +70,15 @@ class Election:
     async def __aenter__(self) -> AsyncLock:
         term = self.new_async_term()
         await aelect(term, lambda: False)
-        self._terms[asyncio.current_task()] = term
+        self._terms[current_task()] = term
+        term._entrants.append(current_task())
         return term
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._terms.pop(asyncio.current_task()).__aexit__(kind, error, trace)
+        tasks = [acquirer for acquirer in list(self._terms) if isinstance(acquirer, asyncio.Future)]
+        await self._terms.pop(who_entered(current_task(), tasks)).__aexit__(kind, error, trace)
 
 
 def leader(

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -191,6 +191,28 @@ def test_in_a_task_of_asyncio() -> None:
 
     first, second = asyncio.run(main())
     assert second > first
+
+
+@pytest.mark.parametrize("loop_ends", [False, True], ids=["generator is dropped", "loop ends"])
+def test_leader_in_an_async_generator_that_another_task_closes_hands_over(loop_ends: bool) -> None:
+    async def feed() -> AsyncIterator[int]:
+        async with election as term:
+            yield term.fence
+
+    async def main() -> None:
+        messages = feed()
+        async for _ in messages:
+            break
+        if loop_ends:
+            kept.append(messages)
+        else:
+            del messages  # the loop closes it in a task of its own
+            while list(held_locks()):
+                await asyncio.sleep(0.01)
+
+    election, kept = leader("scheduler"), list[Any]()
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert list(held_locks()) == []
 
 
 def test_a_candidate_outlasts_a_server_that_is_away(settings: Any, own_server: RedisServer) -> None:
