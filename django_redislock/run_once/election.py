@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..exceptions import LockBackendError, LockError
 from ..locks import alock, lock
 
 SLICE = 1.0
-"""Seconds after which a candidate checks whether it was stopped."""
+"""Seconds after which a candidate checks whether it was stopped, and a leader whether its term was lost."""
 ELECTION_PAUSE = 0.5, 1.0
 """Seconds between two tries of a candidate while Redis cannot serve it, chosen at random in between."""
 
@@ -157,7 +157,8 @@ class Leader:
                 try:
                     self._on_elected(term)
                     while not self._stopped and not term.lost:
-                        woken.get()
+                        with suppress(Empty):  # a greenlet is not woken by the watchdog, which is a real thread
+                            woken.get(timeout=SLICE)
                 finally:
                     if self._on_lost is not None:
                         self._on_lost(term)
