@@ -16,7 +16,7 @@ from django.core.management.base import CommandError, CommandParser, OutputWrapp
 
 from ..core.lock import Lock
 from ..exceptions import LockBackendError
-from ..texts import duration
+from ..texts import duration, visible
 
 USAGE, UNAVAILABLE, LOST, BUSY = 2, 69, 74, 75
 """Exit statuses: bad arguments (argparse's), and EX_UNAVAILABLE, EX_IOERR and EX_TEMPFAIL of sysexits.h."""
@@ -69,7 +69,7 @@ def holder_of(lock: Lock) -> str:
         info = lock.owner()
     except LockBackendError as error:
         return f"an unknown holder ({error.cause})"
-    return "nobody any more" if info is None else f"{info.holder} for {duration(info.age)}"
+    return "nobody any more" if info is None else f"{visible(info.holder)} for {duration(info.age)}"
 
 
 def sentence(error: object) -> str:

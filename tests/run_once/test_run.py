@@ -168,6 +168,13 @@ def test_run_says_how_long_the_lock_is_held_as_the_lists_do(client: redis.Redis)
         assert "for 9 min 8 s. The command was not run." in run("x", "--no-wait", "--", "true")[1]
 
 
+def test_run_shows_no_control_characters_of_the_holders_label() -> None:
+    with lock("x", label="\x1b[2J\rnobody"):
+        status, said = run("x", "--skip", "--", "true")
+    assert status == 0
+    assert r"Lock 'x' is held by \x1b[2J\rnobody on " in said
+
+
 def test_it_is_said_again_while_the_wait_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("django_redislock.run_once.run.REPORT_EVERY", 0.05)
     free = threading.Event()
