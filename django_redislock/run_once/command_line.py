@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser, OutputWrapper
+from django.utils import translation
 
 from ..core.lock import Lock
 from ..exceptions import LockBackendError
@@ -63,6 +64,7 @@ class Speech(OutputWrapper):
             silence(self)
 
 
+@translation.override(None)  # the sentence around it is English, also in a thread and in a command of another language
 def holder_of(lock: Lock) -> str:
     """Return who holds the lock, in words."""
     try:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
+from django.utils import translation
 
 from django_redislock import held_locks, lock
 from django_redislock.management import LockedCommand
@@ -72,6 +73,11 @@ def test_two_processes_do_not_run_it_at_once_and_the_second_one_names_the_first(
     monkeypatch.setattr("builtins.input", lambda: "")
     assert run(Command(), "slow", "--lock-timeout", "1m") == "imported slow\n"
     process.finish()
+
+
+def test_a_locked_command_names_the_holder_in_english_whatever_the_language_is() -> None:
+    with lock("import:prices"), translation.override("de"), pytest.raises(CommandError, match=r" for \d\.\d s\.$"):
+        run(Command(), "prices")
 
 
 def test_without_the_lock_it_runs_beside_the_holder(capfd: pytest.CaptureFixture[str]) -> None:
