@@ -70,15 +70,16 @@ class LockedCommand(BaseCommand):
             except LockBackendError as error:
                 raise CommandError(str(error), returncode=UNAVAILABLE) from error
             self.lock = held
-            output: str | None = super().execute(*args, **options)
             try:
-                stack.close()
-            except LockLost as error:
+                output: str | None = super().execute(*args, **options)
+                try:
+                    stack.close()
+                except LockBackendError as error:
+                    expiry = duration(held.expire)
+                    text = f"The lock could not be released and ends by its expiry of {expiry}: {sentence(error)}"
+                    Speech(self.stderr).write(text)
+            except LockLost as error:  # at the release, or by raise_if_lost()
                 raise CommandError(str(error), returncode=LOST) from error
-            except LockBackendError as error:
-                expiry = duration(held.expire)
-                text = f"The lock could not be released and ends by its expiry of {expiry}: {sentence(error)}"
-                Speech(self.stderr).write(text)
             return output
 
     def _lock_name(self, options: dict[str, Any]) -> str:

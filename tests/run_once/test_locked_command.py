@@ -105,10 +105,14 @@ def test_a_name_with_a_field_that_is_no_option() -> None:
         run(Wrong())
 
 
-def test_a_lock_lost_meanwhile_is_an_error_with_a_status_of_its_own() -> None:
+@pytest.mark.parametrize("notices", [False, True])
+def test_a_lock_lost_meanwhile_is_an_error_with_a_status_of_its_own(notices: bool) -> None:
     class Losing(LockedCommand):
         def handle(self, *args: Any, **options: Any) -> None:
+            assert self.lock is not None
             lock("test_locked_command").reset(reason="it hangs")
+            if notices:
+                self.lock.extend()
 
     with pytest.raises(CommandError, match="it hangs") as lost:
         run(Losing())
