@@ -23,7 +23,7 @@ from ..core.driver.registry import server_of
 from ..core.driver.retry import with_retries
 from ..core.keys import milliseconds
 from ..core.validation import check_expire, check_name
-from ..exceptions import LockBackendError, LockLost
+from ..exceptions import LockBackendError, LockLost, NotAcquired
 from ..locks import lock
 from ..texts import duration
 from .command_line import LABEL, LOST, UNAVAILABLE, USAGE, Speech, find_program, holder_of, sentence
@@ -117,9 +117,9 @@ class _Run:
         with self._signals():
             if self._is_done(done):
                 return 0
-            if not self._acquire():
-                return self._busy()
             try:
+                if not self._acquire():
+                    return self._busy()
                 if self._is_done(done):
                     return 0
                 if self.pending:
@@ -225,6 +225,8 @@ class _Run:
     def _release(self) -> None:
         try:
             self.lock.release()
+        except NotAcquired:
+            pass  # a signal may end the acquisition at any point, also when the lock is already held
         except LockLost as error:
             if self._terminates:
                 raise CommandError(str(error), returncode=LOST) from error

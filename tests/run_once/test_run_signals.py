@@ -13,11 +13,15 @@ import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import psutil
 import pytest
+from django.core.management import call_command
 
 from django_redislock import held_locks, lock
+from django_redislock.core import Lock
 from tests.support import wait_until
 from tests.support.managed import MANAGE, Managed, environment
 from tests.support.processes import ROOT
@@ -70,6 +74,22 @@ def test_a_signal_ends_the_wait_for_the_lock(manage: Callable[..., Managed]) -> 
     assert process.out == ""
     with lock("x", timeout=5):
         """Nobody waits in the queue before."""
+
+
+def test_run_that_gets_a_signal_right_after_it_has_the_lock_releases_it() -> None:
+    def interrupt(frame: FrameType, event: str, result: Any) -> None:
+        if event == "return" and frame.f_code is Lock.acquire.__code__ and result:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGTERM)
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            call_command("redislock", "run", "x", "--", "true")
+    finally:
+        sys.setprofile(None)
+    assert ended.value.code == 143
+    assert names() == []
 
 
 def test_the_lock_is_free_only_when_the_whole_group_has_ended(manage: Callable[..., Managed]) -> None:
