@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,9 @@ from redis import Redis, RedisCluster
 from redis.asyncio import RedisCluster as AsyncRedisCluster
 
 from . import conf
+from .core.driver.effects import Pipeline
 from .core.driver.registry import Client, close_unused, server_of
+from .core.driver.retry import with_retries
 from .core.driver.server import Server
 from .core.memory_server import GRANTS_ALL
 from .server_url import checked, client_from_url
@@ -49,6 +52,14 @@ def server(settings: conf.Settings, using: str | None = None) -> Server:
     except KeyError:
         found[using] = server_of(_client(settings, using)) if settings.enabled else GRANTS_ALL
         return found[using]
+
+
+def ask(using: str | None, name: str, *commands: tuple[bytes, ...]) -> list[Any]:
+    """Return the replies to commands that belong to the lock `name`. Raises LockBackendError when Redis cannot answer,
+    and what `get_client` does."""
+    asked = server(conf.get(), using)
+    _, replies = asked.run(with_retries(name, Pipeline(commands), math.inf, asked))
+    return replies  # type: ignore[no-any-return]
 
 
 def _client(settings: conf.Settings, using: str | None) -> Client:

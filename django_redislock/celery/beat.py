@@ -6,7 +6,6 @@ django-celery-beat, or `LeaderMixin` before a scheduler of your own.
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,8 @@ from celery.utils.log import get_logger
 from celery.utils.time import maybe_make_aware
 
 from .. import conf
-from ..connections import get_client
+from ..connections import ask
 from ..core.clock import monotonic
-from ..core.driver.effects import Pipeline
-from ..core.driver.registry import server_of
-from ..core.driver.retry import with_retries
 from ..core.keys import milliseconds
 from ..core.lock import Lock
 from ..core.validation import Seconds
@@ -129,7 +125,6 @@ class LeaderMixin:
         self._term = None
         self._name = name = self.lock_name or f"celery-beat:{self.app.main or 'app'}"
         self._key = f"{{{conf.get().key_prefix}:beat}}:times:{name}".encode()
-        self._server = server_of(get_client(self.using)) if conf.get().enabled else None
         term = leader(name, expire=self.expire, using=self.using, on_lost=self._on_lost).new_term()
         try:
             if not term.acquire(timeout=SLICE):
@@ -220,10 +215,9 @@ class LeaderMixin:
         return {name: (float(run[0]), int(run[1])) for name, run in pairs}
 
     def _ask(self, *commands: tuple[bytes, ...]) -> list[Any]:
-        if self._server is None:
+        if not conf.get().enabled:
             return [()] * len(commands)
-        _, replies = self._server.run(with_retries(self._name, Pipeline(commands), math.inf, self._server))
-        return replies  # type: ignore[no-any-return]
+        return ask(self.using, self._name, *commands)
 
 
 def run_of(entry: Any) -> LastRun:

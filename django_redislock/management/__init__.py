@@ -12,8 +12,7 @@ from ..core.lock import Lock
 from ..core.validation import Seconds
 from ..exceptions import AcquireTimeout, LockBackendError, LockLost
 from ..locks import lock
-from ..run_once.command_line import BUSY, LABEL, LOST, UNAVAILABLE, Speech, holder_of, seconds, sentence
-from ..texts import duration
+from ..run_once.command_line import BUSY, LABEL, LOST, UNAVAILABLE, Speech, holder_of, seconds, unreleased
 
 
 class LockedCommand(BaseCommand):
@@ -75,9 +74,7 @@ class LockedCommand(BaseCommand):
                 try:
                     stack.close()
                 except LockBackendError as error:
-                    expiry = duration(held.expire)
-                    text = f"The lock could not be released and ends by its expiry of {expiry}: {sentence(error)}"
-                    Speech(self.stderr).write(text)
+                    Speech(self.stderr).write(unreleased(held, error))
             except LockLost as error:  # at the release, or by raise_if_lost()
                 raise CommandError(str(error), returncode=LOST) from error
             return output

@@ -79,6 +79,11 @@ def sentence(error: object) -> str:
     return f"{str(error).rstrip('.')}."
 
 
+def unreleased(lock: Lock, error: LockBackendError) -> str:
+    """Return what to say when the lock could not be released."""
+    return f"The lock could not be released and ends by its expiry of {duration(lock.expire)}: {sentence(error)}"
+
+
 class ActionParser(CommandParser):
     """The parser of an action; where the default of `command` is a list, it takes everything after ``--``."""
 

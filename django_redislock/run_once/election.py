@@ -7,7 +7,6 @@ import inspect
 import random
 import re
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 
 from ..core.async_lock import AsyncLock, current_task, who_entered
 from ..core.clock import monotonic
-from ..core.driver.effects import Operation, WaitForWakeup
+from ..core.driver.effects import Operation, Sleep, WaitForWakeup
 from ..core.lock import Lock
 from ..core.validation import MAX_SECONDS, Seconds
 from ..exceptions import LockBackendError, LockError
@@ -201,29 +200,24 @@ class Stopped(BaseException):
 def elect(term: Lock, stopped: Callable[[], bool]) -> bool:
     """Return whether the term began before the candidate was stopped. Raises LockBackendError when Redis refuses
     for good."""
-    while not stopped():
-        try:
-            return term._server.run(_until_stopped(term._acquire(term._acquirer(), None), stopped))
-        except Stopped:
-            break
-        except LockBackendError as error:
-            if refused_for_good(error):
-                raise
-            time.sleep(random.uniform(*ELECTION_PAUSE))  # noqa: S311
-    return False
+    return term._server.run(_elect(term, term._acquirer(), stopped))
 
 
 async def aelect(term: AsyncLock, stopped: Callable[[], bool]) -> bool:
     """Do what `elect` does, in a task."""
+    return await term._run(lambda acquirer: _elect(term, acquirer, stopped))
+
+
+def _elect(term: Lock | AsyncLock, acquirer: Any, stopped: Callable[[], bool]) -> Operation[bool]:
     while not stopped():
         try:
-            return await term._run(lambda acquirer: _until_stopped(term._acquire(acquirer, None), stopped))
+            return (yield from _until_stopped(term._acquire(acquirer, None), stopped))
         except Stopped:
             break
         except LockBackendError as error:
             if refused_for_good(error):
                 raise
-            await asyncio.sleep(random.uniform(*ELECTION_PAUSE))  # noqa: S311
+        yield Sleep(random.uniform(*ELECTION_PAUSE))  # noqa: S311
     return False
 
 

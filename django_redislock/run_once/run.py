@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError
 
 from .. import conf
-from ..connections import get_client
+from ..connections import ask
 from ..core.driver import process
-from ..core.driver.effects import Pipeline
-from ..core.driver.registry import server_of
-from ..core.driver.retry import with_retries
 from ..core.keys import milliseconds
 from ..core.validation import check_expire, check_name
 from ..exceptions import LockBackendError, LockLost, NotAcquired
 from ..locks import lock
 from ..texts import duration
-from .command_line import LABEL, LOST, UNAVAILABLE, USAGE, Speech, find_program, holder_of, sentence
+from .command_line import LABEL, LOST, UNAVAILABLE, USAGE, Speech, find_program, holder_of, sentence, unreleased
 from .process_group import ProcessGroup
 
 REPORT_EVERY = 30.0
@@ -76,6 +73,7 @@ class _Run:
     def __init__(self, options: dict[str, Any], stderr: Speech, program: str) -> None:
         self.options = options
         self.stderr = stderr
+        self._say = stderr.write
         self.program = program
         self.command: list[str] = options["command"]
         self.name: str = options["name"]
@@ -94,6 +92,12 @@ class _Run:
         # It is half of the expiry at most, because the first renewals come after a third of it.
         self.lead = self.lock.expire / 2
         self.grace: float = min(GRACE, self.lead) if options["grace"] is None else options["grace"]
+        self.done_key: bytes | None = None
+        """The key of the runs that succeeded, with ``--once``."""
+        if options["once"] is not None and conf.get().enabled:
+            # With the length, no two pairs of names make the same text, even if they contain colons.
+            key = f"{{{conf.get().key_prefix}:run}}:done:{len(self.name)}:{self.name}:{options['once']}"
+            self.done_key = key.encode()
         self.group: ProcessGroup | None = None
         self.ended_early = False
         """Whether the guard had to end the command."""
@@ -111,31 +115,30 @@ class _Run:
                 f"{duration(self.lock.expire)}: when the lock is not renewed, the command may run beside the next "
                 f"holder for {duration(self.grace - self.lead)}. Give a longer --expire."
             )
-        done = None
-        if self.options["once"] is not None and conf.get().enabled:
-            done = DoneRuns(self.name, self.options["once"], self.options["keep"], self.options["connection"])
         with self._signals():
-            if self._is_done(done):
+            if self._is_done():
                 return 0
             try:
                 if not self._acquire():
                     return self._busy()
-                if self._is_done(done):
+                if self._is_done():
                     return 0
                 if self.pending:
                     return 128 + self.pending[0]
                 status = self._run_command()
-                if done is not None and status == 0:
-                    status = self._remember(done)
+                if self.done_key is not None and status == 0:
+                    status = self._remember(self.done_key)
             finally:
                 self._release()
                 self.stderr.flush()  # of what the log left there
             return status
 
-    def _is_done(self, done: DoneRuns | None) -> bool:
-        found = self._interruptible(done.find) if done is not None else None
+    def _is_done(self) -> bool:
+        if self.done_key is None:
+            return False
+        (found,) = self._interruptible(partial(ask, self.options["connection"], self.name, (b"GET", self.done_key)))
         if found is not None:
-            self._say(f"Done already: {found}.")
+            self._say(f"Done already: {found.decode(errors='replace')}.")
         return found is not None
 
     def _acquire(self) -> bool:
@@ -168,16 +171,14 @@ class _Run:
         environment = os.environ | {"REDISLOCK_NAME": self.name, "REDISLOCK_FENCE": str(self.lock.fence)}
         self.lock.raise_if_lost()
         self.group = ProcessGroup(self.program, self.command, environment, self.grace)
-        with ExitStack() as stack:
-            stack.callback(self._close, self.group)
-            stack.enter_context(self._watched(self.group))
-            for number in self.pending:
-                self.group.send(number)
-            status = self.group.wait()
+        try:
+            with self._watched(self.group):
+                for number in self.pending:
+                    self.group.send(number)
+                status = self.group.wait()
+        finally:
+            self.ended_early = self.group.close()
         return LOST if self.ended_early else status
-
-    def _close(self, group: ProcessGroup) -> None:
-        self.ended_early = group.close()
 
     @contextmanager
     def _watched(self, group: ProcessGroup) -> Iterator[None]:
@@ -210,11 +211,13 @@ class _Run:
         finally:
             ended.set()
 
-    def _remember(self, done: DoneRuns) -> int:
+    def _remember(self, key: bytes) -> int:
         if self.lock.lost and self._terminates:
             return LOST
+        done = f"on {process.HOST} at {datetime.now(UTC).isoformat(' ', 'seconds')}".encode()
+        keep = milliseconds(KEEP if self.options["keep"] is None else self.options["keep"])
         try:
-            done.remember()
+            ask(self.options["connection"], self.name, (b"SET", key, done, b"PX", keep))
         except LockBackendError as error:
             self._say(
                 f"The command succeeded, but that could not be remembered: {sentence(error)} It may be run again."
@@ -231,17 +234,13 @@ class _Run:
             if self._terminates:
                 raise CommandError(str(error), returncode=LOST) from error
         except LockBackendError as error:
-            expiry = duration(self.lock.expire)
-            self._say(f"The lock could not be released and ends by its expiry of {expiry}: {sentence(error)}")
+            self._say(unreleased(self.lock, error))
         if self.ended_early:
             self._say(f"Lock {self.name!r} was not renewed in time, so the command was ended before the expiry.")
 
     @property
     def _terminates(self) -> bool:
         return bool(self.options["on_loss"] == "terminate")
-
-    def _say(self, text: str) -> None:
-        self.stderr.write(text)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -282,28 +281,3 @@ class _Run:
             yield
         finally:
             acquired.set()
-
-
-class DoneRuns:
-    """The runs of one key under the lock `name` that succeeded."""
-
-    def __init__(self, name: str, key: str, keep: float | None, using: str | None) -> None:
-        self._name = name
-        self._server = server_of(get_client(using))
-        # With the length, no two pairs of name and key make the same text, even if they contain colons.
-        self._key = f"{{{conf.get().key_prefix}:run}}:done:{len(name)}:{name}:{key}".encode()
-        self._keep = milliseconds(KEEP if keep is None else keep)
-
-    def find(self) -> str | None:
-        """Return where and when a run succeeded, or None. Raises LockBackendError when Redis cannot answer."""
-        found = self._ask(b"GET", self._key)
-        return None if found is None else found.decode(errors="replace")
-
-    def remember(self) -> None:
-        """Remember that a run succeeded now. Raises LockBackendError when Redis cannot answer."""
-        now = datetime.now(UTC).isoformat(" ", "seconds")
-        self._ask(b"SET", self._key, f"on {process.HOST} at {now}".encode(), b"PX", self._keep)
-
-    def _ask(self, *command: bytes) -> bytes | None:
-        _, (reply,) = self._server.run(with_retries(self._name, Pipeline((command,)), math.inf, self._server))
-        return reply  # type: ignore[no-any-return]
