@@ -17,6 +17,7 @@ from typing import Any
 from ..core.async_lock import AsyncLock, current_task, who_entered
 from ..core.clock import monotonic
 from ..core.driver.effects import Operation, Sleep, WaitForWakeup
+from ..core.driver.retry import advice_for
 from ..core.lock import Lock
 from ..core.validation import MAX_SECONDS, Seconds
 from ..exceptions import LockBackendError, LockError
@@ -223,7 +224,8 @@ def _elect(term: Lock | AsyncLock, acquirer: Any, stopped: Callable[[], bool]) -
 
 def refused_for_good(error: LockBackendError) -> bool:
     """Return whether another try would be refused, too, until somebody changes the configuration."""
-    return error.refused and not TEMPORARY.search(error.cause.partition(";")[0])  # names of keys may follow
+    refused = error.refused and not TEMPORARY.search(error.cause.partition(";")[0])  # names of keys may follow
+    return refused or bool(advice_for(error))
 
 
 def _until_stopped(acquire: Operation[bool], stopped: Callable[[], bool]) -> Operation[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socketserver
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -62,3 +63,33 @@ def test_a_server_that_refuses_is_an_error(settings: Any, own_server: RedisServe
         pass
     with pytest.raises(LockBackendError, match=r"NOPERM|permission"):
         Leader("scheduler", on_elected=print).run()
+
+
+class RefusesTls(socketserver.BaseRequestHandler):
+    """Answers a client that shows no certificate as TLS does."""
+
+    def handle(self) -> None:
+        self.request.recv(4096)
+        self.request.sendall(b"\x15\x03\x03\x00\x02\x02\x28")  # the alert handshake_failure
+
+
+def test_leader_raises_when_the_settings_of_tls_are_wrong(settings: Any) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), RefusesTls) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        settings.DJANGO_REDISLOCK = {"URL": f"rediss://127.0.0.1:{server.server_address[1]}"}
+        failed: list[LockBackendError] = []
+
+        def stand() -> None:
+            try:
+                candidate.run()
+            except LockBackendError as error:
+                failed.append(error)
+
+        candidate = Leader("scheduler", on_elected=print)
+        thread = threading.Thread(target=stand)
+        thread.start()
+        thread.join(5)
+        candidate.stop()
+        thread.join()
+        server.shutdown()
+    assert [error.cause for error in failed if "ssl_certfile" in error.cause]
