@@ -13,6 +13,8 @@ from pathlib import Path
 
 from .guard import ENDED, LOOK_EVERY, is_alive
 
+LONGEST_PAUSE = 0.5
+"""Seconds between two looks at a group that stays for long: each look reads the state of all processes of the host."""
 HELPER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 
 
@@ -78,10 +80,12 @@ class ProcessGroup:
                 break
             self._on_stop(os.WSTOPSIG(status))
         code = self._process.returncode = os.waitstatus_to_exitcode(status)
+        pause = LOOK_EVERY
         while is_alive(self.id):
             with suppress(ChildProcessError):  # process 1 of a container inherits the orphans
                 os.waitpid(-self.id, os.WNOHANG)
-            time.sleep(LOOK_EVERY)
+            time.sleep(pause)
+            pause = min(1.1 * pause, LONGEST_PAUSE)
         self._running = False
         self._terminal.take_back()
         return code if code >= 0 else 128 - code

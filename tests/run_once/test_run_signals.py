@@ -11,8 +11,10 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -102,6 +104,26 @@ def test_the_lock_is_free_only_when_the_whole_group_has_ended(manage: Callable[.
     process.end_input()
     assert process.wait() == 0
     assert names() == []
+
+
+def test_run_looks_less_and_less_often_for_the_last_process_of_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 50:
+            fifo.open("w").close()  # the process that reads it ends
+        wait(min(seconds, 0.01))
+
+    wait = time.sleep
+    monkeypatch.setattr(time, "sleep", pause)
+    call_command("redislock", "run", "x", "--", "sh", "-c", f"cat {fifo} &")
+    assert pauses[0] < 0.05
+    assert pauses[49] >= 0.5, "each look reads what runs on the host"
 
 
 # It leaves a process in its group whose parent, in a session of its own, never reaps it.
