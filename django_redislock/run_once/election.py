@@ -174,9 +174,9 @@ class Leader:
         """
         loop = asyncio.get_running_loop()
         while not self._stopped:
-            woken = asyncio.Event()
-            wake = partial(loop.call_soon_threadsafe, woken.set)
-            term = self._election.new_async_term(on_lost=partial(_set, woken))
+            woken: asyncio.Queue[Any] = asyncio.Queue()
+            wake = partial(loop.call_soon_threadsafe, woken.put_nowait, None)
+            term = self._election.new_async_term(on_lost=woken.put_nowait)
             if not await aelect(term, lambda: self._stopped):
                 return
             try:
@@ -184,7 +184,7 @@ class Leader:
                 try:
                     await _awaited(self._on_elected(term))
                     if not self._stopped and not term.lost:
-                        await woken.wait()
+                        await woken.get()
                 finally:
                     if self._on_lost is not None:
                         await _awaited(self._on_lost(term))
@@ -253,10 +253,6 @@ def _until_stopped(acquire: Operation[bool], stopped: Callable[[], bool]) -> Ope
                 error = Stopped()
     finally:
         del error  # it refers to this frame
-
-
-def _set(event: asyncio.Event, term: AsyncLock) -> None:
-    event.set()
 
 
 async def _awaited(result: Any) -> None:
