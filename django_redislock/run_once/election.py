@@ -150,9 +150,9 @@ class Leader:
             woken: SimpleQueue[Any] = SimpleQueue()
             wake = partial(woken.put, None)
             term = self._election.new_term(on_lost=woken.put)
-            if not elect(term, lambda: self._stopped):
-                return
-            try:
+            try:  # around the election, because a signal handler may raise as soon as the term has begun
+                if not elect(term, lambda: self._stopped):
+                    return
                 self._wakes.add(wake)
                 try:
                     self._on_elected(term)
@@ -177,9 +177,9 @@ class Leader:
             woken: asyncio.Queue[Any] = asyncio.Queue()
             wake = partial(loop.call_soon_threadsafe, woken.put_nowait, None)
             term = self._election.new_async_term(on_lost=woken.put_nowait)
-            if not await aelect(term, lambda: self._stopped):
-                return
             try:
+                if not await aelect(term, lambda: self._stopped):
+                    return
                 self._wakes.add(wake)
                 try:
                     await _awaited(self._on_elected(term))

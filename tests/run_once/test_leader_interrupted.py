@@ -1,12 +1,17 @@
-"""`Leader.run` under gevent and eventlet, where a greenlet waits for a thread of the operating system."""
+"""`Leader.run` in a greenlet, which waits for a thread of the operating system, and interrupted by a signal."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from types import FrameType
+from typing import Any
 
 import pytest
+
+from django_redislock import Leader, held_locks
+from django_redislock.run_once import election
 
 pytestmark = pytest.mark.processes
 
@@ -52,3 +57,19 @@ def test_leader_run_in_a_greenlet_notices_that_its_term_is_lost(module: str, pat
         check=False,
     )
     assert ran.stdout == "force_released\n", ran.stderr
+
+
+@pytest.mark.usefixtures("locks_by_url")
+def test_leader_run_that_gets_ctrl_c_as_soon_as_its_term_has_begun_hands_over() -> None:
+    def interrupt(frame: FrameType, event: str, result: Any) -> None:
+        if event == "return" and frame.f_code is election.elect.__code__ and result:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Leader("scheduler", on_elected=print).run()
+    finally:
+        sys.setprofile(None)
+    assert list(held_locks()) == []
