@@ -169,7 +169,8 @@ class _Run:
     def _run_command(self) -> int:
         """Run the command to its end and return its exit status; raises CommandError when the lock was lost."""
         environment = os.environ | {"REDISLOCK_NAME": self.name, "REDISLOCK_FENCE": str(self.lock.fence)}
-        self.lock.raise_if_lost()
+        if self._terminates:
+            self.lock.raise_if_lost()
         self.group = ProcessGroup(self.program, self.command, environment, self.grace)
         try:
             with self._watched(self.group):

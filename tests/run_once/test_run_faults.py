@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import FrameType
 
 import psutil
 import pytest
+from django.core.management import CommandError, call_command
 
-from django_redislock import held_locks, lock
+from django_redislock import LockLost, held_locks, lock
+from django_redislock.run_once.run import _Run
 from tests.support import Proxy, RedisServer, freeze, wait_until
 from tests.support.managed import MANAGE, Managed, environment
 from tests.support.processes import ROOT
@@ -127,6 +130,29 @@ def test_run_says_that_the_command_may_run_beside_the_next_holder_with_a_grace_l
     for options in (("--grace", "10s"), ("--expire", "4s"), ("--expire", "4s", "--grace", "10s", "--on-loss", "warn")):
         quiet = manage("redislock", "run", "x", *options, "--", "true")
         assert (quiet.wait(), quiet.err) == (0, "")
+
+
+@pytest.mark.usefixtures("locks_by_url")
+@pytest.mark.parametrize(("on_loss", "status", "output"), [("warn", 0, "ran\n"), ("terminate", 74, "")])
+def test_run_whose_lock_is_lost_before_the_command_begins_does_what_on_loss_says(
+    capfd: pytest.CaptureFixture[str], on_loss: str, status: int, output: str
+) -> None:
+    def depose(frame: FrameType, event: str, result: object) -> None:
+        if event == "call" and frame.f_code is _Run._run_command.__code__:
+            sys.setprofile(None)
+            lock("x").reset()
+            with suppress(LockLost):
+                frame.f_locals["self"].lock.extend()
+
+    sys.setprofile(depose)
+    try:
+        call_command("redislock", "run", "x", "--on-loss", on_loss, "--", "echo", "ran")
+        found = 0
+    except CommandError as error:
+        found = error.returncode
+    finally:
+        sys.setprofile(None)
+    assert (found, capfd.readouterr().out) == (status, output)
 
 
 def test_redis_is_away_when_the_command_ends(manage: Callable[..., Managed], own_server: RedisServer) -> None:
