@@ -30,6 +30,8 @@ class Acquisition(Protocol):
     @property
     def inherited_by_fork(self) -> bool: ...
     @property
+    def ended(self) -> bool: ...
+    @property
     def loss(self) -> LossRecord | None: ...
 
 
@@ -150,7 +152,8 @@ class CallerView(ABC, Generic[A]):
         lease = self._visible_lease()
         if lease is None:
             self._raise_if_ended()
-        self._raise_loss(self._require_lease(self._acquirer()) if lease is None or lease.inherited_by_fork else lease)
+        held = self._require_lease(self._acquirer()) if lease is None or lease.inherited_by_fork else lease
+        self._raise_unless_held(held)
 
     def _lease_of(self, acquirer: Any) -> A | None:
         """Return the acquisition of the thread or task, but none that this process inherited by a fork."""
@@ -177,6 +180,12 @@ class CallerView(ABC, Generic[A]):
     def _raise_loss(self, lease: A) -> None:
         if lease.loss is not None:
             raise LockLost(self.name, lease.loss)
+
+    def _raise_unless_held(self, lease: A) -> None:
+        """Raise LockLost when the acquisition was lost, and NotAcquired when its release was begun."""
+        self._raise_loss(lease)
+        if lease.ended:
+            raise NotAcquired(self.name)
 
     def _call_on_lost(self, lease: A) -> None:
         if self.on_lost is not None:

@@ -175,11 +175,11 @@ class BaseLock(CallerView[Lease]):
                 yield Sleep(RETRY_BY_TOKEN if left is None else min(RETRY_BY_TOKEN, left))
 
     def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
-        lease = self._lease_of(acquirer) if self._reentrant else None
-        if lease is None:
+        lease = self._lease_of(acquirer) if self._leases or self._reentrant else None
+        if lease is not None and lease.ended:
+            return self._acquire_after_release(lease, acquirer, timeout, token)
+        if lease is None or not self._reentrant:
             return self._acquire_anew(acquirer, timeout, token)
-        if lease.loss is None and lease not in holders.leases_of(self._server, self._keys, acquirer):
-            return self._acquire_after_release(lease, timeout, token)
         return self._enter_again(lease, acquirer)
 
     def _enter_again(self, lease: Lease, acquirer: Any) -> Operation[bool]:
@@ -187,22 +187,26 @@ class BaseLock(CallerView[Lease]):
 
         It is counted in the process, so that no repeated command can count twice.
         """
-        if lease.loss is None:
-            yield from self._renew(lease)
+        self._raise_loss(lease)
+        yield from self._renew(lease)
         self._raise_loss(lease)
         lease.hold_count += 1
         self._leases[acquirer] = lease
         return True
 
-    def _acquire_after_release(self, lease: Lease, timeout: float | None, token: Token | None) -> Operation[bool]:
+    def _acquire_after_release(
+        self, lease: Lease, acquirer: Any, timeout: float | None, token: Token | None
+    ) -> Operation[bool]:
         """Repeat the release that Redis did not answer, and acquire the lock anew, under another id.
 
         The lock was entered again, because it was still held; then the first release arrived late, and another caller
         got the lock, too (seed 43119309 of the simulation).
         """
-        yield from operations.release(lease)
+        until = math.inf if timeout is None else monotonic() + timeout
+        yield from operations.release(lease, until)
         self._forget(lease)
-        return (yield from self._acquire_anew(lease.acquirer, timeout, token))
+        left = None if timeout is None else max(0.0, until - monotonic())
+        return (yield from self._acquire_anew(acquirer, left, token))
 
     def _acquire_anew(self, acquirer: Any, timeout: float | None, token: Token | None) -> Operation[bool]:
         turn = object()
@@ -299,6 +303,7 @@ class BaseLock(CallerView[Lease]):
     def _release_last(self, lease: Lease) -> Operation[None]:
         self._stop(lease)
         if lease.loss is None:
+            lease.ended = True
             try:
                 released = yield from operations.release(lease)
             except (LockError, GeneratorExit):
@@ -331,11 +336,11 @@ class BaseLock(CallerView[Lease]):
     def _extend(self, acquirer: Any, expire: Seconds | None) -> Operation[Literal[True]]:
         seconds = None if expire is None else check_expire(expire)
         lease = self._require_lease(acquirer)
-        if lease.loss is None:
-            if seconds is not None:
-                lease.change(seconds)
-                watchdog.reschedule(lease)
-            yield from self._renew(lease)
+        self._raise_unless_held(lease)
+        if seconds is not None:
+            lease.change(seconds)
+            watchdog.reschedule(lease)
+        yield from self._renew(lease)
         self._raise_loss(lease)
         return True
 

@@ -94,6 +94,7 @@ class Lease:
             "fence",
             "hold_count",
             "reentrant",
+            "ended",
         ),
         *("acquired", "deadline", "next_renewal", "failures"),
         *("renewing", "renewal_pending", "shared", "mark", "may_outlive", "shortens", "_end_of_acquirer", "_losses"),
@@ -126,6 +127,9 @@ class Lease:
         """How often its acquirer has entered it; more than once only if the lock is re-entrant."""
         self.reentrant = False
         """Whether its acquirer may enter it again, through any lock object; each object keeps the lease alive."""
+        self.ended = False
+        """Whether its release was begun, and perhaps not answered: it may arrive at any time, so only the release may
+        be repeated."""
         self.acquired = 0.0
         self.deadline = 0.0
         self.next_renewal = 0.0
@@ -221,7 +225,7 @@ class Lease:
     def loss(self) -> LossRecord | None:
         """Why and when the lock was lost, or None while it is held; sends no command."""
         if (
-            not self._losses
+            not (self._losses or self.ended)
             and monotonic() >= self.deadline
             and not self.inherited_by_fork
             and not self.server.grants_all

@@ -46,7 +46,8 @@ class Lock(BaseLock):
         """Release the lock and wake the next waiter.
 
         Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError
-        when Redis cannot answer: then `release` may be repeated, and otherwise the lock ends by its expiry.
+        when Redis cannot answer: then `release` may be repeated, or `acquire` called, which repeats it; otherwise the
+        lock ends by its expiry. It counts as held no more.
         """
         if self._transactions is None or not self._transactions.postpones(self):
             self._server.run(self._release(self._require_lease(self._acquirer())))

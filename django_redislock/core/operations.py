@@ -217,10 +217,10 @@ def release_call(lease: Lease, channel: bytes = b"") -> ScriptCall:
     )
 
 
-def release(lease: Lease) -> Operation[bool]:
+def release(lease: Lease, until: float = math.inf) -> Operation[bool]:
     """Release the lock; False when it was no longer the lease's."""
     # After the deadline the lock has ended by itself, so there is no sense in trying for longer.
-    until = max(lease.deadline, monotonic())
+    until = min(until, max(lease.deadline, monotonic()))
     _, reply = yield from with_retries(lease.name, release_call(lease), until, lease)
     return bool(reply)
 

@@ -107,7 +107,9 @@ class BaseQuorumLock(CallerView[QuorumLease]):
         until = math.inf if seconds is None else monotonic() + seconds
         before = self._lease_of(acquirer)
         if before is not None and before.loss is None:
-            raise AlreadyAcquired(self.name)
+            if not before.ended:
+                raise AlreadyAcquired(self.name)
+            before.abandon()  # its release was not answered
         if seconds != 0 and kept_waiting and self._holds_through_another_object(acquirer):
             yield QuorumLease(self._servers, self._template, acquirer, self), monotonic()  # perhaps lost unnoticed
             if seconds is None:
@@ -138,6 +140,7 @@ class BaseQuorumLock(CallerView[QuorumLease]):
         events.emit("released", "Quorum lock %r released.", self.name, name=self.name, fence=0)
 
     async def _extend(self, lease: QuorumLease, expire: Seconds | None) -> Literal[True]:
+        self._raise_unless_held(lease)
         await lease.extend(None if expire is None else check_expire(expire))
         self._raise_loss(lease)
         return True

@@ -105,7 +105,7 @@ class QuorumLease:
         self._leases: dict[Server, Lease] = {}
         """The locks that were granted, and neither released nor given back."""
         self._released = 0
-        self._complete = self._ended = False
+        self._complete = self.ended = False
         """Whether most of the locks were acquired, and whether the acquisition has ended."""
         self._loss: Slot[LossRecord] = Slot()
 
@@ -125,18 +125,18 @@ class QuorumLease:
         began, pause = monotonic(), SHORTEST_PAUSE
         try:
             while not await self._attempt(until):
-                if monotonic() >= until or self._ended:
+                if monotonic() >= until or self.ended:
                     return False
                 await asyncio.sleep(min(random() * pause, max(0.0, until - monotonic())))  # noqa: S311
                 pause = min(2 * pause, LONGEST_PAUSE)
-            self._complete = not self._ended
+            self._complete = not self.ended
             for lease in self.held():
                 self._hold(lease)
             return self._complete
         finally:
             self.waited = monotonic() - began if self._waited else 0.0
             if not self._complete:
-                self._ended = True
+                self.ended = True
                 await self._give_back()
 
     def _hold(self, lease: Lease) -> None:
@@ -179,7 +179,7 @@ class QuorumLease:
         except Exception as error:  # of a function that provides the address or the password
             left_out.note(server)
             raise LockBackendError(self.name, f"{type(error).__name__}: {error}") from error
-        if granted and self._ended:
+        if granted and self.ended:
             await async_server_of(server).run(operations.release(lease))
         elif granted:
             self._leases[server] = lease
@@ -227,7 +227,7 @@ class QuorumLease:
         if self.loss is not None:
             await self._give_back()
             return
-        self._ended = True
+        self.ended = True
         for lease in self._leases.values():
             watchdog.remove(lease)
             holders.remove(lease)
@@ -256,7 +256,7 @@ class QuorumLease:
 
     def abandon(self) -> None:
         """Give everything back, without waiting for it. Any thread may call this."""
-        self._ended = True
+        self.ended = True
         with suppress(RuntimeError):  # the loop is closed: the locks end by their expiry
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(lambda: in_background(asyncio.ensure_future(self._give_back())))

@@ -12,6 +12,7 @@ from redis.retry import Retry
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver import retry
 from django_redislock.core.keys import lock_keys
+from django_redislock.exceptions import LockBackendError, NotAcquired
 from tests.support import client_at, lived, queued, wait_until, within
 
 pytestmark = pytest.mark.processes
@@ -53,6 +54,59 @@ def test_a_lost_reply_to_release_is_no_false_error(make_lock, client, proxy, ret
             proxy.drop_next_reply(containing=b"EVALSHA")
         assert proxy.dropped == 1
     assert not make_lock(client, "a").locked()
+
+
+def release_unanswered(lock, proxy, arrives):
+    """Acquire the lock, and release it without an answer; `arrives`: the server executes the release."""
+    lock.acquire()
+    if arrives:
+        proxy.drop_next_reply(containing=b"EVALSHA")
+        proxy.deafen()
+    else:
+        proxy.black_hole()
+    with pytest.raises(LockBackendError):
+        lock.release()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_after_a_release_without_an_answer_only_the_release_may_be_repeated(make_lock, proxy, reentrant):
+    """It may arrive late: who extended the lock, which was still held, worked on beside the next holder."""
+    with client_at(proxy.url, socket_timeout=0.2) as behind:
+        lock = make_lock(behind, "a", expire=60, reentrant=reentrant)
+        release_unanswered(lock, proxy, arrives=False)
+        with pytest.raises(NotAcquired):
+            lock.raise_if_lost()
+        proxy.heal()
+        with pytest.raises(NotAcquired):
+            lock.extend()
+        lock.release()
+        assert not lock.locked()
+
+
+def test_a_release_whose_answer_did_not_come_may_be_repeated_after_the_expiry(make_lock, proxy, caplog):
+    """It raised LockLost, and the log said that the lock was lost."""
+    with client_at(proxy.url, socket_timeout=0.2) as behind:
+        lock = make_lock(behind, "a", expire=0.5, auto_renewal=False)
+        release_unanswered(lock, proxy, arrives=True)
+        lived(0.5)
+        assert lock.lost is None
+        proxy.heal()
+        lock.release()
+    assert "was lost" not in caplog.text
+
+
+@pytest.mark.parametrize("expire", [0.5, 60])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_lock_object_whose_release_was_not_answered_acquires_anew(make_lock, proxy, reentrant, expire):
+    """It raised AlreadyAcquired until the expiry; a re-entrant one raised LockLost from then on, for ever."""
+    with client_at(proxy.url, socket_timeout=0.2) as behind:
+        lock = make_lock(behind, "a", expire=expire, auto_renewal=False, reentrant=reentrant)
+        release_unanswered(lock, proxy, arrives=False)
+        lived(min(expire, 0.5))
+        proxy.heal()
+        with lock:
+            assert lock.owned()
+        assert not lock.locked()
 
 
 def test_a_lost_reply_to_reset_still_tells_that_the_lock_was_held(make_lock, client, proxy):

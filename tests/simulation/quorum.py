@@ -177,7 +177,7 @@ class QuorumHistory(History):
         world.tell(thread, "releases")
         self.number += 1  # from here on, what is left may be this acquisition's, which is being released
         asked = world.time
-        while not lease._ended or asyncio.current_task() in lock._leases:  # a release may be repeated
+        while not lease.ended or asyncio.current_task() in lock._leases:  # a release may be repeated
             try:
                 await lock.release()
             except LockError as error:

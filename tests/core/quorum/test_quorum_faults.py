@@ -16,7 +16,7 @@ from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.driver.side_by_side import left_out
 from django_redislock.core.keys import lock_keys
-from django_redislock.exceptions import LockBackendError, LockLost
+from django_redislock.exceptions import LockBackendError, LockLost, NotAcquired
 from tests.support import Proxy, RedisServer, client_at, in_threads, lock_programs, queued, wait_until, within
 from tests.support.locks import held_on
 
@@ -183,6 +183,25 @@ def test_the_deadline_counts_where_most_servers_are_silent(servers, clients):
         for server in servers:
             server.resume()
         wait_until(lambda: held_on(clients) == [0] * 5, message="what arrived late was undone")
+
+
+def test_a_quorum_lock_whose_release_was_not_answered_is_not_extended_and_acquires_anew(servers, clients):
+    """The releases may arrive late: who extended the lock meanwhile worked on beside the next holder."""
+    with ExitStack() as stack:
+        lock = QuorumLock([stack.enter_context(server.client(socket_timeout=0.2)) for server in servers], "a")
+        lock.acquire()
+        for server in servers[:3]:
+            server.pause()
+        with pytest.raises(LockBackendError):
+            lock.release()
+        with pytest.raises(NotAcquired):
+            lock.raise_if_lost()
+        with pytest.raises(NotAcquired):
+            lock.extend()
+        for server in servers:
+            server.resume()
+        assert lock.acquire(timeout=5)
+        lock.release()
 
 
 def test_with_one_server_frozen_one_slow_and_one_away_it_is_acquired_and_released(servers, clients):
