@@ -147,13 +147,15 @@ class CallerView(ABC, Generic[A]):
     def raise_if_lost(self) -> None:
         """Raise LockLost if this acquisition was lost: call it before each irreversible step.
 
-        Sends no command and costs almost nothing. Raises NotAcquired when there is no acquisition.
+        Sends no command and costs almost nothing. Raises NotAcquired when there is no acquisition through this object;
+        whether a given id still holds the lock, `extend` asks Redis.
         """
         lease = self._visible_lease()
         if lease is None:
             self._raise_if_ended()
-        held = self._require_lease(self._acquirer()) if lease is None or lease.inherited_by_fork else lease
-        self._raise_unless_held(held)
+        if lease is None or lease.inherited_by_fork:
+            raise NotAcquired(self.name)
+        self._raise_unless_held(lease)
 
     def _lease_of(self, acquirer: Any) -> A | None:
         """Return the acquisition of the thread or task, but none that this process inherited by a fork."""

@@ -148,6 +148,16 @@ def test_the_id_lets_another_object_release_and_extend(make_lock, client):
         make_lock(client, "a", id="nobody").extend()
 
 
+def test_an_object_with_a_given_id_that_acquired_nothing_does_not_say_that_the_lock_is_held(make_lock, client):
+    """`raise_if_lost` passed, whoever held the lock, and the caller took its next step."""
+    other = make_lock(client, "a", id="mine")
+    with make_lock(client, "a"), pytest.raises(NotAcquired):
+        other.raise_if_lost()
+    other.acquire()
+    other.raise_if_lost()
+    other.release()
+
+
 @pytest.mark.parametrize("id", [None, "mine"])
 def test_by_a_given_id_a_life_is_made_longer_but_not_shorter(make_lock, client, id):
     """The holder believes in the life that it asked for."""
