@@ -39,7 +39,7 @@ class UntilCommit:
     def watch(self, lease: Lease) -> None:
         """Let no commit of this thread go through once the lock was lost."""
         # Around ``atomic()`` nothing waits for a commit: that of a block whose lock was lost went through.
-        _held.releases[lease] = 0
+        _held.releases.setdefault(lease, 0)
         for connection in _connections():
             _hooks_of(connection)
 

@@ -36,7 +36,7 @@ class Transactions(Protocol):
     """What a lock does about transactions of a database, of which this layer knows nothing."""
 
     def watch(self, lease: Lease) -> None:
-        """Note that the lock was acquired."""
+        """Note that the lock was acquired, or entered again."""
 
     def postpones(self, lock: Any) -> bool:
         """Return whether the release by the calling thread happens later. Raises NotAcquired."""
@@ -192,6 +192,8 @@ class BaseLock(CallerView[Lease]):
         self._raise_loss(lease)
         lease.hold_count += 1
         self._leases[acquirer] = lease
+        if self._transactions is not None:
+            self._transactions.watch(lease)
         return True
 
     def _acquire_after_release(

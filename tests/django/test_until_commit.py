@@ -10,7 +10,7 @@ import pytest
 from django.db import IntegrityError, OperationalError, connection, transaction
 from django.test import override_settings
 
-from django_redislock import LockLost, NotAcquired, lock, locked
+from django_redislock import LockLost, NotAcquired, lock, locked, rlock
 from django_redislock.signals import lock_released
 from tests.support import drop_connections, sqlite_file, using_databases, wait_until
 from tests.support.bank.account import NAME, Mistake, balance, deposit, held
@@ -56,6 +56,16 @@ class TestUntilCommit:
         with transaction.atomic():
             deposit()
         assert balance() == 1
+
+    def test_a_loss_rolls_back_also_where_the_block_entered_a_lock_that_was_held_already(self, client):
+        with pytest.raises(LockLost), rlock(NAME), lock(NAME, until_commit=True) as mine:
+            with transaction.atomic():
+                deposit()
+                client.flushdb()
+                with pytest.raises(LockLost):
+                    mine.extend()
+            raise AssertionError("committed without the lock")
+        assert balance() == 0
 
     def test_a_lost_lock_of_another_thread_rolls_nothing_back(self, client):
         lost, end = threading.Event(), threading.Event()
