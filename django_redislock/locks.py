@@ -220,15 +220,15 @@ def reset_all(using: str | None = None) -> int:
 def locked_atomic(name: str, *, database: str | None = None, **options: Unpack[AtomicOptions]) -> Iterator[Lock]:
     """Hold a lock around a transaction on `database`: acquired before its begin, released after its commit or rollback.
 
-    `options` are those of `lock`. Raises RuntimeError inside another atomic block of that database, because its commit
-    would come after the release, and every error of the acquisition. If the lock is lost before the commit, the
-    transaction is rolled back and LockLost is raised.
+    `options` are those of `lock`. Raises RuntimeError inside another atomic block of that database and with autocommit
+    off, because its commit would come after the release, and every error of the acquisition. If the lock is lost before
+    the commit, the transaction is rolled back and LockLost is raised.
     """
-    if in_atomic(connections[database or DEFAULT_DB_ALIAS]):
+    connection = connections[database or DEFAULT_DB_ALIAS]
+    if in_atomic(connection) or not (connection.in_atomic_block or connection.get_autocommit()):
         raise RuntimeError(
-            f"locked_atomic({name!r}) cannot be used inside an atomic block or a request with ATOMIC_REQUESTS, because "
-            f"that "
-            "would commit after the release. Use lock(..., until_commit=True) there."
+            f"locked_atomic({name!r}) cannot be used inside an atomic block, in a request with ATOMIC_REQUESTS or with "
+            "autocommit off: the commit would come after the release. Use lock(..., until_commit=True) there."
         )
     with lock(name, until_commit=False, **options) as held, transaction.atomic(using=database):
         yield held

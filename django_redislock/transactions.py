@@ -204,10 +204,9 @@ def _warn_before_commit(name: str) -> None:
         _places_warned.add(place)
         events.log.warning(
             "Lock %r was released inside an atomic block (%s, line %d), so the next holder does not see the writes "
-            "before "
-            "the commit. Acquire the lock outside of the block, as locked_atomic() does, or give it until_commit=True. "
-            "If "
-            "it protects nothing in the database, give it until_commit=False. This is logged once for each place.",
+            "before the commit. Acquire the lock outside of the block, as locked_atomic() does, or give it "
+            "until_commit=True. If it protects nothing in the database, give it until_commit=False. This is logged "
+            "once for each place.",
             name,
             *place,
         )

@@ -129,6 +129,16 @@ class TestLockedAtomic:
                 pytest.fail("the body ran")
             assert not held()
 
+    def test_refused_with_autocommit_off(self):
+        """Its block commits nothing there, so it released the lock before the commit."""
+        transaction.set_autocommit(False)
+        try:
+            with pytest.raises(RuntimeError, match="until_commit=True"), locked_atomic(NAME):
+                pytest.fail("the body ran")
+            assert not held()
+        finally:
+            transaction.set_autocommit(True)
+
     def test_as_a_decorator(self):
         @locked_atomic(NAME)
         def work():
