@@ -47,8 +47,7 @@ class unlocked(override_settings):
         if not issubclass(cls, SimpleTestCase):
             raise ValueError(
                 f"unlocked() decorates functions and subclasses of Django's SimpleTestCase, not {cls.__qualname__}; "
-                f"for a "
-                'class of pytest use the fixture: @pytest.mark.usefixtures("redislock_unlocked")'
+                'for a class of pytest use the fixture: @pytest.mark.usefixtures("redislock_unlocked")'
             )
         before: dict[str, Any] = cls._overridden_settings or {}  # type: ignore[attr-defined]
         ours = _off(before.get(conf.NAME, getattr(settings, conf.NAME, None)))
@@ -88,7 +87,8 @@ def assert_locked(name: str) -> Iterator[list[str]]:
         yield acquired
     finally:
         events.listeners.remove(listen)
-    if not any(other == name or fnmatchcase(other, name) for other in acquired):
+    pattern = name.replace("[", "[[]").replace("?", "[?]")
+    if not any(fnmatchcase(other, pattern) for other in acquired):
         raise AssertionError(
             f"No lock {name!r} was acquired. The acquired locks: {', '.join(map(repr, acquired)) or 'none'}."
         )

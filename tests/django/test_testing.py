@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import unittest
+from contextlib import nullcontext
 
 import pytest
 from celery import Celery
@@ -186,8 +187,12 @@ def test_an_error_in_the_block_is_the_error(client):
         pass
 
 
-def test_a_name_with_brackets_is_meant_as_it_is(client):
-    with assert_locked("a[b]"), lock("a[b]"):
+@pytest.mark.parametrize(
+    ("asked", "taken", "is_found"),
+    [("a[b]", "a[b]", True), ("a[b]*", "a[b]c", True), ("a[b]", "ab", False), ("a?", "ab", False), ("*?", "a?", True)],
+)
+def test_assert_locked_means_every_character_but_the_star_as_it_is(client, asked, taken, is_found):
+    with nullcontext() if is_found else pytest.raises(AssertionError), assert_locked(asked), lock(taken):
         pass
 
 
