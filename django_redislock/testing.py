@@ -13,7 +13,7 @@ from django.conf import settings
 from django.test import SimpleTestCase, override_settings
 
 from . import conf
-from .core import Lock, events
+from .core import AsyncLock, Lock, events
 from .exceptions import LockError
 from .locks import lock
 
@@ -107,6 +107,8 @@ def held(which: str | Lock) -> Iterator[Lock]:
     """
     if not conf.get().enabled:
         raise RuntimeError("held() cannot hold a lock while every lock is granted (unlocked(), or ENABLED: False)")
+    if isinstance(which, AsyncLock):
+        raise TypeError(f"held() takes {which.name!r} or a lock for threads: that for tasks is the same in Redis")
     wanted = lock(which, until_commit=False) if isinstance(which, str) else which
     acquired, end = threading.Event(), threading.Event()
     outcome: list[bool | BaseException] = []

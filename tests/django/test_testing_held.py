@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 from django.core.cache import caches
 
-from django_redislock import AcquireTimeout, LockBackendError, lock, reset_all, rlock
+from django_redislock import AcquireTimeout, LockBackendError, alock, asemaphore, lock, reset_all, rlock
 from django_redislock.core import held_locks
 from django_redislock.testing import held, unlocked
 
@@ -83,6 +84,12 @@ def test_errors_of_the_acquisition_are_raised(settings):
     settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0", "RETRY_FOR": 0}
     with pytest.raises(LockBackendError), held("a"):
         pass
+
+
+@pytest.mark.parametrize("theirs", [alock, partial(asemaphore, limit=1)])
+def test_a_lock_for_tasks_is_refused_because_its_coroutine_would_acquire_nothing(theirs):
+    with pytest.raises(TypeError, match="for tasks"), held(theirs("a")):
+        pytest.fail("the block ran, and nobody held the lock")
 
 
 def test_while_all_locks_are_granted_none_can_be_held():
