@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,9 @@ SHORTEST_RETRY = 0.05
 """Seconds between two tries for an unanswered renewal; it doubles with each try."""
 REPORTER = "redislock-report"
 """The name of the threads that report."""
+MAX_REPORTERS = 16
+"""Threads that report at the same time. A server that lost its data ends thousands of locks at once: with a thread for
+each, listeners opened as many connections to the database."""
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 0.25, 5.0
 """Seconds to wait for a reply: a quarter of the expiry, but within these and the client's own timeout."""
 
@@ -174,6 +178,11 @@ def _report_lost(lease: Lease, cause: Cause) -> None:
         report(lease.report_loss)
 
 
+_reports: deque[Callable[[], None]] = deque()
+_reporters: set[object] = set()
+"""A token of each thread that reports, until it has found no further report."""
+
+
 def report(tell: Callable[[], None]) -> None:
     """Call the function from another thread, because handlers of log records and listeners may take long.
 
@@ -182,10 +191,36 @@ def report(tell: Callable[[], None]) -> None:
     """
     if Renewals.ending:
         return
+    _reports.append(tell)
+    if len(_reporters) < MAX_REPORTERS:
+        token = object()
+        _reporters.add(token)
+        try:
+            os_threads.start(partial(_tell_all, token), REPORTER)
+        except RuntimeError:  # no further thread can be started
+            _tell_all(token)
+
+
+def _tell_all(token: object) -> None:
     try:
-        os_threads.start(tell, REPORTER)
-    except RuntimeError:  # no further thread can be started
-        tell()
+        while not Renewals.ending:
+            try:
+                tell = _reports.popleft()
+            except IndexError:
+                _reporters.discard(token)
+                if not _reports:
+                    return
+                _reporters.add(token)  # another one came before that, and found enough threads
+            else:
+                tell()
+    finally:
+        _reporters.discard(token)
+
+
+def forget_reports() -> None:
+    """Forget what is to be reported: a forked child has none of its parent's threads."""
+    _reports.clear()
+    _reporters.clear()
 
 
 def _log_failures(names: list[str], error: str) -> None:

@@ -24,7 +24,7 @@ from .driver import os_threads
 from .driver.os_threads import Slot
 from .driver.process import after_in_child
 from .lease import Lease
-from .renewals import REPORTER, Renewals, acquirer_ended, patience_of, report, report_not_renewed
+from .renewals import REPORTER, Renewals, acquirer_ended, forget_reports, patience_of, report, report_not_renewed
 
 if TYPE_CHECKING:
     from .driver.server import Server
@@ -235,6 +235,7 @@ watchdog = Watchdog()
 
 
 def _after_fork() -> None:
+    forget_reports()
     for of_server in watchdog.of_servers:
         of_server.reset()
 

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from django_redislock.core import Lock, renewals
+from django_redislock.core.driver import os_threads
 from tests.support import lived, wait_until
 
 
@@ -37,6 +38,27 @@ def test_a_log_handler_that_blocks_stops_no_renewal(client):
     finally:
         log.removeHandler(handler)
         done.set()
+
+
+def test_the_loss_of_many_locks_is_reported_by_few_threads(client):
+    """Else a server that lost its data started a thread for each lock, all at once."""
+    many, told, go_on = 100, [], threading.Event()
+
+    def on_lost(lock):
+        go_on.wait(30)
+        told.append(lock.name)
+
+    locks = [Lock(client, f"lock {number}", expire=1, on_lost=on_lost) for number in range(many)]
+    for lock in locks:
+        lock.acquire()
+    client.flushdb()
+    try:
+        wait_until(lambda: all(lock._leases[threading.current_thread()].noted_loss for lock in locks))
+        assert 1 <= os_threads.running(renewals.REPORTER) <= 16
+    finally:
+        go_on.set()
+    wait_until(lambda: len(told) == many)
+    assert sorted(told) == sorted(lock.name for lock in locks)
 
 
 REPORTS_AT_THE_END = """
