@@ -227,16 +227,5 @@ def _check_options(options: dict[str, Any], on_conflict: str) -> None:
             raise ValueError("timeout needs on_conflict='wait'")
         options["blocking"] = False
     check_flags(options.get("until_commit"), options.get("reentrant", False))
-    of_the_lock = {
-        "timeout",
-        "expire",
-        "max_hold",
-        "id",
-        "label",
-        "on_lost",
-        "kind",
-        "blocking",
-        "auto_renewal",
-        "min_replicas",
-    }
-    Lock(GRANTS_ALL, "any", **{key: options[key] for key in of_the_lock & options.keys() if options[key] is not None})
+    given = {key: value for key, value in options.items() if value is not None and key not in ("using", "until_commit")}
+    Lock(GRANTS_ALL, "any", **given)

@@ -3,8 +3,8 @@ assert that one was acquired."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -110,30 +110,13 @@ def held(which: str | Lock) -> Iterator[Lock]:
     if isinstance(which, AsyncLock):
         raise TypeError(f"held() takes {which.name!r} or a lock for threads: that for tasks is the same in Redis")
     wanted = lock(which, until_commit=False) if isinstance(which, str) else which
-    acquired, end = threading.Event(), threading.Event()
-    outcome: list[bool | BaseException] = []
-
-    def hold() -> None:
+    with ThreadPoolExecutor(1, "somebody else") as somebody:
+        if not somebody.submit(wanted.acquire, blocking=False).result():
+            owner = wanted.owner()
+            holder = owner.holder if owner else "its holder has gone"
+            raise AssertionError(f"Lock {wanted.name!r} is not free: {holder}.")
         try:
-            outcome.append(wanted.acquire(blocking=False))
-        except BaseException as error:
-            outcome.append(error)
-        acquired.set()
-        if outcome[0] is True:
-            end.wait()
+            yield wanted
+        finally:
             with suppress(LockError):
-                wanted.release()
-
-    holder = threading.Thread(target=hold, name="somebody else", daemon=True)
-    holder.start()
-    acquired.wait()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    if not outcome[0]:
-        owner = wanted.owner()
-        raise AssertionError(f"Lock {wanted.name!r} is not free: {owner.holder if owner else 'its holder has gone'}.")
-    try:
-        yield wanted
-    finally:
-        end.set()
-        holder.join()
+                somebody.submit(wanted.release).result()

@@ -22,8 +22,9 @@ from .lease import Lease
 from .loss import check_reason, find_cause, report_reset
 from .operations import AcquireRequest
 from .records import LockInfo, Token, parse
+from .renewals import acquirer_ended
 from .validation import Nothing, Seconds, Wait, check_expire, check_name, check_prefix, unexpected, wait_of
-from .watchdog import acquirer_ended, watchdog
+from .watchdog import watchdog
 
 DEFAULT_EXPIRE = 30.0
 RETRY_BY_TOKEN = 0.1
@@ -360,9 +361,6 @@ class BaseLock(CallerView[Lease]):
         return None if stored is None else stored.info
 
     def _owned(self, acquirer: Any) -> Operation[bool]:
-        if self._server.grants_all:  # not by the owner, because a lock object may be shared
-            lease = self._lease_of(acquirer)
-            return lease is not None and lease.fence > 0
         holder = yield from self._owner()
         return holder is not None and holder.id == self._owner_id(acquirer)
 
@@ -392,12 +390,10 @@ class BaseLock(CallerView[Lease]):
 
         If the lock is re-entrant, it may be one through another object; one that was released there is forgotten.
         """
-        lease = self._leases.get(acquirer)
+        lease = super()._lease_of(acquirer)
         if not self._reentrant:
-            return None if lease is None or lease.inherited_by_fork else lease
+            return lease
         if lease is not None:
-            if lease.inherited_by_fork:
-                return None
             if lease.hold_count:
                 return lease
             self._forget(lease)

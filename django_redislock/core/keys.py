@@ -112,8 +112,7 @@ def keys_in(tag: bytes, name: str) -> LockKeys:
 @lru_cache(maxsize=16 * BUCKETS)
 def _bucket(prefix: str, bucket: int) -> LockKeys:
     """Return the beginnings of the locks' keys in this bucket."""
-    tag = b"{%s:%d}" % (prefix.encode(), bucket)
-    return LockKeys(tag + b":lock:", tag + b":held", tag + b":fence", tag + b":queue:", tag + b":released:", b"")
+    return keys_in(b"{%s:%d}" % (prefix.encode(), bucket), "")
 
 
 def witness_key(keys: LockKeys) -> bytes:

@@ -80,23 +80,8 @@ class Lease:
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "server",
-            "name",
-            "keys",
-            "id",
-            "expire",
-            "max_hold",
-            "acquirer",
-            "lock_ref",
-            "pid",
-            "fence",
-            "hold_count",
-            "reentrant",
-            "ended",
-        ),
-        *("acquired", "deadline", "next_renewal", "failures"),
+        *("__weakref__", "server", "name", "keys", "id", "expire", "max_hold", "acquirer", "lock_ref", "pid", "fence"),
+        *("hold_count", "reentrant", "ended", "acquired", "deadline", "next_renewal", "failures"),
         *("renewing", "renewal_pending", "shared", "mark", "may_outlive", "shortens", "_end_of_acquirer", "_losses"),
     )  # a thousand locks may be held at once
     reports_waits = True

@@ -24,12 +24,10 @@ from .driver import os_threads
 from .driver.os_threads import Slot
 from .driver.process import after_in_child
 from .lease import Lease
-from .renewals import REPORTER, Renewals, acquirer_ended, forget_reports, patience_of, report, report_not_renewed
+from .renewals import REPORTER, Renewals, forget_reports, patience_of, report, report_not_renewed
 
 if TYPE_CHECKING:
     from .driver.server import Server
-
-__all__ = ["ServerWatchdog", "acquirer_ended", "watchdog"]
 
 WATCHER = "redislock-watchdog"
 """The name of the threads that watch."""
@@ -208,27 +206,25 @@ class Watchdog:
     def __init__(self) -> None:
         self.of_servers: weakref.WeakSet[ServerWatchdog] = weakref.WeakSet()
 
+    def _of(self, server: Server) -> ServerWatchdog:
+        try:
+            return server.watchdog  # type: ignore[no-any-return]
+        except AttributeError:
+            of_server: ServerWatchdog = vars(server).setdefault("watchdog", ServerWatchdog())
+            self.of_servers.add(of_server)
+            return of_server
+
     def add(self, lease: Lease, renew: bool = True) -> None:
         """Watch the lease from now on, and renew it if `renew`; called by the thread or task that acquired it."""
-        try:
-            of_server = lease.server.watchdog
-        except AttributeError:
-            of_server = vars(lease.server).setdefault("watchdog", ServerWatchdog())
-            self.of_servers.add(of_server)
-        of_server.add(lease, renew)
+        self._of(lease.server).add(lease, renew)
 
     def reschedule(self, lease: Lease) -> None:
         """Check the lease in time, if it is watched: its next check was moved to an earlier time."""
-        if hasattr(lease.server, "watchdog"):
-            lease.server.watchdog.reschedule(lease)
+        self._of(lease.server).reschedule(lease)
 
     def remove(self, lease: Lease) -> bool:
         """Stop watching the lease; return whether it was watched until now."""
-        try:
-            of_server: ServerWatchdog = lease.server.watchdog
-        except AttributeError:
-            return False
-        return of_server.remove(lease)
+        return self._of(lease.server).remove(lease)
 
 
 watchdog = Watchdog()

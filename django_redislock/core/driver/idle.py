@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from .. import events
@@ -18,32 +18,24 @@ from ..clock import monotonic
 from . import os_threads
 from .process import after_in_child
 
+if TYPE_CHECKING:
+    from .server import Server
+
 IDLE = 60.0
 """Seconds after which an unused connection is closed."""
 SOONEST = 0.05
 """The shortest time between two rounds, in seconds."""
 
 
-class Idling(Protocol):
-    """An object with connections that may become idle."""
-
-    watched: bool
-    """Whether the housekeeper will close its idle connections."""
-
-    def close_idle(self, before: float) -> float:
-        """Close the connections that were last used before this time; return when the next was last used, or inf."""
-        raise NotImplementedError
-
-
 class Housekeeper:
     """Closes idle connections, in a thread that ends when all remaining connections may stay open."""
 
     def __init__(self) -> None:
-        self._watched: set[ref[Idling]] = set()
+        self._watched: set[ref[Server]] = set()
         self._running: object = None
         """Token of the running thread; a thread that holds another token ends."""
 
-    def watch(self, server: Idling) -> None:
+    def watch(self, server: Server) -> None:
         """Close the server's connections in time, until all remaining ones may stay open."""
         try:
             server.watched = True  # first: once it is in the set, the thread decides

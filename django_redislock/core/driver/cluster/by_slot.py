@@ -75,7 +75,7 @@ def by_slot(
                 continue
             failure = failure or reply
             if missing is not None and isinstance(server, Cluster):
-                missing[server.name_of_owner(slot)] = reply.cause
+                missing[server.table.name_of_owner(slot)] = reply.cause
         if failure is not None and (missing is None or not answered):
             raise failure
         return answered

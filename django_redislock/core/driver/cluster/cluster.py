@@ -92,10 +92,6 @@ class Cluster(Server):
         """Run a renewal, or several ones, and wait for each node's reply for so many seconds."""
         return self.run(operation_of(self.table, call, patience))
 
-    def name_of_owner(self, slot: int) -> str:
-        """Return the host and the port of the node that has the slot, for messages."""
-        return self.table.name_of_owner(slot)
-
     def all_nodes(self) -> list[Node]:
         """Ask for the nodes, and return all: the primaries first. Raises RedisError when none answers."""
         self.run(self.table.read_anew())
