@@ -240,6 +240,22 @@ def test_a_waiter_in_a_black_hole_comes_back_at_its_deadline(make_lock, own_serv
         assert result[1] < 1.5 + 0.5 + BUSY, "its deadline and one socket timeout"
 
 
+def test_a_full_server_extends_and_releases_a_lock_and_renews_all_others(make_lock, own_server):
+    """An extension beyond the former expiry writes the record: refused as too large, it failed with all in its call."""
+    with own_server.client() as client:
+        longer, other = make_lock(client, "a", expire=0.9), make_lock(client, "b", expire=0.9)
+        longer.acquire()
+        other.acquire()
+        client.config_set("maxmemory", "1")  # and nothing is evicted
+        assert longer.extend(60)
+        assert longer.ttl() > 50
+        lived(0.9)
+        for lock in (longer, other):
+            assert lock.owned()
+            lock.release()
+        assert not longer.locked()
+
+
 def test_a_server_that_is_down_is_a_typed_error_and_nothing_hangs(make_lock, own_server):
     with own_server.client(socket_timeout=1) as client:
         lock = make_lock(client, "a", expire=2)

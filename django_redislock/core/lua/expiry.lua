@@ -9,6 +9,7 @@ local function set_end(lock, value, expire_ms, shorten)
   local longest_ms = longest and math.ceil((tonumber(longest) or math.huge) * 1000) or math.huge
   if from and (shorten or expire_ms > longest_ms) then
     local expire = string.format(',"expire":%.3f', expire_ms / 1000)
+    redis.call('PEXPIRE', lock, expire_ms)  -- first: a server that is full lets only a script go on that has written
     redis.call('SET', lock, string.sub(value, 1, from - 1) .. expire .. string.sub(value, to + 1), 'PX', expire_ms)
     return expire_ms
   end
