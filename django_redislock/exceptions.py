@@ -69,8 +69,8 @@ class AlreadyAcquired(LockError):
     def __str__(self) -> str:
         return (
             f"Lock {self.name!r} is already held by this thread or task, or through this object by the same id, so a "
-            "wait for it would never end. Release it first, or make both acquisitions re-entrant: "
-            "lock(name, reentrant=True) or rlock(name)."
+            "wait for it would never end. Release it first, or, if it is no semaphore and no quorum lock, make both "
+            "acquisitions re-entrant: lock(name, reentrant=True) or rlock(name)."
         )
 
 

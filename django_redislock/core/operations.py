@@ -34,8 +34,8 @@ NO_LOCK_WROTE_IT = -2
 FOREIGN = "The key %s has a value that no lock wrote: delete it, or give the lock another name or prefix."
 SELF_WAIT = (
     "Lock %r (fence %d) is held by the same thread or task that now waits for it through another object. Only the "
-    "lock's expiry, or a release from elsewhere, can end this wait before the timeout. Release the lock first, or make "
-    "both re-entrant: lock(name, reentrant=True) or rlock(name)."
+    "lock's expiry, or a release from elsewhere, can end this wait before the timeout. Release the lock first, or, "
+    "if it is no semaphore and no quorum lock, make both re-entrant: lock(name, reentrant=True) or rlock(name)."
 )
 
 

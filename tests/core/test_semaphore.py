@@ -300,7 +300,7 @@ def test_a_cancelled_acquire_leaves_neither_a_slot_nor_a_place(client):
 
 def test_a_caller_gets_another_slot_through_another_object_and_an_error_when_it_has_them_all(make, client):
     with make(client, "crm", 2), make(client, "crm", 2):
-        with pytest.raises(AlreadyAcquired), make(client, "crm", 2):
+        with pytest.raises(AlreadyAcquired, match="no semaphore"), make(client, "crm", 2):
             raise AssertionError("the block ran")
         assert not make(client, "crm", 2).acquire(timeout=0.1)
 
