@@ -390,7 +390,9 @@ class BaseLock(CallerView[Lease]):
 
         If the lock is re-entrant, it may be one through another object; one that was released there is forgotten.
         """
-        lease = super()._lease_of(acquirer)
+        lease = self._leases.get(acquirer)
+        if lease is not None and lease.inherited_by_fork:
+            lease = None
         if not self._reentrant:
             return lease
         if lease is not None:
