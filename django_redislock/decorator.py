@@ -105,9 +105,7 @@ def locked(function: Any = None, /, *, name: Any = None, on_conflict: str = "wai
     if function is not None and not bare:
         if name is not None:
             raise TypeError("locked() takes one name")
-        name = function
-
-        check_name(name)
+        name = check_name(function)
     if on_conflict not in ("wait", "raise", "skip"):
         raise ValueError(f"on_conflict must be 'wait', 'raise' or 'skip', not {on_conflict!r}")
     _check_options(options, on_conflict)

@@ -143,9 +143,7 @@ class _TransactionHooks:
 
     def _release_waiting(self) -> None:
         waiting, self.waiting = self.waiting, []
-        with (
-            ExitStack() as stack
-        ):  # every lock is released, even if a signal handler raises during the release of another
+        with ExitStack() as stack:  # all are released, even if a signal handler raises during the release of another
             for lock, transactions in waiting:
                 transactions.discard(self._connection)
                 if not transactions:

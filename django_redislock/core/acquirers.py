@@ -201,9 +201,8 @@ class CallerView(ABC, Generic[A]):
 def chain(name: str, error: BaseException, failure: LockError) -> None:
     """Log a release that failed after an error of its block; append it to that error's chain, for tracebacks."""
     events.log.warning("Lock %r could not be released after its block failed: %s", name, failure)
-    failure.__context__ = (
-        None  # it was raised while the error was handled and leads back to it: the chain would have no end
-    )
+    # It was raised while the error was handled and leads back to it: the chain would have no end.
+    failure.__context__ = None
     while error.__context__ is not None:
         error = error.__context__
     if error is not failure:

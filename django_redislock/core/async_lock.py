@@ -188,9 +188,8 @@ class AsyncLock(BaseLock):
         return async_server_of(self._server).room.open
 
     def _is_kept_waiting(self, acquirer: Any) -> bool:
-        return (
-            current_task() is acquirer
-        )  # false where another task runs the call: the acquirer may do something else meanwhile
+        # Where another task runs the call, the acquirer may do something else meanwhile.
+        return current_task() is acquirer
 
     def _release(self, lease: Lease) -> Operation[None]:
         try:

@@ -192,11 +192,7 @@ def check_flag(value: object, argument: str) -> bool:
 
 def check_replicas(value: object, argument: str = "min_replicas") -> int:
     """Return a number of replicas from 0 to 100."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be a number of replicas, not {value!r}")
-    if not 0 <= value <= 100:
-        raise ValueError(f"{argument} must be from 0 to 100, not {value!r}")
-    return value
+    return _whole(value, argument, "a number of replicas", 0, 100)
 
 
 MAX_LIMIT = 100
@@ -205,10 +201,14 @@ MAX_LIMIT = 100
 
 def check_limit(value: object, argument: str = "limit") -> int:
     """Return the number of slots of a semaphore."""
+    return _whole(value, argument, "a whole number of holders", 1, MAX_LIMIT)
+
+
+def _whole(value: object, argument: str, what: str, least: int, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be a whole number of holders, not {value!r}")
-    if not 1 <= value <= MAX_LIMIT:
-        raise ValueError(f"{argument} must be from 1 to {MAX_LIMIT}, not {value!r}")
+        raise TypeError(f"{argument} must be {what}, not {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{argument} must be from {least} to {most}, not {value!r}")
     return value
 
 

@@ -216,9 +216,8 @@ class AsyncServer:
         finally:
             self._ends = True
             self._loop_watch = None
-            if (
-                not self._running
-            ):  # else, or when another generator releases its lock later, the last operation closes them
+            # Else, or when another generator releases its lock later, the last operation closes them.
+            if not self._running:
                 self._close()
                 lost = [connection.lost for connection in self._connections]
                 if lost:

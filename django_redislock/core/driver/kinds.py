@@ -182,11 +182,7 @@ def nodes_of(client: Any) -> tuple[type, dict[str, Any], list[tuple[str, int]], 
         kind, settings = sync_connection_kind(nodes[0].connection_class, nodes[0].connection_kwargs)
         connect = None
         settings["max_connections"] = nodes[0].max_connections
-    for name in (
-        "host",
-        "port",
-        "redis_connect_func",
-    ):  # the client's own function asks for replicas, and keeps it alive
+    for name in ("host", "port", "redis_connect_func"):  # the client's own one asks for replicas, and keeps it alive
         settings.pop(name, None)
     if connect is not None:
         settings["redis_connect_func"] = partial(_connect, connect)
