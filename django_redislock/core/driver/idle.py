@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import ref
 
 from .. import events
 from ..clock import monotonic
 from . import os_threads
 from .process import after_in_child
-
-if TYPE_CHECKING:
-    from .server import Server
 
 IDLE = 60.0
 """Seconds after which an unused connection is closed."""
@@ -31,11 +28,11 @@ class Housekeeper:
     """Closes idle connections, in a thread that ends when all remaining connections may stay open."""
 
     def __init__(self) -> None:
-        self._watched: set[ref[Server]] = set()
+        self._watched: set[ref[Any]] = set()
         self._running: object = None
         """Token of the running thread; a thread that holds another token ends."""
 
-    def watch(self, server: Server) -> None:
+    def watch(self, server: Any) -> None:
         """Close the server's connections in time, until all remaining ones may stay open."""
         try:
             server.watched = True  # first: once it is in the set, the thread decides
