@@ -61,7 +61,7 @@ class TaskProcess(Process):
         super().__init__(world, number)
         self.wires: list[Wire] = []
         self.broke_at = -math.inf
-        """When a connection of its loop broke."""
+        """When a connection of its loop broke, or could not be opened."""
         self.timeout = self.patience = SOCKET_TIMEOUT
         self.connection_class = partial(Dialled, self)
         self.refusal = Refusal()
@@ -272,7 +272,7 @@ class AsyncHistory(LockHistory):
         super().executed(process, what, before, reply)
 
     def _look_for_remains(self, thread: Thread, id: str, asked: float) -> None:
-        """See that nothing is left of a call that was given up, unless the connection broke on which it was made."""
+        """See that nothing is left of a call that was given up, unless the connection broke, or a new one was refused."""
         process: TaskProcess = thread.process  # type: ignore[assignment]
 
         def look() -> None:

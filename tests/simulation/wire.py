@@ -43,9 +43,11 @@ class Dialled:
             process.trouble(SOCKET_TIMEOUT)
         if fate in ("lost", "slow") or host.silent_until > world.time + SOCKET_TIMEOUT:
             await asyncio.sleep(SOCKET_TIMEOUT)
+            process.broke_at = world.time  # a waiter that cannot be served leaves its place behind: seed 44003419
             raise TimeoutError("no connection")
         await asyncio.sleep(max(there, host.silent_until - world.time) + back)
         if fate in ("refused", "unanswered", "late") or host.down_until > world.time:
+            process.broke_at = world.time
             raise ConnectionError("no connection")
         self._wire = Wire(process)
 
