@@ -272,7 +272,7 @@ class AsyncHistory(LockHistory):
         super().executed(process, what, before, reply)
 
     def _look_for_remains(self, thread: Thread, id: str, asked: float) -> None:
-        """See that nothing is left of a call that was given up, unless the connection broke, or a new one was refused."""
+        """See that nothing is left of a call that was given up, unless its connection broke, or no new one opened."""
         process: TaskProcess = thread.process  # type: ignore[assignment]
 
         def look() -> None:
