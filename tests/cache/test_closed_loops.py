@@ -17,13 +17,6 @@ from tests.support.cache_programs import cache_at, held, lease_elsewhere, waiter
 KEYS = [f"k{number}" for number in range(10)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _collect_less():
-    """Keep other modules and thousands of reports out of the collections below, which took most of the time."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.mark.parametrize("first", ["any", "under_leases", "request_lease"])
 @pytest.mark.parametrize("what", ["computes", "computes many", "waits"])
 def test_when_a_loop_is_closed_under_tasks_no_lease_stays(redis_url, backend, client, monkeypatch, what, first):
