@@ -224,12 +224,13 @@ def locked_atomic(name: str, *, database: str | None = None, **options: Unpack[A
     off, because its commit would come after the release, and every error of the acquisition. If the lock is lost before
     the commit, the transaction is rolled back and LockLost is raised.
     """
+    wanted = lock(name, until_commit=False, **options)
     connection = connections[database or DEFAULT_DB_ALIAS]
     if in_atomic(connection) or not (connection.in_atomic_block or connection.get_autocommit()):
         raise RuntimeError(
             f"locked_atomic({name!r}) cannot be used inside an atomic block, in a request with ATOMIC_REQUESTS or with "
             "autocommit off: the commit would come after the release. Use lock(..., until_commit=True) there."
         )
-    with lock(name, until_commit=False, **options) as held, transaction.atomic(using=database):
+    with wanted as held, transaction.atomic(using=database):
         yield held
         held.raise_if_lost()

@@ -114,8 +114,8 @@ def test_a_release_by_id_alone_may_be_repeated(client: redis.Redis) -> None:
 def test_a_reset_is_repeated_while_the_next_one_holds(client: redis.Redis) -> None:
     """It frees one acquisition, however often its call comes."""
     Lock(client, "a").acquire()
-    call: Any = next(reset("a", lock_keys("redislock", "a"), None)).with_text()
     server = server_of(client)
+    call: Any = next(reset(server, "a", lock_keys("redislock", "a"), None)).with_text()
     assert server.call(call) == 1
     successor = Lock(client, "a")
     successor.acquire(blocking=False)

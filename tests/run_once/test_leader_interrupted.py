@@ -40,14 +40,11 @@ candidate.run()
 
 
 @pytest.mark.parametrize(
-    ("module", "patch"),
-    [
-        ("gevent", "from gevent import monkey; monkey.patch_all()"),
-        ("eventlet", "import eventlet; eventlet.monkey_patch()"),
-    ],
+    "patch",
+    ["from gevent import monkey; monkey.patch_all()", "import eventlet; eventlet.monkey_patch()"],
+    ids=["gevent", "eventlet"],
 )
-def test_leader_run_in_a_greenlet_notices_that_its_term_is_lost(module: str, patch: str, redis_url: str) -> None:
-    pytest.importorskip(module)
+def test_leader_run_in_a_greenlet_notices_that_its_term_is_lost(patch: str, redis_url: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM.format(patch=patch), redis_url],
         env=os.environ,
