@@ -109,6 +109,25 @@ def test_a_lock_object_whose_release_was_not_answered_acquires_anew(make_lock, p
         assert not lock.locked()
 
 
+def test_after_the_expiry_an_acquisition_waits_for_the_server_that_did_not_answer_the_release(
+    make_lock, own_server, caplog
+):
+    """The repeated release failed at once, because the lock had ended, and the acquisition with it."""
+    with own_server.client() as client, ThreadPoolExecutor(1) as pool:
+        lock = make_lock(client, "a", expire=0.5, auto_renewal=False)
+        lock.acquire()
+        own_server.kill()
+        with pytest.raises(LockBackendError):
+            lock.release()
+        failures = caplog.text.count("did not answer")
+        started = pool.submit(
+            lambda: wait_until(lambda: caplog.text.count("did not answer") > failures) and own_server.start()
+        )
+        assert lock.acquire(timeout=60)
+        started.result()
+        lock.release()
+
+
 def test_a_lost_reply_to_reset_still_tells_that_the_lock_was_held(make_lock, client, proxy):
     with client_at(proxy.url) as behind:
         holder = make_lock(client, "a")
