@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -104,6 +105,28 @@ def test_tasks_give_it_back_too_and_do_not_stand_in_the_way_of_others(client, re
         assert not await AsyncLock(client, "a", min_replicas=1).locked()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("by_task", [False, True], ids=["thread", "task"])
+def test_a_grant_whose_confirmation_stayed_away_is_given_back(servers, client, replica, by_task):
+    primary = servers[0]
+    with primary.client(socket_timeout=1) as hasty:
+
+        def acquire():
+            if by_task:
+                asyncio.run(AsyncLock(hasty, "a", min_replicas=1).acquire())
+            else:
+                Lock(hasty, "a", min_replicas=1).acquire()
+
+        replica.pause()
+        with ThreadPoolExecutor() as executor:
+            acquiring = executor.submit(acquire)
+            wait_until(lambda: client.exists(key_of("a")), message="it is granted, and WAIT waits")
+            primary.pause()
+            with pytest.raises(LockBackendError, match="TimeoutError"):
+                acquiring.result(30)
+            primary.resume()
+    wait_until(lambda: not client.exists(key_of("a")), timeout=10, message="nobody holds it")
 
 
 def test_that_a_lock_is_held_needs_no_confirmation(client, replica):

@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError, InvalidResponse, RedisError, Timeo
 
 from .. import events
 from . import connection as for_threads
-from .effects import ScriptCall, undo_after
+from .effects import ScriptBatch, ScriptCall, undo_after
 from .kinds import close_at_once, transport_of
 from .resp import Incomplete, NotPrimary, Replies
 
@@ -48,7 +48,7 @@ class AsyncConnection(asyncio.Protocol):
         self._transport = transport_of(redis_connection)
         self._patience = patience
         self._on_push = on_push
-        self._pending: deque[tuple[asyncio.Future[Any], ScriptCall | None] | None] = deque()
+        self._pending: deque[tuple[asyncio.Future[Any], ScriptCall | ScriptBatch | None] | None] = deque()
         """The futures and calls of the replies, in the order of the requests; None when no task waits for the reply."""
         self._replies = Replies()
         self._given_up = False
@@ -66,8 +66,8 @@ class AsyncConnection(asyncio.Protocol):
         """Whether the server has answered all requests, also those that were given up and their undos."""
         return not self._pending
 
-    async def request(self, request: bytes, call: ScriptCall | None = None) -> Any:
-        """Send the request and return the reply; `call` is the call that it runs, for its undo.
+    async def request(self, request: bytes, call: ScriptCall | ScriptBatch | None = None) -> Any:
+        """Send the request and return the reply; without a reply, what undoes `call` is sent.
 
         Raises the error of an error reply, TimeoutError when the server stays silent, and ConnectionError.
         """
@@ -180,7 +180,7 @@ class AsyncConnection(asyncio.Protocol):
         self.lost.set_result(None)
 
 
-def _settle(pending: tuple[asyncio.Future[Any], ScriptCall | None] | None, reply: Any) -> None:
+def _settle(pending: tuple[asyncio.Future[Any], ScriptCall | ScriptBatch | None] | None, reply: Any) -> None:
     if pending is None:
         return
     future, _ = pending

@@ -114,8 +114,11 @@ class AsyncReplicatedServer(AsyncServer):
             spare = [connection for connection in self._spare if connection.usable]
             self._spare = spare[1:]
             connection = spare[0] if spare else await self._connect()
+            *calls, wait = batch.calls
             try:
-                requests = [connection.request(call.request, call) for call in batch.calls]
+                requests = [connection.request(call.request) for call in calls]
+                # Without the last reply all are undone, also those that were granted.
+                requests.append(connection.request(wait.request, batch))
                 replies = await asyncio.gather(*requests, return_exceptions=True)
             finally:
                 if self._spare or not connection.idle:
