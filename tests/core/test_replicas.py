@@ -11,6 +11,7 @@ import pytest
 
 from django_redislock.core import AsyncLock, Lock, Semaphore
 from django_redislock.core.driver.registry import close_unused, replicated, server_of
+from django_redislock.core.driver.server import MAX_CONNECTIONS
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import RedisServer, acquire_and_release, counting, key_of, queued, wait_until
 from tests.support.locks import RLock
@@ -127,6 +128,23 @@ def test_a_grant_whose_confirmation_stayed_away_is_given_back(servers, client, r
                 acquiring.result(30)
             primary.resume()
     wait_until(lambda: not client.exists(key_of("a")), timeout=10, message="nobody holds it")
+
+
+def test_a_crowd_of_tasks_does_not_stand_in_line_for_a_silent_server(servers, replica):
+    primary = servers[0]
+
+    async def main(client):
+        locks = [AsyncLock(client, f"n{number}", min_replicas=1, timeout=0.1) for number in range(100)]
+        await acquire_and_release(locks[0])  # so that the script is known
+        primary.pause()
+        results = await asyncio.gather(*[lock.acquire() for lock in locks], return_exceptions=True)
+        assert all("no connection was free within 0.3 s" in str(error) for error in results[MAX_CONNECTIONS:])
+
+    with primary.client(socket_timeout=0.3) as hasty:
+        try:
+            asyncio.run(main(hasty))
+        finally:
+            primary.resume()
 
 
 def test_that_a_lock_is_held_needs_no_confirmation(client, replica):

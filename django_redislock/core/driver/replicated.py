@@ -7,11 +7,12 @@ no consensus: a replica may be promoted that was not among those that confirmed,
 from __future__ import annotations
 
 import asyncio
+from builtins import TimeoutError as LoopTimeout
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, TimeoutError
 
 from .async_server import AsyncServer
 from .cluster.table import Node
@@ -101,7 +102,8 @@ class AsyncReplicatedServer(AsyncServer):
         super().__init__(server)
         self._min_replicas, self._timeout = server.min_replicas, server.timeout
         self._turns = asyncio.Semaphore(server.limit)
-        self._spare: list[Any] = []
+        self._spare: Any = None
+        """A connection that no task uses now."""
 
     async def _do(self, effect: Effect, cancelled: bool) -> Any:
         if cancelled or not grants(effect):
@@ -110,21 +112,28 @@ class AsyncReplicatedServer(AsyncServer):
         return judged(effect, wait, await self._on_own_connection(with_wait(effect, wait)))
 
     async def _on_own_connection(self, batch: ScriptBatch) -> list[Any]:
-        async with self._turns:
-            spare = [connection for connection in self._spare if connection.usable]
-            self._spare = spare[1:]
-            connection = spare[0] if spare else await self._connect()
-            *calls, wait = batch.calls
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._turns.acquire()
+        except LoopTimeout as error:
+            raise TimeoutError(f"no connection was free within {self._timeout:g} s") from error
+        *calls, wait = batch.calls
+        try:
+            connection, self._spare = self._spare, None
+            if connection is None or not connection.usable:
+                connection = await self._connect()
             try:
                 requests = [connection.request(call.request) for call in calls]
                 # Without the last reply all are undone, also those that were granted.
                 requests.append(connection.request(wait.request, batch))
                 replies = await asyncio.gather(*requests, return_exceptions=True)
             finally:
-                if self._spare or not connection.idle:
-                    connection.close()
+                if self._spare is None and connection.idle:
+                    self._spare = connection
                 else:
-                    self._spare.append(connection)
+                    connection.close()
+        finally:
+            self._turns.release()
         if any(isinstance(reply, NotPrimary) for reply in replies):
             self.room.distrust()
         return replies
