@@ -7,6 +7,11 @@ import threading
 import pytest
 import redis
 
+from django_redislock.core import scripts
+from django_redislock.core.clock import monotonic
+from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.driver.retry import with_retries_each
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
 from tests.support import ON_A_CLUSTER, lived, servers_of, wait_until, within
@@ -54,6 +59,17 @@ def test_a_refused_renewal_is_unknown_until_it_works_again(make_lock, own_server
             server.execute_command(*serve.split())
             lived(1.8)
             assert lock.owned()
+
+
+def test_many_calls_are_not_repeated_after_an_error_that_only_other_settings_cure(client):
+    server = server_of(client)
+    call = ScriptCall(scripts.READ, (b"{a}:lock", b"{a}:queue"), ())
+    calls = with_retries_each("a", [call], monotonic() + 60, server)
+    assert isinstance(next(calls), ScriptBatch)
+    with pytest.raises(StopIteration) as result:
+        calls.throw(redis.ConnectionError("certificate verify failed: CERTIFICATE_VERIFY_FAILED"))
+    [failure] = result.value.value
+    assert "ssl_ca_certs" in failure.cause
 
 
 def test_a_busy_server_is_a_typed_error(make_lock, own_server):

@@ -10,10 +10,12 @@ from redis.exceptions import (
     AskError,
     AuthenticationError,
     ClusterCrossSlotError,
+    ClusterDownError,
     ConnectionError,
     NoScriptError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 
 from ...exceptions import LockBackendError
@@ -60,7 +62,7 @@ def with_retries(
 ) -> Operation[tuple[float, Any]]:
     """Yield the effect, repeat it while the server cannot be reached, and return when it was last sent, and its result.
 
-    Every script may be repeated safely. After a ConnectionError the effect is repeated at once, at least one time, and
+    Every script may be repeated safely. After a temporary error the effect is repeated at once, at least one time, and
     then until the seconds of `patient` or the time `until` are over. A script that the server does not know is sent
     with its text.
 
@@ -80,8 +82,7 @@ def with_retries(
                 patience = (RETRY_FOR if retry_for is None else retry_for) if patient is None else patient.retry_for
                 give_up = min(until, sent + patience)
             pause = _backoff.compute(tries) if tries else 0.0
-            broken = isinstance(error, ConnectionError) and not isinstance(error, AuthenticationError)
-            if not broken or advice_for(error) or (tries and monotonic() + pause >= give_up):
+            if not is_temporary(error) or (tries and monotonic() + pause >= give_up):
                 raise _backend_error(name, error, effect, level) from error
         tries += 1
         yield Sleep(pause)
@@ -106,7 +107,7 @@ def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient:
                 unknown.add(number)
                 calls[number] = calls[number].with_text()
                 again.append(number)
-            elif isinstance(answer, ConnectionError) and not isinstance(answer, AuthenticationError):
+            elif is_temporary(answer):
                 again.append(number)
             replies[number] = answer
         pause = _backoff.compute(tries) if tries else 0.0
@@ -122,6 +123,13 @@ def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient:
                 failures[text] = _backend_error(name, reply, calls[number], None)
             replies[number] = failures[text]
     return replies
+
+
+def is_temporary(reply: Any) -> bool:
+    """Whether this is an error after which another try may succeed."""
+    # A plain client of a server in cluster mode gets the last two while a failover is under way, or a slot moves.
+    passing = isinstance(reply, (ConnectionError, ClusterDownError, TryAgainError))
+    return passing and not isinstance(reply, AuthenticationError) and not advice_for(reply)
 
 
 def advice_for(error: Exception) -> str:

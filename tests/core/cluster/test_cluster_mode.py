@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -63,6 +64,21 @@ def test_held_locks_are_listed_and_counted(client):
 def test_waits_are_counted(client):
     wait_in_a_thread(client, "a")
     assert contention(client).names["a"].waits == 1
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_calls_are_repeated_while_the_server_says_that_the_cluster_is_down(shard, client, splits):
+    server_of(client).splits = splits
+    client.config_resetstat()
+    with Lock(client, "a"), ThreadPoolExecutor() as executor:
+        client.execute_command("CLUSTER", "DELSLOTS", 5)
+        wait_until(lambda: b"cluster_state:fail" in client.execute_command("CLUSTER", "INFO"))
+        acquiring = executor.submit(Lock(client, "b").acquire)
+        listing = executor.submit(lambda: [info.name for info in held_locks(client)])
+        wait_until(lambda: client.info("errorstats")["errorstat_CLUSTERDOWN"]["count"] > 4, message="both tried")
+        client.execute_command("CLUSTER", "ADDSLOTS", 5)
+        assert acquiring.result(30)
+        assert "a" in listing.result(30)
 
 
 def test_the_doctor_finds_nothing_wrong(client):
