@@ -143,12 +143,12 @@ def test_a_connection_that_was_in_use_meanwhile_is_not_used_again(address, clien
     server.call(WRITE)
     in_use = server.pool.take()
     (other := server.pool.wait()).execute(WRITE)
-    server.pool.free.append(other)
+    server.pool.give_back(other)
     address.demote()
     address.move()
     with pytest.raises(NotPrimary):
         server.call(WRITE)
-    server.pool.free.append(in_use)
+    server.pool.give_back(in_use)
     server.call(WRITE)
 
 

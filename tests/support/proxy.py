@@ -122,6 +122,15 @@ class Proxy:
         """
         with self._lock:
             links = [link for link in self._links if link.subscribed]
+        self._forget(links)
+
+    def forget_connections(self) -> None:
+        """Let all connections that are open now die in the same way."""
+        with self._lock:
+            links = list(self._links)
+        self._forget(links)
+
+    def _forget(self, links: list[Link]) -> None:
         for link in links:
             link.subscribed, link.forgotten = False, True
             link.server.shutdown(socket.SHUT_RDWR)

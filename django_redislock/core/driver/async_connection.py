@@ -19,7 +19,7 @@ from typing import Any
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
 
 from .. import events
-from . import connection as for_threads
+from . import connection as for_threads, idle
 from .effects import ScriptBatch, ScriptCall, undo_after
 from .kinds import close_at_once, transport_of
 from .resp import Incomplete, NotPrimary, Replies
@@ -53,13 +53,16 @@ class AsyncConnection(asyncio.Protocol):
         self._replies = Replies()
         self._given_up = False
         self._abort_later: asyncio.TimerHandle | None = None
-        self._received_at = 0.0
+        self._received_at = self._loop.time()
         self._transport.set_protocol(self)
 
     @property
     def usable(self) -> bool:
-        """Whether a new request may be sent."""
-        return not self._given_up and not self._transport.is_closing()
+        """Whether a new request may be sent: not after a time without one, as for `ConnectionPool.take`."""
+        if self._given_up or self._transport.is_closing():
+            return False
+        in_use = self._pending or self._on_push is not None  # a subscription is checked by the waiting room
+        return bool(in_use or self._loop.time() < self._received_at + idle.IDLE)
 
     @property
     def idle(self) -> bool:
@@ -231,6 +234,8 @@ class SharedConnection:
 
     async def _open(self, *args: Any) -> None:
         opening = self._opening = asyncio.get_running_loop().create_future()
+        if self._connection is not None:
+            self._connection.close()
         failure = None
         try:
             self._connection = await self._connect(*args)

@@ -15,7 +15,7 @@ from weakref import ref
 from redis.exceptions import TimeoutError
 
 from ..clock import monotonic
-from . import os_threads
+from . import idle, os_threads
 from .connection import Connection
 from .os_threads import OsEvent, Slot
 
@@ -69,7 +69,8 @@ class ConnectionPool:
     def take(self) -> Connection:
         """Return a free connection; raises IndexError when there is none."""
         connection = self.free.pop()
-        if connection.era is not self._era:
+        # A router on the way may have forgotten one that was not used for long: nothing that is sent there arrives.
+        if connection.era is not self._era or connection.idle_since < monotonic() - idle.IDLE:
             connection.close()
             connection.era = self._era
         return connection

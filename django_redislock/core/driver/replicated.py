@@ -120,8 +120,10 @@ class AsyncReplicatedServer(AsyncServer):
         *calls, wait = batch.calls
         try:
             connection, self._spare = self._spare, None
-            if connection is None or not connection.usable:
-                connection = await self._connect()
+            if connection is not None and not connection.usable:
+                connection.close()
+                connection = None
+            connection = connection or await self._connect()
             try:
                 requests = [connection.request(call.request) for call in calls]
                 # Without the last reply all are undone, also those that were granted.
