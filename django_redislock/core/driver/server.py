@@ -133,15 +133,12 @@ class Server:
                 connection = pool.take()
             except IndexError:
                 connection = pool.wait(nested=use is None)  # in a signal handler, or a destructor, amid a call
-            if not connection.open:
-                new = True
-                self._open(connection)
+            new = not connection.open
             return connection.execute(call)
-        except ConnectionError as error:
-            self._note_broken(error)
-            raise
-        except TimeoutError as error:
-            if new:  # a waiter would get a new connection, too, and the server would be as silent
+        except (ConnectionError, TimeoutError) as error:
+            if isinstance(error, ConnectionError):
+                self._note_broken(error)
+            if new:  # a waiter would get a new connection, too, and fare no better
                 pool.notify(error)
             raise
         finally:
@@ -238,15 +235,6 @@ class Server:
     def ready(self) -> bool:
         """Whether a renewal finds an open connection; otherwise it has to connect first, which may take any time."""
         return self.pool.ready
-
-    def _open(self, connection: Connection) -> None:
-        try:
-            connection.connect()
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, (RedisError, OSError)):
-                self.pool.notify(error)
-            raise
 
     def run(self, operation: Operation[T]) -> T:
         """Carry out the effects of the operation, and return its result."""
