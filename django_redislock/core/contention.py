@@ -8,8 +8,9 @@ prevented duplicate of a task is counted by a call of its own.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import scripts
 from .clock import monotonic
@@ -70,36 +71,29 @@ def contention(
 
 
 def _read(server: Server, prefix: str, until: float, missing: Missing | None) -> Operation[Contention]:
-    by_name: list[bytes] = []
-    by_minute: list[Any] = []
-    saved: list[bytes] = []
-    now, indexes = 0, held_keys(prefix)
+    names: dict[str, Waits] = defaultdict(Waits)
+    minutes = [Waits() for _ in range(MINUTES)]
+    indexes = held_keys(prefix)
     while indexes:
         replies = yield from by_slot(server, "", indexes, lambda held: held, _call, until, missing)
         indexes = []
-        for some, reply in replies:
-            now, names_of_some, minutes_of_some, saved_of_some, bucket = reply
-            by_name += names_of_some
-            by_minute += minutes_of_some
-            saved += saved_of_some
+        for some, (now, by_name, by_minute, saved, bucket) in replies:
+            for name, ms, count, gave_up in zip(*(by_name[i::4] for i in range(4)), strict=True):
+                waits = names[listed_name(name)]
+                waits.seconds += float(ms) / 1000
+                waits.waits += int(count)
+                waits.gave_up += int(gave_up)
+            for name, duplicates, avoided in zip(*(saved[i::3] for i in range(3)), strict=True):
+                waits = names[listed_name(name)]
+                waits.duplicates += int(duplicates)
+                waits.avoided += int(avoided)
+            for minute, ms, count in zip(*(by_minute[i::3] for i in range(3)), strict=True):
+                ago = now - int(minute)
+                if 0 <= ago < MINUTES:
+                    minutes[-1 - ago].seconds += int(ms) / 1000
+                    minutes[-1 - ago].waits += int(count)
             if bucket:
                 indexes += some[bucket - 1 :]
-    names: dict[str, Waits] = {}
-    for name, ms, count, gave_up in zip(*(by_name[i::4] for i in range(4)), strict=True):
-        waits = names.setdefault(listed_name(name), Waits())
-        waits.seconds += float(ms) / 1000
-        waits.waits += int(count)
-        waits.gave_up += int(gave_up)
-    for name, duplicates, avoided in zip(*(saved[i::3] for i in range(3)), strict=True):
-        waits = names.setdefault(listed_name(name), Waits())
-        waits.duplicates += int(duplicates)
-        waits.avoided += int(avoided)
-    minutes = [Waits() for _ in range(MINUTES)]
-    for minute, ms, count in zip(*(by_minute[i::3] for i in range(3)), strict=True):
-        ago = now - int(minute)
-        if 0 <= ago < MINUTES:
-            minutes[-1 - ago].seconds += int(ms) / 1000
-            minutes[-1 - ago].waits += int(count)
     highest = sorted(names.items(), key=lambda item: (item[1].seconds, item[1].saved), reverse=True)
     return Contention(dict(highest), minutes)
 
