@@ -95,6 +95,7 @@ class QuorumLease:
         self.waited = 0.0
         """Seconds for which the acquisition waited in a queue, and between its attempts."""
         self._waited = False
+        """Whether a request stood in a queue."""
         self.servers = servers
         self.needed = len(servers) // 2 + 1
         self._template = template
@@ -149,7 +150,7 @@ class QuorumLease:
         try:
             won = await attempt.run()
         finally:
-            self._waited = self._waited or attempt.has_waited
+            self._waited = self._waited or any(request.waited for request in attempt.requests.values())
             attempt.end()
         if not won:
             await self._give_back()
@@ -313,11 +314,6 @@ class Attempt:
         self.errors: list[LockBackendError] = []
         self.won = False
         self._ask([server for server in lease.servers if server not in self.spare])
-
-    @property
-    def has_waited(self) -> bool:
-        """Whether a request stood in a queue."""
-        return any(request.waited for request in self.requests.values())
 
     @property
     def silent(self) -> list[asyncio.Task[bool]]:

@@ -71,7 +71,7 @@ ASYNCIO: dict[str, Planted] = {
     "a loop that ends leaves no thread that waits for its replies": lambda: attribute(
         Connection, "leave", Connection.abort
     ),
-    "nobody polls": lambda: attribute(Room, "_poll_soon", lambda self: None),
+    "nobody polls": lambda: attribute(Room, "_poll", lambda self: None),
 }
 
 NOT_FOUND: dict[str, tuple[str, Planted]] = {

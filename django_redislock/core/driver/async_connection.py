@@ -184,15 +184,12 @@ class AsyncConnection(asyncio.Protocol):
 
 
 def _settle(pending: tuple[asyncio.Future[Any], ScriptCall | ScriptBatch | None] | None, reply: Any) -> None:
-    if pending is None:
-        return
-    future, _ = pending
-    if future.done():
+    if pending is None or pending[0].done():
         return
     if isinstance(reply, RedisError):
-        future.set_exception(reply)
+        pending[0].set_exception(reply)
     else:
-        future.set_result(reply)
+        pending[0].set_result(reply)
 
 
 class SharedConnection:

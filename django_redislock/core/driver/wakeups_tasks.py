@@ -52,7 +52,7 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
     async def register(self, lock: bytes, id: bytes) -> WaitingTask:
         """Return a new waiter of the running task. Raises redis-py's errors when it cannot subscribe."""
         waiter = WaitingTask(lock, id, self.channel)
-        self._waiters.add(waiter)
+        self.admit(waiter)
         try:
             if not self.deaf:
                 await self._subscription.open(waiter)
@@ -60,15 +60,11 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
             if not (isinstance(error, ResponseError) and self.deaf):
                 self._waiters.remove(waiter)
                 raise
-        self._poll_soon()
         return waiter
 
     def admit(self, waiter: WaitingTask) -> None:
         """Take in a waiter, without subscribing."""
         self._waiters.add(waiter)
-        self._poll_soon()
-
-    def _poll_soon(self) -> None:
         if self._next_poll is None:
             self._next_poll = asyncio.get_running_loop().call_later(POLL_INTERVAL, self._poll)
 
