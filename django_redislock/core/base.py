@@ -10,8 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, Unpack
 
-from redis.exceptions import ConnectionError
-
 from ..exceptions import AlreadyAcquired, LockBackendError, LockError, NotAcquired
 from . import events, operations, validation
 from .acquirers import Acquirers, CallerView, chain, holders, waits_for_itself
@@ -19,6 +17,7 @@ from .clock import monotonic
 from .driver import process
 from .driver.effects import Operation, Sleep
 from .driver.registry import replicated, server_of
+from .driver.retry import is_temporary
 from .keys import lock_keys, new_id, record
 from .lease import Lease
 from .loss import check_reason, find_cause, report_reset
@@ -213,7 +212,7 @@ class BaseLock(CallerView[Lease]):
         except LockBackendError as error:
             # A server that is away may be back in time: until the expiry, what is left there blocks the next
             # acquisition like the lock of somebody else (seed 44200190).
-            if not isinstance(error.__cause__, ConnectionError):
+            if not is_temporary(error.__cause__):
                 raise
         self._forget(lease)
         left = None if timeout is None else max(0.0, until - monotonic())
