@@ -30,7 +30,7 @@ from ..core.driver.effects import Operation, Script, ScriptCall
 from ..core.driver.replicated import unconfirmed_grant
 from ..core.driver.retry import with_retries
 from ..core.driver.server import Server
-from ..core.keys import LockKeys, lock_keys, milliseconds, record, slots_keys
+from ..core.keys import LockKeys, id_with_limit, lock_keys, milliseconds, record, slots_keys
 from ..core.lease import Lease
 from ..core.lock import Lock
 from ..core.loss import find_cause
@@ -152,8 +152,8 @@ def confirm_published() -> None:
             server.watchdog.renew(server, leases[start : start + BATCH])
 
 
-class ExecutionLock(Lock):
-    """The lock of a message, or of its execution."""
+class ExecutionLock(Slots, Lock):
+    """The lock of a message, or of its execution: a slot of a semaphore if there is a limit of executions."""
 
     delivery: Delivery | None = None
     details: Mapping[str, Any] = {}
@@ -166,14 +166,16 @@ class ExecutionLock(Lock):
     """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
     now."""
     _tried: tuple[Lease, ...] = ()  # what it has asked for, perhaps without an answer
-    is_slot: ClassVar[bool] = False
-    """Whether it is a slot of a semaphore."""
     message_lease: MessageLease | None = None
     """What this process holds for a message that it publishes now, if the message may wait for long."""
 
-    def with_name(self, name: str, *, label: str = "", id: str | None = None, **changes: Any) -> Self:
+    def __init__(self, client: Any, name: str, **options: Any) -> None:
+        Lock.__init__(self, client, name, **options)  # `with_name` gives it its limit
+
+    def with_name(self, name: str, *, limit: int = 0, label: str = "", id: str | None = None, **changes: Any) -> Self:
         """Return a copy of this lock with another name and other attributes; nothing is checked again."""
-        return self._copy(name=name, _keys=lock_keys(self._prefix, name), label=label, _given_id=id, **changes)
+        keys = slots_keys(self._prefix, name, limit) if limit else lock_keys(self._prefix, name)
+        return self._copy(name=name, limit=limit, _keys=keys, label=label, _given_id=id, **changes)
 
     @contextmanager
     def keep_alive(self, expire: float) -> Iterator[None]:
@@ -310,7 +312,7 @@ class ExecutionLock(Lock):
             if state == "done":
                 self.mark_processed(expire)
             return True
-        claim, is_slot = os.urandom(4).hex().encode(), b"1" if self.is_slot else b""
+        claim, is_slot = os.urandom(4).hex().encode(), b"1" if self.limit else b""
         args = (*_copies(delivery), claim, state.encode(), milliseconds(expire), is_slot)
         call = ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args)
         reply = self._server.run(self._reply_to(call))
@@ -353,12 +355,15 @@ class ExecutionLock(Lock):
         if (delivery := self.delivery) is None:
             return super()._new_request(acquirer, timeout, token)
         id = self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}"
+        copies = (b"1" if delivery.known else b"0", *_copies(delivery))
+        if self.limit:
+            id = id_with_limit(id, self.limit)
+            script, keys, args = START_SLOT, self._keys.others, (b"%d" % self.limit, *copies)
+        else:
+            script, keys, args = START, (marker_key(self._keys, delivery),), (delivery.id.encode(), *copies)
         lease, given = self._new_lease(acquirer, id), self._given_id is not None
         self._tried = (*self._tried, lease)
-        keys = (marker_key(self._keys, delivery),)
-        args = (delivery.id.encode(), b"1" if delivery.known else b"0", *_copies(delivery))
-        subscribed = self._is_subscribed()
-        return AcquireRequest(lease, self._record(), timeout, given, subscribed, START, keys, args)
+        return AcquireRequest(lease, self._record(), timeout, given, self._is_subscribed(), script, keys, args)
 
     def _accepts(self, lease: Lease, token: Token | None) -> bool:
         return self._note_reply(lease.fence)
@@ -415,36 +420,17 @@ class ExecutionLock(Lock):
         # The fields of this task are appended to the prepared record of all tasks.
         general = record(self.kind, "", self.expire, self.auto_renewal)
         own = [f',"{name}":{"true" if value is True else _json(value)}' for name, value in self.details.items()]
+        if self.limit:
+            own.append(f',"limit":{self.limit}')
         return b'%b,"label":%b}' % (general[:-1], "".join([_json(self.label), *own]).encode())
 
-
-class SlotExecutionLock(Slots, ExecutionLock):
-    """The lock of an execution of which so many run at once: a slot of a semaphore. No message holds it."""
-
-    is_slot = True
-
-    def with_limit(self, name: str, limit: int, *, label: str = "", **changes: Any) -> Self:
-        """Return a copy of this lock with another name and limit and other attributes; nothing is checked again."""
-        keys = slots_keys(self._prefix, name, limit)
-        return self._copy(name=name, limit=limit, _keys=keys, label=label, **changes)
-
-    def _new_request(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> AcquireRequest:
-        request, delivery = super()._new_request(acquirer, timeout, token), self.delivery
-        if delivery is not None:
-            request.script = START_SLOT
-            request.more_args += (b"1" if delivery.known else b"0", *_copies(delivery))
-        return request
-
     def _owner(self) -> Operation[LockInfo | None]:
-        """Read a holder: the one that prevents this execution most, which is a copy of its message, or another run of
-        its task's id, and else the oldest one."""
-        held = yield from self._holders()
-        return max(
-            held.values(), key=lambda info: (self.is_copy(info), info.label == self.label, info.age), default=None
-        )
-
-    def _record(self) -> bytes:
-        return b'%b,"limit":%d}' % (ExecutionLock._record(self)[:-1], self.limit)
+        """Read the holder; of the holders of slots the one that prevents this execution most, which is a copy of its
+        message, or another run of its task's id, and else the oldest one."""
+        if not self.limit:
+            return (yield from Lock._owner(self))
+        held = (yield from self._holders()).values()
+        return max(held, key=lambda info: (self.is_copy(info), info.label == self.label, info.age), default=None)
 
 
 def marker_key(keys: LockKeys, delivery: Delivery) -> bytes:

@@ -16,7 +16,7 @@ from .. import conf
 from ..connections import server
 from ..core.validation import Seconds, check_limit, nearest
 from ..name_template import check_parameters as check_names, fields as fields_of
-from .execution_lock import ExecutionLock, SlotExecutionLock
+from .execution_lock import ExecutionLock
 from .key import Key
 
 OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
@@ -104,23 +104,16 @@ class TaskOptions(conf.CelerySettings):
     @cached_property
     def lock(self) -> ExecutionLock:
         """The lock from which each lock of the task is copied."""
-        return ExecutionLock(server(self.settings), "celery", **self._of_lock)
-
-    @cached_property
-    def slot(self) -> SlotExecutionLock:
-        """The slot from which each slot of the task is copied."""
-        return SlotExecutionLock(server(self.settings), "celery", 1, **self._of_lock)
-
-    @property
-    def _of_lock(self) -> dict[str, Any]:
-        return {
-            "kind": "celery",
-            "prefix": self.settings.key_prefix,
-            "expire": self.expire,
-            "auto_renewal": self.auto_renewal,
-            "max_hold": self.max_hold,
-            "min_replicas": self.settings.min_replicas,
-        }
+        return ExecutionLock(
+            server(self.settings),
+            "celery",
+            kind="celery",
+            prefix=self.settings.key_prefix,
+            expire=self.expire,
+            auto_renewal=self.auto_renewal,
+            max_hold=self.max_hold,
+            min_replicas=self.settings.min_replicas,
+        )
 
 
 OWN = ("limit", "group")

@@ -454,8 +454,8 @@ class PublishingMixin(_Task):
         """Yield each lock of these arguments in this scope, the lock of the execution first."""
         options, key = self._options, self._key_of(args, kwargs)
         if options.scope != "queued":
-            name = self._name_of_run(key)  # all slots, because the limit may have been higher
-            yield options.lock.with_name(name) if options.limit is None else options.slot.with_limit(name, MAX_LIMIT)
+            slots = 0 if options.limit is None else MAX_LIMIT  # all slots, because the limit may have been higher
+            yield options.lock.with_name(self._name_of_run(key), limit=slots)
         if options.scope in ("queued", "queued+run"):
             yield options.lock.with_name(lock_name(self.name, key, "celery-queue"))
 
@@ -465,12 +465,10 @@ class PublishingMixin(_Task):
     def _lock_of_run(self, name: str, args: Any, kwargs: Any, **changes: Any) -> ExecutionLock:
         """Return the lock of a run, or its slot if there is a limit. Raises what a callable limit raises."""
         options, limit = self._options, self._options.limit
-        if limit is None:
-            return options.lock.with_name(name, **changes)
         if callable(limit):
             bound = self._signature.bind(*args, **kwargs)
             limit = check_limit(called_as_body(limit, bound, self._models), f"the limit of {self.name}")
-        return options.slot.with_limit(name, limit, **changes)
+        return options.lock.with_name(name, limit=limit or 0, **changes)
 
     def _running_lock(
         self, name: str, options: TaskOptions, request: Context | None, args: Any, kwargs: Any

@@ -164,11 +164,12 @@ class SingleInstanceMixin(PublishingMixin):
             lock = self._running_lock(name, options, request, args, kwargs)
         except Exception as error:  # of a callable that was given as limit
             if request is not None and not self._is_rejected(error):  # as after a conflict: the message has ended
-                lock = options.slot.with_limit(name, 1, label=f"{self.name}[{task_id}]", delivery=delivery_of(request))
+                label, delivery = f"{self.name}[{task_id}]", delivery_of(request)
+                lock = options.lock.with_name(name, limit=1, label=label, delivery=delivery)
                 self._claim_message(Run(lock, options, request, queued), final=True)
             leave_queue(queued)
             raise
-        if queued is not None and queued.name == lock.name and not lock.is_slot:  # the execution takes it over
+        if queued is not None and queued.name == lock.name and not lock.limit:  # the execution takes it over
             queued = None
         run = Run(lock, options, request, queued)
         refused = header(request, REFUSED_HEADER)

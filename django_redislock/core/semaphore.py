@@ -25,6 +25,9 @@ class Slots(BaseLock):
     use, and the slots above a lowered limit end with their holders.
     """
 
+    limit = 0
+    """How many may hold it at a time; 0: it is an ordinary lock, as that of most tasks of Celery is."""
+
     def __init__(self, client: Any, name: str, limit: int, *, kind: str = "semaphore", **options: Any) -> None:
         if options.get("reentrant"):
             raise unexpected(type(self).__name__, ["reentrant"], ())
@@ -34,6 +37,8 @@ class Slots(BaseLock):
 
     def _new_request(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> AcquireRequest:
         request = super()._new_request(acquirer, timeout)
+        if not self.limit:
+            return request
         if not request.given_id:
             request.lease.id = id_with_limit(request.lease.id, self.limit)
         request.script = scripts.ACQUIRE_SLOT
@@ -44,6 +49,8 @@ class Slots(BaseLock):
         raise TypeError("a semaphore takes no token: give the object an id in its place")
 
     def _waits_for_itself(self, acquirer: Any) -> Operation[list[Lease]]:
+        if not self.limit:
+            return (yield from super()._waits_for_itself(acquirer))
         held: list[Lease] = []
         for number in range(1, self.limit + 1):
             keys = self._keys.slot(number) if number > 1 else self._keys  # these have slot 1 as their lock
@@ -80,6 +87,8 @@ class Slots(BaseLock):
         return next((info for info in held.values() if info.id == id), None)
 
     def _reset(self, fence: int | None, by: object, reason: str) -> Operation[bool]:
+        if not self.limit:
+            return (yield from super()._reset(fence, by, reason))
         check_reason(reason)
         freed = False
         for number, info in (yield from self._holders()).items():

@@ -10,7 +10,7 @@ import pytest
 
 from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult, SingleInstanceTask
-from django_redislock.celery.execution_lock import CLAIM, AfterRelease, Delivery, SlotExecutionLock
+from django_redislock.celery.execution_lock import CLAIM, AfterRelease, Delivery, ExecutionLock
 from django_redislock.celery.key import lock_name
 from django_redislock.core import Semaphore, held_locks
 from django_redislock.core.keys import another_id, with_slot
@@ -253,11 +253,11 @@ def test_direct_calls_take_slots_and_a_task_within_itself_takes_no_second_one(ma
 
 @pytest.fixture
 def slot(client):
-    general = SlotExecutionLock(client, "celery", 1, kind="celery", expire=60)
+    general = ExecutionLock(client, "celery", kind="celery", expire=60)
 
-    def slot(message: str, limit: int = 2, version: int = 0) -> SlotExecutionLock:
+    def slot(message: str, limit: int = 2, version: int = 0) -> ExecutionLock:
         delivery = Delivery(message, f"{message}:0:x", True, version)
-        return general.with_limit("name", limit, label=message, delivery=delivery)
+        return general.with_name("name", limit=limit, label=message, delivery=delivery)
 
     return slot
 
@@ -291,10 +291,10 @@ def test_a_copy_that_waits_for_a_slot_learns_that_its_message_was_processed_and_
 
 @pytest.mark.slow
 def test_a_slot_that_no_replica_confirmed_is_given_back(client):
-    general = SlotExecutionLock(client, "celery", 1, kind="celery", expire=60, min_replicas=2)
+    general = ExecutionLock(client, "celery", kind="celery", expire=60, min_replicas=2)
     delivery = Delivery("a", "a:0:x", known=True)
     with pytest.raises(LockBackendError, match="of 2 replicas"):
-        general.with_limit("name", 2, delivery=delivery).acquire(blocking=False)
+        general.with_name("name", limit=2, delivery=delivery).acquire(blocking=False)
     assert slots_of(client, "name") == []
 
 

@@ -122,8 +122,7 @@ def use_locks(admin: Any) -> None:
 
 
 def use_tasks(admin: Any) -> None:
-    options = complete({}, conf.get())
-    prepared = options.lock
+    prepared = complete({}, conf.get()).lock
     delivery = Delivery("task", "task:0:one", known=True)
     assert prepared.with_name("t", id="task").take(fresh=True)
     execution = prepared.with_name("t", delivery=delivery, ending=AfterRelease(processed_for=30))
@@ -131,7 +130,7 @@ def use_tasks(admin: Any) -> None:
     prepared.with_name("t").count_duplicate()
     execution.release()
     assert not prepared.with_name("t", delivery=delivery).acquire(blocking=False)
-    limited = options.slot.with_limit("limited", 2, delivery=delivery, ending=AfterRelease(processed_for=30))
+    limited = prepared.with_name("limited", limit=2, delivery=delivery, ending=AfterRelease(processed_for=30))
     assert limited.claim(30, "ending")
     assert limited.acquire(blocking=False) or limited.refused
     limited.mark_processed(30)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from django_redislock.celery.execution_lock import Delivery, SlotExecutionLock
+from django_redislock.celery.execution_lock import Delivery
 
 from .driver import Thread
-from .locks import SimulatedLock
 from .tasks import CeleryHistory
 from .worker import Body, Message
 from .world import Plan
-
-
-class SimulatedSlotLock(SimulatedLock, SlotExecutionLock):
-    """The shipped slot of an execution, driven by the world."""
 
 
 class LimitHistory(CeleryHistory):
@@ -38,10 +33,7 @@ class LimitHistory(CeleryHistory):
         return plan
 
     def lock_of_run(self, thread: Thread, name: str, message: Message, delivery: Delivery) -> Any:
-        lock = SimulatedSlotLock.of(thread, "celery", limit=1, kind="celery", expire=self.expire)
-        return lock.with_limit(
-            name, self.chance.choice(self.limits), label=f"task[{message.id}]", delivery=delivery, details={}
-        )
+        return self.lock_of(thread, name, message, limit=self.chance.choice(self.limits), delivery=delivery)
 
     def see_others(self, body: Body, others: list[Body]) -> None:
         """See that all have slots and fences of their own, that no two are copies, and that they are not too many."""

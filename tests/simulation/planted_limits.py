@@ -11,11 +11,11 @@ from django_redislock.core.keys import new_id
 from .patches import Planted, attribute, script
 
 START, CLAIM = execution_lock.START_SLOT, execution_lock.CLAIM
-_with_limit = execution_lock.SlotExecutionLock.with_limit
+_with_name = execution_lock.ExecutionLock.with_name
 
 
-def _one_more(self: Any, name: str, limit: int, **changes: Any) -> Self:  # type: ignore[misc]
-    return _with_limit(self, name, limit + 1, **changes)  # type: ignore[return-value]
+def _one_more(self: Any, name: str, limit: int = 0, **changes: Any) -> Self:  # type: ignore[misc]
+    return _with_name(self, name, limit=limit and limit + 1, **changes)  # type: ignore[return-value]
 
 
 def _id_without_message(id: str) -> str:
@@ -23,7 +23,7 @@ def _id_without_message(id: str) -> str:
 
 
 LIMITS: dict[str, Planted] = {
-    "a limit is one higher": lambda: attribute(execution_lock.SlotExecutionLock, "with_limit", _one_more),
+    "a limit is one higher": lambda: attribute(execution_lock.ExecutionLock, "with_name", _one_more),
     "whoever tries takes a slot": lambda: script(
         START, "return false, redis.call('PTTL', lock)", "return true, redis.call('PTTL', lock)"
     ),
