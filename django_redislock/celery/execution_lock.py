@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -107,14 +106,6 @@ class MessageLease(Lease):
     """Those of messages that are sent, until Redis has confirmed the longer life."""
     confirming_pid: ClassVar[int] = 0
     """The process whose exit gives the rest of them their life."""
-
-    def watch_acquirer(self) -> None:
-        """Watch no thread, because the message outlives it."""
-
-    @property
-    def acquirer_ended(self) -> bool:
-        """Whether its thread has ended, which is of no interest here."""
-        return False
 
     def renewed(self, sent: float, expire: float) -> None:
         """Note that the lock got a new expiry; nothing is left to be done after the longer one."""
@@ -252,16 +243,14 @@ class ExecutionLock(Slots, Lock):
         fence = abs(reply) if isinstance(reply, int) else 0
         if fence:
             if self.expire > PUBLISH_EXPIRE:
-                self.message_lease = lease = self._message_lease()
+                id, keys = self._given_id or "", self._keys
+                lease = MessageLease(self._server, self.name, keys, id, PUBLISH_EXPIRE, None, None, lambda: None)
+                self.message_lease = lease
                 lease.note_acquired(fence, sent)
                 with suppress(RuntimeError):  # no further thread can be started: the message has its lock for a while
                     watchdog.add(lease)
             events.emit("acquired", MESSAGES["acquired"], self.name, fence, name=self.name, fence=fence)
         return fence > 0
-
-    def _message_lease(self) -> MessageLease:
-        thread, id = threading.current_thread(), self._given_id or ""
-        return MessageLease(self._server, self.name, self._keys, id, PUBLISH_EXPIRE, thread, None, lambda: None)
 
     def release_given_id(self) -> bool:
         """Release the lock if the given id holds it, and return whether it did. Raises LockBackendError when Redis

@@ -65,24 +65,26 @@ def _end_of_thread() -> weakref.ref[Any]:
 
 
 def end_of(acquirer: object) -> weakref.ref[Any] | None:
-    """Return a reference that shows the end of the calling thread, which acquired; None where Python itself does."""
+    """Return a reference that shows the end of the calling thread, which acquires; None where Python itself does."""
     # Python knows the end of a thread that it started, and a task knows its own end.
-    if isinstance(acquirer, _DummyThread) or not isinstance(acquirer, (threading.Thread, asyncio.Task)):
-        return _end_of_thread()
-    return None
+    if acquirer is None or (
+        isinstance(acquirer, (threading.Thread, asyncio.Task)) and not isinstance(acquirer, _DummyThread)
+    ):
+        return None
+    return _end_of_thread()
 
 
 class Lease:
     """One acquisition, from the first attempt to the release.
 
     It is held until `deadline` on the monotonic clock, counted from when the last successful command was *sent*, so
-    that the local belief always ends before the key does in Redis.
+    that the local belief always ends before the key does in Redis. The thread or task that acquires makes it.
     """
 
     __slots__ = (
         *("__weakref__", "server", "name", "keys", "id", "expire", "max_hold", "acquirer", "lock_ref", "pid", "fence"),
         *("hold_count", "reentrant", "ended", "acquired", "deadline", "next_renewal", "failures"),
-        *("renewing", "renewal_pending", "shared", "mark", "may_outlive", "shortens", "_end_of_acquirer", "_losses"),
+        *("renewing", "renewal_pending", "shared", "mark", "may_outlive", "shortens", "end_of_acquirer", "_losses"),
     )  # a thousand locks may be held at once
     reports_waits = True
     """Whether a wait for it is an event; a quorum lock reports one wait for all servers."""
@@ -94,7 +96,7 @@ class Lease:
         keys: LockKeys,
         id: str,
         expire: float,
-        acquirer: threading.Thread | asyncio.Task[Any],
+        acquirer: threading.Thread | asyncio.Task[Any] | None,
         max_hold: float | None,
         lock_ref: Callable[[], Any],
     ) -> None:
@@ -104,7 +106,8 @@ class Lease:
         self.id = id
         self.expire = expire
         self.max_hold = max_hold
-        self.acquirer = acquirer
+        self.acquirer: Any = acquirer
+        """Who acquires; None: it outlives the thread that acquired it."""
         self.lock_ref = lock_ref
         self.pid = process.pid
         self.fence = 0
@@ -133,7 +136,7 @@ class Lease:
         """Whether the watchdog renews it; otherwise the watchdog only reports its end."""
         self.renewal_pending = False
         """Whether a renewal was sent, or is about to be, and has no reply yet."""
-        self._end_of_acquirer: weakref.ref[Any] | None = None
+        self.end_of_acquirer = end_of(acquirer)
         # The first loss counts. No lock guards it, because code that a signal handler interrupts might hold that lock.
         self._losses: list[LossRecord] = []
 
@@ -142,10 +145,6 @@ class Lease:
         self.fence = fence
         self.acquired = sent
         self.renewed(sent, self.expire)
-
-    def watch_acquirer(self) -> None:
-        """Notice the end of the calling thread, which acquired the lock."""
-        self._end_of_acquirer = end_of(self.acquirer)
 
     def renewed(self, sent: float, expire: float) -> None:
         """Note that the lock got a new expiry by a command sent at `sent`."""
@@ -187,12 +186,14 @@ class Lease:
 
         Raises the acquirer's own errors, and TypeError for an acquirer that is neither.
         """
-        acquirer: Any = self.acquirer
+        acquirer = self.acquirer
+        if acquirer is None:
+            return False
         if hasattr(acquirer, "get_loop"):  # a task of asyncio's, or of another library's task factory
             return bool(acquirer.done() or acquirer.get_loop().is_closed())
         if not hasattr(acquirer, "is_alive"):
             raise TypeError(f"{type(acquirer).__module__}.{type(acquirer).__qualname__} is neither a thread nor a task")
-        if self._end_of_acquirer is not None and getattr(self._end_of_acquirer(), "dead", True):
+        if self.end_of_acquirer is not None and getattr(self.end_of_acquirer(), "dead", True):
             return True
         return not acquirer.is_alive()
 

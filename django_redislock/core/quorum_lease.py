@@ -66,10 +66,6 @@ class PartLease(Lease):
         super().change(expire)
         self.deadline = min(self.deadline, monotonic() + expire - drift_of(expire))
 
-    def watch_acquirer(self) -> None:
-        whole = self.lock_ref()
-        self._end_of_acquirer = None if whole is None else whole.end_of_acquirer
-
     def report_loss(self) -> None:
         whole = self.lock_ref()
         if whole is not None:
@@ -91,7 +87,7 @@ class QuorumLease:
         self.name = template.name
         self.expire = template.expire
         self.acquirer = acquirer
-        self.end_of_acquirer = end_of(acquirer)
+        self._end_of_acquirer = end_of(acquirer)
         self.waited = 0.0
         """Seconds for which the acquisition waited in a queue, and between its attempts."""
         self._waited = False
@@ -163,6 +159,7 @@ class QuorumLease:
         lease = PartLease(
             server, self.name, template._keys, new_id(), self.expire, self.acquirer, template.max_hold, whole
         )
+        lease.end_of_acquirer = self._end_of_acquirer
         return AcquireRequest(lease, self._record, None if seconds == math.inf else seconds, given_id=False)
 
     async def ask(self, request: AcquireRequest) -> bool:

@@ -75,7 +75,7 @@ class ServerWatchdog(Renewals):
         """The time for which a check was requested last."""
 
     def add(self, lease: Lease, renew: bool) -> None:
-        """Watch the lease from now on, and renew it if `renew`; called by the thread or task that acquired it."""
+        """Watch the lease from now on, and renew it if `renew`."""
         key, name, fence = id(lease), lease.name, lease.fence
 
         def abandoned(_: object) -> None:
@@ -85,7 +85,6 @@ class ServerWatchdog(Renewals):
                 self._thread.event.set()
 
         lease.renewing = renew
-        lease.watch_acquirer()
         self._leases[key] = weakref.ref(lease, abandoned)
         try:
             self._wake_for(lease)
@@ -215,7 +214,7 @@ class Watchdog:
             return of_server
 
     def add(self, lease: Lease, renew: bool = True) -> None:
-        """Watch the lease from now on, and renew it if `renew`; called by the thread or task that acquired it."""
+        """Watch the lease from now on, and renew it if `renew`."""
         self._of(lease.server).add(lease, renew)
 
     def reschedule(self, lease: Lease) -> None:
