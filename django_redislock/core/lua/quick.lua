@@ -5,7 +5,8 @@ local id, expire_ms, name, record, channel, join, ticket = unpack(ARGV)
 expire_ms = tonumber(expire_ms)
 local now = now_us()
 if ticket == '' and not receipts then
-  local fence = take_unwanted(lock, held, counter, queue, id, name, record, now, expire_ms)
+  local found = redis.call('EXISTS', lock, lock, queue, queue, held)
+  local fence = take_unwanted(found, lock, held, counter, id, name, record, now, expire_ms)
   if fence then
     return tonumber(fence)
   end

@@ -17,8 +17,9 @@ for i = 1, limit do
   end
 end
 if free and not mine and ticket == '' and not receipts then
-  local number = tostring(free)
-  local fence = take_unwanted(slots[free], held, counter, queue, id, name .. number, record, now, expire_ms)
+  local lock, number = slots[free], tostring(free)
+  local found = redis.call('EXISTS', lock, lock, queue, queue, held)
+  local fence = take_unwanted(found, lock, held, counter, id, name .. number, record, now, expire_ms)
   if fence then
     return {ok = fence .. ' ' .. number}
   end

@@ -18,9 +18,9 @@ local function write(lock, id, fence, record, now, expire_ms)
 end
 
 -- Take a lock without holder and waiters by as few commands as possible, and return its fence; nil when it has either.
-local function take_unwanted(lock, held, counter, queue, id, name, record, now, expire_ms)
-  -- The lock and its queue count twice, so 1 means that only the index exists.
-  local found = redis.call('EXISTS', lock, lock, queue, queue, held)
+-- `found` is the number of keys that exist: the lock, its queue, and what else keeps it from being taken so, count twice
+-- in it, and the index of held locks once. So 1 means that only the index exists.
+local function take_unwanted(found, lock, held, counter, id, name, record, now, expire_ms)
   if found > 1 then
     return nil
   end
