@@ -151,8 +151,8 @@ def _is_ours(backend: str) -> bool:
         bases = getattr(import_string(backend), "__mro__", ())  # none of a function that makes the cache
     except (ImportError, ImproperlyConfigured):  # misspelt, or its extra is missing: this must be reported
         return backend.startswith("django_redislock.")
-    ours = {base.__module__ for base in bases if base.__module__.startswith("django_redislock.cache")}
-    return bool(ours) and "django_redislock.cache.backends.local" not in ours  # a local cache has no server
+    ours = {base.__name__ for base in bases if base.__module__.startswith("django_redislock.cache")}
+    return bool(ours) and "LocalBackend" not in ours  # it has no server
 
 
 URL = "url"

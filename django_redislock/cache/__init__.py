@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 
-from .backends.django_backend import DjangoRedisCache
-from .backends.local import DummyCache, LocMemCache
+from .backends.django_backend import DjangoRedisCache, DummyCache, LocMemCache
 from .compute_once import ComputeOnceMixin
 from .decorators import cached
 from .pages import cache_page

@@ -1,14 +1,21 @@
-"""The backend on Django's own; import it from `django_redislock.cache`."""
+"""The backends on Django's own, for Redis and for one process; import them from `django_redislock.cache`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
+from django.core.cache.backends.dummy import DummyCache as DjangosDummyCache
+from django.core.cache.backends.locmem import LocMemCache as DjangosLocMemCache
 from django.core.cache.backends.redis import RedisCache, RedisCacheClient
 from django.utils.functional import cached_property
 from redis import Redis
 
+from ...core.driver.process import after_in_child
+from ...core.driver.server import Server
+from ...core.memory_server import MemoryServer
 from ..compute_once import ComputeOnceMixin
+from ..invalidation import InvalidatingMixin
 from .base import SplittingRedis, as_bytes
 
 
@@ -61,3 +68,51 @@ class DjangoRedisCache(ComputeOnceMixin, RedisCache):
     @property
     def _serializer(self) -> Any:
         return self._cache._serializer
+
+
+class LocalBackend(ComputeOnceMixin):
+    """A backend of one process, for tests and development without Redis: values have no server, locks one in memory.
+
+    It has every method and every argument check of the Redis backends, and Django's own storage. No caller waits for a
+    value that another caller computes, and no value is kept beyond its timeout.
+    """
+
+    def _server_of(self, redis_key: str) -> Server | None:
+        return None
+
+    def _client_for(self, redis_key: str, write: bool = True) -> Any:
+        return _servers.setdefault((type(self).__name__, self._constructor_args[0]), MemoryServer())
+
+    def _all_clients(self) -> list[Any]:
+        return [self._client_for("")]
+
+    def _redis_key(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
+        return self.make_key(key, version)
+
+    def _stores(self, timeout: float | None) -> bool:
+        seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout
+        return seconds is None or seconds > 0
+
+    def clear(self) -> Any:
+        """Delete all values."""
+        return super(InvalidatingMixin, self).clear()
+
+
+class LocMemCache(LocalBackend, DjangosLocMemCache):
+    """Django's cache of one process, with the methods of the Redis backends and locks between its threads."""
+
+
+class DummyCache(LocalBackend, DjangosDummyCache):
+    """Django's cache that keeps nothing, with the methods of the Redis backends and locks between its threads."""
+
+
+_servers: dict[tuple[str, str], MemoryServer] = {}
+"""The servers by kind and LOCATION of the cache, because Django makes a backend for every thread and task."""
+
+
+def _after_fork() -> None:
+    for server in _servers.values():
+        server.forget()
+
+
+after_in_child("local server", _after_fork)
