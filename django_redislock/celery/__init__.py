@@ -17,7 +17,7 @@ if celery.VERSION < (5, 6):
 
 from . import receivers  # noqa: F401 - it connects them
 from .decorator import single_instance
-from .execution import Execution
+from .execution_lock import Execution
 from .message import DuplicateResult
 from .options import SingleInstanceOptions
 from .running import SingleInstanceMixin, SingleInstanceTask

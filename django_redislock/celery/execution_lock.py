@@ -5,7 +5,7 @@ own, so that a copy of the message is not mistaken for the running execution. Co
 order; one of them runs. The others find the lock of the running execution, or the processed marker of the message. An
 execution writes the marker with its release: "done", or "ending" when its message is acknowledged later; then "done"
 follows when the result is stored and all callbacks are sent. The marker also contains the version in which the message
-was published again.
+was published again. `Execution` is what the body sees.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -38,7 +39,7 @@ from ..core.records import LockInfo, Token, parse
 from ..core.renewals import BATCH
 from ..core.semaphore import Slots
 from ..core.watchdog import watchdog
-from ..exceptions import LockBackendError, LockError, LockLost, NotAcquired
+from ..exceptions import LockBackendError, LockLost, LossRecord
 
 START = Script(
     *("start", "index", "expiry", "take", "quick_start", "handover", "counts", "turns", "message"),
@@ -244,8 +245,7 @@ class ExecutionLock(Slots, Lock):
         if fence:
             if self.expire > PUBLISH_EXPIRE:
                 id, keys = self._given_id or "", self._keys
-                lease = MessageLease(self._server, self.name, keys, id, PUBLISH_EXPIRE, None, None, lambda: None)
-                self.message_lease = lease
+                self.message_lease = lease = MessageLease(self._server, self.name, keys, id, PUBLISH_EXPIRE, None, None)
                 lease.note_acquired(fence, sent)
                 with suppress(RuntimeError):  # no further thread can be started: the message has its lock for a while
                     watchdog.add(lease)
@@ -258,17 +258,22 @@ class ExecutionLock(Slots, Lock):
         return self._server.run(operations.release(self._new_lease(None, self._given_id or "")))
 
     def count_duplicate(self) -> None:
-        """Count a prevented duplicate for the page about contention; errors of Redis are ignored."""
-        count_duplicate(self._server, self.name, self._keys)
+        """Count a prevented duplicate for the page about contention; an error of Redis is ignored."""
+        with suppress(LockBackendError):
+            self._server.run(with_retries(self.name, self._duplicate_call(always=True), monotonic()))
 
     def prevented_by(self) -> LockInfo | None:
         """Return the holder, who prevents a duplicate now, and count it; None when nobody holds the lock.
 
         Raises LockBackendError when Redis cannot answer.
         """
-        _, reply = self._server.run(with_retries(self.name, _duplicate_call(self.name, self._keys), 0.0))
+        _, reply = self._server.run(with_retries(self.name, self._duplicate_call(), 0.0))
         holder = parse(self.name, *reply) if isinstance(reply, list) else None
         return None if holder is None else holder.info
+
+    def _duplicate_call(self, always: bool = False) -> ScriptCall:
+        keys = self._keys
+        return ScriptCall(DUPLICATE, (keys.lock, keys.held, keys.queue), (keys.name, b"1" if always else b""))
 
     def replace_arguments(self, holder: LockInfo, newest: bytes) -> bool:
         """Give the waiting message that holds the lock these arguments; False when it does not hold it any more.
@@ -434,42 +439,44 @@ def _copies(delivery: Delivery) -> tuple[bytes, bytes]:
     return delivery.message.encode(), b"%d" % delivery.version
 
 
-def count_duplicate(server: Server, name: str, keys: LockKeys) -> None:
-    """Count a prevented duplicate of a task. An error of Redis is ignored, because the count is for people only."""
-    with suppress(LockBackendError):
-        server.run(with_retries(name, _duplicate_call(name, keys, always=True), monotonic()))
+class Execution:
+    """One execution of a single-instance task, as its body sees it: ``self.single_instance``. It runs inside its
+    ``with`` block."""
+
+    def __init__(self, task: str, task_id: str | None = None, lock: Lock | None = None) -> None:
+        self.task = task
+        self.task_id = task_id
+        """None in a direct call."""
+        self.lock = lock
+        """None in a call that takes no lock."""
+        self._over = False
+
+    def __enter__(self) -> None:
+        self._outer = executions()
+        _executions.set((*self._outer, self))
+
+    def __exit__(self, *error: object) -> None:
+        self._over = True
+        _executions.set(self._outer)
+
+    @property
+    def lost(self) -> LossRecord | None:
+        """Why the lock was lost, or None while it is held. No call to Redis."""
+        return None if self.lock is None else self.lock.lost
+
+    def raise_if_lost(self) -> None:
+        """Raise LockLost if the lock was lost: call it before each irreversible step. No call to Redis."""
+        if self.lost is not None:
+            raise LockLost(self.lost.name, self.lost)
 
 
-def _duplicate_call(name: str, keys: LockKeys, always: bool = False) -> ScriptCall:
-    args = (keys.name, b"1" if always else b"")
-    return ScriptCall(DUPLICATE, (keys.lock, keys.held, keys.queue), args)
+_executions: ContextVar[tuple[Execution, ...]] = ContextVar("executions", default=())
 
 
-def release_quietly(lock: Lock) -> None:
-    """Release the lock if it is held; log an error of Redis instead of raising it."""
-    try:
-        lock.release()
-    except NotAcquired:
-        pass  # a duplicate, or Redis did not answer at the start
-    except LockLost:
-        pass  # reported when it was noticed; the body's outcome stands
-    except LockBackendError as error:
-        events.log.warning("%s could not release its lock, which ends by its expiry: %s", lock.label, error)
-    except BaseException:  # a soft time limit, in the middle of it
-        with suppress(LockError):
-            lock.release()
-        raise
+def executions() -> tuple[Execution, ...]:
+    """Return the executions of this context, outermost first, because a task may call itself or be applied within
+    itself.
 
-
-NOT_LEFT = "%s could not release the lock of its message, which ends by its expiry: %s"
-
-
-def leave_queue(queued: ExecutionLock | None) -> ExecutionLock | None:
-    """Release the lock that the message held while it waited; return it when Redis did not answer."""
-    if queued is not None:
-        try:
-            queued.release_given_id()
-        except LockBackendError as error:
-            events.log.warning(NOT_LEFT, queued.label, error)
-            return queued
-    return None
+    Coroutines of a body, and the threads that they start, have its context. They may run longer than the execution.
+    """
+    return tuple(execution for execution in _executions.get() if not execution._over)

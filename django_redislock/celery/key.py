@@ -39,6 +39,11 @@ def lock_name(task: str, key: str, kind: str = "celery") -> str:
     return fitting_name(name, lambda: _hash(name))
 
 
+def waiting_name(task: str, key: str, scope: str) -> str:
+    """Return the name of the lock that a message of this scope holds while it waits."""
+    return lock_name(task, key, "celery" if scope == "job" else "celery-queue")
+
+
 def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) -> str:
     """Return the key of these arguments.
 
@@ -50,7 +55,7 @@ def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS
     if len(bound.arguments) < len(bound.signature.parameters):
         bound.apply_defaults()
     if callable(key):
-        return _text(called_as_body(key, bound, models))
+        return _text("key", called_as_body(key, bound, models))
     if isinstance(key, str):
         return fill(key, by_name(_as_body_sees(bound, models)), "key")
     arguments = by_name(bound)
@@ -77,10 +82,8 @@ def with_tenant(get_tenant: Callable[[], str] | None, key: str) -> str:
     """Return the key of the current tenant. Raises TypeError when the tenant is no str."""
     if get_tenant is None:
         return key
-    tenant = get_tenant()
-    if not isinstance(tenant, str):
-        raise TypeError(f"the callable given as tenant must return a str, not {type(tenant).__name__}")
-    return f"{escaped(tenant)}:{key}" if key else escaped(tenant)
+    tenant = escaped(_text("tenant", get_tenant()))
+    return f"{tenant}:{key}" if key else tenant
 
 
 def hash_arguments(arguments: Mapping[str, Any]) -> str:
@@ -125,10 +128,10 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _text(key: object) -> str:
-    if not isinstance(key, str):
-        raise TypeError(f"the callable given as key must return a str, not {type(key).__name__}")
-    return key
+def _text(argument: str, returned: object) -> str:
+    if not isinstance(returned, str):
+        raise TypeError(f"the callable given as {argument} must return a str, not {type(returned).__name__}")
+    return returned
 
 
 class _Encoder(kombu_json.JSONEncoder):

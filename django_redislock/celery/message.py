@@ -12,6 +12,7 @@ import logging
 import os
 import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,10 @@ from kombu import serialization
 from ..core import events
 from ..core.clock import monotonic
 from ..core.validation import MAX_SECONDS
-from ..exceptions import LockBackendError
+from ..exceptions import LockBackendError, LockError, LockLost, NotAcquired
 from ..name_template import by_name
 from ..task_names import waiting_id
-from .execution_lock import NOT_LEFT, Delivery, ExecutionLock, leave_queue
+from .execution_lock import Delivery, ExecutionLock
 
 KEY_HEADER = "single_instance_key"
 """The key of a message, so that producers and workers of different versions agree."""
@@ -156,6 +157,36 @@ def unpack_arguments(packed: bytes, request: Context | None, app: Celery) -> tup
         own.kwargs.clear()
         own.kwargs.update(kwargs)
     return args, kwargs
+
+
+def release_quietly(lock: ExecutionLock) -> None:
+    """Release the lock if it is held; log an error of Redis instead of raising it."""
+    try:
+        lock.release()
+    except NotAcquired:
+        pass  # a duplicate, or Redis did not answer at the start
+    except LockLost:
+        pass  # reported when it was noticed; the body's outcome stands
+    except LockBackendError as error:
+        events.log.warning("%s could not release its lock, which ends by its expiry: %s", lock.label, error)
+    except BaseException:  # a soft time limit, in the middle of it
+        with suppress(LockError):
+            lock.release()
+        raise
+
+
+NOT_LEFT = "%s could not release the lock of its message, which ends by its expiry: %s"
+
+
+def leave_queue(queued: ExecutionLock | None) -> ExecutionLock | None:
+    """Release the lock that the message held while it waited; return it when Redis did not answer."""
+    if queued is not None:
+        try:
+            queued.release_given_id()
+        except LockBackendError as error:
+            events.log.warning(NOT_LEFT, queued.label, error)
+            return queued
+    return None
 
 
 def begin(

@@ -27,8 +27,8 @@ from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
 from ..task_names import waiting_id
 from . import options as options_of
-from .execution_lock import ExecutionLock, leave_queue, release_quietly
-from .key import NO_MODELS, Models, called_as_body, lock_name, make_key, models_of, with_tenant
+from .execution_lock import ExecutionLock
+from .key import NO_MODELS, Models, called_as_body, lock_name, make_key, models_of, waiting_name, with_tenant
 from .message import (
     ARGUMENTS_HEADER,
     CONTENT_TYPE,
@@ -44,11 +44,13 @@ from .message import (
     duplicate_like,
     has_ended,
     header,
+    leave_queue,
     log_level_of,
     marker_expire,
     new_message,
     pack_arguments,
     published_again,
+    release_quietly,
     unpack_arguments,
     waiting_expire,
     warn_dropped_callbacks,
@@ -209,7 +211,7 @@ class PublishingMixin(_Task):
 
     def _prevented(self, key: str, options: TaskOptions, newest: Callable[[], bytes]) -> DuplicateResult | None:
         """Return the result of the holder of the lock, None when the lock is not held or its holder has ended."""
-        lock = options.lock.with_name(self._waiting_name(key, options.scope), label=self.name)
+        lock = options.lock.with_name(waiting_name(self.name, key, options.scope), label=self.name)
         try:
             holder = lock.prevented_by()
             if holder is None or self._has_ended(holder):
@@ -321,9 +323,6 @@ class PublishingMixin(_Task):
     def _task_id_of(self, holder: LockInfo) -> str:
         return holder.label.removeprefix(f"{self.name}[").removesuffix("]")
 
-    def _waiting_name(self, key: str, scope: str) -> str:
-        return lock_name(self.name, key, "celery" if scope == "job" else "celery-queue")
-
     def _waiting_lock(
         self,
         key: str,
@@ -336,7 +335,7 @@ class PublishingMixin(_Task):
         """Return the lock that a message of this id holds while it waits. `scope`: the message's, if it is known."""
         expires = options.get("expires", self.expires)
         return ours.lock.with_name(
-            self._waiting_name(key, scope or ours.scope),
+            waiting_name(self.name, key, scope or ours.scope),
             label=f"{self.name}[{task_id}]",
             id=waiting_id(task_id),
             expire=waiting_expire(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
@@ -457,7 +456,7 @@ class PublishingMixin(_Task):
             slots = 0 if options.limit is None else MAX_LIMIT  # all slots, because the limit may have been higher
             yield options.lock.with_name(self._name_of_run(key), limit=slots)
         if options.scope in ("queued", "queued+run"):
-            yield options.lock.with_name(lock_name(self.name, key, "celery-queue"))
+            yield options.lock.with_name(waiting_name(self.name, key, options.scope))
 
     def _name_of_run(self, key: str) -> str:
         return lock_name(self._options.group or self.name, key)

@@ -22,8 +22,8 @@ from ..exceptions import LockBackendError
 from ..task_names import waiting_id
 from . import options as options_of
 from .execution_lock import ExecutionLock, confirm_published
-from .key import lock_name
-from .message import CONTENT_TYPE, KEY_HEADER, SCOPE_HEADER, header
+from .key import waiting_name
+from .message import CONTENT_TYPE, KEY_HEADER, NOT_LEFT, SCOPE_HEADER, header
 from .publishing import PublishingMixin
 from .running import SingleInstanceMixin
 
@@ -53,11 +53,7 @@ def _tell(call: Callable[[], object], otherwise: str, whom: str) -> None:
 def _release(lock: ExecutionLock | None) -> None:
     """Release the lock of a message that will not start."""
     if lock is not None:
-        _tell(
-            lock.release_given_id,
-            "%s could not release the lock of its message, which ends by its expiry: %s",
-            lock.label,
-        )
+        _tell(lock.release_given_id, NOT_LEFT, lock.label)
 
 
 @signals.worker_process_shutdown.connect
@@ -144,7 +140,7 @@ def _on_undecorated_task_end(sender: Any = None, state: str | None = None, **kwa
     scope, key = header(request, SCOPE_HEADER), header(request, KEY_HEADER)
     if scope is None or not isinstance(key, str):
         return
-    name = lock_name(sender.name, key, "celery" if scope == "job" else "celery-queue")
+    name = waiting_name(sender.name, key, scope)
     _release(options_of.complete({}, conf.get()).lock.with_name(name, label=name, id=waiting_id(request.id)))
 
 

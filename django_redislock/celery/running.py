@@ -24,8 +24,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from ..core import Lock, LockInfo, events
 from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
-from .execution import Execution, executions
-from .execution_lock import AfterRelease, ExecutionLock, leave_queue, release_quietly
+from .execution_lock import AfterRelease, Execution, ExecutionLock, executions
 from .message import (
     COPY_FENCE_HEADER,
     FIRST_CONFLICT_HEADER,
@@ -36,9 +35,11 @@ from .message import (
     begin,
     delivery_of,
     header,
+    leave_queue,
     longest_delay,
     marker_expire,
     notice_lost_place,
+    release_quietly,
     unpack_arguments,
     waiting_expire,
 )
@@ -52,7 +53,6 @@ GROWTH = 0.1
 """The delay of a rescheduled task is at least this part of the time waited so far."""
 LONGEST_DELAY = 300.0
 """Longest delay by this growth in seconds, on average. A broker gives a message to another worker much later."""
-
 
 HIDES_IGNORED_RETRIES = hasattr(trace, "get_actual_ignore_result")
 """Whether Celery stores no RETRY when the message has `ignore_result`; before 5.6.3 it asks the task only."""

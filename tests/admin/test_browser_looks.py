@@ -12,9 +12,7 @@ import redis
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
-from django_redislock.celery.execution_lock import count_duplicate
-from django_redislock.core.driver.registry import server_of
-from django_redislock.core.keys import lock_keys
+from django_redislock.celery.execution_lock import ExecutionLock
 from tests.support import wait_in_a_thread
 from tests.support.admin_pages import LIST, hold, rewrite, superuser
 
@@ -46,7 +44,7 @@ LOUD = ("serious", "critical")
 def contend(client: redis.Redis) -> None:
     """Leave what the page about contention shows."""
     for name in ("celery:reports.tasks.rebuild:5f1c9a", "cache::1:report:1987", "x" * 300):
-        count_duplicate(server_of(client), name, lock_keys("redislock", name))
+        ExecutionLock(client, name).count_duplicate()
 
 
 @pytest.mark.long
@@ -134,7 +132,7 @@ def test_the_lines_of_a_name_end_after_its_separators_and_never_within_a_word(
     settings.LANGUAGE_CODE = language
     name = "celery:reports.tasks.rebuild_report:5f1c9a"
     hold(client, name, label="nightly import")
-    count_duplicate(server_of(client), name, lock_keys("redislock", name))
+    ExecutionLock(client, name).count_duplicate()
     page = visit(superuser(), viewport={"width": 1280, "height": 720})
     for path in (LIST, f"{LIST}contention/"):
         page.goto(path)
@@ -212,7 +210,7 @@ def test_the_page_of_contention_sorts_links_and_is_as_wide_as_its_table(
 ) -> None:
     wait_in_a_thread(client, "waited for")
     for name in ("celery:a", "celery:b", "celery:b"):
-        count_duplicate(server_of(client), name, lock_keys("redislock", name))
+        ExecutionLock(client, name).count_duplicate()
     page = visit(superuser(), viewport={"width": 1280, "height": 720})
     page.get_by_role("link", name="Contention in the last hour").click()
     shown = page.locator("tbody .redislock-name")

@@ -18,10 +18,8 @@ from django.utils import translation
 from django_redislock import inventory
 from django_redislock.admin import HeldLockAdmin, contention
 from django_redislock.admin.contention import HEIGHT, WIDTH, bars
-from django_redislock.celery.execution_lock import count_duplicate
+from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.core.contention import Waits
-from django_redislock.core.driver.registry import server_of
-from django_redislock.core.keys import lock_keys
 from django_redislock.models import HeldLock
 from tests.support import counting, wait_in_a_thread
 from tests.support.admin_pages import LIST, browser, hold, messages, names, page_of, superuser, user
@@ -66,7 +64,7 @@ def test_names_and_plot(client: redis.Redis) -> None:
 
 def test_what_was_saved(client: redis.Redis) -> None:
     for _ in range(2):
-        count_duplicate(server_of(client), "celery:<i>report</i>", lock_keys("redislock", "celery:<i>report</i>"))
+        ExecutionLock(client, "celery:<i>report</i>").count_duplicate()
     html = get(browser(superuser()))
     cells = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", html[html.index("<tbody>") :])
     assert cells[1:] == ["\N{EN DASH}", "\N{EN DASH}", "0", "0", "2", "0"]  # nobody waited
@@ -82,7 +80,7 @@ def test_names_that_saved_most_are_shown_beside_those_waited_for_longest(
     for name in ("waited for", "waited for longer"):
         wait_in_a_thread(client, name)
     for name in ("saved", "saved more", "saved more"):
-        count_duplicate(server_of(client), name, lock_keys("redislock", name))
+        ExecutionLock(client, name).count_duplicate()
     html = get(browser(superuser()))
     assert len(names(html)) == 2
     assert names(html)[1] == "saved more"

@@ -6,7 +6,7 @@ import pytest
 import redis
 from django.core.cache import caches
 
-from django_redislock.celery.execution_lock import count_duplicate
+from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.core import Lock, scripts
 from django_redislock.core.contention import contention
 from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
@@ -99,11 +99,11 @@ def test_a_value_that_nobody_waits_for_leaves_nothing(client: redis.Redis) -> No
 
 
 def test_what_saves_most_stays_among_many(client: redis.Redis) -> None:
-    server, cold = server_of(client), lock_keys("redislock", "hot")
+    hot = ExecutionLock(client, "hot")
     for number in range(60):
-        count_duplicate(server, "hot", lock_keys("redislock", "hot"))
+        hot.count_duplicate()
         for other in range(30):  # of the same bucket
-            count_duplicate(server, "cold", cold._replace(name=b"cold:%d:%d" % (number, other)))
+            hot._copy(_keys=hot._keys._replace(name=b"cold:%d:%d" % (number, other))).count_duplicate()
     found = contention(client).names
     assert next(iter(found)) == "hot"
     assert found["hot"].duplicates == 60
