@@ -22,8 +22,7 @@ from ..core.driver.async_server import async_server_of
 from ..core.driver.registry import server_of
 from ..core.driver.server import Server
 from ..exceptions import ComputationFailed, LockBackendError
-from .async_calls import call_any, run_read
-from .backends.base import observed
+from .backends.base import observed, run_read
 from .invalidation import InvalidatingMixin
 from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, is_interruption, read_value
 from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of, stale_instead
@@ -35,6 +34,7 @@ from .options import (
     GetOrSetCall,
     GetOrSetOptions,
     Timeout,
+    call_any,
     validate,
     with_stale_and_jitter,
 )
@@ -131,8 +131,9 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             reader = server_of(self._client_for(request.key, write=False))
             data, ttl_ms = reader.run(read_value(request.key, with_ttl=True))
         except LockBackendError as error:
-            data, ttl_ms = self._reading_failed(error)
-        value = self._loads_or_missing(request.key, data)
+            self._raise_unless_ignored(error)
+            data, ttl_ms = None, -2
+        value = MISSING if data is None else self._loads(request.key, data)
         self._report_read("get", value, key, MISSING, version=version)
         if value is MISSING or data is None:
             return MISSING
@@ -180,9 +181,10 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             reader = server_of(self._client_for(request.key, write=False))
             data, ttl_ms = await run_read(reader, read_value(request.key, with_ttl=bool(checked.due)))
         except LockBackendError as error:
-            data, ttl_ms = self._reading_failed(error)
+            self._raise_unless_ignored(error)
+            data, ttl_ms = None, -2
         if data is None or len(data) < LARGE_TO_DECODE:
-            value = self._loads_or_missing(request.key, data)
+            value = MISSING if data is None else self._loads(request.key, data)
         else:
             value = await asyncio.to_thread(self._loads, request.key, data)
         self._report_read("get", value, key, MISSING, version=version)
@@ -287,15 +289,6 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
     @cached_property
     def _counters(self) -> Counters:
         return counters_for(alias_of(type(self), *self._constructor_args))
-
-    def _loads_or_missing(self, redis_key: str, data: bytes | None) -> Any:
-        return MISSING if data is None else self._loads(redis_key, data)
-
-    def _reading_failed(self, error: LockBackendError) -> tuple[None, int]:
-        """Raise redis-py's error as the base class does, or return that there is no value."""
-        if not self._ignores_errors():
-            raise (error.__cause__ or error) from None
-        return None, -2
 
 
 def may_hide(error: BaseException) -> bool:

@@ -14,10 +14,9 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
 from ..name_template import name_from
-from .async_calls import is_async_callable
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
-from .options import CheckedOptions, GetOrSetOptions, Timeout, timeout_for, validate
+from .options import CheckedOptions, GetOrSetOptions, Timeout, is_async_callable, timeout_for, validate
 from .refresh import refreshable
 
 P = ParamSpec("P")

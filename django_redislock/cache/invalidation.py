@@ -221,8 +221,7 @@ class InvalidatingMixin(RedisBackend):
         except LockBackendError as error:
             if is_refusal(error, server):
                 return True
-            if not self._ignores_errors():
-                raise (error.__cause__ or error) from None
+            self._raise_unless_ignored(error)
             note_logged(server)
             return not isinstance(error.__cause__, (ConnectionError, TimeoutError))
         return True

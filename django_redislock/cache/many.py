@@ -15,13 +15,12 @@ from ..core.driver.async_server import async_server_of
 from ..core.driver.registry import server_of
 from ..core.driver.server import Server
 from ..exceptions import LockBackendError
-from .async_calls import call_any, run_read
-from .backends.base import RedisBackend, observed
+from .backends.base import RedisBackend, observed, run_read
 from .lease.many import DefaultForMany, get_values
 from .lease.request import LARGE_TO_DECODE, MISSING, Outcome, ValueRequest, read_values
 from .lease.single_flight import Caller, result_of
 from .lease.store import ABSENT
-from .options import DEFAULTS, CheckedOptions, GetOrSetCall, ManyOptions, Timeout, timeout_for, validate
+from .options import DEFAULTS, CheckedOptions, GetOrSetCall, ManyOptions, Timeout, call_any, timeout_for, validate
 
 
 class ManyMixin(RedisBackend):
@@ -52,8 +51,7 @@ class ManyMixin(RedisBackend):
                 server = server_of(reader)
                 many.add_stored(some, server.run(read_values(server, some)))
             except LockBackendError as error:
-                if not self._ignores_errors():
-                    raise (error.__cause__ or error) from None
+                self._raise_unless_ignored(error)
         many.report()
         for server, requests in many.missing(lambda key: default([key]).get(key, ABSENT)):
             caller = Caller.thread(server)
@@ -82,8 +80,7 @@ class ManyMixin(RedisBackend):
                 else:
                     await asyncio.to_thread(many.add_stored, some, data)
             except LockBackendError as error:
-                if not self._ignores_errors():
-                    raise (error.__cause__ or error) from None
+                self._raise_unless_ignored(error)
 
         async def compute_one(key: Any) -> Any:
             return (await call_any(default, [key])).get(key, ABSENT)
@@ -146,10 +143,8 @@ class _ManyRequest:
         self.checked: CheckedOptions = validate("get_or_set_many", **options) if options else DEFAULTS
         self.redis_keys: dict[str, Any] = {cache._redis_key(key, version): key for key in self.keys}
         self.found: dict[str, Any] = {}
-        self._first_server = (
-            cache._lease_server(next(iter(self.redis_keys), ""), timeout) if self.checked.lock else None
-        )
-        self.locked = self._first_server is not None
+        first = next(iter(self.redis_keys), "")
+        self.locked = self.checked.lock and cache._lease_server(first, timeout) is not None
         """Whether missing values are computed under leases."""
 
     def asked_for(self, keys: list[Any], values: dict[Any, Any]) -> dict[Any, Any]:
@@ -165,13 +160,11 @@ class _ManyRequest:
 
     def by_reader(self) -> list[tuple[Any, list[str]]]:
         """Return the clients to read from, each with its keys in Redis."""
+        redis_keys = list(self.redis_keys)
+        if redis_keys and self.cache._has_one_server:
+            return [(self.cache._client_for(redis_keys[0], write=False), redis_keys)]
         readers: dict[int, tuple[Any, list[str]]] = {}
-        if self.cache._has_one_server:
-            return [
-                (self.cache._client_for(redis_key, write=False), list(self.redis_keys))
-                for redis_key in list(self.redis_keys)[:1]
-            ]
-        for redis_key in self.redis_keys:
+        for redis_key in redis_keys:
             reader = self.cache._client_for(redis_key, write=False)
             readers.setdefault(id(reader), (reader, []))[1].append(redis_key)
         return list(readers.values())

@@ -1,7 +1,8 @@
-"""The options of `get_or_set` and of the methods and decorators that are built on it, and their checks."""
+"""The options of `get_or_set` and of what is built on it, their checks, and calls of the functions among them."""
 
 from __future__ import annotations
 
+import inspect
 import random
 import threading
 from collections.abc import Callable
@@ -9,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
 
+from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
 from .. import conf
 from ..core.validation import Seconds, check_timeout
-from .async_calls import is_async_callable
 from .lease.request import ValueRequest
 
 Timeout = float | Callable[[Any], float | None] | None
@@ -137,6 +138,21 @@ def _validate(
 
 def _return(value: Any) -> Any:
     return value
+
+
+async def call_any(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function and return its result; a plain function runs where `sync_to_async` runs it."""
+    if is_async_callable(function):
+        return await function(*args, **kwargs)
+    value = await sync_to_async(function)(*args, **kwargs)
+    return await value if inspect.isawaitable(value) else value
+
+
+def is_async_callable(function: Any) -> bool:
+    """Whether a call of the function returns a coroutine, as far as that is known before the call."""
+    while isinstance(function, partial):
+        function = function.func
+    return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def timeout_for(timeout: Timeout, value: Any) -> float | None:

@@ -98,7 +98,7 @@ class Lease:
         expire: float,
         acquirer: threading.Thread | asyncio.Task[Any] | None,
         max_hold: float | None,
-        lock_ref: Callable[[], Any],
+        lock_ref: Callable[[], Any] = lambda: None,
     ) -> None:
         self.server = server
         self.name = name
@@ -109,6 +109,7 @@ class Lease:
         self.acquirer: Any = acquirer
         """Who acquires; None: it outlives the thread that acquired it."""
         self.lock_ref = lock_ref
+        """Returns the lock object, None if there is none any more."""
         self.pid = process.pid
         self.fence = 0
         self.hold_count = 1

@@ -66,7 +66,7 @@ def commands(sent: Iterable[str]) -> list[str]:
 
 def followers() -> int:
     """Return how many threads of this process wait for another one's flight."""
-    return sum(flight.followers for flight in list(single_flight._flights.values()))
+    return sum(len(flight.followers) for flight in list(single_flight._flights.values()))
 
 
 def order(client: redis.Redis, **changes: Any) -> dict[str, Any]:

@@ -1,13 +1,15 @@
-"""The interface of a cache backend: its clients, its keys, its bytes, and the tools that wrap its methods."""
+"""The interface of a cache backend: its clients, keys, bytes and reads, and the tools that wrap its methods."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from asgiref.sync import AsyncToSync, sync_to_async
 from django.core.cache.backends.base import BaseCache
 from redis import Redis
 from redis.client import Pipeline
@@ -15,13 +17,14 @@ from redis.commands.helpers import list_or_args
 from redis.exceptions import ClusterCrossSlotError
 
 from ...core import events
+from ...core.driver.async_server import async_server_of
 from ...core.driver.cluster.by_slot import is_crossing
+from ...core.driver.effects import Operation, T
 from ...core.driver.registry import server_of
 from ...core.driver.server import Server
 from ...exceptions import LockBackendError
-from ..async_calls import call_any
 from ..lease.request import MISSING, read_value
-from ..options import Timeout, timeout_for
+from ..options import Timeout, call_any, timeout_for
 
 if TYPE_CHECKING:
     Base = BaseCache
@@ -116,8 +119,7 @@ class RedisBackend(Base):
         try:
             data, _ = server.run(read_value(redis_key, with_ttl=False))
         except LockBackendError as error:
-            if not self._ignores_errors():
-                raise (error.__cause__ or error) from None
+            self._raise_unless_ignored(error)
             data = None
         value = MISSING if data is None else self._loads(redis_key, data)
         self._report_read("get", value, key, MISSING, version=version)
@@ -175,6 +177,11 @@ class RedisBackend(Base):
         """Whether the base class ignores errors of Redis."""
         return False
 
+    def _raise_unless_ignored(self, error: LockBackendError) -> None:
+        """Raise redis-py's error as the base class does, unless that ignores errors."""
+        if not self._ignores_errors():
+            raise (error.__cause__ or error) from None
+
     def _get_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
         """Do as Django's own method, but take a function as the timeout, too."""
         value = self.get(key, MISSING, version=version)
@@ -197,6 +204,22 @@ class RedisBackend(Base):
             await self.aadd(key, value, timeout=timeout_for(timeout, value), version=version)
             value = await self.aget(key, value, version=version)
         return value
+
+
+async def run_read(server: Server, operation: Operation[T]) -> T:
+    """Run an operation that only reads.
+
+    The loop of an asynchronous view under WSGI lives for one request only. There the thread behind the loop runs the
+    operation, because its connections stay open.
+    """
+    if ends_with_its_call(asyncio.get_running_loop()):
+        return await sync_to_async(server.run)(operation)
+    return await async_server_of(server).run(operation)
+
+
+def ends_with_its_call(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether the loop was made by `async_to_sync`, or for an asynchronous view under WSGI, and ends with that call."""
+    return loop in getattr(AsyncToSync, "loop_thread_executors", ())
 
 
 class SplittingRedis(Redis):

@@ -203,12 +203,6 @@ def request_lease(
 class _Inquiry:
     """The calls by which one caller asks for a value or its lease, and its place in the queue."""
 
-    __slots__ = (
-        *("_request", "_lease", "_old_digest", "_until", "_has_old", "_nested", "_in_circle", "_looked_at"),
-        *("_look_again", "_waits_for", "_had_others"),
-        *("waiter", "is_last"),
-    )
-
     def __init__(
         self, request: ValueRequest, lease: ValueLease, old_digest: bytes, until: float, has_old: bool
     ) -> None:
@@ -297,20 +291,13 @@ class _Inquiry:
 
     def _call(self, channel: bytes, join: bool) -> ScriptCall:
         request, lease = self._request, self._lease
-        due = b"%d" % request.due_ms if self._has_old and request.due_ms else b""
         about = record("cache", "", request.expire, request.auto_renewal)
-        return ScriptCall(
-            LEASE,
-            (
-                *(*lease.keys[:4], request.key.encode(), *witness_keys(lease)),
-                *((failures_key(lease),) if self._has_old else ()),
-            ),
-            (
-                *(lease.id.encode(), milliseconds(request.expire), lease.name.encode(), about),
-                *(channel, b"%d" % join, self._old_digest, b"%d" % self._has_old, due),
-            ),
-            undo=partial(release_call, lease, channel),
-        )
+        holder = (lease.id.encode(), milliseconds(request.expire), lease.name.encode(), about)
+        failures = (failures_key(lease),) if self._has_old else ()
+        keys = (*lease.keys[:4], request.key.encode(), *witness_keys(lease), *failures)
+        due = b"%d" % request.due_ms if self._has_old and request.due_ms else b""
+        args = (*holder, channel, b"%d" % join, self._old_digest, b"%d" % self._has_old, due)
+        return ScriptCall(LEASE, keys, args, undo=partial(release_call, lease, channel))
 
 
 def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[ComputeJob | None]:

@@ -111,11 +111,7 @@ class ValueRequest:
         keys = lock_keys(self.prefix, name)
         if self.server.splits:
             keys = lease_keys(self.server, self.prefix, name, self.key)
-        return ValueLease(self.server, name, keys, self.id or new_id(), self.expire, acquirer, self.max_hold, _no_lock)
-
-
-def _no_lock() -> None:
-    """Stand for the reference to the lock object of a lease that has none."""
+        return ValueLease(self.server, name, keys, self.id or new_id(), self.expire, acquirer, self.max_hold)
 
 
 class Verdict(Enum):

@@ -65,7 +65,8 @@ class Flight:
         self.thread = threading.get_ident()
         self.serves = getattr(SyncToAsync.threadlocal, "main_event_loop", None)
         """The loop that waits for this thread of its `sync_to_async`; `async_to_sync` needs it here."""
-        self.waiting: list[None] = []
+        self.followers: list[None] = []
+        """One entry for each caller that has begun to wait for it."""
         self.outcome = Outcome()
         self.leaders_end: weakref.ref[Any] | None = None
         self._ended = False
@@ -95,11 +96,6 @@ class Flight:
     def _give_outcome(self, future: Future[Outcome]) -> None:
         with suppress(InvalidStateError):  # the other one was faster
             future.set_result(self.outcome)
-
-    @property
-    def followers(self) -> int:
-        """The number of callers that have begun to wait for it."""
-        return len(self.waiting)
 
     def blocked_by(self, caller: Caller) -> bool:
         """Whether the flight cannot go on while the caller waits.
@@ -303,7 +299,7 @@ def _lead_or_follow(
         if not waited:
             request.counters.count("waited")
         waited, began = True, monotonic()
-        found.waiting.append(None)
+        found.followers.append(None)
         followed = yield WaitForFuture(found.done, until)
         request.counters.count("seconds_waited", monotonic() - began)
         if followed is None:

@@ -335,14 +335,11 @@ def _end_leases(
 
 
 def _end_batch(leases: list[NamedLease], level: int | None, delete: bool) -> Operation[int]:
-    _, reply = yield from with_retries(leases[0][0], _invalidate_call(leases, delete), monotonic(), level=level)
-    return int(reply)
-
-
-def _invalidate_call(leases: list[NamedLease], delete: bool) -> ScriptCall:
     keys = [key for _, each, _ in leases for key in (each.lock, each.held, each.queue, witness_key(each))]
     keys += [key for *_, value in leases for key in value]
-    return ScriptCall(INVALIDATE, tuple(keys), (b"1" if delete else b"0", *(name.encode() for name, *_ in leases)))
+    call = ScriptCall(INVALIDATE, tuple(keys), (b"1" if delete else b"0", *(name.encode() for name, *_ in leases)))
+    _, reply = yield from with_retries(leases[0][0], call, monotonic(), level=level)
+    return int(reply)
 
 
 def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[int]:
