@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from django_redislock.core.driver import server
+from django_redislock.core.driver import registry, server
 
 T = TypeVar("T")
 
@@ -79,7 +79,8 @@ def within(seconds: float) -> Iterator[None]:
 def wait_until_collected(loop: asyncio.AbstractEventLoop) -> None:
     """Forget a closed loop and wait until its transports are gone: Python's warnings may not come in another test."""
     transports = weakref.WeakSet[asyncio.Transport]()
-    for found in gc.get_objects():
+    # The servers of clients besides, because objects that were frozen out of the collections are not among those found.
+    for found in [*gc.get_objects(), *list(registry._by_pool.values())]:
         kind = type(found)  # isinstance() would wake Django's lazy objects
         if issubclass(kind, asyncio.Transport) and getattr(found, "_loop", None) is loop:
             transports.add(found)
