@@ -70,9 +70,9 @@ def pytest_report_header() -> str:
 
 
 @pytest.hookimpl(optionalhook=True)  # or pytest without xdist would not start
-def pytest_xdist_auto_num_workers() -> int | None:
-    """Run in one process where the tests share the server at REDISLOCK_TEST_URL, and in one a core otherwise."""
-    return 0 if os.environ.get("REDISLOCK_TEST_URL") else None
+def pytest_xdist_auto_num_workers() -> int:
+    """Run in one process where the tests share the server at REDISLOCK_TEST_URL, and in two a core otherwise."""
+    return 0 if os.environ.get("REDISLOCK_TEST_URL") else 2 * (os.cpu_count() or 1)
 
 
 COMBINATIONS = 2
