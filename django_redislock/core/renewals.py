@@ -189,16 +189,19 @@ def report(tell: Callable[[], None]) -> None:
     A handler that waited for a lock of its own stopped the watchdog, and every lock of the server was lost. When the
     process ends, nothing more is reported.
     """
-    if Renewals.ending:
-        return
     _reports.append(tell)
-    if len(_reporters) < MAX_REPORTERS:
-        token = object()
-        _reporters.add(token)
-        try:
-            os_threads.start(partial(_tell_all, token), REPORTER)
-        except RuntimeError:  # no further thread can be started
-            _tell_all(token)
+    _start_reporter()
+
+
+def _start_reporter() -> None:
+    if not _reports or Renewals.ending or len(_reporters) >= MAX_REPORTERS:
+        return
+    token = object()
+    _reporters.add(token)
+    try:
+        os_threads.start(partial(_tell_all, token), REPORTER)
+    except RuntimeError:  # no further thread can be started
+        _tell_all(token)
 
 
 def _tell_all(token: object) -> None:
@@ -207,14 +210,11 @@ def _tell_all(token: object) -> None:
             try:
                 tell = _reports.popleft()
             except IndexError:
-                _reporters.discard(token)
-                if not _reports:
-                    return
-                _reporters.add(token)  # another one came before that, and found enough threads
-            else:
-                tell()
+                break
+            tell()
     finally:
         _reporters.discard(token)
+        _start_reporter()  # for one that came meanwhile and found enough threads, or after a listener that raised
 
 
 def forget_reports() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 
 import pytest
@@ -59,6 +60,21 @@ def test_the_loss_of_many_locks_is_reported_by_few_threads(client):
         go_on.set()
     wait_until(lambda: len(told) == many)
     assert sorted(told) == sorted(lock.name for lock in locks)
+
+
+def test_listeners_that_end_their_threads_stop_no_other_report(monkeypatch):
+    go_on, told, ended = threading.Event(), [], []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+
+    def end():
+        go_on.wait()
+        sys.exit()
+
+    for _ in range(renewals.MAX_REPORTERS):
+        renewals.report(end)
+    renewals.report(lambda: told.append(1))
+    go_on.set()
+    wait_until(lambda: told and len(ended) == renewals.MAX_REPORTERS)
 
 
 REPORTS_AT_THE_END = """
