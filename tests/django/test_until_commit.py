@@ -17,6 +17,15 @@ from tests.support.bank.account import NAME, Mistake, balance, deposit, held
 from tests.support.bank.models import Entry
 
 
+def lose_before_the_commit(client, mine):
+    with transaction.atomic():
+        deposit()
+        client.flushdb()
+        with pytest.raises(LockLost):
+            mine.extend()
+    raise AssertionError("committed without the lock")
+
+
 @pytest.mark.usefixtures("database")
 class TestUntilCommit:
     def test_outside_of_transactions_the_block_releases(self):
@@ -46,12 +55,7 @@ class TestUntilCommit:
         if reconnect:
             connection.close()  # it is opened anew inside the block
         with pytest.raises(LockLost), lock(NAME, until_commit=True) as mine:
-            with transaction.atomic():
-                deposit()
-                client.flushdb()
-                with pytest.raises(LockLost):
-                    mine.extend()
-            raise AssertionError("committed without the lock")
+            lose_before_the_commit(client, mine)
         assert balance() == 0
         with transaction.atomic():
             deposit()
@@ -59,12 +63,7 @@ class TestUntilCommit:
 
     def test_a_loss_rolls_back_also_where_the_block_entered_a_lock_that_was_held_already(self, client):
         with pytest.raises(LockLost), rlock(NAME), lock(NAME, until_commit=True) as mine:
-            with transaction.atomic():
-                deposit()
-                client.flushdb()
-                with pytest.raises(LockLost):
-                    mine.extend()
-            raise AssertionError("committed without the lock")
+            lose_before_the_commit(client, mine)
         assert balance() == 0
 
     def test_a_lost_lock_of_another_thread_rolls_nothing_back(self, client):
