@@ -118,6 +118,7 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
     ticket = b""
     began = 0.0
     call: ScriptCall | None = None
+    late = False
     listen = request.subscribed and request.timeout != 0
     try:
         while True:
@@ -129,6 +130,11 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
                 call = request.call(waiter.channel if waiter is not None else b"", listen and not last, ticket)
             sent, reply = yield from with_retries(lease.name, call, answer_by, lease)
             if isinstance(reply, int | bytes):
+                if not late and monotonic() >= sent + lease.expire:
+                    # Else `acquire` returned a lock whose time was over already: a silent server had let a first
+                    # connection open after four seconds. Once, because every reply of a server may be that slow.
+                    late = True
+                    continue
                 fence = request.fence_of(reply)
                 # Of another script that replies with a number, a negative one means something else.
                 held_before = fence < 0 and (request.script is scripts.ACQUIRE or isinstance(reply, bytes))

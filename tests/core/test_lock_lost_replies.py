@@ -209,3 +209,21 @@ def test_a_reply_that_comes_late_never_makes_the_belief_outlive_the_lock(make_lo
         deadline = lock._visible_lease().deadline - monotonic()
         assert deadline <= ttl + 0.001, "Redis tells whole milliseconds"
         lock.release()
+
+
+def test_an_acquisition_that_is_answered_after_its_expiry_is_repeated(make_lock, client, proxy):
+    with client_at(proxy.url, socket_timeout=5) as behind, ThreadPoolExecutor(1) as thread:
+        lock = make_lock(behind, "a", expire=0.5, auto_renewal=False)
+        with lock:
+            pass
+        proxy.delay_replies(0.6)
+
+        def delay_no_more():
+            wait_until(lambda: client.exists(lock_keys("redislock", "a").lock))
+            proxy.delay_replies(0)
+
+        granted = thread.submit(delay_no_more)
+        assert lock.acquire()
+        granted.result()
+        lock.raise_if_lost()
+        lock.release()

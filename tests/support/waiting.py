@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import os
 import signal
 import time
@@ -10,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import GeneratorType
 from typing import TypeVar
 
 from django_redislock.core.driver import registry, server
@@ -98,6 +98,6 @@ def wait_until_collected(loop: asyncio.AbstractEventLoop) -> None:
 def destroy_generators(name: str) -> None:
     """Destroy the suspended generators of this name, as the garbage collector may before the coroutines above them."""
     for found in gc.get_objects():
-        if inspect.isgenerator(found) and found.__name__ == name and found.gi_frame is not None:
+        if type(found) is GeneratorType and found.__name__ == name and found.gi_frame is not None:
             with suppress(RuntimeError):
                 found.close()
