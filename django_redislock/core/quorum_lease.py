@@ -180,9 +180,14 @@ class QuorumLease:
         if granted and self.ended:
             await async_server_of(server).run(operations.release(lease))
         elif granted:
+            outdated = lease.expire != self.expire  # `extend` came before this late grant
+            if outdated:
+                lease.change(self.expire)
             self._leases[server] = lease
             if self._complete:
                 self._hold(lease)
+            if outdated:
+                await async_server_of(server).run(self._renew(lease))
         return granted
 
     async def _give_back(self) -> None:

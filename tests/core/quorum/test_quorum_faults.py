@@ -140,6 +140,15 @@ def test_a_silent_server_on_which_the_lock_is_over_does_not_delay_the_report_of_
         lock.release()
 
 
+def test_a_lock_that_is_granted_after_an_extension_gets_its_expiry(servers, clients):
+    servers[4].pause()
+    with QuorumLock(clients, "a", expire=100) as lock:
+        lock.extend(50)
+        servers[4].resume()
+        wait_until(lambda: 0 < clients[4].pttl(KEYS.lock) <= 50_000)
+        assert all(lease.deadline <= monotonic() + 50 - 0.5 for lease in lock._visible_lease().held())
+
+
 def test_the_belief_ends_before_the_expiry_by_the_drift_of_clocks(clients):
     with QuorumLock(clients, "a", expire=100) as lock:
         for lease in lock._visible_lease().held():
