@@ -11,28 +11,13 @@ from django.contrib.admin.models import LogEntry
 from playwright.sync_api import Error, Page, expect
 
 from django_redislock.exceptions import LockLost
-from tests.support.admin_pages import LIST, held, hold, next_millisecond, superuser, user
+from tests.support.admin_pages import LIST, held, hold, next_millisecond, superuser
 
 pytestmark = [pytest.mark.browser, pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 
 
 def expect_names(page: Page, names: list[str]) -> None:
     expect(page.locator("#result_list .redislock-name")).to_have_text(names)
-
-
-def test_list_search_and_sort(visit: Callable[..., Page], client: redis.Redis) -> None:
-    for name in ("invoice:42", "invoice:43", "report"):
-        hold(client, name)
-        next_millisecond(client)
-    page = visit(superuser())
-    expect_names(page, ["invoice:42", "invoice:43", "report"])
-    page.locator(".column-held_for .text a").click()
-    expect_names(page, ["report", "invoice:43", "invoice:42"])
-    page.get_by_role("textbox", name="Search").fill("invoice")
-    page.get_by_role("button", name="Search").click()
-    expect_names(page, ["invoice:43", "invoice:42"])
-    page.get_by_role("link", name="cache", exact=True).click()
-    expect_names(page, [])
 
 
 def test_force_release(visit: Callable[..., Page], client: redis.Redis) -> None:
@@ -66,42 +51,6 @@ def test_force_release(visit: Callable[..., Page], client: redis.Redis) -> None:
     page.get_by_text("This lock is free now.").wait_for()
     page.get_by_role("link", name="History").click()
     page.get_by_text("Reason: it hangs").wait_for()
-
-
-def test_changed_hands_while_the_question_stands(visit: Callable[..., Page], client: redis.Redis) -> None:
-    first = hold(client, "stuck")
-    page = visit(superuser())
-    page.get_by_role("link", name="stuck").click()
-    page.get_by_role("button", name="Force-release…").click()
-    page.get_by_role("button", name="Yes, force-release").wait_for()
-    first.release()
-    second = hold(client, "stuck")
-    page.get_by_role("button", name="Yes, force-release").click()
-    page.get_by_text("has another holder now and was not released").wait_for()
-    assert second.owned()
-
-
-def test_all_on_the_page_are_never_all_there_are(visit: Callable[..., Page], client: redis.Redis) -> None:
-    locks = [hold(client, f"{number:03}") for number in range(103)]
-    page = visit(superuser())
-    page.locator("#action-toggle").check()
-    expect(page.locator(".action-counter")).to_contain_text("100 of 100 selected")
-    page.locator("select[name=action]").select_option("force_release")
-    page.locator("button[name=index]").click()
-    page.get_by_role("button", name="Yes, force-release").click()
-    page.locator(".messagelist .success").wait_for()
-    expect(page.locator("#result_list .redislock-name")).to_have_count(3)
-    assert sum(lock.owned() for lock in locks) == 3
-
-
-def test_a_viewer_is_offered_nothing_to_release(visit: Callable[..., Page], client: redis.Redis) -> None:
-    hold(client, "stuck")
-    page = visit(user("viewer", "view_heldlock"))
-    expect_names(page, ["stuck"])
-    assert page.locator("select[name=action]").count() == 0
-    page.get_by_role("link", name="stuck").click()
-    page.get_by_text("View held lock").wait_for()
-    assert page.get_by_role("button", name="Force-release…").count() == 0
 
 
 def test_keyboard(visit: Callable[..., Page], client: redis.Redis) -> None:

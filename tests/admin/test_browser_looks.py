@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from django_redislock.celery.execution_lock import ExecutionLock
 from tests.support import wait_in_a_thread
@@ -18,13 +18,8 @@ from tests.support.admin_pages import LIST, hold, rewrite, superuser
 
 pytestmark = [pytest.mark.browser, pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 
-PHONE = {"viewport": {"width": 390, "height": 844}}
-LOOKS: list[dict[str, Any]] = [
-    {"color_scheme": "light"},
-    {"color_scheme": "dark"},
-    PHONE | {"color_scheme": "light"},
-    PHONE | {"color_scheme": "dark"},
-]
+WINDOWS = {"desk": {"width": 1280, "height": 720}, "phone": {"width": 390, "height": 844}}
+LOUD = ("serious", "critical")
 
 
 def width(page: Page) -> int:
@@ -38,70 +33,58 @@ def picture(page: Page, name: str) -> None:
         page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
-LOUD = ("serious", "critical")
-
-
-def contend(client: redis.Redis) -> None:
-    """Leave what the page about contention shows."""
-    for name in ("celery:reports.tasks.rebuild:5f1c9a", "cache::1:report:1987", "x" * 300):
-        ExecutionLock(client, name).count_duplicate()
+def check(page: Page, axe: Axe, view: str) -> None:
+    """Look at a page in both schemes, wide and narrow: nothing sticks out of the window, and axe finds nothing."""
+    for shown, window in WINDOWS.items():
+        page.set_viewport_size(window)  # type: ignore[arg-type]
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            page.evaluate("Promise.allSettled(document.getAnimations().map(each => each.finished))")
+            page.evaluate("document.fonts.ready")
+            assert width(page) <= window["width"], (view, shown)
+            background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+            found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
+            loud = {each["id"]: [node["html"] for node in each["nodes"]] for each in found if each["impact"] in LOUD}
+            assert loud == {}, (view, shown, scheme)
+            picture(page, f"{view}-{scheme}-{shown}")
 
 
 @pytest.mark.long
-def test_accessible(visit: Callable[..., Page], client: redis.Redis, listen: Callable[..., None]) -> None:
-    """axe-core finds nothing serious in any page, in both schemes, wide and narrow."""
-    late = hold(client, "late", label="payments.export", auto_renewal=True)
+def test_every_page_is_accessible_and_fits_and_follows_the_scheme(
+    visit: Callable[..., Page], client: redis.Redis, listen: Callable[..., None]
+) -> None:
+    """REDISLOCK_SCREENSHOTS names a folder to look at."""
+    hold(client, "celery:reports.tasks.rebuild:5f1c9a", kind="celery", label="reports.tasks.rebuild[0b6c8f0e-3b60]")
+    hold(client, "x" * 300)
+    late = hold(client, "<b>payment</b>:export", label="payments.export", auto_renewal=True)
     client.pexpire(late._keys.lock, 100_000)
-    hold(client, "fixed", kind="celery", label="reports.tasks.rebuild[0b6c8f0e-3b60]")
     listen("redislock:wake:0:1:web")
     client.zadd(late._keys.queue, {f"redislock:wake:0:1:web\n{number}": number for number in range(2)})
-    contend(client)
-    root, axe = superuser(), Axe()
-    for look in LOOKS:
-        page = visit(root, **look)
+    for name in ("celery:reports.tasks.rebuild:5f1c9a", "cache::1:report:1987", "x" * 300):
+        ExecutionLock(client, name).count_duplicate()
+    page, axe = visit(superuser()), Axe()
 
-        def check(view: str, page: Page = page, look: dict[str, Any] = look) -> None:
-            page.evaluate("document.fonts.ready")
-            found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
-            loud = {each["id"]: [node["html"] for node in each["nodes"]] for each in found if each["impact"] in LOUD}
-            assert loud == {}, f"{view} {look}"
-
-        check("list")
-        page.get_by_role("link", name="late", exact=True).click()
-        page.get_by_text("View held lock").wait_for()
-        check("detail")
-        page.get_by_role("button", name="Force-release…").click()
-        page.get_by_role("button", name="Yes, force-release").wait_for()
-        check("confirmation")
-        answer = page.goto(f"{LIST}contention/")
-        assert answer is not None
-        assert answer.ok
-        check("contention")
+    check(page, axe, "list")
+    late_colour = page.evaluate("getComputedStyle(document.querySelector('.redislock-late')).color")
+    assert late_colour != page.evaluate("getComputedStyle(document.body).color")
+    page.get_by_role("link", name="payment").click()
+    page.get_by_text("View held lock").wait_for()
+    check(page, axe, "detail")
+    page.goto(LIST)
+    for box in page.locator("input.action-select").all():
+        box.check()
+    page.locator("select[name=action]").select_option("force_release")
+    page.locator("button[name=index]").click()
+    button = page.get_by_role("button", name="Yes, force-release")
+    button.wait_for()
+    check(page, axe, "confirmation")
+    assert button.evaluate("it => getComputedStyle(it).backgroundColor") == "rgb(186, 33, 33)"
+    page.goto(f"{LIST}contention/")
+    page.get_by_text("3 duplicate tasks prevented").wait_for()
+    check(page, axe, "contention")
     client.delete(late._keys.queue)
     late.release()
-
-
-@pytest.mark.parametrize("language", ["en", "de"])
-@pytest.mark.parametrize("width", [1280, 1440])
-def test_all_columns_of_the_list_fit_beside_the_filters(
-    visit: Callable[..., Page], client: redis.Redis, settings: Any, width: int, language: str
-) -> None:
-    settings.LANGUAGE_CODE = language
-    task = "reports.tasks.rebuild_report[0b6c8f0e-3b60-4a52-9c1f-2f5d0c9b6a11]"
-    hold(client, "celery:reports.tasks.rebuild_report:5f1c9a", kind="celery", label=task, expire=5000)
-    hold(client, "import:prices", label="nightly import", auto_renewal=True).release()
-    hold(client, "warehouse:berlin", label="nightly import")
-    page = visit(superuser(), viewport={"width": width, "height": 720})
-    table = page.locator("#changelist .results")
-    assert table.evaluate("it => it.scrollWidth - it.clientWidth") == 0
-    assert page.get_by_title(task).inner_text() == "reports.tasks.rebuild_report[0b6c8f0e…]"
-    heights = page.locator(".redislock-name").evaluate_all("all => all.map(it => it.getClientRects()[0].height)")
-    picture(page, f"list-{width}-{language}")
-    assert max(heights) < 4 * page.locator(".field-kind").first.evaluate(
-        "it => parseFloat(getComputedStyle(it).lineHeight)"
-    )
-    box, button = page.locator(".redislock-refresh").bounding_box(), page.locator(".object-tools a").bounding_box()
-    assert box["y"] > button["y"] + button["height"]  # type: ignore[index]
 
 
 ENDS_OF_LINES = """
@@ -125,23 +108,36 @@ element => {
 
 
 @pytest.mark.parametrize("language", ["en", "de"])
-def test_the_lines_of_a_name_end_after_its_separators_and_never_within_a_word(
+def test_all_columns_fit_beside_the_filters_and_the_lines_of_a_name_end_after_its_separators(
     visit: Callable[..., Page], client: redis.Redis, settings: Any, language: str
 ) -> None:
     """At 1280 px names were broken within a word, although the columns beside them were half empty."""
     settings.LANGUAGE_CODE = language
-    name = "celery:reports.tasks.rebuild_report:5f1c9a"
-    hold(client, name, label="nightly import")
+    name, task = "celery:reports.tasks.rebuild_report:5f1c9a", "reports.tasks.rebuild_report[0b6c8f0e-3b60-4a52-9c1f]"
+    hold(client, name, kind="celery", label=task, expire=5000)
+    hold(client, "warehouse:berlin", label="nightly import")
     ExecutionLock(client, name).count_duplicate()
-    page = visit(superuser(), viewport={"width": 1280, "height": 720})
+    page = visit(superuser())
     for path in (LIST, f"{LIST}contention/"):
         page.goto(path)
-        picture(page, f"names-{language}-{path.rstrip('/').rpartition('/')[2]}")
-        shown = page.locator(".redislock-name").first
-        assert shown.inner_text() == name
-        assert set(shown.evaluate(ENDS_OF_LINES)) <= set(":._"), path
-        table = page.locator(".results").first
-        assert table.evaluate("it => it.scrollWidth - it.clientWidth") == 0, path
+        for size in (1440, 1280):
+            page.set_viewport_size({"width": size, "height": 720})
+            table = page.locator(".results").first
+            assert table.evaluate("it => it.scrollWidth - it.clientWidth") == 0, path
+            shown = page.locator(".redislock-name").first
+            assert shown.inner_text() == name
+            assert set(shown.evaluate(ENDS_OF_LINES)) <= set(":._"), path
+            picture(page, f"names-{language}-{size}-{path.rstrip('/').rpartition('/')[2]}")
+            if path != LIST:
+                continue
+            assert page.get_by_title(task).inner_text() == "reports.tasks.rebuild_report[0b6c8f0e…]"
+            line = page.locator(".field-kind").first.evaluate("it => parseFloat(getComputedStyle(it).lineHeight)")
+            heights = page.locator(".redislock-name").evaluate_all(
+                "all => all.map(it => it.getClientRects()[0].height)"
+            )
+            assert max(heights) < 4 * line
+            box, button = (page.locator(each).bounding_box() for each in (".redislock-refresh", ".object-tools a"))
+            assert box["y"] > button["y"] + button["height"]  # type: ignore[index]
 
 
 RIGHT_TO_LEFT = """
@@ -158,43 +154,35 @@ cell => {
 """Returns the words of an element's first text, from left to right as they are drawn."""
 
 
-def test_right_to_left_pages_keep_the_order_of_times_and_names(
-    visit: Callable[..., Page], client: redis.Redis, settings: Any
-) -> None:
-    settings.LANGUAGE_CODE = "ar"
-    rewrite(client, hold(client, "1 invoice 42", expire=7200), younger_by=-3450)
-    page = visit(superuser(), viewport={"width": 1280, "height": 720})
-    assert page.evaluate("document.documentElement.dir") == "rtl"
-    age, name = page.locator(".field-held_for .nowrap"), page.locator(".redislock-name")
-    assert age.evaluate(RIGHT_TO_LEFT) == age.inner_text().split()
-    assert len(age.inner_text().split()) == 4
-    assert name.evaluate(RIGHT_TO_LEFT) == ["1", "invoice", "42"]
-    picture(page, "list-right-to-left")
-    page.locator(".field-lock a").click()
-    age.wait_for()
-    assert age.evaluate(RIGHT_TO_LEFT) == age.inner_text().split()
-    picture(page, "detail-right-to-left")
-
-
-def test_confirmation_and_contention_from_right_to_left_keep_the_order_of_times_and_names(
+def test_from_right_to_left_every_page_keeps_the_order_of_times_and_names(
     visit: Callable[..., Page], client: redis.Redis, settings: Any
 ) -> None:
     settings.LANGUAGE_CODE = "ar"
     rewrite(client, hold(client, "1 invoice 42", expire=7200), younger_by=-3450)
     wait_in_a_thread(client, "2 report 43")
-    page = visit(superuser(), viewport={"width": 1280, "height": 720})
+    page = visit(superuser(), viewport=WINDOWS["desk"])
+    assert page.evaluate("document.documentElement.dir") == "rtl"
+    name = page.locator(".redislock-name")
+
+    def keep_order(view: str, age: Locator) -> None:
+        age.wait_for()
+        assert age.evaluate(RIGHT_TO_LEFT) == age.inner_text().split()
+        assert len(age.inner_text().split()) == 4
+        assert width(page) <= 1280
+        picture(page, f"{view}-right-to-left")
+
+    keep_order("list", page.locator(".field-held_for .nowrap"))
+    assert name.evaluate(RIGHT_TO_LEFT) == ["1", "invoice", "42"]
+    page.locator(".field-lock a").click()
+    keep_order("detail", page.locator(".field-held_for .nowrap"))
+    page.goto(LIST)
     page.locator("input.action-select").check()
     page.locator("select[name=action]").select_option("force_release")
     page.locator("button[name=index]").click()
     page.locator("#redislock-reason").wait_for()
-    age, name = page.locator("td .nowrap"), page.locator(".redislock-name")
-    assert age.evaluate(RIGHT_TO_LEFT) == age.inner_text().split()
-    assert len(age.inner_text().split()) == 4
+    keep_order("confirmation", page.locator("td .nowrap"))
     assert name.evaluate(RIGHT_TO_LEFT) == ["1", "invoice", "42"]
-    assert width(page) <= 1280
-    picture(page, "confirmation-right-to-left")
     page.goto(f"{LIST}contention/")
-    assert page.evaluate("document.documentElement.dir") == "rtl"
     wait = page.locator(".redislock-results tbody td").first
     number, unit = wait.inner_text().split()
     assert wait.evaluate(RIGHT_TO_LEFT) == [number, unit]
@@ -231,48 +219,3 @@ def test_the_page_of_contention_sorts_links_and_is_as_wide_as_its_table(
     expect(shown).to_have_text(["waited for", "celery:a", "celery:b"])
     page.get_by_role("link", name="celery:a").click()
     page.get_by_text("This lock is free now.").wait_for()
-
-
-@pytest.mark.parametrize(
-    "look", LOOKS, ids=lambda look: f"{look['color_scheme']}-{'phone' if len(look) > 1 else 'desk'}"
-)
-def test_looks(
-    visit: Callable[..., Page], client: redis.Redis, listen: Callable[..., None], look: dict[str, Any]
-) -> None:
-    """Nothing sticks out of the window; colours follow the scheme. REDISLOCK_SCREENSHOTS names a folder to look at."""
-    shown = f"{look['color_scheme']}-{'phone' if len(look) > 1 else 'desk'}"
-    hold(client, "celery:reports.tasks.rebuild:5f1c9a", kind="celery", label="reports.tasks.rebuild[0b6c8f0e-3b60]")
-    hold(client, "x" * 300)
-    late = hold(client, "<b>payment</b>:export", label="payments.export", auto_renewal=True)
-    client.pexpire(late._keys.lock, 100_000)
-    listen("redislock:wake:0:1:web")
-    client.zadd(late._keys.queue, {f"redislock:wake:0:1:web\n{number}": number for number in range(2)})
-    contend(client)
-    page = visit(superuser(), **look)
-
-    def check(view: str) -> None:
-        assert width(page) <= page.viewport_size["width"]  # type: ignore[index]
-        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (background == "rgb(255, 255, 255)") == (look["color_scheme"] == "light")
-        picture(page, f"{view}-{shown}")
-
-    check("list")
-    late_colour = page.evaluate("getComputedStyle(document.querySelector('.redislock-late')).color")
-    assert late_colour != page.evaluate("getComputedStyle(document.body).color")
-    page.get_by_role("link", name="payment").click()
-    page.get_by_text("View held lock").wait_for()
-    check("detail")
-    page.goto(LIST)
-    for box in page.locator("input.action-select").all():
-        box.check()
-    page.locator("select[name=action]").select_option("force_release")
-    page.locator("button[name=index]").click()
-    button = page.get_by_role("button", name="Yes, force-release")
-    button.wait_for()
-    check("confirmation")
-    assert button.evaluate("it => getComputedStyle(it).backgroundColor") == "rgb(186, 33, 33)"
-    page.goto(f"{LIST}contention/")
-    page.get_by_text("3 duplicate tasks prevented").wait_for()
-    check("contention")
-    client.delete(late._keys.queue)
-    late.release()

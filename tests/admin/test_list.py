@@ -16,7 +16,7 @@ from django_redislock.core import Lock
 from django_redislock.core.records import StoredLock
 from django_redislock.models import HeldLock
 from django_redislock.texts import duration
-from tests.support import counting
+from tests.support import counting, wait_in_a_thread
 from tests.support.admin_pages import (
     LIST,
     hold,
@@ -74,21 +74,7 @@ def test_the_oldest_is_on_top(web: Client, client: redis.Redis) -> None:
     assert names(page(web)) == ["b", "c", "a"]
 
 
-@pytest.mark.parametrize(
-    ("column", "by_it"),
-    [
-        (1, ["a", "b", "c"]),
-        (2, ["c", "b", "a"]),  # held for: the youngest first
-        (3, ["b", "c", "a"]),
-        (4, ["c", "a", "b"]),
-        (5, ["b", "c", "a"]),
-        (6, ["b", "c", "a"]),
-    ],
-    ids=["name", "held for", "holder", "expires in", "waiting", "kind"],
-)
-def test_every_column_sorts_both_ways(
-    web: Client, client: redis.Redis, listen: Callable[..., None], column: int, by_it: list[str]
-) -> None:
+def test_every_column_sorts_both_ways(web: Client, client: redis.Redis, listen: Callable[..., None]) -> None:
     a = hold(client, "a", label="3", expire=200, kind="lock")
     next_millisecond(client)
     hold(client, "b", label="1", expire=300, kind="cache")
@@ -97,8 +83,10 @@ def test_every_column_sorts_both_ways(
     listen("channel")
     for lock, waiters in ((a, 2), (c, 1)):
         client.zadd(lock._keys.queue, {f"channel\n{number}": number for number in range(waiters)})
-    assert names(page(web, f"?o={column}")) == by_it
-    assert names(page(web, f"?o=-{column}")) == by_it[::-1]
+    # Name, held for (the youngest first), holder, expires in, waiting, kind
+    for column, by_it in enumerate(["abc", "cba", "bca", "cab", "bca", "bca"], 1):
+        assert "".join(names(page(web, f"?o={column}"))) == by_it
+        assert "".join(names(page(web, f"?o=-{column}"))) == by_it[::-1]
 
 
 def test_sorting_by_two_columns(web: Client, client: redis.Redis) -> None:
@@ -202,13 +190,10 @@ def test_pages_of_a_hundred(web: Client, client: redis.Redis) -> None:
     assert 'class="question' not in page(web)  # "select all 105": that is nowhere offered
 
 
-@pytest.mark.parametrize(
-    "query",
-    ["?p=99", "?p=x", "?name__contains=a", "?age__gt=1", "?foo=bar", "?pk=1", "?e=1", "?o=99.x.-0", "?_popup=1"],
-)
-def test_odd_queries_are_no_server_error(web: Client, client: redis.Redis, query: str) -> None:
+def test_odd_queries_are_no_server_error(web: Client, client: redis.Redis) -> None:
     hold(client, "a")
-    assert names(web.get(LIST + query, follow=True).content.decode()) in (["a"], [])
+    for query in ("p=99", "p=x", "name__contains=a", "age__gt=1", "foo=bar", "pk=1", "e=1", "o=99.x.-0", "_popup=1"):
+        assert names(web.get(f"{LIST}?{query}", follow=True).content.decode()) in (["a"], []), query
 
 
 def test_an_empty_list_offers_no_action(web: Client) -> None:
@@ -227,11 +212,12 @@ def test_ids_are_not_in_the_pages(web: Client, client: redis.Redis) -> None:
 
 def test_pages_need_no_inline_script_or_style(web: Client, client: redis.Redis) -> None:
     hold(client, "a")
-    for html in (page(web), page(web, path=page_of("a"))):
+    wait_in_a_thread(client, "b")
+    for html in (page(web), page(web, path=page_of("a")), page(web, path=f"{LIST}contention/")):
         assert not re.search(r"<[^>]+\s(style|on\w+)=", html)
         assert "<style" not in html
         for script in re.findall(r"<script\b.*?</script>", html, re.DOTALL):
-            assert 'src="' in script
+            assert 'src="' in script or "application/json" in script
 
 
 def test_a_sum_line_says_of_when_it_is_and_how_many_are_held_and_wait(
@@ -364,9 +350,11 @@ def test_only_the_locks_that_are_shown_are_read_in_full(
     assert len(read) == 250 + 50
 
 
-@pytest.mark.parametrize("record", ["", "{", "[]", "1,2", '{"host": 1', '"text"'])
-def test_a_record_that_cannot_be_read_hides_no_other_lock(web: Client, client: redis.Redis, record: str) -> None:
+def test_a_record_that_cannot_be_read_hides_no_other_lock(web: Client, client: redis.Redis) -> None:
+    records = ["", "{", "[]", "1,2", '{"host": 1', '"text"']
+    for number, record in enumerate(records):
+        client.set(hold(client, f"odd {number}")._keys.lock, f"id\n5\n1\n{record}", px=60_000)
     hold(client, "a")
-    client.set(hold(client, "odd")._keys.lock, f"id\n5\n1\n{record}", px=60_000)
-    assert sorted(names(page(web))) == ["a", "odd"]
-    assert "5" in page(web, path=page_of("odd"))
+    assert sorted(names(page(web))) == ["a", *(f"odd {number}" for number in range(len(records)))]
+    for number in range(len(records)):
+        assert "5" in page(web, path=page_of(f"odd {number}"))

@@ -93,7 +93,9 @@ def test_the_token_against_forged_requests_is_needed(client: redis.Redis) -> Non
         assert send(web, tick(lock)).status_code == 403
     assert lock.owned()
     html = web.get(page_of("stuck")).content.decode()
+    assert f'formaction="{LIST}"' in html
     question = web.post(LIST, form(html)).content.decode()
+    assert "If it still runs, two holders will overlap." in question
     assert lock.owned()
     web.post(LIST, form(question))
     assert not lock.owned()
