@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -73,6 +74,15 @@ def _nothing_left_in_memory() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def app():
     with Celery("in-process", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        app.conf.result_extended = True
+        yield app
+
+
+@pytest.fixture
+def own_app():
+    """An app of the test's own; its tasks are not shared, so that no other app gets them."""
+    with Celery("own", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        app.task = functools.partial(app.task, shared=False)
         yield app
 
 
@@ -81,7 +91,7 @@ def make(app, request):
     """Make a task from a function, with options of ``@single_instance``."""
     numbers = itertools.count()
 
-    def make(function, *, task_options=None, **options):
+    def make(function=lambda self, a=1: "ran", *, task_options=None, **options):
         function.__name__ = "body"  # Celery makes code of it, which "<lambda>" is not
         name = f"{request.node.name}.{next(numbers)}"
         marked = single_instance(**options)(function)

@@ -6,11 +6,9 @@ The policies for duplicates are shown with the same four in test_celery_workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pytest
-from django.db import transaction
 
 from tests.support import BUSY, wait_until
 from tests.support.celery_site import tasks
@@ -29,11 +27,6 @@ def queues(worker_pools) -> Iterator[dict[str, TaskQueue]]:
 
 def terminate(task_queue: TaskQueue, run: dict) -> None:
     app.control.revoke(run["id"], terminate=True)
-
-
-def unlock(task_queue: TaskQueue, run: dict) -> None:
-    task_queue.run_log.wait_for("held")
-    assert tasks.losing.unlock(task_queue.name)
 
 
 class Event(NamedTuple):
@@ -60,10 +53,11 @@ EVENTS = {
     "autoretry": Event(tasks.autoretry, "return", "2"),
     "soft time limit": Event(tasks.refuse, "sleep", "SoftTimeLimitExceeded", {"soft_time_limit": 1}),
     "terminated": Event(tasks.refuse, "sleep", "TaskRevokedError", do=terminate),
+    "SystemExit": Event(tasks.refuse, "exit", None),
     "hard time limit": Event(tasks.mortal, "sleep", "TimeLimitExceeded", {"time_limit": 1}, life=2 + 1),
+    "hard time limit, deaf": Event(tasks.mortal, "deaf", "TimeLimitExceeded", {"time_limit": 1}, life=2 + 1),
     "child killed": Event(tasks.mortal, "once killed", "WorkerLostError", do=TaskQueue.kill_child, life=2 + 1),
     "delivered again": Event(tasks.dying, "once killed", "ran ", do=TaskQueue.kill_child),
-    "lock lost": Event(tasks.losing, "until lost", "finished", do=unlock),
 }
 
 
@@ -121,31 +115,3 @@ def test_messages_that_never_start(queues, event):
         free_within(task, task_queue, 60)
         assert task_queue.run_log.events("start") == []
         assert ended(task_queue.publish(task)).state == "SUCCESS"
-
-
-@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("task", [tasks.queued, tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
-def test_published_on_commit(queues, task, database):
-    results = {}
-
-    def publish() -> None:
-        for kind, task_queue in queues.items():
-            results[kind] = published(kind, task_queue.with_queue_of_its_own(), task)
-
-    def holders() -> list[str | None]:
-        found = [task.lock_info(task_queue.name) for task_queue in queues.values()]
-        return [lock and lock.label for lock in found]
-
-    with suppress(ZeroDivisionError), transaction.atomic():
-        transaction.on_commit(publish)
-        raise ZeroDivisionError
-    with transaction.atomic():
-        transaction.on_commit(publish)
-        assert (results, holders()) == ({}, [None] * len(queues))
-    assert holders() == [f"{task.name}[{member(kind, result).id}]" for kind, result in results.items()]
-    for task_queue in queues.values():
-        task_queue.consume()
-    for kind, result in results.items():
-        assert ended_with_its_canvas(kind, result).startswith("ran ")
-        free_within(task, queues[kind], 60)
-        assert len(queues[kind].run_log.events("start")) == 1

@@ -6,7 +6,7 @@ import functools
 import gc
 
 import pytest
-from celery import Celery, Task
+from celery import Task
 from django.core.checks import run_checks
 
 from django_redislock.celery import SingleInstanceMixin, SingleInstanceTask, single_instance
@@ -14,11 +14,8 @@ from django_redislock.checks import TAG
 
 
 @pytest.fixture
-def app():
-    """An app of the test's own; its tasks are not shared, so that no other app gets them."""
-    with Celery("own", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        app.task = functools.partial(app.task, shared=False)
-        yield app
+def app(own_app):
+    return own_app
 
 
 def nothing():

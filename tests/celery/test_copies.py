@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from celery import Celery, Task
-from celery.app.trace import build_tracer
 
 from django_redislock.celery import single_instance
-from tests.celery.test_redelivery import as_unacked, copies, deliver_again, put_in_queue
+from tests.celery.deliveries import trace
+from tests.celery.test_redelivery import as_unacked, copies, deliver_again, put_in_queue, raw_message
 from tests.support import wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import TRANSPORT, app
@@ -147,12 +147,6 @@ def test_what_a_busy_worker_has_in_its_memory_does_not_run_again_after_it_ran_el
     assert [result.result for result in results] == [f"ran {result.id}" for result in results]
 
 
-def raw_message(task_queue: TaskQueue) -> bytes:
-    with app.connection_for_write() as connection:
-        (raw,) = connection.default_channel.client.lrange(task_queue.queue, 0, -1)
-    return raw
-
-
 @pytest.mark.parametrize("task", tasks.COPIED[:2], ids=["early", "late"])
 def test_copies_of_a_refused_message_do_not_run_when_the_lock_is_free(worker_pools, task):
     task_queue = TaskQueue(worker_pools.of("prefork"), blocked=True)
@@ -274,13 +268,7 @@ def traced(request, monkeypatch):
                 return store(self, id, result, state, *args, **more)
 
             monkeypatch.setattr(backend, "_store_result", note)
-            headers = {"id": "an-id", "root_id": "an-id", "retries": 0, "single_instance_message": "one"}
-            tracer = build_tracer(task.name, task, app=app)
-
-            def come():
-                return tracer("an-id", (), {}, {**headers, "delivery_info": {}, "called_directly": False})
-
-            return stored, come
+            return stored, lambda: trace(task, {"id": "an-id", "retries": 0, "single_instance_message": "one"})
 
         yield traced
 

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from celery import Celery, chain, chord, group, states
-from celery.app.trace import build_tracer
+from celery import chain, chord, group, states
 
-from django_redislock.celery import DuplicateResult, single_instance
+from django_redislock.celery import DuplicateResult
 from django_redislock.core import held_locks
 from django_redislock.core.contention import contention
 from django_redislock.signals import task_skipped
+from tests.celery.deliveries import take, work
 from tests.support import wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.harness import TaskQueue, ended
-
-NUMBERS = itertools.count()
-QUEUE = "duplicates"  # that broker is shared by all tests of a process
-
-
-@pytest.fixture(scope="module")
-def app():
-    with Celery("duplicates", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        app.conf.task_default_queue = QUEUE
-        yield app
 
 
 @pytest.fixture(params=["queued", "queued+run", "job"])
@@ -41,32 +29,17 @@ def ran():
 
 
 @pytest.fixture
-def make(app, request, ran):
-    def make(function=None, **options):
+def make(make, ran):
+    """Make a task that notes its runs."""
+
+    def noting(function=None, **options):
         def body(self, a=1):
             ran.append(self.request.id)
             return "ran" if function is None else function(self, a)
 
-        name = f"{request.node.originalname}.{next(NUMBERS)}"
-        return app.task(name=name, bind=True, shared=False, lazy=False)(single_instance(**options)(body))
+        return make(body, **options)
 
-    return make
-
-
-def work(app):
-    """Run every message in the queue, in their order, as a worker does; return their headers."""
-    found = []
-    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue, suppress(queue.Empty):
-        while True:
-            message = queue.get_nowait()
-            message.ack()
-            args, kwargs, embed = message.payload
-            request = {**message.headers, **embed, "properties": message.properties, "delivery_info": {}, "args": args}
-            task = app.tasks[message.headers["task"]]
-            id = message.headers["id"]
-            build_tracer(task.name, task, app=app)(id, args, kwargs, {**request, "called_directly": False})
-            found.append(message.headers)
-    return found
+    return noting
 
 
 # An id of its own
@@ -96,22 +69,13 @@ def test_a_duplicate_with_an_id_of_its_own_is_skipped_and_does_not_run_afterward
     assert list(held_locks(client)) == []
 
 
-def test_one_that_is_no_duplicate_runs(client, app, make, scope, ran):
-    task = make(scope=scope, on_conflict="skip")
-    result = task.apply_async((7,), task_id="alone")
-    task.apply_async((8,), task_id="another key")
-    work(app)
-    assert (result.state, ran) == ("SUCCESS", ["alone", "another key"])
-
-
 def test_a_holder_that_will_never_run_makes_nobody_skipped(client, app, make, scope, ran):
     task = make(scope=scope, on_conflict="skip")
     first = task.delay()
     published = task.lock_info().acquired_at
     wait_until(lambda: datetime.now(UTC) - published > timedelta(milliseconds=2))
     app.backend.store_result(first.id, None, states.REVOKED)
-    with app.connection_for_write() as connection, connection.SimpleQueue(QUEUE) as queue:
-        queue.clear()
+    take(app)
     task.apply_async(task_id=f"after-{scope}")
     work(app)
     assert ran == [f"after-{scope}"]

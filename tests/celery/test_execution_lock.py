@@ -32,7 +32,9 @@ def lock(client):
 def test_an_execution_takes_over_what_its_message_holds(lock):
     message, execution = lock(id="task", auto_renewal=False), lock(delivery=FIRST, details={"worker": "w"})
     assert message.acquire(blocking=False)
-    before = message.owner()
+    before, other = message.owner(), lock(delivery=Delivery("another"))
+    assert not other.acquire(blocking=False)
+    assert not other.processed
     assert execution.acquire(blocking=False)
     after = execution.owner()
     assert after.fence > before.fence
@@ -41,13 +43,6 @@ def test_an_execution_takes_over_what_its_message_holds(lock):
     assert execution.owned()
     execution.release()
     assert execution.owner() is None
-
-
-def test_nobody_else_takes_it_over(lock):
-    lock(id="task", auto_renewal=False).acquire()
-    other = lock(delivery=Delivery("another"))
-    assert not other.acquire(blocking=False)
-    assert not other.processed
 
 
 def test_a_copy_does_not_take_over_from_a_living_execution(lock):

@@ -72,22 +72,7 @@ def test_soft_time_limit_while_waiting_for_the_lock(task_queue, client):
     assert ended(task_queue.publish(tasks.wait)).state == "SUCCESS"
 
 
-def test_system_exit_in_the_body(task_queue):
-    task_queue.publish(tasks.refuse, "exit")
-    task_queue.run_log.wait_for("end")
-    free_within(tasks.refuse, task_queue, 5)
-    assert ended(task_queue.publish(tasks.refuse)).state == "SUCCESS"
-
-
 # Ends that nobody can answer to: the lock ends by its life
-
-
-def test_hard_time_limit(task_queue):
-    """Celery reports it some time before the child is dead; the lock is not released for the report."""
-    result = task_queue.publish(tasks.mortal, "deaf", time_limit=1)
-    assert type(ended(result).result).__name__ == "TimeLimitExceeded"
-    free_within(tasks.mortal, task_queue, LIFE + 1)
-    assert ended(task_queue.publish(tasks.mortal)).state == "SUCCESS"
 
 
 @pytest.fixture
@@ -172,17 +157,8 @@ def test_warm_shutdown_lets_the_task_finish(worker_pools, pool):
         assert ended(task_queue.publish(tasks.refuse)).state == "SUCCESS"
 
 
-def test_cold_shutdown(worker_pools):
-    worker = worker_pools.start("prefork", name="cold", concurrency=4).wait_ready()
-    running = run_in_all(worker, tasks.refuse)
-    worker.signal(signal.SIGQUIT)
-    worker.wait()
-    for task_queue, _ in running.values():
-        free_within(tasks.refuse, task_queue, 5)
-
-
-@pytest.mark.parametrize("task", [tasks.late_job, tasks.job], ids=lambda task: task.__name__)
-def test_cold_shutdown_ends_a_job_only_if_it_does_not_come_again(worker_pools, task):
+@pytest.mark.parametrize("task", [tasks.late_job, tasks.job, tasks.refuse], ids=lambda task: task.__name__)
+def test_a_cold_shutdown_leaves_a_lock_only_to_a_job_that_comes_again(worker_pools, task):
     """Else somebody could publish a second one, and the first would be refused when it comes."""
     cold = worker_pools.start("prefork", name=f"cold-{task.__name__}", concurrency=1).wait_ready()
     task_queue = TaskQueue([cold], blocked=True)
@@ -227,21 +203,14 @@ def test_soft_shutdown_ends_a_job_only_if_it_ends_in_time(worker_pools):
         assert len(task_queue.run_log.events("start")) == runs
 
 
-def test_a_job_that_is_terminated_has_ended_though_it_is_acknowledged_late(task_queue):
-    first = task_queue.publish(tasks.late_job, "sleep")
-    task_queue.run_log.wait_for("start")
-    app.control.revoke(first.id, terminate=True)
-    free_within(tasks.late_job, task_queue, 10)
-    assert ended(first).state == "REVOKED"
-    assert ended(task_queue.publish(tasks.late_job)).state == "SUCCESS"
-
-
-@pytest.mark.parametrize("how", ["sleep", "deaf"])
-def test_a_job_that_its_hard_time_limit_ends_has_ended_though_it_is_acknowledged_late(task_queue, how):
+@pytest.mark.parametrize(("how", "options"), [("sleep", {}), ("sleep", {"time_limit": 1}), ("deaf", {"time_limit": 1})])
+def test_a_job_that_is_terminated_has_ended_though_it_is_acknowledged_late(task_queue, how, options):
     """The child that ends by SystemExit left the lock to its message, which was acknowledged, for an hour."""
-    first = task_queue.publish(tasks.late_job, how, time_limit=1)
+    first = task_queue.publish(tasks.late_job, how, **options)
     task_queue.run_log.wait_for("start")
-    assert ended(first).state == "FAILURE"
+    if not options:
+        app.control.revoke(first.id, terminate=True)
+    assert ended(first).state == ("FAILURE" if options else "REVOKED")
     free_within(tasks.late_job, task_queue, 10)
     assert ended(task_queue.publish(tasks.late_job)).state == "SUCCESS"
 

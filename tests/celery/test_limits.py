@@ -17,7 +17,6 @@ from django_redislock.core.keys import another_id, with_slot
 from django_redislock.core.validation import MAX_LIMIT
 from django_redislock.exceptions import LockBackendError
 from django_redislock.task_names import key_of, task_of
-from tests.celery.test_redelivery import deliver_again
 from tests.support import BUSY, wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import app as workers_app
@@ -149,37 +148,6 @@ def test_the_slot_of_a_killed_child_is_free_after_its_expiry_and_the_other_one_s
     assert other.state in ("PENDING", "STARTED")
     os.kill(task_queue.run_log.events("start")[0]["pid"], signal.SIGKILL)
     wait_until(lambda: tasks.two_mortal.lock_info(task_queue.name) is None, LIFE + BUSY)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("how", ["return", "fail", "retry", "ignore", "reject", "exit"])
-def test_the_slot_is_released_however_a_run_ends(task_queue, how):
-    task_queue.publish(tasks.two, how)
-    task_queue.run_log.wait_for("end", 3 if how == "retry" else 1)
-    wait_until(lambda: tasks.two.lock_info(task_queue.name) is None)
-    assert ended(task_queue.publish(tasks.two)).state == "SUCCESS"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("limits", [{"soft_time_limit": 1}, {"time_limit": 1}], ids="-".join)
-def test_a_time_limit_leaves_no_slot_for_longer_than_its_expiry(task_queue, limits):
-    result = task_queue.publish(tasks.two_mortal, "sleep", **limits)
-    assert ended(result).state == "FAILURE"
-    wait_until(lambda: tasks.two_mortal.lock_info(task_queue.name) is None, LIFE + BUSY)
-
-
-@pytest.mark.processes
-def test_a_copy_takes_no_second_slot_beside_another_message_and_does_not_run_after_its_first_run(blocked):
-    result = blocked.publish(tasks.late_two)
-    blocked.run_log.wait_for("start")
-    deliver_again(blocked)
-    wait_until(lambda: f"[{result.id}] is running, or its worker has died" in blocked.log)
-    beside = blocked.publish(tasks.late_two)
-    blocked.run_log.wait_for("start", 2)
-    blocked.run_log.let_bodies_end()
-    wait_until(lambda: f"[{result.id}] was processed before" in blocked.log)
-    assert {ended(result).state, ended(beside).state} == {"SUCCESS"}
-    assert len(blocked.run_log.events("start")) == 2
 
 
 @pytest.mark.processes
@@ -338,16 +306,17 @@ def test_a_limit_that_no_semaphore_has_is_refused(make, limit, error, given):
             make(lambda self: None, limit=limit)
 
 
-@pytest.mark.parametrize("limit", [1.5, True, "3", [2]])
-def test_a_limit_that_is_no_number_is_refused(make, limit):
-    with pytest.raises(TypeError, match="limit must be a whole number"):
-        make(lambda self: None, limit=limit)
-
-
-@pytest.mark.parametrize(("group", "error"), [(1, TypeError), (b"crm", TypeError), ("", ValueError)])
-def test_a_group_that_is_no_name_is_refused(make, group, error):
-    with pytest.raises(error, match="group must"):
-        make(lambda self: None, group=group)
+@pytest.mark.parametrize(
+    ("option", "error", "said"),
+    [
+        *(({"limit": limit}, TypeError, "limit must be a whole number") for limit in (1.5, True, "3", [2])),
+        *(({"group": group}, TypeError, "group must") for group in (1, b"crm")),
+        ({"group": ""}, ValueError, "group must"),
+    ],
+)
+def test_what_is_no_number_or_no_name_is_refused(make, option, error, said):
+    with pytest.raises(error, match=said):
+        make(lambda self: None, **option)
 
 
 @pytest.mark.parametrize("option", [{"limit": 2}, {"group": "crm"}])

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Optional
 
 import pytest
 from celery import VERSION, Celery
-from celery.app.trace import build_tracer
 from pydantic import BaseModel, ValidationInfo, field_validator
 
 from django_redislock.celery import DuplicateResult, SingleInstanceTask, single_instance
 from django_redislock.core import held_locks
-from tests.celery.test_replace import deliver, take
+from tests.celery.deliveries import deliver, take, trace
 
 if TYPE_CHECKING:
     from nowhere import Nothing
@@ -118,8 +117,12 @@ def test_a_key_takes_what_the_model_has(client, make, bare, given, expected):
     assert not isinstance(task.delay({"id": 6, "due": "2027-02-03T04:05:06"}), DuplicateResult)
 
 
-def test_a_model_of_the_producers_own_has_the_same_key(make):
-    task = make(ship, key="{m.place}")
+@pytest.mark.parametrize("bind", [True, False])
+def test_a_model_of_the_producers_own_has_the_same_key(make, bind):
+    def bound(self, m: Order):
+        pass
+
+    task = make(bound if bind else ship, task_options={"bind": bind}, key="{m.place}")
     assert task._key_of((Order(id=5),), {}) == task._key_of(({"id": 5},), {}) == "main-5"
     assert task._key_of((), {"m": Order(id=5, shop="b")}) == "b-5"
 
@@ -131,32 +134,16 @@ def test_the_worker_comes_to_the_same_key_and_runs(client, app, make):
         ran.append([type(m).__name__, task.lock_info(m).name])
 
     task = make(body, key="{m.place}")
-    request = {"id": "foreign", "root_id": "foreign", "delivery_info": {}, "called_directly": False}
-    build_tracer(task.name, task, app=app)("foreign", ({"id": 5},), {}, request)
+    trace(task, {"id": "foreign"}, ({"id": 5},))
     assert ran == [["Order", f"celery:{task.name}:main-5"]]
 
 
-@pytest.mark.parametrize("bind", [True, False])
-def test_bound_tasks_too(make, bind):
-    def bound(self, m: Order):
-        pass
-
-    task = make(bound if bind else ship, task_options={"bind": bind}, key="{m.id}")
-    assert task._key_of(({"id": 5},), {}) == "5"
-
-
-def test_an_argument_that_may_be_missing(make):
+def test_what_is_missing_or_no_model_to_celery_or_for_type_checkers_only_is_what_came(make):
     task = make(ship_perhaps, key=lambda m=None: "none" if m is None else m.place)
     assert task._key_of((), {}) == "none"
     assert task._key_of(({"id": 5},), {}) == "main-5"
-
-
-def test_what_celery_makes_no_model_of_is_what_came(make):
     assert make(ship_each, key="{m[0][id]}")._key_of(({"id": 5},), {}) == "5"
     assert make(ship, task_options={"pydantic": False}, key="{m[id]}")._key_of(({"id": 5},), {}) == "5"
-
-
-def test_names_for_type_checkers_only_do_not_hurt(make):
     assert make(ship_oddly, key=[])._key_of(({"id": 5},), {}) == ""
 
 

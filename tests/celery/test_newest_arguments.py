@@ -7,19 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from billiard.einfo import ExceptionInfo
-from celery import Celery, Task, group
+from celery import Task, group
 from celery.exceptions import Reject, WorkerLostError
 
 from django_redislock.core import Lock, held_locks
-from tests.celery.test_replace import QUEUE, deliver, take
+from tests.celery.deliveries import deliver, take
 from tests.support import wait_until
-
-
-@pytest.fixture(scope="module")
-def app():
-    with Celery("newest", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        app.conf.task_default_queue = QUEUE
-        yield app
 
 
 @pytest.fixture

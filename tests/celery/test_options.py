@@ -8,7 +8,7 @@ import json
 import pickle
 
 import pytest
-from celery import Celery, Task, shared_task
+from celery import Task, shared_task
 from celery.contrib.django.task import DjangoTask
 from django.db import transaction
 
@@ -18,11 +18,8 @@ from django_redislock.celery.options import complete
 
 
 @pytest.fixture
-def app():
-    """An app of the test's own; its tasks are not shared, so that no other app gets them."""
-    with Celery("own", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        app.task = functools.partial(app.task, shared=False)
-        yield app
+def app(own_app):
+    return own_app
 
 
 @pytest.mark.parametrize(

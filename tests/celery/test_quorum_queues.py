@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 from celery import Celery
-from celery.app.trace import build_tracer
 from kombu import Exchange, Queue
 from kombu.transport.native_delayed_delivery import (
     bind_queue_to_native_delayed_delivery_exchange,
@@ -15,6 +14,7 @@ from kombu.transport.native_delayed_delivery import (
 
 from django_redislock.celery import single_instance
 from django_redislock.core import Lock
+from tests.celery.deliveries import deliver
 from tests.support import name_of
 
 pytestmark = pytest.mark.processes
@@ -48,8 +48,7 @@ def test_a_refused_message_comes_again(client, app, delay):
         for _ in range(2):
             message = queue.get(timeout=30)
             message.ack()
-            request = {**message.headers, "properties": message.properties, "delivery_info": {}}
-            build_tracer(task.name, task, app=app)(result.id, (), {}, {**request, "called_directly": False})
+            deliver(app, message)
             if lock.locked():
                 assert result.state == "RETRY"
                 lock.release()

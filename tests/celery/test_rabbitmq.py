@@ -1,4 +1,4 @@
-"""What depends on the broker, with RabbitMQ: tests of the other modules, on workers of every pool."""
+"""What depends on the broker, with RabbitMQ: tests of the other modules, on workers of processes and of greenlets."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ from tests.celery.test_workers import (  # noqa: F401
     blocked,
     holder,
     test_a_crowd_on_few_keys,
-    test_raise_ends_everything_at_once,
     test_reschedule_runs_later_under_the_same_id_without_a_retry,
-    test_skip_ends_everything_at_once_with_its_result,
     test_the_lock_is_released_however_a_task_ends,
     test_wait_runs_one_after_the_other,
 )
 from tests.support import Proxy, client_at, wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import BROKER, app
-from tests.support.celery_site.harness import POOLS, TaskQueue, WorkerPools, ended, workers
+from tests.support.celery_site.harness import TaskQueue, WorkerPools, ended, workers
 from tests.support.worker import Worker
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
@@ -51,11 +49,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_lock_is_left")]
 @pytest.fixture(scope="module")
 def worker_pools(server, rabbitmq, tmp_path_factory) -> Iterator[WorkerPools]:
     with workers(server, tmp_path_factory.mktemp("rabbitmq"), rabbitmq.url) as worker_pools:
-        worker_pools.start_all()
         yield worker_pools
 
 
-@pytest.fixture(params=POOLS)
+@pytest.fixture(params=["prefork", "gevent"])  # test_workers.py and test_scopes.py have every pool
 def pool(request) -> str:
     return request.param
 

@@ -25,8 +25,13 @@ def task_queue(worker_pools) -> Iterator[TaskQueue]:
 
 
 @pytest.fixture
-def blocked(worker_pools) -> Iterator[TaskQueue]:
-    yield from checked_queue(TaskQueue(worker_pools.of("prefork"), blocked=True))
+def pool() -> str:
+    return "prefork"
+
+
+@pytest.fixture
+def blocked(worker_pools, pool) -> Iterator[TaskQueue]:
+    yield from checked_queue(TaskQueue(worker_pools.of(pool), blocked=True))
 
 
 def copies(task_queue: TaskQueue) -> dict[str, bytes]:
@@ -60,17 +65,11 @@ def task(request):
     return TASKS[request.param]
 
 
+@pytest.mark.parametrize(
+    ("pool", "task"), [*(("prefork", task) for task in TASKS.values()), ("threads", tasks.late)], ids=str
+)
 def test_a_copy_neither_runs_beside_its_first_run_nor_after_it(blocked, task):
-    neither_beside_nor_after(blocked, task)
-
-
-def test_on_threads_a_copy_neither_runs_beside_its_first_run_nor_after_it(worker_pools):
-    """There the same process runs both."""
-    for blocked in checked_queue(TaskQueue(worker_pools.of("threads"), blocked=True)):
-        neither_beside_nor_after(blocked, tasks.late)
-
-
-def neither_beside_nor_after(blocked: TaskQueue, task) -> None:
+    """On threads the same process runs both."""
     result = blocked.publish(task)
     blocked.run_log.wait_for("start")
     deliver_again(blocked)
@@ -86,14 +85,20 @@ def neither_beside_nor_after(blocked: TaskQueue, task) -> None:
 def test_a_copy_that_comes_after_the_end_is_dropped(task_queue, task, how):
     task_queue.with_queue_of_its_own()
     result = task_queue.publish(task, how)
-    with app.connection_for_write() as connection:
-        (raw,) = connection.default_channel.client.lrange(task_queue.queue, 0, -1)
+    raw = raw_message(task_queue)
     task_queue.consume()
     state = ended(result).state
     put_in_queue(task_queue, as_unacked(task_queue, raw))
     wait_until(lambda: f"[{result.id}] was processed before" in task_queue.log)
     assert len(task_queue.run_log.events("start")) == 1
     assert ended(result).state == state
+
+
+def raw_message(task_queue: TaskQueue) -> bytes:
+    """Return the one message that is in the queue."""
+    with app.connection_for_write() as connection:
+        (raw,) = connection.default_channel.client.lrange(task_queue.queue, 0, -1)
+    return raw
 
 
 def as_unacked(task_queue: TaskQueue, raw: bytes) -> bytes:
@@ -104,8 +109,7 @@ def as_unacked(task_queue: TaskQueue, raw: bytes) -> bytes:
 def test_a_copy_of_a_message_that_was_retried_does_not_retry_it_again(task_queue, task):
     task_queue.with_queue_of_its_own()
     result = task_queue.publish(task, "retry")
-    with app.connection_for_write() as connection:
-        (raw,) = connection.default_channel.client.lrange(task_queue.queue, 0, -1)
+    raw = raw_message(task_queue)
     task_queue.consume()
     assert ended(result).result == 2
     put_in_queue(task_queue, as_unacked(task_queue, raw))

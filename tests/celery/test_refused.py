@@ -5,19 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from celery import Celery, Task
+from celery import Task
 from celery.exceptions import Reject
 
 from django_redislock.core import Lock
-from tests.celery.test_replace import QUEUE, deliver, take
+from tests.celery.deliveries import deliver, take
 from tests.support import name_of, wait_until
-
-
-@pytest.fixture(scope="module")
-def app():
-    with Celery("refused", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        app.conf.task_default_queue = QUEUE
-        yield app
 
 
 def reject(task, error):

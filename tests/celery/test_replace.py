@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
-from celery import Celery, chain
-from celery.app.trace import build_tracer
+from celery import chain
 from kombu.exceptions import ContentDisallowed, EncodeError
 
 from django_redislock import LockBackendError, TaskAlreadyRunning
-from django_redislock.celery import DuplicateResult, single_instance
+from django_redislock.celery import DuplicateResult
 from django_redislock.celery.execution_lock import ExecutionLock, confirm_published
 from django_redislock.core import held_locks
 from django_redislock.core.driver.registry import server_of
+from tests.celery.deliveries import deliver, take, work
 from tests.support import in_thread
 from tests.support.celery_site import tasks
 from tests.support.celery_site.app import app as site
 from tests.support.celery_site.harness import TaskQueue, ended
-
-NUMBERS = itertools.count()
-QUEUE = "replace"
-
-
-@pytest.fixture(scope="module")
-def app():
-    with Celery("replace", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        app.conf.task_default_queue = QUEUE
-        app.conf.result_extended = True
-        yield app
 
 
 @pytest.fixture(params=["queued", "queued+run"])
@@ -45,46 +32,18 @@ def ran():
 
 
 @pytest.fixture
-def make(app, request, ran):
+def make(make, ran):
     """Make a task that notes its arguments; its duplicates replace `rows` and `more`."""
 
-    def make(function=None, *, task_options=None, **options):
+    def noting(function=None, **options):
         def body(self, customer, rows=0, more=None):
             ran.append((customer, rows, more) if more is not None else (customer, rows))
             return "ran" if function is None else function(self, rows)
 
-        name = f"{request.node.originalname}.{next(NUMBERS)}"
         options = {"key": "{customer}", "on_duplicate": "replace", **options}
-        options = {name: value for name, value in options.items() if value is not ...}
-        declared = app.task(name=name, bind=True, shared=False, lazy=False, **task_options or {})
-        return declared(single_instance(**options)(body))
+        return make(body, **{name: value for name, value in options.items() if value is not ...})
 
-    return make
-
-
-def take(app, queue=QUEUE):
-    """Take the messages out of the queue."""
-    found = []
-    with app.connection_for_read() as connection, connection.SimpleQueue(queue) as queue, suppress(queue.Empty):
-        while True:
-            found.append(queue.get_nowait())
-            found[-1].ack()
-    return found
-
-
-def deliver(app, message, **delivery_info):
-    """Run a message as a worker does."""
-    (args, kwargs, embed), task, id = message.payload, app.tasks[message.headers["task"]], message.headers["id"]
-    args, kwargs = type(args)(args), {**kwargs}  # its copies have their own, which a run does not change
-    request = {**message.headers, **embed, "properties": message.properties, "delivery_info": delivery_info}
-    return build_tracer(task.name, task, app=app)(id, args, kwargs, {**request, "called_directly": False}).retval
-
-
-def work(app):
-    """Run all that is in the queue, and what that publishes."""
-    while messages := take(app):
-        for message in messages:
-            deliver(app, message)
+    return noting
 
 
 def test_the_message_runs_once_with_the_arguments_of_its_last_duplicate(client, app, make, scope, ran):
@@ -360,22 +319,6 @@ def test_a_task_whose_scope_is_missing_is_refused_where_it_is_used(client, make)
     task = make()
     with pytest.raises(ValueError, match=r"scope='queued' or scope='queued\+run', not 'run'"):
         task.delay("a")
-
-
-@pytest.fixture
-def task_queue(worker_pools):
-    return TaskQueue(worker_pools.of("prefork"))
-
-
-@pytest.mark.processes
-def test_a_message_whose_process_is_killed_runs_again_with_the_newest_arguments(task_queue):
-    task_queue.with_queue_of_its_own()
-    first = task_queue.publish(tasks.late_newest, "fail")
-    assert task_queue.publish(tasks.late_newest, "once killed").id == first.id
-    task_queue.consume()
-    task_queue.kill_child(task_queue.run_log.wait_for("start"))
-    assert ended(first).result == f"ran {first.id}"
-    assert len(task_queue.run_log.events("start")) == 2
 
 
 @pytest.mark.processes

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from datetime import timedelta
 from functools import partial
 
 import pytest
-from celery import Celery
-from celery.app.trace import build_tracer
 from kombu import serialization
 
 from django_redislock import TaskAlreadyRunning
-from django_redislock.celery import single_instance
 from django_redislock.core import Lock
 from django_redislock.signals import task_rescheduled
+from tests.celery.deliveries import take, trace
 from tests.support import name_of
-
-QUEUE = "rescheduled"  # that broker is shared by all tests of a process
-
-
-@pytest.fixture(scope="module")
-def app():
-    with Celery("rescheduling", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        app.conf.task_default_queue = QUEUE
-        yield app
 
 
 @pytest.fixture
-def make(app, request):
-    numbers = itertools.count()
-
-    def make(function=lambda self: "ran", **options):
-        function.__name__ = "body"
-        name = f"{request.node.name}.{next(numbers)}"
-        marked = single_instance(**{"on_conflict": "reschedule", **options})(function)
-        return app.task(name=name, bind=True, shared=False, lazy=False)(marked)
-
-    return make
+def make(make):
+    return partial(make, on_conflict="reschedule")
 
 
 class Message:
@@ -46,16 +26,13 @@ class Message:
 
     def __init__(self, task, **options):
         self.task = task
-        with task.app.connection_for_write() as connection, connection.SimpleQueue(QUEUE) as queue:
-            queue.clear()
+        take(task.app)
         self.result = task.apply_async(**options)
 
     def run(self, waited=0.0):
         """Run it as if its first conflict was so many seconds ago; return the delay of the next, if it comes again."""
         delays = []
-        with self.task.app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue:
-            message = queue.get(timeout=30)
-            message.ack()
+        (message,) = take(self.task.app)
         self.headers, self.content_type = dict(message.headers), message.content_type
         for headers in (self.headers, self.headers.get("headers") or {}):
             if waited and "single_instance_since" in headers:
@@ -63,10 +40,7 @@ class Message:
         task_rescheduled.connect(receiver := lambda **data: delays.append(data["delay"]))
         try:
             received = self.task.Request(message, app=self.task.app, task=self.task, headers=self.headers)
-            request = {**received.request_dict, "delivery_info": {}}
-            build_tracer(self.task.name, self.task, app=self.task.app)(
-                self.result.id, (), {}, {**request, "called_directly": False}
-            )
+            trace(self.task, {**received.request_dict, "delivery_info": {}})
         finally:
             task_rescheduled.disconnect(receiver)
         return delays[0] if delays else None

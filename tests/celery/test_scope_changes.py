@@ -7,11 +7,11 @@ import itertools
 import pytest
 from celery import Celery, signals
 from celery.app.task import Context
-from celery.app.trace import build_tracer
 from celery.exceptions import WorkerLostError
 
 from django_redislock.celery import DuplicateResult, single_instance
 from django_redislock.core import held_locks
+from tests.celery.deliveries import trace
 from tests.celery.publishing import find_receivers_again
 
 SCOPES = ["run", "queued", "queued+run", "job"]
@@ -56,9 +56,7 @@ class Deploy:
         return {**sent, "delivery_info": {}, "called_directly": False, "args": args, "kwargs": {}}
 
     def run(self, request):
-        return build_tracer(self.new.name, self.new, app=self.workers)(
-            request["id"], request["args"], request["kwargs"], request
-        )
+        return trace(self.new, request, request["args"], request["kwargs"])
 
 
 @pytest.fixture(params=CHANGES, ids=lambda change: f"{change[0]} to {change[1]}")

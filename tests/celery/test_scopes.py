@@ -146,12 +146,14 @@ def test_a_retry_with_other_arguments_takes_the_lock_along(task_queue):
     assert ended(first).result == f"ran {first.id}"
 
 
+@only_prefork
 @pytest.mark.parametrize(("how", "events"), [("fail", 1), ("retry", 3), ("ignore", 1), ("reject", 1), ("replace", 1)])
 @pytest.mark.parametrize("task", [tasks.queued_and_run, tasks.job], ids=lambda task: task.__name__)
 def test_no_lock_is_left_however_a_task_ends(task_queue, task, how, events):
     """Its life of ten minutes is longer than any patience here."""
-    task_queue.publish(task, how)
+    first = task_queue.publish(task, how)
     task_queue.run_log.wait_for("end", events)
+    assert {event["id"] for event in task_queue.run_log.events("start")} == {first.id}
     wait_until(lambda: task.lock_info(task_queue.name) is None)
     assert ended(task_queue.publish(task)).state == "SUCCESS"
 
@@ -176,17 +178,12 @@ def test_canvases_end_though_a_duplicate_waits(task_queue, task):
 
 
 @only_prefork
-def test_the_same_task_twice_in_a_chain(task_queue, task):
+def test_the_same_task_thrice_in_a_chain_and_as_a_callback(task_queue, task):
     one = task.si(task_queue.name).set(queue=task_queue.queue)
     assert ended(chain(one, one, one).apply_async()).state == "SUCCESS"
     task_queue.run_log.wait_for("end", 3)
-
-
-@only_prefork
-def test_a_callback_that_is_its_own_task(task_queue, task):
-    one = task.si(task_queue.name).set(queue=task_queue.queue)
     assert ended(task_queue.publish(task, link=one)).state == "SUCCESS"
-    task_queue.run_log.wait_for("end", 2)
+    task_queue.run_log.wait_for("end", 5)
 
 
 # Messages that never start
@@ -220,15 +217,6 @@ def test_what_is_revoked_and_planned_anew_runs(task_queue, task):
 
 
 @only_prefork
-def test_an_expired_message_frees_its_lock(task_queue, task):
-    task_queue.with_queue_of_its_own()
-    result = task_queue.publish(task, expires=0.5)
-    wait_until(lambda: task.lock_info(task_queue.name) is None, 0.5 + BUSY)
-    task_queue.consume()
-    assert ended(result).state == "REVOKED"
-
-
-@only_prefork
 def test_a_purged_message_frees_its_lock_within_its_life(task_queue, client):
     """Nobody meets it any more; a task that publishes for itself gives it a life that it can bear."""
     task_queue.with_queue_of_its_own()
@@ -254,21 +242,7 @@ def test_a_message_that_outlived_its_lock_runs_all_the_same(task_queue):
     assert "SUCCESS" in states
 
 
-@only_prefork
-def test_messages_of_a_foreign_producer(task_queue, task):
-    """They hold no lock while they wait; what they find is decided at the start."""
-    foreign = app.send_task(task.name, (task_queue.name,), queue=task_queue.queue)
-    assert ended(foreign).state == "SUCCESS"
-
-
 # Defects of other packages
-
-
-@only_prefork
-def test_a_retried_task_is_not_lost_as_its_own_duplicate(task_queue, task):
-    result = task_queue.publish(task, "retry")
-    assert ended(result).result == 2
-    assert [event["id"] for event in task_queue.run_log.events("start")] == [result.id] * 3
 
 
 @only_prefork
@@ -284,21 +258,6 @@ def test_a_duplicate_that_ends_leaves_the_lock_to_its_holder(blocked, end):
     assert blocked.publish(task).id == first.id
     blocked.run_log.let_bodies_end()
     assert ended(first).state == "SUCCESS"
-
-
-@only_prefork
-def test_a_tuple_argument_does_not_leak_its_lock(blocked):
-    """The worker gets a list; its key is the producer's all the same."""
-    task = tasks.job_of_all_arguments
-    first = blocked.publish(task, "return", (1, ("a", "b")))
-    assert blocked.publish(task, "return", [1, ["a", "b"]]).id == first.id
-    blocked.run_log.wait_for("start")
-    blocked.run_log.let_bodies_end()
-    assert ended(first).state == "SUCCESS"
-    wait_until(lambda: task.lock_info(blocked.name, "return", (1, ("a", "b"))) is None)
-    again = blocked.publish(task, "return", (1, ("a", "b")))
-    assert not isinstance(again, DuplicateResult)
-    assert ended(again).state == "SUCCESS"
 
 
 # Deaths

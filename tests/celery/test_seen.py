@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery, signals
+from celery import signals
 
 from django_redislock import TaskAlreadyRunning
-from django_redislock.celery import single_instance
 from django_redislock.core import Lock
 from tests.support import name_of, wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.harness import TaskQueue, ended, events
-
-NUMBERS = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def app() -> Iterator[Celery]:
-    with Celery("seen", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        yield app
-
-
-@pytest.fixture
-def make(app: Celery) -> Any:
-    def make(**options: Any) -> Any:
-        def body(a: int = 1) -> str:
-            return pytest.fail("the body ran")
-
-        return app.task(name=f"seen.{next(NUMBERS)}", shared=False, lazy=False)(single_instance(**options)(body))
-
-    return make
-
 
 # Signals
 
@@ -50,7 +27,8 @@ SENT = {
 
 @pytest.mark.parametrize("policy", SENT)
 def test_the_signals_of_a_refused_task(client: Any, make: Any, policy: str) -> None:
-    task = make(on_conflict=(lambda task, error: None) if policy == "callable" else policy, wait=0.01)
+    decision = (lambda task, error: None) if policy == "callable" else policy
+    task = make(lambda self: pytest.fail("the body ran"), on_conflict=decision, wait=0.01)
     heard: list[tuple[str, Any]] = []
     receivers = {}
     for name in ("task_prerun", "task_success", "task_failure", "task_retry", "task_postrun"):
@@ -107,7 +85,6 @@ from celery import Celery
 from celery.app.trace import build_tracer
 from sentry_sdk.integrations.celery import CeleryIntegration
 from sentry_sdk.transport import Transport
-from django_redislock.celery import single_instance
 from django_redislock.core import Lock
 from django_redislock.connections import get_client
 

@@ -9,7 +9,6 @@ import re
 from dataclasses import asdict
 
 import pytest
-from celery import Celery
 from django.core.checks import run_checks
 
 from django_redislock import TaskAlreadyRunning, conf
@@ -20,10 +19,9 @@ from django_redislock.core import Lock
 
 
 @pytest.fixture
-def app():
-    with Celery("configured", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        app.task = functools.partial(app.task, shared=False, lazy=False)
-        yield app
+def app(own_app):
+    own_app.task = functools.partial(own_app.task, lazy=False)
+    return own_app
 
 
 OTHERS = {

@@ -212,13 +212,6 @@ def test_what_cannot_be_done_later_is_raised(client, make, on_conflict):
             task()
 
 
-def test_the_settings_give_the_policy(client, make, settings):
-    task = make(lambda self: "ran")
-    settings.DJANGO_REDISLOCK = {"CELERY": {"ON_CONFLICT": "skip"}}
-    with held(client, task):
-        assert task.apply().get() is None
-
-
 def test_nothing_is_locked_where_locks_are_off(client, make, settings):
     task = make(lambda self: [self.single_instance.lost, names(client)])
     settings.DJANGO_REDISLOCK = {"ENABLED": False}
@@ -259,25 +252,18 @@ def test_the_same_request_enters_again(client, make):
     assert names(client) == []
 
 
-def test_another_key_within_a_run_is_another_lock(client, make):
+@pytest.mark.parametrize("applied", [True, False])
+def test_another_key_within_a_run_is_another_lock_unless_it_is_a_direct_call(client, make, applied):
     def body(self, a):
         if a == 1:
-            return self.apply((2,)).get(disable_sync_subtasks=False)
+            return self.apply((2,)).get(disable_sync_subtasks=False) if applied else self(2)
         return sorted(names(client))
 
     task = make(body, key="{a}")
-    assert task.apply((1,)).get() == [f"celery:{task.name}:1", f"celery:{task.name}:2"]
+    both = [f"celery:{task.name}:1", f"celery:{task.name}:2"]
+    assert task.apply((1,)).get() == both[: 1 + applied]
     with held(client, task, 2):
-        assert type(task.apply((1,)).result) is TaskAlreadyRunning
-
-
-def test_a_direct_call_within_a_run_takes_no_other_lock(client, make):
-    def body(self, a):
-        return self(2) if a == 1 else names(client)
-
-    task = make(body, key="{a}")
-    with held(client, task, 2):
-        assert task.apply((1,)).get() == [f"celery:{task.name}:1", f"celery:{task.name}:2"]
+        assert type(task.apply((1,)).result) is TaskAlreadyRunning if applied else task.apply((1,)).get() == both
 
 
 @pytest.mark.parametrize("inherits", [False, True], ids=["a context of its own", "the context of the body"])

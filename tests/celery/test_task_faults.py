@@ -10,7 +10,7 @@ import time
 import pytest
 from celery.exceptions import Ignore, Retry
 
-from django_redislock import LockBackendError, LockLost, TaskAlreadyRunning
+from django_redislock import LockBackendError, TaskAlreadyRunning
 from django_redislock.celery import SingleInstanceTask
 from django_redislock.celery.publishing import KEY_HEADER
 from django_redislock.celery.running import HIDES_IGNORED_RETRIES
@@ -22,27 +22,6 @@ from tests.support import Interrupted, free_port, interruptions, wait_until
 
 def names(client):
     return [info.name for info in held_locks(client)]
-
-
-@pytest.mark.slow
-def test_a_lost_lock_is_told_to_the_body_and_its_result_stands(client, make, caplog):
-    def body(self):
-        self.single_instance.raise_if_lost()
-        assert self.unlock()
-        wait_until(lambda: self.single_instance.lost)
-        with pytest.raises(LockLost):
-            self.single_instance.raise_if_lost()
-        return "finished"
-
-    task = make(body, key=[], expire=5)
-
-    def told():
-        records = [(record.levelname, record.getMessage()) for record in caplog.records]
-        return [level for level, text in records if f"'celery:{task.name}'" in text and " was lost: " in text]
-
-    assert task.apply().get() == "finished"
-    wait_until(told)  # a thread of its own tells
-    assert told() == ["ERROR"]
 
 
 def test_the_loss_of_the_lock_leaves_its_successor_alone(client, make):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import itertools
 
 import pytest
-from celery import Celery
 from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from hypothesis import assume, example, given, strategies as st
 
-from django_redislock.celery import DuplicateResult, single_instance
+from django_redislock.celery import DuplicateResult
 from django_redislock.celery.key import with_tenant
 from django_redislock.checks import TAG
 from django_redislock.core import held_locks
@@ -23,27 +21,6 @@ from tests.support.celery_site.harness import TaskQueue, ended
 from tests.support.celery_site.tenants import connection, recipe
 
 PATH = "tests.support.celery_site.tenants.schema"
-
-
-@pytest.fixture
-def app():
-    with Celery("tenants", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        app.conf.task_default_queue = "tenants"  # that broker is shared by all tests of a process
-        yield app
-
-
-@pytest.fixture
-def make(app, request):
-    numbers = itertools.count()
-
-    def make(**options):
-        def body(a=1):
-            return "ran"
-
-        name = f"{request.node.name}.{next(numbers)}"
-        return app.task(name=name, shared=False, lazy=False)(single_instance(**options)(body))
-
-    return make
 
 
 @given(*[st.text(st.characters(), max_size=4)] * 4)

@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from contextlib import nullcontext
 
 import pytest
 from celery import Celery, signals
 from celery.app.task import Context
-from celery.app.trace import build_tracer
 from celery.exceptions import Reject
-from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from django_redislock import TaskAlreadyRunning
-from django_redislock.celery import message as message_module, receivers, single_instance
+from django_redislock.celery import message as message_module, receivers
 from django_redislock.celery.message import KEY_HEADER, SCOPE_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.lease import Lease
-from tests.celery.test_duplicates import QUEUE, work
+from tests.celery.deliveries import take, trace, work
 from tests.support import free_port, name_of, wait_until
 
-NUMBERS = itertools.count()
 ID = "of-the-message"
 
 
-@pytest.fixture
-def app():
-    with Celery("unanswered", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        app.conf.task_default_queue = QUEUE
-        app.backend.forget(ID)  # its memory is that of the process, too
-        yield app
-        with Connection("memory://") as connection, connection.SimpleQueue(QUEUE) as queue:
-            queue.clear()  # other tests of the process have the same
-
-
-@pytest.fixture
-def make(app, request):
-    def make(function=lambda self, a=1: "ran", *, task_options=None, **options):
-        function.__name__ = "body"
-        name = f"{request.node.originalname}.{next(NUMBERS)}"
-        marked = single_instance(**options)(function)
-        return app.task(name=name, bind=True, shared=False, lazy=False, **task_options or {})(marked)
-
-    return make
+@pytest.fixture(autouse=True)
+def _forgotten(app):
+    app.backend.forget(ID)  # its memory is that of the process
 
 
 @pytest.fixture
@@ -60,9 +40,7 @@ def _forget_silence(monkeypatch):
 
 def come(task, headers=None):
     """Bring a message of the task to a worker's tracer."""
-    sent = {"id": ID, "root_id": ID, "retries": 0, "single_instance_message": "one", **(headers or {})}
-    request = {**sent, "delivery_info": {}, "called_directly": False}
-    return build_tracer(task.name, task, app=task.app)(sent["id"], (), {}, request).info
+    return trace(task, {"id": ID, "retries": 0, "single_instance_message": "one", **(headers or {})})
 
 
 def undecorated():
@@ -146,8 +124,15 @@ def test_a_message_comes_again_although_its_copies_could_not_be_marked(
     signals.after_task_publish.disconnect(ends)
     assert "Could not mark the message of" in caplog.text
     assert task.AsyncResult(ID).state == "RETRY"
-    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue:
-        assert queue.get(timeout=30).headers["single_instance_rescheduled"] == 1
+    (message,) = take(app)
+    assert message.headers["single_instance_rescheduled"] == 1
+
+
+@pytest.fixture
+def app():
+    """An app of the test's own, because some change what it is."""
+    with Celery("unanswered", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        yield app
 
 
 @pytest.fixture
@@ -192,13 +177,11 @@ def test_a_job_whose_message_comes_again_keeps_its_lock(client, app, make, error
     ran = []
     task = make(body, scope="job", task_options={"acks_late": True})
     result = task.delay()
-    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue:
-        message = queue.get(timeout=30)
-        with nullcontext() if isinstance(error, Reject) else pytest.raises(error):
-            come(task, message.headers)
-        assert task.delay().id == result.id, "a duplicate"
+    (message,) = take(app)
+    with nullcontext() if isinstance(error, Reject) else pytest.raises(error):
         come(task, message.headers)
-        message.ack()
+    assert task.delay().id == result.id, "a duplicate"
+    come(task, message.headers)
     assert list(held_locks(client)) == []
 
 

@@ -129,15 +129,6 @@ def test_skip_ends_everything_at_once_with_its_result(blocked, holder):
     assert len(blocked.run_log.events("start")) == 1
 
 
-def test_a_callable_gives_the_result(blocked, holder):
-    first = holder(tasks.call)
-    done = outcomes(canvases(blocked, tasks.call))
-    decided = ["decided", "TaskAlreadyRunning", tasks.call.name]
-    assert done == {"single": decided, "chain": "plain", "group": [decided, "plain"], "chord": 2}
-    blocked.run_log.let_bodies_end()
-    assert ended(first).state == "SUCCESS"
-
-
 def all_ran(done: dict) -> None:
     assert done["single"].startswith("ran ")
     assert done["chain"] == "plain"
@@ -153,11 +144,6 @@ def test_wait_runs_one_after_the_other(blocked, holder):
     all_ran(outcomes(results))
     assert ended(first).state == "SUCCESS"
     assert len(blocked.run_log.events("start")) == 5
-
-
-def test_wait_raises_after_its_time(blocked, holder):
-    holder(tasks.wait_shortly)
-    assert type(ended(blocked.publish(tasks.wait_shortly)).result) is TaskAlreadyRunning
 
 
 def test_reschedule_runs_later_under_the_same_id_without_a_retry(blocked, holder):
@@ -198,13 +184,6 @@ def test_flower_is_told_that_a_rescheduled_task_waits_again(watched):
         assert "task-retried" not in kinds(heard, first)
 
 
-def test_reschedule_ends_with_its_limit(blocked, holder):
-    holder(tasks.reschedule_shortly)
-    result = blocked.publish(tasks.reschedule_shortly)
-    assert type(ended(result).result) is TaskAlreadyRunning
-    assert f"reschedule_shortly[{result.id}] is published again, to start in " in blocked.log
-
-
 def test_reschedule_ends_with_its_message(blocked, holder):
     """By default, whatever the lock does."""
     holder(tasks.reschedule)
@@ -239,20 +218,6 @@ def test_the_lock_is_released_however_a_task_ends(task_queue, how, events):
     assert ended(task_queue.publish(tasks.refuse)).state == "SUCCESS"
 
 
-def test_a_retried_run_competes_again(task_queue):
-    result = task_queue.publish(tasks.refuse, "retry")
-    assert ended(result).result == 2
-    assert {event["id"] for event in task_queue.run_log.events("start")} == {result.id}
-
-
-def test_recursion_is_one_run(task_queue):
-    """Directly and by apply(); the first has the id of the outer run, the second its own."""
-    result = task_queue.publish(tasks.nested)
-    direct, applied = ended(result).result
-    assert direct == f"ran {result.id}"
-    assert applied.startswith("ran ")
-
-
 def test_the_errback_of_a_duplicate_is_called(blocked, holder):
     holder(tasks.refuse)
     errback = tasks.note_error.s(name=blocked.name).set(queue=blocked.queue)
@@ -268,18 +233,6 @@ def test_a_conflict_is_not_retried_by_autoretry(blocked, holder):
     assert f"autoretry[{duplicate.id}] retry" not in blocked.log
     blocked.run_log.let_bodies_end()
     assert ended(first).result == 2
-
-
-def test_a_duplicate_is_logged_at_info_without_a_traceback(blocked, holder):
-    first = holder(tasks.refuse)
-    duplicate = ended(blocked.publish(tasks.refuse))
-    lines = wait_until(lambda: [line for line in blocked.log.splitlines() if f"{duplicate.id}] raised" in line])
-    (line,) = lines
-    assert "INFO" in line
-    assert f"raised expected: TaskAlreadyRunning('celery:{tasks.refuse.name}:{blocked.name}'" in line
-    assert f"{tasks.refuse.name}[{first.id}] on " in line
-    after = blocked.log[blocked.log.index(line) + len(line) :]
-    assert not after.lstrip("\n").startswith("Traceback")
 
 
 # Whoever publishes
@@ -318,13 +271,6 @@ def test_workers_of_two_versions_of_the_signature_have_one_lock(worker_pools, bl
     blocked.run_log.let_bodies_end()
     wait_until(lambda: tasks.deployed.lock_info(blocked.name) is None)
     assert ended(new.publish(tasks.deployed)).state == "SUCCESS"
-
-
-def test_the_key_of_the_message_wins_over_the_workers_own(blocked, holder):
-    holder(tasks.refuse)
-    headers = {"single_instance_key": blocked.name}
-    other_arguments = app.send_task(tasks.refuse.name, ("another",), queue=blocked.queue, headers=headers)
-    assert type(ended(other_arguments).result) is TaskAlreadyRunning
 
 
 def test_the_same_id_delivered_twice_is_neither_dropped_nor_run_beside_itself(blocked, holder):

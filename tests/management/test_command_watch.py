@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from tests.support import wait_until
 from tests.support.admin_pages import hold, next_millisecond
 from tests.support.managed import MANAGE, environment
 from tests.support.processes import ROOT
+from tests.support.terminal import Terminal
 
 
 @pytest.fixture(autouse=True)
@@ -148,53 +147,28 @@ execute_from_command_line(["manage.py", "redislock", "watch", *sys.argv[1:]])
 """
 
 
-class Terminal:
-    """A process in a terminal of its own, and everything that it writes."""
-
-    def __init__(self, *command: str) -> None:
-        ours, theirs = pty.openpty()
-        env = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.settings", "TERM": "xterm", "LINES": "40"}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
-        os.close(theirs)
-        self._file = ours
-        self.written = b""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        try:
-            while piece := os.read(self._file, 65536):
-                self.written += piece
-        except OSError:  # what Linux answers when the other end is closed
-            pass
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join(10)
-        os.close(self._file)
+def terminal(*arguments: str) -> Terminal:
+    env = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.settings", "TERM": "xterm", "LINES": "40"}
+    return Terminal(sys.executable, "-c", PROGRAM, *arguments, env=env)
 
 
 @pytest.mark.processes
 def test_live_in_a_terminal_until_interrupted(client: redis.Redis) -> None:
     first = hold(client, "first-lock")
-    terminal = Terminal(sys.executable, "-c", PROGRAM, "--interval", "0.1s")
-    try:
-        wait_until(lambda: b"first-lock" in terminal.written)
+    with terminal("--interval", "0.1s") as shown:
+        wait_until(lambda: b"first-lock" in shown.written)
         hold(client, "second-lock")
-        wait_until(lambda: b"second-lock" in terminal.written)
+        wait_until(lambda: b"second-lock" in shown.written)
         first.release()
 
         def gone() -> bool:
-            seen = len(terminal.written)
-            wait_until(lambda: b"1 held" in terminal.written[seen:])
-            return b"first-lock" not in terminal.written[seen:]
+            seen = len(shown.written)
+            wait_until(lambda: b"1 held" in shown.written[seen:])
+            return b"first-lock" not in shown.written[seen:]
 
         wait_until(gone)
-        terminal.process.send_signal(signal.SIGINT)
-        assert terminal.process.wait(60) == 0
-    finally:
-        terminal.close()
+        shown.process.send_signal(signal.SIGINT)
+        assert shown.process.wait(60) == 0
 
 
 @pytest.mark.processes
@@ -203,9 +177,6 @@ def test_of_more_locks_than_the_terminal_has_lines_the_remarks_are_seen(client: 
     for number in range(60):
         hold(client, f"lock-{number}")
     client.set(hold(client, "odd")._keys.lock, "of another program")
-    terminal = Terminal(sys.executable, "-c", PROGRAM)
-    try:
-        wait_until(lambda: b"60 held" in terminal.written and b"no lock wrote: 'odd'" in terminal.written)
-        wait_until(lambda: b"lock-0" in terminal.written)
-    finally:
-        terminal.close()
+    with terminal() as shown:
+        wait_until(lambda: b"60 held" in shown.written and b"no lock wrote: 'odd'" in shown.written)
+        wait_until(lambda: b"lock-0" in shown.written)

@@ -124,35 +124,34 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
-def deployed(request: Any) -> Iterator[tuple[Wrong, dict[str, Any]]]:
-    wrong = CASES[request.param]
-    with wrong.start() as options:
-        yield wrong, options
-
-
-@pytest.fixture
-def wrong(deployed: tuple[Wrong, dict[str, Any]], settings: Any) -> Iterator[Wrong]:
-    settings.DJANGO_REDISLOCK = deployed[1]
-    yield deployed[0]
-    close_unused()
-
-
-def test_the_first_call_of_a_thread_or_task_says_what_to_do(wrong: Wrong) -> None:
-    with pytest.raises(LockBackendError, match=wrong.at_first):
-        lock("a").acquire(blocking=False)
-    with pytest.raises(LockBackendError, match=wrong.at_first):
-        asyncio.run(alock("b").acquire(blocking=False))
-
-
-def test_the_doctor_says_it_before(wrong: Wrong) -> None:
+def told_by_the_doctor(*arguments: str) -> str:
     output = io.StringIO()
     with pytest.raises(CommandError) as ended:
-        call_command("redislock", "doctor", "--connection", "url", stdout=output, stderr=io.StringIO(), no_color=True)
+        call_command("redislock", "doctor", *arguments, stdout=output, stderr=io.StringIO(), no_color=True)
     assert ended.value.returncode == 1
-    said = [line for line in output.getvalue().splitlines() if line.startswith(f"problem  url  {wrong.check}: ")]
-    assert said, output.getvalue()
-    assert wrong.before in said[0]
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_call_says_what_to_do_and_the_doctor_and_the_checks_say_it_before(settings: Any, case: str) -> None:
+    wrong = CASES[case]
+    with wrong.start() as options:
+        settings.DJANGO_REDISLOCK = options
+        with pytest.raises(LockBackendError, match=wrong.at_first):
+            lock("a").acquire(blocking=False)
+        with pytest.raises(LockBackendError, match=wrong.at_first):
+            asyncio.run(alock("b").acquire(blocking=False))
+
+        told = told_by_the_doctor("--connection", "url")
+        said = [line for line in told.splitlines() if line.startswith(f"problem  url  {wrong.check}: ")]
+        assert said, told
+        assert wrong.before in said[0]
+
+        assert run_checks(tags=["redislock"]) == []
+        messages = run_checks(tags=["redislock"], include_deployment_checks=True)
+        hints = [message.hint or "" for message in messages if message.id == wrong.id]
+        assert any(wrong.before in hint for hint in hints), messages
+        close_unused()
 
 
 def test_the_doctor_and_the_checks_inspect_the_primary_of_a_sentinel(sentinel: int, settings: Any) -> None:
@@ -160,14 +159,6 @@ def test_the_doctor_and_the_checks_inspect_the_primary_of_a_sentinel(sentinel: i
     (finding,) = [finding for finding in inspect(server_of(get_client())) if finding.check == "connection"]
     assert finding.status == "ok"
     close_unused()
-
-
-def test_the_checks_before_a_deployment_say_it(wrong: Wrong) -> None:
-    assert run_checks(tags=["redislock"]) == []
-    messages = run_checks(tags=["redislock"], include_deployment_checks=True)
-    hints = [message.hint or "" for message in messages if message.id == wrong.id]
-    assert hints, messages
-    assert any(wrong.before in hint for hint in hints), hints
 
 
 def test_a_server_without_lua_is_told_by_the_first_call_and_by_the_doctor(settings: Any, tmp_path: Path) -> None:
@@ -178,9 +169,7 @@ def test_a_server_without_lua_is_told_by_the_first_call_and_by_the_doctor(settin
         for acquire in (lambda: lock("a").acquire(), lambda: asyncio.run(alock("b").acquire())):
             with pytest.raises(LockBackendError, match="runs no Lua scripts, which locks need: load its Lua module"):
                 acquire()
-        output = io.StringIO()
-        with pytest.raises(CommandError):
-            call_command("redislock", "doctor", stdout=output, stderr=io.StringIO(), no_color=True)
-        assert "acquire: LockBackendError: Redis refused a command" in output.getvalue()
-        assert "load its Lua module" in output.getvalue()
+        told = told_by_the_doctor()
+        assert "acquire: LockBackendError: Redis refused a command" in told
+        assert "load its Lua module" in told
         close_unused()

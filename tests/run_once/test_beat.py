@@ -61,6 +61,13 @@ def stack(broker: redis.Redis) -> Iterator[ExitStack]:
         yield stack
 
 
+def start_beats(number: int, stack: ExitStack, folder: Path, scheduler: str = PERSISTENT, **site: Any) -> list[Beat]:
+    beats = [Beat(folder / str(each), scheduler, **site) for each in range(number)]
+    for beat in beats:
+        stack.callback(beat.close)
+    return beats
+
+
 def check(times: list[float], take_overs: int) -> None:
     """Assert that an entry of every second was published once each time, and at most once more for each take-over."""
     gaps = [later - earlier for earlier, later in pairwise(times)]
@@ -128,9 +135,7 @@ def test_without_redis_no_beat_publishes_and_each_says_so_and_one_goes_on_afterw
     stack: ExitStack, server: Server, own_server: RedisServer, broker: redis.Redis, tmp_path: Path
 ) -> None:
     site = {"locks": own_server.url, "broker": server.url_of_db(1), "expire": 1.0, "entries": {"often": 0.2}}
-    beats = [Beat(tmp_path / str(number), PERSISTENT, **site) for number in range(2)]
-    for beat in beats:
-        stack.callback(beat.close)
+    beats = start_beats(2, stack, tmp_path, **site)
     published = stack.enter_context(Published(broker))
     published.wait_for_more("often", 2)
     own_server.stop()
@@ -152,9 +157,7 @@ def test_three_beats_publish_no_entry_early_when_the_locks_redis_loses_its_data(
     stack: ExitStack, server: Server, own_server: RedisServer, broker: redis.Redis, tmp_path: Path, leader: str
 ) -> None:
     site = {"locks": own_server.url, "broker": server.url_of_db(1), "expire": EXPIRE, "entries": {"seldom": 4.0}}
-    beats = [Beat(tmp_path / str(number), PERSISTENT, **site) for number in range(3)]
-    for beat in beats:
-        stack.callback(beat.close)
+    beats = start_beats(3, stack, tmp_path, **site)
     published = stack.enter_context(Published(broker))
     client = stack.enter_context(own_server.client())
     leading = leader_of(client, beats)
@@ -175,9 +178,7 @@ def test_with_remote_control_the_beat_that_leads_and_the_one_that_waits_answer_a
     stack: ExitStack, server: Server, client: redis.Redis, broker: redis.Redis, tmp_path: Path
 ) -> None:
     site = {"locks": server.url, "broker": server.url_of_db(1), "expire": EXPIRE, "remote_control": True}
-    beats = [Beat(tmp_path / str(number), PERSISTENT, entries={"second": 1.0}, **site) for number in range(2)]
-    for beat in beats:
-        stack.callback(beat.close)
+    beats = start_beats(2, stack, tmp_path, entries={"second": 1.0}, **site)
     published = stack.enter_context(Published(broker))
     app = stack.enter_context(celery.Celery("pings", broker=server.url_of_db(1), set_as_current=False))
     leading = leader_of(client, beats)
@@ -193,8 +194,7 @@ def test_a_beat_that_starts_without_redis_publishes_nothing(
     stack: ExitStack, server: Server, broker: redis.Redis, tmp_path: Path
 ) -> None:
     site = {"locks": "redis://127.0.0.1:1/0", "broker": server.url_of_db(1), "expire": 1.0, "entries": {"often": 0.05}}
-    beat = Beat(tmp_path / "beat", PERSISTENT, **site)
-    stack.callback(beat.close)
+    (beat,) = start_beats(1, stack, tmp_path, **site)
     beat.wait_for("publishes nothing, because it cannot be elected")
     assert broker.llen("celery") == 0
     beat.process.send_signal(signal.SIGTERM)

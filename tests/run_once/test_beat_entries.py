@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -19,6 +18,7 @@ from celery.schedules import crontab
 from django_redislock import LockLost, held_locks, lock
 from django_redislock.celery import beat
 from django_redislock.celery.beat import BEAT_PAUSE, LeaderMixin, PersistentScheduler
+from tests.support import in_thread
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
 
@@ -67,6 +67,11 @@ def tick(scheduler: Recording) -> list[str]:
     scheduler.tick()
     scheduler.tick()
     return scheduler.sent
+
+
+def stand_in_a_thread(scheduler: Recording) -> bool:
+    """Let it stand for election in a thread of its own, because one would not wait for itself."""
+    return in_thread(scheduler._stand)  # type: ignore[no-any-return]
 
 
 def test_an_entry_that_became_due_while_nobody_led_is_published_by_the_next_leader_though_it_started_later(
@@ -150,11 +155,7 @@ def test_a_candidate_publishes_nothing_and_follows_a_closed_leader_at_once(start
         lock_name = "other schedule"
 
     assert tick(start(HOUR, Another)) == ["report"]
-    elected = []
-    candidate = threading.Thread(target=lambda: elected.append(second._stand()))  # a thread would not wait for itself
-    candidate.start()
-    candidate.join()
-    assert elected == [False]
+    assert not stand_in_a_thread(second)
     first.close()
     assert second._stand()
 
@@ -165,9 +166,7 @@ def test_a_candidate_follows_the_last_runs_and_knows_them_when_redis_has_lost_it
 ) -> None:
     first, second = start(HOUR), start(HOUR)  # the file of the second one says that the entry is due
     assert tick(first) == ["report"]
-    candidate = threading.Thread(target=second._stand)  # a thread would not wait for itself
-    candidate.start()
-    candidate.join()
+    stand_in_a_thread(second)
     client.flushall()
     assert second._stand()
     assert second._quiet_until
@@ -182,9 +181,7 @@ def test_a_new_leader_takes_over_what_the_former_one_gives_back_after_a_loss_of_
 ) -> None:
     first, second = start(HOUR), start(HOUR)
     assert first._stand()
-    candidate = threading.Thread(target=second._stand)
-    candidate.start()
-    candidate.join()
+    stand_in_a_thread(second)
     assert tick(first) == ["report"]  # the second one has not seen that
     client.flushall()
     assert second._stand()

@@ -180,19 +180,6 @@ def test_stop_ends_all_threads_that_run_one_leader_object() -> None:
     assert list(held_locks()) == []
 
 
-def test_in_a_task_of_asyncio() -> None:
-    async def main() -> list[int]:
-        fences = []
-        for _ in range(2):
-            async with leader("scheduler") as term:
-                term.raise_if_lost()
-                fences.append(term.fence)
-        return fences
-
-    first, second = asyncio.run(main())
-    assert second > first
-
-
 @pytest.mark.parametrize("loop_ends", [False, True], ids=["generator is dropped", "loop ends"])
 def test_leader_in_an_async_generator_that_another_task_closes_hands_over(loop_ends: bool) -> None:
     async def feed() -> AsyncIterator[int]:
@@ -280,17 +267,6 @@ def test_a_cancelled_candidate_hands_over() -> None:
     asyncio.run(main())
     assert events == ["ended"]
     assert list(held_locks()) == []
-
-
-def test_stop_ends_a_candidate_that_waits() -> None:
-    candidate = Leader("scheduler", on_elected=lambda term: pytest.fail("elected"))
-    with lock("scheduler"):
-        thread = threading.Thread(target=candidate.run)
-        thread.start()
-        wait_until(lambda: [held.waiting for held in held_locks()] == [1])
-        candidate.stop()
-        thread.join(30)
-        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("tasks", [False, True], ids=["thread", "task"])

@@ -54,21 +54,20 @@ def test_options_of_the_command_are_not_options_of_run(capfd: pytest.CaptureFixt
     assert capfd.readouterr().out == "--timeout -- --skip -v\n"
 
 
-def test_while_it_runs_the_lock_is_listed_with_its_command_line(tmp_path: Path, manage: Callable[..., Managed]) -> None:
-    process = manage("redislock", "run", "import", "--expire", "40s", "--", "sh", "-c", "echo on; cat")
+@pytest.mark.parametrize(
+    ("options", "label"), [((), "sh -c 'echo on; cat'"), (("--label", "nightly import"), "nightly import")]
+)
+def test_while_it_runs_the_lock_is_listed_with_its_command_line_or_label(
+    manage: Callable[..., Managed], options: tuple[str, ...], label: str
+) -> None:
+    process = manage("redislock", "run", "import", *options, "--expire", "40s", "--", "sh", "-c", "echo on; cat")
     process.wait_for("on")
     [held] = held_locks()
-    assert (held.name, held.kind, held.label, held.pid) == ("import", "command", "sh -c 'echo on; cat'", process.pid)
+    assert (held.name, held.kind, held.label, held.pid) == ("import", "command", label, process.pid)
     assert held.expire == 40
     process.end_input()
     assert process.wait() == 0
     assert list(held_locks()) == []
-
-
-def test_a_label_hides_the_command_line(manage: Callable[..., Managed]) -> None:
-    process = manage("redislock", "run", "x", "--label", "nightly import", "--", "sh", "-c", "echo on; cat")
-    process.wait_for("on")
-    assert [held.label for held in held_locks()] == ["nightly import"]
 
 
 @pytest.mark.parametrize(

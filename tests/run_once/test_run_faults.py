@@ -15,7 +15,7 @@ import psutil
 import pytest
 from django.core.management import CommandError, call_command
 
-from django_redislock import LockLost, held_locks, lock
+from django_redislock import LockLost, lock
 from django_redislock.run_once.run import _Run
 from tests.support import Proxy, RedisServer, freeze, wait_until
 from tests.support.managed import MANAGE, Managed, environment
@@ -66,15 +66,6 @@ def test_a_lock_is_renewed_for_max_hold_only(manage: Callable[..., Managed]) -> 
     process = start(manage, UNTIL_TERM, "--expire", "1s", "--max-hold", "0.5s")
     assert process.wait() == 74
     assert process.out == "on\nterminated\n"
-
-
-@pytest.mark.usefixtures("locks_by_url")
-def test_a_frozen_run_that_lost_its_lock_ends_the_command_when_it_goes_on(manage: Callable[..., Managed]) -> None:
-    process = start(manage, UNTIL_TERM, "--expire", "0.5s")
-    freeze(process.process.pid)
-    wait_until(lambda: not list(held_locks()))
-    process.process.send_signal(signal.SIGCONT)
-    assert process.wait() == 74
 
 
 def test_redis_goes_away_while_the_command_runs(manage: Callable[..., Managed], own_server: RedisServer) -> None:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import signal
-import struct
-import subprocess
 import sys
-import termios
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,7 +19,7 @@ from django_redislock import held_locks, lock
 from django_redislock.core import Lock
 from tests.support import wait_until
 from tests.support.managed import MANAGE, Managed, environment
-from tests.support.processes import ROOT
+from tests.support.terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
 
@@ -165,7 +158,6 @@ def _group_of(process: psutil.Process) -> int | None:
 
 @pytest.mark.parametrize("trap", ["USR1", "TERM"])
 def test_kill_9_of_the_parent_ends_the_whole_group(manage: Callable[..., Managed], trap: str) -> None:
-    # The child that handles SIGTERM ends by it; the one of the next test does not.
     process, child = family(manage, trap, "--grace", "5s")
     [shell] = [
         each for each in psutil.Process(process.pid).children() if each.pid != child and "family" in each.cmdline()
@@ -175,25 +167,6 @@ def test_kill_9_of_the_parent_ends_the_whole_group(manage: Callable[..., Managed
     wait_until(lambda: f"its command (process group {shell.pid}) was ended" in process.err)
 
 
-def test_kill_9_of_the_parent_ends_also_a_command_that_ignores_sigterm(manage: Callable[..., Managed]) -> None:
-    process = manage(
-        "redislock",
-        "run",
-        "x",
-        "--grace",
-        "0.3s",
-        "--",
-        "sh",
-        "-c",
-        "trap '' TERM; echo on $$; while :; do sleep 1; done",
-    )
-    process.wait_for("on")
-    wait_until(lambda: process.out.endswith("\n"))
-    command = psutil.Process(int(process.out.split()[1]))
-    process.process.kill()
-    wait_until(lambda: not command.is_running() or command.status() == psutil.STATUS_ZOMBIE)
-
-
 def test_the_command_inherits_open_files_and_no_connection(manage: Callable[..., Managed]) -> None:
     process = manage("redislock", "run", "x", "--", "sh", "-c", "ls -l /proc/self/fd; echo end")
     assert process.wait() == 0
@@ -201,68 +174,35 @@ def test_the_command_inherits_open_files_and_no_connection(manage: Callable[...,
     assert "end" in process.out
 
 
-@contextmanager
-def terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int, Callable[[], bytes]]]:
-    """Start the program as leader of its own terminal, 40 lines of 123 columns; yield it, its end and what it wrote."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 123, 0, 0))
-    lead = (
-        "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-        "os.execvp(sys.argv[1], sys.argv[1:])"
-    )
-    process = subprocess.Popen(
-        [MANAGE[0], "-c", lead, *arguments],
-        cwd=ROOT,
-        env=environment(DJANGO_REDISLOCK={"URL": os.environ["REDISLOCK_TEST_URL"]}) | {"PS1": "$ "},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    written = bytearray()
-
-    def read() -> None:
-        try:
-            while piece := os.read(ours, 65536):
-                written.extend(piece)
-        except OSError:  # what Linux answers when the other end is closed
-            pass
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        yield process, ours, lambda: bytes(written)
-    finally:
-        process.kill()
-        process.wait()
-        reader.join(10)
-        os.close(ours)
+def terminal(*command: str) -> Terminal:
+    env = environment(DJANGO_REDISLOCK={"URL": os.environ["REDISLOCK_TEST_URL"]}) | {"PS1": "$ "}
+    return Terminal(*command, env=env)
 
 
 def test_input_and_size_of_the_terminal_go_through_and_ctrl_c_ends_the_command() -> None:
     script = "stty size; read line; echo got $line; exec sleep 60"
-    with terminal(*MANAGE, "redislock", "run", "x", "--", "sh", "-c", script) as (process, keys, written):
-        wait_until(lambda: b"40 123" in written(), message=lambda: str(written()))
-        os.write(keys, b"hello\n")
-        wait_until(lambda: b"got hello" in written(), message=lambda: str(written()))
-        os.write(keys, b"\x03")
-        assert process.wait(60) == 130
+    with terminal(*MANAGE, "redislock", "run", "x", "--", "sh", "-c", script) as shown:
+        wait_until(lambda: b"40 123" in shown.written, message=lambda: str(shown.written))
+        shown.type(b"hello\n")
+        wait_until(lambda: b"got hello" in shown.written, message=lambda: str(shown.written))
+        shown.type(b"\x03")
+        assert shown.process.wait(60) == 130
     assert names() == []
 
 
 def test_a_shell_stops_and_continues_the_command_as_one_job() -> None:
-    with terminal("sh", "-i") as (_, keys, written):
+    with terminal("sh", "-i") as shown:
         job = " ".join(f"'{part}'" for part in (*MANAGE, "redislock", "run", "x", "--expire", "60s", "--", "cat"))
-        wait_until(lambda: b"$ " in written())
-        os.write(keys, f"{job.replace(chr(10), chr(22) + chr(10))}\n".encode())
-        os.write(keys, b"one\n")
-        wait_until(lambda: written().count(b"one\r\n") >= 2, message=lambda: written().decode())
-        os.write(keys, b"\x1a")
-        wait_until(lambda: b"Stopped" in written(), message=lambda: written().decode())
-        os.write(keys, b"fg\n")
-        os.write(keys, b"two\n")
-        wait_until(lambda: written().count(b"two\r\n") >= 2, message=lambda: written().decode())
-        os.write(keys, b"\x04")
-        os.write(keys, b"echo status $((6 * 7)) $?\n")
-        wait_until(lambda: b"status 42 0" in written(), message=lambda: written().decode())
+        wait_until(lambda: b"$ " in shown.written)
+        shown.type(f"{job.replace(chr(10), chr(22) + chr(10))}\n".encode())
+        shown.type(b"one\n")
+        wait_until(lambda: shown.written.count(b"one\r\n") >= 2, message=lambda: shown.written.decode())
+        shown.type(b"\x1a")
+        wait_until(lambda: b"Stopped" in shown.written, message=lambda: shown.written.decode())
+        shown.type(b"fg\n")
+        shown.type(b"two\n")
+        wait_until(lambda: shown.written.count(b"two\r\n") >= 2, message=lambda: shown.written.decode())
+        shown.type(b"\x04")
+        shown.type(b"echo status $((6 * 7)) $?\n")
+        wait_until(lambda: b"status 42 0" in shown.written, message=lambda: shown.written.decode())
     assert names() == []

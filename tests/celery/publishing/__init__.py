@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from celery import chain, chord, group
+
+from tests.celery.deliveries import take
 
 QUEUE = "producer"  # that broker is shared by all tests of a process
 SCOPES = ["queued", "queued+run", "job"]
@@ -27,14 +27,7 @@ def find_receivers_again(app):
 
 def taken(app, task):
     """Take the messages out of the queue, and return the task's."""
-    found = []
-    with app.connection_for_read() as connection, connection.SimpleQueue(QUEUE) as queue, suppress(queue.Empty):
-        while True:
-            message = queue.get_nowait()
-            message.ack()
-            if message.headers["task"] == task.name:
-                found.append(message)
-    return found
+    return [message for message in take(app) if message.headers["task"] == task.name]
 
 
 def messages(app, task):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from celery import Celery, Task
-from celery.app.trace import build_tracer
 
 from django_redislock.celery.key import lock_name
+from tests.celery.deliveries import deliver, trace
 
 from . import QUEUE, SCOPES, taken
 
@@ -26,12 +26,11 @@ def test_a_worker_without_the_decorator_frees_the_lock_of_what_it_has_run(client
     with Celery("older", set_as_current=False, broker="memory://", backend="cache+memory://") as older:
         older.conf.task_default_queue = QUEUE
         body.__name__ = "older"
-        plain = older.task(bind=True, name=task.name, shared=False, lazy=False)(body)
+        older.task(bind=True, name=task.name, shared=False, lazy=False)(body)
         while found := taken(app, task):
             (message,) = found
             assert task.lock_info().label == f"{task.name}[{first.id}]"
-            request = {**message.headers, "properties": message.properties, "delivery_info": {}}
-            build_tracer(task.name, plain, app=older)(first.id, (), {}, {**request, "called_directly": False})
+            deliver(older, message)
     assert task.lock_info() is None
 
 
@@ -59,11 +58,7 @@ def test_arguments_that_celery_was_told_to_hide_are_in_no_record(client, app, ma
     waiting = task.lock_info()
     assert (waiting is None) == (scope == "run")
     for message in taken(app, task):
-        args, kwargs, _ = message.payload
-        request = {**message.headers, "properties": message.properties, "delivery_info": {}, "hostname": "worker"}
-        build_tracer(task.name, task, app=app)(
-            message.headers["id"], args, kwargs, {**request, "called_directly": False}
-        )
+        deliver(app, message)
     assert {info.arguments for info in (waiting, *seen) if info} == ({shown} if waiting or seen[0] else set())
     assert scope == "queued" or seen[0].arguments == shown
 
@@ -103,8 +98,7 @@ def test_headers_within_the_headers_hide_nothing_of_ours(client, app, make):
             key = key or message.headers["single_instance_key"]
             assert message.headers["single_instance_key"] == key
             ten_seconds_later(message.headers)
-            request = {**message.headers, "properties": message.properties, "delivery_info": {}}
-            build_tracer(task.name, task, app=app)(first.id, (1,), {}, {**request, "called_directly": False})
+            deliver(app, message)
             states.append(task.AsyncResult(first.id).state)
             found = taken(app, task)
     assert states == ["RETRY", "RETRY", "FAILURE"]
@@ -112,9 +106,8 @@ def test_headers_within_the_headers_hide_nothing_of_ours(client, app, make):
 
 def test_a_message_without_our_headers_is_told_once_where_it_should_have_had_a_lock(client, app, make, scope, caplog):
     task = make(scope=scope)
-    request = {"id": "foreign", "root_id": "foreign", "delivery_info": {}, "called_directly": False}
     for _ in range(2):
-        build_tracer(task.name, task, app=app)("foreign", (), {}, request)
+        trace(task, {"id": "foreign"})
     said = f"{task.name}[foreign] was published without its lock: "
     assert caplog.text.count(said) == 1
 

@@ -143,7 +143,6 @@ def made(name: str, *, late: bool = False, **options: Any) -> Any:
 refuse = made("refuse", reschedule_delay=0.3)
 skip = made("skip", on_conflict="skip", skip_result="skipped")
 wait = made("wait", on_conflict="wait", wait=60)
-wait_shortly = made("wait_shortly", on_conflict="wait", wait=0.2)
 
 
 @shared_task(bind=True, max_retries=0)
@@ -152,15 +151,9 @@ def reschedule(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
-reschedule_shortly = made("reschedule_shortly", on_conflict="reschedule", reschedule_delay=0.1, reschedule_limit=1)
-
-
 def decide(task: Any, error: Exception) -> Any:
     """Return the holder as the duplicate's result."""
     return ["decided", type(error).__name__, task.name]
-
-
-call = made("call", on_conflict=decide)
 
 
 @shared_task(bind=True)
@@ -225,12 +218,6 @@ queued_and_run_refuse = made("queued_and_run_refuse", scope="queued+run")
 job = made("job", scope="job")
 
 
-@shared_task(bind=True)
-@single_instance(expire=600, scope="job")
-def job_of_all_arguments(self: Any, name: str, how: str = "return", more: Any = ()) -> Any:
-    return act(self, name, how)
-
-
 job_skip = made("job_skip", scope="job", on_conflict="skip", skip_result="skipped")
 mortal_job = made("mortal_job", expire=2, scope="job")
 mortal_queued = made("mortal_queued", expire=2, scope="queued+run", on_conflict="reschedule", reschedule_delay=0.3)
@@ -266,7 +253,6 @@ def late_task(name: str, scope: str, expire: float = 2, **options: Any) -> Any:
 
 late = late_task("late", "run")
 late_queued = late_task("late_queued", "queued+run")
-late_newest = late_task("late_newest", "queued+run", expire=2, on_duplicate="replace")
 
 
 @shared_task(bind=True, acks_late=True, reject_on_worker_lost=True, name="late.noting")
