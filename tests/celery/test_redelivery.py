@@ -65,9 +65,10 @@ def task(request):
     return TASKS[request.param]
 
 
-@pytest.mark.parametrize(
-    ("pool", "task"), [*(("prefork", task) for task in TASKS.values()), ("threads", tasks.late)], ids=str
-)
+BOTH = [*(("prefork", each) for each in TASKS.values()), ("threads", tasks.late)]
+
+
+@pytest.mark.parametrize(("pool", "task"), BOTH, ids=lambda one: getattr(one, "__name__", one))
 def test_a_copy_neither_runs_beside_its_first_run_nor_after_it(blocked, task):
     """On threads the same process runs both."""
     result = blocked.publish(task)
