@@ -39,12 +39,9 @@ def test_dumpdata_of_everything(options: dict[str, bool]) -> None:
     call_command("dumpdata", "django_redislock", stdout=output, **options)
 
 
-def test_the_database_has_no_held_locks() -> None:
+def test_the_database_has_no_held_locks_and_the_checks_are_content() -> None:
     assert not HeldLock.objects.exists()
     assert list(HeldLock.objects.filter(name="a")) == []
-
-
-def test_the_checks_of_models_and_admin_are_content() -> None:
     assert not [message for message in checks.run_checks(databases=["default"]) if "HeldLock" in str(message.obj)]
 
 

@@ -57,6 +57,9 @@ EVENTS = {
     "hard time limit": Event(tasks.mortal, "sleep", "TimeLimitExceeded", {"time_limit": 1}, life=2 + 1),
     "hard time limit, deaf": Event(tasks.mortal, "deaf", "TimeLimitExceeded", {"time_limit": 1}, life=2 + 1),
     "child killed": Event(tasks.mortal, "once killed", "WorkerLostError", do=TaskQueue.kill_child, life=2 + 1),
+    "child of a job killed": Event(
+        tasks.mortal_job, "once killed", "WorkerLostError", do=TaskQueue.kill_child, life=2 + 1
+    ),
     "delivered again": Event(tasks.dying, "once killed", "ran ", do=TaskQueue.kill_child),
 }
 

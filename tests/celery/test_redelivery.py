@@ -127,23 +127,6 @@ def test_the_only_copy_runs_when_the_child_was_killed(task_queue, task):
     assert len(task_queue.run_log.events("start")) == 2
 
 
-def test_the_only_copy_runs_when_the_whole_worker_was_killed(worker_pools):
-    task = tasks.dying_job
-    doomed = worker_pools.start("prefork", name="doomed", concurrency=1).wait_ready()
-    heir = TaskQueue(worker_pools.of("prefork"))
-    task_queue = TaskQueue([doomed])
-    task_queue.run_log, task_queue.name = heir.run_log, heir.name
-    result = task_queue.publish(task, "once killed")
-    task_queue.run_log.wait_for("start")
-    doomed.kill()
-    heir.queue = task_queue.queue
-    heir.consume()
-    deliver_again(task_queue)
-    assert ended(result).result == f"ran {result.id}"
-    assert len(task_queue.run_log.events("start")) == 2
-    assert task_queue.run_log.events("overlap") == []
-
-
 def test_the_only_copy_runs_when_the_child_was_killed_before_its_result_was_stored(task_queue):
     """The body has ended and the lock is free, but nobody knows of its result yet."""
     result = task_queue.publish(tasks.dying, "result kills")

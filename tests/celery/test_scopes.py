@@ -285,17 +285,6 @@ def test_the_place_of_a_retry_is_free_when_the_child_was_killed_that_published_i
     assert ended(second).state == "SUCCESS"
 
 
-@only_prefork
-def test_job_is_free_within_its_life_after_the_child_was_killed(task_queue):
-    task = tasks.mortal_job
-    result = task_queue.publish(task, "once killed")
-    started = task_queue.run_log.wait_for("start")
-    task_queue.kill_child(started)
-    wait_until(lambda: task.lock_info(task_queue.name) is None, 2 + 1 + BUSY)
-    assert type(ended(result).result).__name__ == "WorkerLostError"
-    assert ended(task_queue.publish(task)).state == "SUCCESS"
-
-
 # keep_for
 
 

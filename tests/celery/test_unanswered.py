@@ -22,9 +22,12 @@ from tests.support import free_port, name_of, wait_until
 ID = "of-the-message"
 
 
-@pytest.fixture(autouse=True)
-def _forgotten(app):
-    app.backend.forget(ID)  # its memory is that of the process
+@pytest.fixture
+def app():
+    """An app of the test's own, because some change what it is."""
+    with Celery("unanswered", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+        app.backend.forget(ID)  # its memory is that of the process
+        yield app
 
 
 @pytest.fixture
@@ -126,13 +129,6 @@ def test_a_message_comes_again_although_its_copies_could_not_be_marked(
     assert task.AsyncResult(ID).state == "RETRY"
     (message,) = take(app)
     assert message.headers["single_instance_rescheduled"] == 1
-
-
-@pytest.fixture
-def app():
-    """An app of the test's own, because some change what it is."""
-    with Celery("unanswered", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
-        yield app
 
 
 @pytest.fixture

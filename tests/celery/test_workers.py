@@ -258,21 +258,6 @@ def test_of_a_body_longer_than_its_period_beat_starts_one_at_a_time(blocked, tmp
         blocked.run_log.wait_for("start", 3)
 
 
-@only_prefork
-def test_workers_of_two_versions_of_the_signature_have_one_lock(worker_pools, blocked):
-    """The new code has one argument more, and would by itself come to another key."""
-    new = TaskQueue(
-        [worker_pools.start("solo", name="new-code", concurrency=1, env={"REDISLOCK_TEST_NEW_CODE": "1"}).wait_ready()]
-    )
-    blocked.publish(tasks.deployed)
-    blocked.run_log.wait_for("start")
-    new.name = blocked.name
-    assert type(ended(new.publish(tasks.deployed)).result) is TaskAlreadyRunning
-    blocked.run_log.let_bodies_end()
-    wait_until(lambda: tasks.deployed.lock_info(blocked.name) is None)
-    assert ended(new.publish(tasks.deployed)).state == "SUCCESS"
-
-
 def test_the_same_id_delivered_twice_is_neither_dropped_nor_run_beside_itself(blocked, holder):
     first = holder(tasks.refuse)
     blocked.publish(tasks.refuse, task_id=first.id)

@@ -79,17 +79,13 @@ def test_an_owner_id_leaves_the_name_its_place(client: redis.Redis, monkeypatch:
         assert "".join(line[at:].split("  ")[0].strip() for line in lines) == text
 
 
-def test_once_as_json(client: redis.Redis) -> None:
-    hold(client, "invoice:42")
-    [lock] = json.loads(run("--format", "json"))["locks"]
-    assert lock["name"] == "invoice:42"
-
-
 def test_ids_are_shown_only_when_asked_for(client: redis.Redis) -> None:
-    id = str(hold(client, "a").id)
+    id = str(hold(client, "invoice:42").id)
     for form in ("table", "json"):
         assert id not in run("--format", form)
         assert id in run("--format", form, "--id")
+    [lock] = json.loads(run("--format", "json"))["locks"]
+    assert lock["name"] == "invoice:42"
 
 
 def test_names_are_no_markup_and_no_escape_sequences(client: redis.Redis) -> None:

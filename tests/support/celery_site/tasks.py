@@ -166,21 +166,6 @@ def nested(self: Any, name: str, depth: int = 0) -> Any:
     return [self(name, 1), self.apply((name, 1)).get(disable_sync_subtasks=False)]
 
 
-if "REDISLOCK_TEST_NEW_CODE" in os.environ:
-
-    @shared_task(bind=True, name="deployed")
-    @single_instance(expire=600)
-    def deployed(self: Any, name: str, how: str = "return", also: int = 0) -> Any:
-        return act(self, name, how)
-
-else:
-
-    @shared_task(bind=True, name="deployed")
-    @single_instance(expire=600)
-    def deployed(self: Any, name: str, how: str = "return") -> Any:
-        return act(self, name, how)
-
-
 # For the deaths of workers: a life that a test can wait for.
 mortal = made("mortal", expire=2)
 
