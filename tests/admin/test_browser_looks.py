@@ -14,7 +14,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from django_redislock.celery.execution_lock import ExecutionLock
 from tests.support import wait_in_a_thread
-from tests.support.admin_pages import LIST, hold, rewrite, superuser
+from tests.support.admin_pages import LIST, hold, next_millisecond, rewrite, superuser
 
 pytestmark = [pytest.mark.browser, pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 
@@ -115,6 +115,7 @@ def test_all_columns_fit_beside_the_filters_and_the_lines_of_a_name_end_after_it
     settings.LANGUAGE_CODE = language
     name, task = "celery:reports.tasks.rebuild_report:5f1c9a", "reports.tasks.rebuild_report[0b6c8f0e-3b60-4a52-9c1f]"
     hold(client, name, kind="celery", label=task, expire=5000)
+    next_millisecond(client)
     hold(client, "warehouse:berlin", label="nightly import")
     ExecutionLock(client, name).count_duplicate()
     page = visit(superuser())

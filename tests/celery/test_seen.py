@@ -85,6 +85,7 @@ from celery import Celery
 from celery.app.trace import build_tracer
 from sentry_sdk.integrations.celery import CeleryIntegration
 from sentry_sdk.transport import Transport
+from django_redislock.celery import single_instance
 from django_redislock.core import Lock
 from django_redislock.connections import get_client
 

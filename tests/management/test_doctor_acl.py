@@ -295,16 +295,18 @@ def test_clear_with_the_printed_rights_leaves_what_belongs_to_others(admin: Any,
         admin.select(0)
 
 
-def test_users_are_told_what_the_lines_do_to_them(admin: Any, settings: Any, capsys: Any, guarded: Any) -> None:
-    printed = lines()
-    assert f"takes all other channels from the user '{USER}'" in capsys.readouterr().err
-    of_the_user = settings.CACHES["default"]["LOCATION"]
+def test_a_site_without_a_user_is_told_to_create_one(admin: Any, settings: Any, capsys: Any, guarded: Any) -> None:
     settings.CACHES["default"]["LOCATION"] = guarded.url.replace("/0", "/1")
-    assert lines() == printed
+    printed = lines()
     assert "uses the user 'default'" in capsys.readouterr().err
     give(admin, printed)  # Redis takes each line: the user has the name of the other tests
-    settings.CACHES["default"]["LOCATION"] = of_the_user
+    settings.CACHES["default"]["LOCATION"] = guarded.url.replace("//", f"//{USER}:secret@").replace("/0", "/1")
     use_locks(admin)
+
+
+def test_the_user_of_the_connection_is_told_that_its_other_channels_go(admin: Any, capsys: Any) -> None:
+    assert lines()
+    assert f"takes all other channels from the user '{USER}'" in capsys.readouterr().err
 
 
 def test_on_a_cluster_the_printed_rights_are_enough_and_each_line_is_needed(cluster: Any, settings: Any) -> None:
