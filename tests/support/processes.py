@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from .fork_server import ROOT as ROOT, start_python
@@ -36,18 +37,15 @@ class PythonProcess:
         self, what: Callable[..., object] | str, *args: object, env: dict[str, str] | None = None, new: bool = False
     ) -> None:
         task = {"code": what} if isinstance(what, str) else {"module": what.__module__, "function": what.__qualname__}
+        task_and_arguments = json.dumps(task | {"args": args, "new": new})
+        start = partial(start_python, "-m", "tests.support.child", task_and_arguments, new=new)
+        self.talk_to(start, env=os.environ | (env or {}))
+
+    def talk_to(self, start: Callable[..., subprocess.Popen[str]], **options: Any) -> None:
+        """Start a process that talks in lines, by subprocess.Popen or a function like it."""
+        pipe = subprocess.PIPE
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        self._process = start_python(
-            "-m",
-            "tests.support.child",
-            json.dumps(task | {"args": args, "new": new}),
-            env=os.environ | (env or {}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            new=new,
-        )
+        self._process = start(stdin=pipe, stdout=pipe, stderr=self._stderr, text=True, **options)
         self.pid = self._process.pid
         self.lines: list[dict[str, Any]] = []
         """Every line said so far."""

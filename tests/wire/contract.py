@@ -89,14 +89,13 @@ class Snapshot:
         for key in sorted(self.client.scan_iter()):
             kind = self.client.type(key).decode()
             tag = re.sub(r"^\{redislock:\d+\}", "{redislock:<bucket>}", plain(key))
-            now[tag] = [f"  {tag}", f"    {kind}, {expiry(self.client, key)}"] + [
-                f"    {line}" for line in content(self.client, key, kind)
-            ]
+            now[tag] = [f"  {tag}: {kind}, {expiry(self.client, key)}"]
+            now[tag] += [f"    {line}" for line in content(self.client, key, kind)]
         self.lines += ["", title, "-" * len(title)]
         for tag, described in now.items():
             if self._before.get(tag) != described:
                 self.lines += described
-        self.lines += [f"  {tag}\n    gone" for tag in self._before if tag not in now]
+        self.lines += [f"  {tag}: gone" for tag in self._before if tag not in now]
         self._before = now
         while True:
             message = self._messages.get_message(timeout=0.05)

@@ -6,20 +6,19 @@ import io
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tarfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import Server, lived, queue_of, wait_until
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, PythonProcess
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("two versions")]
 
@@ -29,7 +28,7 @@ EXPIRE = 1.5
 PROGRAM = Path(__file__).with_name("peer.py")
 
 
-class Peer:
+class Peer(PythonProcess):
     """A process of one version, which does what it is asked."""
 
     def __init__(self, package: Path, directory: Path, url: str) -> None:
@@ -37,35 +36,17 @@ class Peer:
         base = url.rpartition("/")[0]
         more = {"PYTHONPATH": path, "PEER_URL": url, "PEER_BROKER": f"{base}/1", "PEER_EXPIRE": str(EXPIRE)}
         environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"} | more
-        self._errors = (directory / f"errors-{id(self)}.txt").open("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
         self._numbers = itertools.count()
-        self.lines: list[dict[str, Any]] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.lines.append(json.loads(line))
+        start = partial(subprocess.Popen, [sys.executable, str(PROGRAM)], cwd=directory, start_new_session=True)
+        self.talk_to(start, env=environment)
 
     def start(self, do: str, **arguments: Any) -> Callable[[], Any]:
         """Ask for something; return a function that waits for the answer."""
         number = next(self._numbers)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"number": number, "do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
+        self.send(json.dumps({"number": number, "do": do, **arguments}))
 
         def answer() -> Any:
-            found = self.wait_for(lambda line: line.get("number") == number)
+            found = self.look_for(number=number)
             assert "error" not in found, found.get("trace")
             return found["answer"]
 
@@ -74,35 +55,10 @@ class Peer:
     def ask(self, do: str, **arguments: Any) -> Any:
         return self.start(do, **arguments)()
 
-    def wait_for(self, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Return the first line that fits; AssertionError when the process ends without."""
-
-        def found() -> dict[str, Any] | None:
-            ended = not self._reader.is_alive()
-            line = next((line for line in self.lines if fits(line)), None)
-            assert line is not None or not ended, f"it ended after {self.lines}\n{self.errors}"
-            return line
-
-        line = wait_until(found, message=lambda: f"it said {self.lines}\n{self.errors}")
-        assert line is not None
-        return line
-
-    @property
-    def errors(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read()
-
-    def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join(10)
-        for file in (self._process.stdin, self._process.stdout, self._errors):
-            assert file is not None
-            file.close()
+    def look_for(self, **values: object) -> dict[str, Any]:
+        """Return the first of all its lines that has these values: two threads may answer at the same time."""
+        self._seen = 0
+        return self.wait_for(**values)
 
 
 @pytest.fixture(scope="session")
@@ -143,25 +99,11 @@ def pair(versions: tuple[str, str], start: Callable[[str], Peer]) -> tuple[Peer,
     return start(versions[0]), start(versions[1])
 
 
-def test_each_version_waits_for_the_lock_of_the_other_one_and_gets_it_with_its_release(pair, client):
-    one, other = pair
-    first = one.ask("acquire", name="handed over")
-    assert first > 0
-    assert other.ask("acquire", name="handed over") == 0
-    assert other.ask("held") == [["handed over", "peer", "lock"]]
-    waits = other.start("acquire", name="handed over", timeout=60)
-    wait_until(lambda: client.zcard(queue_of("handed over")))
-    assert one.ask("release", name="handed over")
-    second = waits()
-    assert second > first
-    assert other.ask("release", name="handed over")
-    assert one.ask("acquire", name="handed over") > second
-    assert one.ask("release", name="handed over")
-
-
 def test_waiters_of_both_versions_get_the_lock_in_the_order_in_which_they_came(pair, client):
     one, other = pair
     assert one.ask("acquire", name="queued")
+    assert other.ask("acquire", name="queued") == 0
+    assert other.ask("held") == [["queued", "peer", "lock"]]
     waiting = []
     for number in range(4):
         waiting.append(((other, one)[number % 2], (other, one)[number % 2].start("acquire", name="queued", timeout=60)))
@@ -215,7 +157,7 @@ def test_a_forced_release_by_one_version_is_reported_to_the_holder_of_the_other_
 def test_one_version_computes_a_value_and_the_other_one_waits_for_it(pair, client):
     one, other = pair
     computes = one.start("compute", key="k", value="of one", wait=True)
-    one.wait_for(lambda line: line.get("computing") == "of one")
+    one.look_for(computing="of one")
     waits = other.start("compute", key="k", value="of other", wait=False)
     wait_until(lambda: any(b":queue:" in key for key in client.scan_iter()))
     one.ask("open")
@@ -226,7 +168,7 @@ def test_one_version_computes_a_value_and_the_other_one_waits_for_it(pair, clien
 def test_a_value_that_the_other_version_invalidates_meanwhile_is_not_stored(pair):
     one, other = pair
     computes = one.start("compute", key="invalidated", value="old", wait=True)
-    one.wait_for(lambda line: line.get("computing") == "old")
+    one.look_for(computing="old")
     other.ask("delete", key="invalidated")
     one.ask("open")
     assert computes() == "old"
