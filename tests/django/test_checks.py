@@ -39,50 +39,65 @@ def found(settings):
 
 
 def test_good_settings_have_no_message(found):
-    assert found({"EXPIRE": 30, "CACHE": {"EXPIRE": 1}}) == {}
-
-
-def test_the_tests_own_settings_have_no_message():
     assert checks.run_checks(tags=["redislock"]) == []
+    assert found({"EXPIRE": 30, "CACHE": {"EXPIRE": 1}}) == {}
+    assert found({"EXPIRE": 0.5, "AUTO_RENEWAL": False}) == {}
+    assert found({"URL": None, "CACHE_ALIAS": "default"}) == {}
+    for kind in ("django_redis.cache", "django.core.cache.backends.redis", "django_redislock.cache"):
+        assert found({"CACHE_ALIAS": "other"}, other={"BACKEND": f"{kind}.RedisCache", "LOCATION": NOWHERE}) == {}
+    for lock in ({"ENABLED": False}, {"URL": NOWHERE}):
+        assert found(lock, default={"BACKEND": "django.core.cache.backends.dummy.DummyCache"}) == {}, (
+            "any cache will do"
+        )
 
 
-def test_check_command_runs_them(settings):
-    settings.DJANGO_REDISLOCK = {"EXPIRY": 1}
-    with pytest.raises(SystemCheckError, match=r"redislock\.E001.*\n.*Did you mean 'EXPIRE'"):
-        call_command("check")
+@pytest.mark.parametrize(
+    ("lock", "id", "message", "hint"),
+    [
+        ({"EXPIRY": 1}, "E001", "DJANGO_REDISLOCK['EXPIRY'] is not a known setting.", "Did you mean 'EXPIRE'?"),
+        (
+            {"CACHE": {"WAIT": "long"}},
+            "E002",
+            "DJANGO_REDISLOCK['CACHE']['WAIT'] is 'long'.",
+            "It must be a number of seconds from 0 to ten years or a timedelta or None.",
+        ),
+        (
+            {"CACHE_ALIAS": "lock"},
+            "E003",
+            "DJANGO_REDISLOCK['CACHE_ALIAS'] is 'lock', which is not in CACHES.",
+            "Did you mean 'locks'?",
+        ),
+        (
+            {"CACHE_ALIAS": "xyz"},
+            "E003",
+            "DJANGO_REDISLOCK['CACHE_ALIAS'] is 'xyz', which is not in CACHES.",
+            "Known aliases: default, locks.",
+        ),
+        (
+            {"URL": NOWHERE, "CACHE_ALIAS": "default"},
+            "W001",
+            "DJANGO_REDISLOCK has both 'URL' and 'CACHE_ALIAS'; locks use the URL.",
+            "Remove one of them.",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_to_do(found, lock, id, message, hint):
+    assert found(lock, locks=REDIS) == {f"redislock.{id}": (message, hint)}
 
 
-def test_unknown_key(found):
-    message, hint = found({"EXPIRY": 1})["redislock.E001"]
-    assert (message, hint) == ("DJANGO_REDISLOCK['EXPIRY'] is not a known setting.", "Did you mean 'EXPIRE'?")
-
-
-def test_wrong_value(found):
-    message, hint = found({"CACHE": {"WAIT": "long"}})["redislock.E002"]
-    assert message == "DJANGO_REDISLOCK['CACHE']['WAIT'] is 'long'."
-    assert hint == "It must be a number of seconds from 0 to ten years or a timedelta or None."
-
-
-def test_not_a_dict(found):
+def test_every_wrong_value_is_told(settings, found):
     assert list(found(["EXPIRE"])) == ["redislock.E002"]
-
-
-def test_every_wrong_value_is_told(settings):
     settings.DJANGO_REDISLOCK = {"EXPIRE": 0, "TIMEOUT": -1, "CELERY": {"SCOPE": "all"}}
     assert [message.id for message in checks.run_checks(tags=["redislock"])] == ["redislock.E002"] * 3
 
 
-@pytest.mark.parametrize(("lock", "id"), [({"EXPIRY": 1}, "redislock.E001"), ({"EXPIRE": 0}, "redislock.E002")])
-def test_options_of_a_cache_alias(found, lock, id):
-    message, _ = found({}, other=REDIS | {"OPTIONS": {"LOCK": lock}})[id]
-    assert message.startswith("CACHES['other']['OPTIONS']['LOCK']['EXP")
-
-
-@pytest.mark.parametrize("lock", [{"EXPIRY": 1}, {"EXPIRE": 0}, []])
-def test_wrong_options_of_an_alias_are_a_message_of_plain_check_that_names_it(settings, redis_url, lock):
+@pytest.mark.parametrize(
+    ("lock", "id"), [({"EXPIRY": 1}, "redislock.E001"), ({"EXPIRE": 0}, "redislock.E002"), ([], "redislock.E002")]
+)
+def test_wrong_options_of_an_alias_are_a_message_of_plain_check_that_names_it(settings, redis_url, lock, id):
     cache = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": redis_url, "OPTIONS": {"LOCK": lock}}
     settings.CACHES = {"default": REDIS, "reports": cache}
-    with pytest.raises(SystemCheckError, match=r"CACHES\['reports'\]\['OPTIONS'\]\['LOCK'\]"):
+    with pytest.raises(SystemCheckError, match=rf"{id}.*CACHES\['reports'\]\['OPTIONS'\]\['LOCK'\]"):
         call_command("check")
     with pytest.raises(ImproperlyConfigured, match=r"CACHES\['reports'\]\['OPTIONS'\]\['LOCK'\]"):
         caches["reports"].get_or_set("k", 1)
@@ -97,65 +112,21 @@ def test_a_misspelt_backend_is_djangos_error_in_a_check_and_at_the_first_use(set
         caches["reports"].get("k")
 
 
-def test_missing_alias(found):
-    message, hint = found({"CACHE_ALIAS": "lock"}, locks=REDIS)["redislock.E003"]
-    assert message == "DJANGO_REDISLOCK['CACHE_ALIAS'] is 'lock', which is not in CACHES."
-    assert hint == "Did you mean 'locks'?"
-
-
-def test_missing_alias_that_resembles_none(found):
-    assert found({"CACHE_ALIAS": "xyz"})["redislock.E003"][1] == "Known aliases: default."
-
-
 @pytest.mark.parametrize(
-    ("backend", "why"),
+    ("backend", "options", "why"),
     [
-        ("django.core.cache.backends.locmem.LocMemCache", "no client of a single Redis"),
-        ("nowhere.Cache", "No module named 'nowhere'"),
-        (None, "BACKEND"),
+        ("django.core.cache.backends.locmem.LocMemCache", {}, "no client of a single Redis"),
+        (REDIS["BACKEND"], {"CLIENT_CLASS": "django_redis.client.ShardClient"}, "no client of a single Redis"),
+        ("nowhere.Cache", {}, "No module named 'nowhere'"),
+        (None, {}, "BACKEND"),
     ],
 )
-def test_alias_that_is_not_redis(found, backend, why):
-    cache = {"BACKEND": backend} if backend else {}
+def test_alias_that_cannot_hold_locks(found, backend, options, why):
+    cache = {"BACKEND": backend, "LOCATION": NOWHERE, "OPTIONS": options} if backend else {}
     message, hint = found({"CACHE_ALIAS": "other"}, other=cache)["redislock.E004"]
     assert message.startswith(f"The cache 'other' ({backend}) cannot hold locks: ")
     assert why in message
     assert "django_redislock.cache.RedisCache" in hint
-
-
-def test_alias_over_several_servers_that_share_keys_out(found):
-    sharded = REDIS | {"OPTIONS": {"CLIENT_CLASS": "django_redis.client.ShardClient"}}
-    assert list(found({"CACHE_ALIAS": "other"}, other=sharded)) == ["redislock.E004"]
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "django_redis.cache.RedisCache",
-        "django.core.cache.backends.redis.RedisCache",
-        "django_redislock.cache.RedisCache",
-        "django_redislock.cache.DjangoRedisCache",
-    ],
-)
-def test_redis_backends_can_hold_locks(found, backend):
-    assert found({"CACHE_ALIAS": "other"}, other={"BACKEND": backend, "LOCATION": NOWHERE}) == {}
-
-
-def test_without_locks_any_cache_will_do(found):
-    assert found({"ENABLED": False}, default={"BACKEND": "django.core.cache.backends.dummy.DummyCache"}) == {}
-
-
-def test_with_a_url_any_cache_will_do(found):
-    assert found({"URL": NOWHERE}, default={"BACKEND": "django.core.cache.backends.dummy.DummyCache"}) == {}
-
-
-def test_url_and_alias(found):
-    message, hint = found({"URL": NOWHERE, "CACHE_ALIAS": "default"})["redislock.W001"]
-    assert (message, hint) == (
-        "DJANGO_REDISLOCK has both 'URL' and 'CACHE_ALIAS'; locks use the URL.",
-        "Remove one of them.",
-    )
-    assert found({"URL": None, "CACHE_ALIAS": "default"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -172,18 +143,11 @@ def test_expiry_that_the_renewal_cannot_keep(found, lock, options, where):
     assert message == f"{where}['EXPIRE'] is 0.5 s, which is too short for a reliable renewal."
 
 
-def test_short_expiry_without_renewal_is_fine(found):
-    assert found({"EXPIRE": 0.5, "AUTO_RENEWAL": False}) == {}
-
-
-def test_ignored_exceptions_on_the_alias_of_the_locks(found):
+def test_ignored_exceptions_on_the_alias_of_the_locks(found, settings):
     ignoring = REDIS | {"OPTIONS": {"IGNORE_EXCEPTIONS": True}}
     assert "'default'" in found({}, default=ignoring)["redislock.W003"][0]
     assert found({}, other=ignoring) == {}
     assert found({"URL": NOWHERE}, default=ignoring) == {}
-
-
-def test_exceptions_ignored_everywhere(found, settings):
     settings.DJANGO_REDIS_IGNORE_EXCEPTIONS = True
     assert list(found({})) == ["redislock.W003"]
     assert found({}, default=REDIS | {"OPTIONS": {"IGNORE_EXCEPTIONS": False}}) == {}

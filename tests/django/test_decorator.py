@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
-from django_redislock import AcquireTimeout, alock, held_locks, lock, locked
+from django_redislock import AcquireTimeout, held_locks, lock, locked
 from django_redislock.core import Lock
 
 
@@ -42,7 +42,6 @@ class GeneratorCall:
         yield
 
 
-@pytest.mark.parametrize("decorate", [locked, locked("a"), locked(), locked("a", on_conflict="skip")])
 @pytest.mark.parametrize(
     "function",
     [
@@ -64,16 +63,12 @@ class GeneratorCall:
         5,
     ],
 )
-def test_what_would_run_without_its_lock_is_refused_where_it_is_decorated(decorate, function):
-    if decorate is locked and not callable(function):
-        decorate = locked("a")
-    with pytest.raises(TypeError, match=r"locked\(\) (does not take|decorates functions)"):
-        decorate(function)
-
-
-def test_an_object_whose_call_is_a_coroutine_function_hears_of_alock():
-    with pytest.raises(TypeError, match=r"__call__ is async.*async with alock\(name\)"):
-        locked("a")(AsyncCall())
+def test_what_would_run_without_its_lock_is_refused_where_it_is_decorated(function):
+    for decorate in [locked("a"), locked(), locked("a", on_conflict="skip"), *[locked] * callable(function)]:
+        with pytest.raises(TypeError, match=r"locked\(\) (does not take|decorates functions)") as refused:
+            decorate(function)
+        if isinstance(function, AsyncCall):
+            refused.match(r"__call__ is async.*async with alock\(name\)")
 
 
 def test_a_plain_function_that_returns_a_coroutine_is_refused_when_it_is_called(client):
@@ -102,17 +97,15 @@ def wrapped(function):
         wrapped(asynccontextmanager(async_generator)),
     ],
 )
-@pytest.mark.parametrize("tasks", [False, True])
-def test_a_result_whose_body_would_run_without_the_lock_is_refused(client, function, tasks):
-    async def main():
-        async def work():
-            return function()
+def test_a_result_whose_body_would_run_without_the_lock_is_refused(client, function):
+    @locked("a")
+    async def work():
+        return function()
 
-        await locked("a")(work)()
-
-    with pytest.raises(TypeError, match=r"returned a .*which would run without the lock.*with lock\(name\)"):
-        asyncio.run(main()) if tasks else locked("a")(function)()
-    assert names() == []
+    for call in (locked("a")(function), lambda: asyncio.run(work())):
+        with pytest.raises(TypeError, match=r"returned a .*which would run without the lock.*with lock\(name\)"):
+            call()
+        assert names() == []
 
 
 def test_a_wrapper_that_uses_its_generator_up_runs_under_the_lock(client):
@@ -204,47 +197,20 @@ def test_a_coroutine_function_takes_the_lock_by_asyncio(client):
 
 @pytest.mark.parametrize("on_conflict", ["raise", "skip", "wait"])
 def test_a_function_in_conflict_waits_or_raises_or_is_skipped(client, on_conflict):
-    options = {"timeout": 0} if on_conflict == "wait" else {}
+    decorate = locked("a", on_conflict=on_conflict, **{"timeout": 0} if on_conflict == "wait" else {})
 
-    @locked("a", on_conflict=on_conflict, **options)
-    def function():
+    async def arun():
         return "run"
 
-    assert function() == "run"
+    run, arun = decorate(lambda: "run"), decorate(arun)
+    assert (run(), asyncio.run(arun())) == ("run", "run")
     Lock(client, "a").acquire()
-    if on_conflict == "skip":
-        assert function() is None
-    else:
-        with pytest.raises(AcquireTimeout):
-            function()
-
-
-@pytest.mark.parametrize("on_conflict", ["raise", "skip", "wait"])
-def test_a_coroutine_function_in_conflict_waits_or_raises_or_is_skipped(client, on_conflict):
-    options = {"timeout": 0} if on_conflict == "wait" else {}
-
-    @locked("a", on_conflict=on_conflict, **options)
-    async def function():
-        return "run"
-
-    async def main():
-        assert await function() == "run"
-        async with alock("a"):
-            if on_conflict == "skip":
-                assert await function() is None
-            else:
-                with pytest.raises(AcquireTimeout):
-                    await function()
-
-    asyncio.run(main())
-
-
-def test_until_commit_is_refused_for_coroutine_functions():
-    async def function():
-        pass
-
-    with pytest.raises(TypeError, match="until_commit"):
-        locked("a", until_commit=True)(function)
+    for call in (run, lambda: asyncio.run(arun())):
+        if on_conflict == "skip":
+            assert call() is None
+        else:
+            with pytest.raises(AcquireTimeout):
+                call()
 
 
 def test_a_function_may_call_itself_under_a_reentrant_lock(client):
@@ -287,17 +253,10 @@ def test_bare_it_decorates_the_function_and_names_the_lock_like_it(client):
     assert name.endswith("test_bare_it_decorates_the_function_and_names_the_lock_like_it.<locals>.inner")
 
 
-@pytest.mark.parametrize(
-    "options", [{"on_conflict": "skip"}, {"expire": 5}, {"name": "a"}], ids=["on_conflict", "expire", "name"]
-)
-def test_a_function_by_position_with_options_is_refused_because_it_may_be_meant_to_make_the_name(options):
+@pytest.mark.parametrize("options", [{"on_conflict": "skip"}, {"expire": 5}, {"name": "a"}, {}], ids=str)
+def test_a_function_by_position_is_refused_where_it_may_be_meant_to_make_the_name(options):
     with pytest.raises(TypeError, match=r"locked\(name=\.\.\.\)"):
-        locked(generator, **options)
-
-
-def test_a_lambda_by_position_is_refused_because_it_is_meant_to_make_the_name():
-    with pytest.raises(TypeError, match=r"locked\(name=\.\.\.\)"):
-        locked(lambda user: f"user:{user}")
+        locked(generator if options else lambda user: f"user:{user}", **options)
 
 
 def test_a_function_makes_the_name(client):
@@ -333,12 +292,6 @@ def test_a_name_that_does_not_fit_the_function_is_refused_where_it_is_decorated(
             locked(template)(each)
 
 
-@pytest.mark.parametrize("name", [5, b"a", ["a"]])
-def test_a_name_of_another_type_is_refused(name):
-    with pytest.raises(TypeError, match="name must be a str"):
-        locked(name)
-
-
 def test_a_name_is_made_of_the_bound_arguments(client):
     @locked("{user.id}:{rest[0]}:{extra}:{day}:{{}}")
     def function(user, *rest, day=3, **kwargs):
@@ -355,22 +308,21 @@ def test_a_name_is_made_of_the_bound_arguments(client):
         function(extra=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"expire": 0}, ValueError),
-        ({"timeout": -1}, ValueError),
-        ({"timeout": 1, "on_conflict": "skip"}, ValueError),
-        ({"max_hold": "5"}, TypeError),
-        ({"label": 5}, TypeError),
-        ({"auto_renewal": 1}, TypeError),
-        ({"on_lost": 5}, TypeError),
-        ({"until_commit": 1}, TypeError),
-        ({"reentrant": None}, TypeError),
-        ({"blocking": False}, TypeError),
-        ({"expires": 5}, TypeError),
-    ],
-)
-def test_a_bad_option_is_refused_where_it_is_written(options, error):
-    with pytest.raises(error, match=next(iter(options))):
-        locked("a", **options)
+BAD_VALUES = [{"expire": 0}, {"timeout": -1}, {"timeout": 1, "on_conflict": "skip"}]
+BAD_TYPES = [{"max_hold": "5"}, {"label": 5}, {"auto_renewal": 1}, {"on_lost": 5}, {"until_commit": 1}]
+BAD_TYPES += [{"reentrant": None}, {"blocking": False}, {"expires": 5}]
+
+
+@pytest.mark.parametrize(("error", "cases"), [(ValueError, BAD_VALUES), (TypeError, BAD_TYPES)])
+def test_a_bad_option_is_refused_where_it_is_written(error, cases):
+    for options in cases:
+        with pytest.raises(error, match=next(iter(options))):
+            locked("a", **options)
+
+
+def test_names_and_functions_that_do_not_fit_are_refused():
+    for name in (5, b"a", ["a"]):
+        with pytest.raises(TypeError, match="name must be a str"):
+            locked(name)
+    with pytest.raises(TypeError, match="until_commit"):
+        locked("a", until_commit=True)(AsyncCall.__call__)

@@ -55,14 +55,13 @@ def test_an_older_fence_is_refused(account):
     with pytest.raises(StaleFence) as refused:
         late.save_fenced(6)
     assert (refused.value.name, refused.value.fence) == ("bank.Account 1", 6)
-    with pytest.raises(StaleFence):
+    with pytest.raises(StaleFence), transaction.atomic():
+        Entry.objects.create(account=account)
         late.claim(6)
+    assert not Entry.objects.exists(), "all of the transaction is fenced"
     assert stored() == (0, 7)
-
-
-def test_the_locks_name_is_in_the_error(account):
     with lock("account:1") as held:
-        account.save_fenced(held.fence + 1)
+        account.save_fenced(held.fence + 7)
         with pytest.raises(StaleFence) as refused:
             account.save_fenced(held)
         assert (refused.value.name, refused.value.fence) == ("account:1", held.fence)
@@ -115,15 +114,16 @@ def test_a_stale_holder_of_a_shared_lock_does_not_write_with_its_successors_fenc
     assert stored()[0] == 2
 
 
-def test_a_lock_that_is_not_held_is_refused(account):
+def test_what_is_neither_a_held_lock_nor_an_int_is_refused(account):
+    for held in (None, True, "7", 7.0):
+        with pytest.raises(TypeError, match="held must be a lock or its fence"):
+            account.save_fenced(held)
     with pytest.raises(NotAcquired):
         account.save_fenced(lock("account:1"))
-
-
-@pytest.mark.parametrize("held", [None, True, "7", 7.0])
-def test_what_is_neither_lock_nor_int_is_refused(account, held):
-    with pytest.raises(TypeError, match="held must be a lock or its fence"):
-        account.save_fenced(held)
+    account.balance = "no number"
+    with pytest.raises(ValueError, match="balance"):
+        account.save_fenced(7)
+    assert stored() == (0, 0), "a save that fails leaves the fence"
 
 
 @pytest.mark.parametrize("method", ["claim", "save_fenced"])
@@ -157,13 +157,6 @@ def test_save_is_the_models_own(account):
         post_save.disconnect(note, sender=Account)
     assert saved == [{"balance"}]
     assert (*stored(), Account.objects.get().owner) == (5, 7, "another's change")
-
-
-def test_a_failing_save_leaves_the_fence(account):
-    account.balance = "no number"
-    with pytest.raises(ValueError, match="balance"):
-        account.save_fenced(7)
-    assert stored() == (0, 0)
 
 
 def test_inheritance_over_several_tables():
@@ -217,53 +210,31 @@ def test_migrations_see_a_plain_field():
     assert "redislock" not in output.getvalue()
 
 
-class TestClaim:
-    def test_reloads_the_row(self, account):
-        Account.objects.update(balance=5)
-        account.claim(7)
-        assert (account.balance, account.fence) == stored() == (5, 7)
-
-    def test_refuses_an_earlier_holder_although_nothing_was_written(self, account):
-        Account.objects.get(pk=1).claim(7)
-        account.balance = 1
-        with pytest.raises(StaleFence):
-            account.save_fenced(6)
-        assert stored() == (0, 7)
-
-    def test_makes_all_of_a_transaction_fenced(self, account):
-        account.claim(7)
-        with pytest.raises(StaleFence), transaction.atomic():
-            Entry.objects.create(account=account)
-            account.claim(6)
-        assert not Entry.objects.exists()
+def test_claim_reloads_the_row_and_refuses_an_earlier_holder_although_nothing_was_written(account):
+    Account.objects.update(balance=5)
+    account.claim(7)
+    assert (account.balance, account.fence) == stored() == (5, 7)
+    with pytest.raises(StaleFence):
+        account.save_fenced(6)
 
 
-class TestAsync:
-    def test_methods(self, account):
-        async def main():
-            with lock("account:1") as held:
-                await account.aclaim(held)
-                account.balance = 5
-                await account.asave_fenced(held)
+def test_the_methods_for_tasks_take_locks_of_both_kinds(account, redis_url):
+    async def main():
+        with lock("account:1") as held:
+            await account.aclaim(held)
+            await account.asave_fenced(held)
+        async with redis.asyncio.from_url(redis_url) as client, AsyncLock(client, "account:1") as held:
+            account.balance = 5
+            await account.asave_fenced(held)
             with pytest.raises(StaleFence):
                 await account.asave_fenced(held_before)
             await sync_to_async(drop_connections)()
+            return held.fence
 
-        with lock("account:1") as before:
-            held_before = before.fence
-        asyncio.run(main())
-        assert stored()[0] == 5
-
-    def test_with_an_asynchronous_lock(self, account, redis_url):
-        async def main():
-            async with redis.asyncio.from_url(redis_url) as client, AsyncLock(client, "account:1") as held:
-                account.balance = 5
-                await account.asave_fenced(held)
-                await sync_to_async(drop_connections)()
-                return held.fence
-
-        fence = asyncio.run(main())
-        assert stored() == (5, fence)
+    with lock("account:1") as before:
+        held_before = before.fence
+    fence = asyncio.run(main())
+    assert stored() == (5, fence)
 
 
 def in_thread(function):
@@ -323,20 +294,14 @@ class TestAtTheSameTime:
             write.result(timeout=30)
         assert stored() == (0, 7)
 
-    def test_the_older_writes_after_the_newer_was_rolled_back(self, account, write_waiting):
+    @pytest.mark.parametrize("rolled_back", [7, None])
+    def test_who_is_not_older_than_what_was_committed_writes(self, account, write_waiting, rolled_back):
         with transaction.atomic():
-            account.save_fenced(7)
+            account.save_fenced(rolled_back or 5)
             write = write_waiting(6)
-            transaction.set_rollback(True)
+            transaction.set_rollback(bool(rolled_back))
         write.result(timeout=30)
         assert stored() == (-1, 6)
-
-    def test_the_newer_writes_after_the_older_commits(self, account, write_waiting):
-        with transaction.atomic():
-            account.save_fenced(6)
-            write = write_waiting(7)
-        write.result(timeout=30)
-        assert stored() == (-1, 7)
 
     def test_the_journal_of_many_writers_never_goes_back(self):
         fences = range(1, 26)
@@ -356,6 +321,26 @@ class TestAtTheSameTime:
         assert journal == sorted(journal)
         assert journal.count(25) == 4
         assert stored() == (25, 25)
+
+
+def test_the_methods_for_many_rows_do_not_write_the_fence():
+    Account.objects.get(pk=1).save_fenced(7)
+    late = Account(pk=1, balance=1, fence=6)
+    with pytest.raises(ValueError, match=r"bulk_update\(\) cannot update 'fence', because it may lower"):
+        Account.objects.bulk_update([late], (name for name in ("balance", "fence")))
+    for run in (Account.objects.bulk_create, lambda *args, **options: asyncio.run(bulk_create(*args, **options))):
+        with pytest.raises(ValueError, match=r"bulk_create\(\) cannot update 'fence'"):
+            run([late], update_conflicts=True, unique_fields=["pk"], update_fields=["fence", "balance"])
+    assert stored() == (0, 7)
+    assert Account.objects.bulk_update([late], ["balance"]) == 1
+    Account.objects.bulk_create(
+        [Account(pk=2), late], update_conflicts=True, unique_fields=["pk"], update_fields=["balance"]
+    )
+    assert (stored(), stored(2)) == ((1, 7), (0, 0))
+
+
+async def bulk_create(*args, **options):
+    await Account.objects.abulk_create(*args, **options)
 
 
 @pytest.mark.processes

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis.sentinel
@@ -16,6 +17,7 @@ from django.test import override_settings
 
 import django_redislock
 from django_redislock import (
+    AcquireTimeout,
     LockBackendError,
     LockLost,
     NotAcquired,
@@ -28,7 +30,9 @@ from django_redislock import (
     rlock,
 )
 from django_redislock.core import Lock, held_locks as held_locks_of
+from django_redislock.signals import lock_acquired, lock_released
 from django_redislock.testing import unlocked
+from tests.support import acquire_and_release
 
 
 def names(**options):
@@ -59,18 +63,15 @@ def test_a_reentrant_alock_is_acquired_again_by_its_task_through_another_object(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("make", [lock, alock])
-@pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_reentrant_is_a_flag(make, value):
-    with pytest.raises(TypeError, match="reentrant must be True or False"):
-        make("a", reentrant=value)
-
-
-def test_rlock_takes_the_options_of_lock(client):
+def test_rlock_takes_the_options_of_lock_and_reentrant_is_a_flag(client):
     with rlock("a", expire=7, label="me", blocking=False), lock("a", blocking=False, reentrant=True) as held:
         assert (held.owner().expire, held.owner().label) == (7, "me")
     with pytest.raises(TypeError):
         rlock("a", expires=7)
+    for make in (lock, alock):
+        for value in (None, 1, "yes"):
+            with pytest.raises(TypeError, match="reentrant must be True or False"):
+                make("a", reentrant=value)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -83,6 +84,8 @@ def test_a_lock_until_the_commit_is_reentrant_in_any_case(client, reentrant):
             pass
         assert names() == ["a"]
     assert names() == []
+    with lock("a", reentrant=True), locked_atomic("a", reentrant=True):
+        assert names() == ["a"]
 
 
 @pytest.mark.django_db(transaction=True)
@@ -99,10 +102,52 @@ def test_a_reentrant_lock_released_before_the_commit_is_told_of_and_an_inner_blo
     assert caplog.text.count("was released inside an atomic block") == 1
 
 
-@pytest.mark.django_db(transaction=True)
-def test_locked_atomic_takes_a_reentrant_lock_too(client):
-    with lock("a", reentrant=True), locked_atomic("a", reentrant=True):
-        assert names() == ["a"]
+# For tasks
+
+
+def test_alock_takes_client_and_defaults_from_the_settings(client):
+    async def main():
+        async with alock("a", label="invoice") as lock:
+            holder = await lock.owner()
+            assert (holder.expire, holder.label, holder.auto_renewal) == (7, "invoice", False)
+            with pytest.raises(AcquireTimeout) as caught:
+                await acquire_and_release(alock("a"))
+            assert caught.value.timeout == 0.1
+            assert not await alock("a", blocking=False).acquire(blocking=False)
+            assert not Lock(client, "a", prefix="mine").acquire(blocking=False)
+        async with alock("a", expire=9, auto_renewal=True, timeout=3) as lock:
+            holder = await lock.owner()
+            assert (holder.expire, holder.auto_renewal) == (9, True)
+
+    with override_settings(DJANGO_REDISLOCK={"EXPIRE": 7, "AUTO_RENEWAL": False, "TIMEOUT": 0.1, "KEY_PREFIX": "mine"}):
+        asyncio.run(main())
+
+
+def test_an_asynchronous_receiver_of_a_signal_breaks_no_lock_of_an_event_loop(client, caplog, monkeypatch):
+    """The lock was acquired and kept, and the block never ran: RuntimeError of AsyncToSync."""
+    heard = []
+
+    async def asynchronous(name, **data):
+        heard.append(f"{name} asynchronously")
+
+    def plain(name, **data):
+        heard.append(name)
+
+    async def main():
+        async with alock("a"):
+            heard.append("body")
+
+    for signal in (lock_acquired, lock_released):
+        monkeypatch.setattr(signal, "receivers", [])
+        signal.connect(asynchronous)
+        signal.connect(plain)
+    asyncio.run(main())
+    assert heard == ["a", "body", "a"]
+    assert not Lock(client, "a").locked()
+    assert "Connect plain functions to the signals" in caplog.text
+    with lock("b"):
+        pass
+    assert heard[3:] == ["b", "b asynchronously"] * 2
 
 
 # The list, the reset and the client
@@ -139,12 +184,6 @@ def test_the_client_is_that_of_the_url_or_of_the_alias(client, settings, server)
     settings.DJANGO_REDISLOCK = {}
     assert get_client() is not None
     assert get_client().connection_pool.connection_kwargs["db"] == client.connection_pool.connection_kwargs["db"]
-
-
-def test_disabled_nothing_is_listed_and_nothing_is_reset(client):
-    with lock("a"), unlocked():
-        assert (names(), reset_all()) == ([], 0)
-    assert names() == []
 
 
 def test_every_thread_gets_the_client_of_the_settings_in_force(client, settings, server):
@@ -198,14 +237,19 @@ def test_disabled_a_lock_tells_of_the_callers_acquisition_what_was_asked_for(cli
         assert (held.owned(), held.locked(), held.ttl(), held.owner()) == (False, False, None, None)
         with held:
             assert (held.owned(), held.locked(), held.ttl()) == (True, True, 7)
+            with ThreadPoolExecutor(1) as pool, lock("shared") as shared:
+                assert (pool.submit(shared.locked).result(), pool.submit(shared.owned).result()) == (True, False)
+            assert (names(), reset_all()) == ([], 0)
             holder = held.owner()
             assert (holder.id, holder.fence, holder.label, holder.expire) == ("mine", held.fence, "invoice", 7)
             assert (holder.name, holder.ttl, holder.waiting) == (held.name, 7, 0)
             assert abs(holder.age) < 60
             with make("a", expire=8) as other:  # everybody gets it
                 assert (other.ttl(), held.ttl()) == (8, 7) or make is rlock
-            held.extend(expire=9)
-            assert (held.ttl(), held.owned()) == (9, True)
+            held.extend(expire=0.001)
+            threading.Event().wait(0.01)
+            held.raise_if_lost()
+            assert (held.lost, held.ttl(), held.owned()) == (None, 0.001, True), "nothing is lost when its life is over"
         assert (held.owned(), held.locked(), held.ttl(), held.owner()) == (False, False, None, None)
         with pytest.raises(NotAcquired):
             make("a").release()
@@ -225,29 +269,6 @@ def test_disabled_an_alock_tells_of_the_callers_acquisition_what_was_asked_for(c
 
     with unlocked():
         asyncio.run(main())
-
-
-@pytest.mark.parametrize("make", [lock, rlock, lambda name, **given: caches["default"].lock("a", **given)])
-def test_disabled_nothing_is_lost_when_its_life_is_over(client, make):
-    with unlocked(), make("a", expire=0.001, auto_renewal=False) as held:
-        assert held.lost is None
-        threading.Event().wait(0.01)
-        held.raise_if_lost()
-        held.extend(expire=0.001)
-        threading.Event().wait(0.01)
-        assert (held.lost, held.owned(), held.ttl()) == (None, True, 0.001)
-
-
-def test_disabled_a_shared_lock_is_owned_by_the_thread_that_acquired_it(client):
-    def look():
-        seen.append((held.locked(), held.owned()))
-
-    seen = []
-    with unlocked(), lock("a") as held:
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-    assert seen == [(True, False)]
 
 
 def test_disabled_bad_arguments_are_refused_all_the_same(client):

@@ -48,8 +48,11 @@ def test_acquired_released_and_held(client: redis.Redis, registry: CollectorRegi
     with Lock(client, "a"), Lock(client, "b"):
         assert registry.get_sample_value("redislock_acquired_total") == 2
         assert registry.get_sample_value("redislock_held_locks", {"connection": "url"}) == 2
+        assert not Lock(client, "a").acquire(blocking=False)
     assert registry.get_sample_value("redislock_released_total") == 2
     assert registry.get_sample_value("redislock_held_locks", {"connection": "url"}) == 0
+    for outcome in ("acquired", "timeout"):
+        assert registry.get_sample_value("redislock_wait_seconds_count", {"outcome": outcome}) is None, "no wait"
 
 
 def test_the_age_of_the_oldest_lock_and_those_who_wait_now(
@@ -86,13 +89,6 @@ def test_of_many_locks_each_scrape_looks_at_some_and_all_scrapes_at_all(
 
     wait_until(lambda: oldest() >= 7200)
     wait_until(lambda: oldest() < 7200)
-
-
-def test_an_uncontended_lock_has_no_wait(client: redis.Redis, registry: CollectorRegistry) -> None:
-    with Lock(client, "a"):
-        assert not Lock(client, "a").acquire(blocking=False)
-    assert registry.get_sample_value("redislock_wait_seconds_count", {"outcome": "acquired"}) is None
-    assert registry.get_sample_value("redislock_wait_seconds_count", {"outcome": "timeout"}) is None
 
 
 @pytest.mark.slow
@@ -149,15 +145,6 @@ class CacheOfAnotherPackage(LocMemCache):
     def stats(self) -> tuple[int, int]:
         """Return what diskcache's cache returns."""
         return 7, 2
-
-
-def test_the_counts_of_a_cache_of_another_package_hide_no_metrics(settings: Any, registry: CollectorRegistry) -> None:
-    """Each scrape failed: AttributeError, a tuple has no `computed`."""
-    backend = f"{__name__}.{CacheOfAnotherPackage.__name__}"
-    settings.CACHES = {"disk": {"BACKEND": backend}} | settings.CACHES
-    generate_latest(registry)
-    assert registry.get_sample_value("redislock_cache_computed_total", {"cache": "disk"}) is None
-    assert registry.get_sample_value("redislock_cache_computed_total", {"cache": "default"}) is not None
 
 
 def test_a_thousand_names_are_no_series_of_their_own(client: redis.Redis, registry: CollectorRegistry) -> None:
@@ -244,8 +231,11 @@ def test_spans_are_remembered_for_no_more_than_so_many(client: redis.Redis, monk
 def test_a_cache_or_a_setting_that_is_wrong_does_not_hide_the_other_metrics(
     settings: Any, registry: CollectorRegistry
 ) -> None:
-    settings.CACHES = settings.CACHES | {"wrong": {"BACKEND": "django_redislock.cache.Missing"}}
+    """With diskcache each scrape failed: AttributeError, a tuple has no `computed`."""
+    disk = {"BACKEND": f"{__name__}.{CacheOfAnotherPackage.__name__}"}
+    settings.CACHES = {"disk": disk, "wrong": {"BACKEND": "django_redislock.cache.Missing"}} | settings.CACHES
     assert registry.get_sample_value("redislock_cache_computed_total", {"cache": "default"}) is not None
+    assert registry.get_sample_value("redislock_cache_computed_total", {"cache": "disk"}) is None
     settings.DJANGO_REDISLOCK = {"EXPIRE": "wrong"}
     text = generate_latest(registry).decode()
     assert "redislock_acquired_total" in text

@@ -1,22 +1,47 @@
-"""What the package offers to the tests of others."""
+"""What the package offers to the tests of others, and how it works with fakeredis."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
+import threading
 import unittest
-from contextlib import nullcontext
+from functools import partial
 
+import fakeredis
 import pytest
 from celery import Celery
+from django.core import checks
 from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
 from django.test import SimpleTestCase, override_settings
 
-from django_redislock import AcquireTimeout, conf, lock
+from django_redislock import (
+    AcquireTimeout,
+    LockBackendError,
+    alock,
+    asemaphore,
+    conf,
+    held_locks,
+    lock,
+    reset_all,
+    rlock,
+)
 from django_redislock.celery import single_instance
-from django_redislock.core import Lock, held_locks
-from django_redislock.testing import UnlockedMixin, assert_locked, unlocked
+from django_redislock.core import Lock, held_locks as held_locks_of
+from django_redislock.testing import UnlockedMixin, assert_locked, held, unlocked
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("somebody else")]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(client):
+    """Neither a lock, nor a thread of `held`."""
+    yield
+    assert (threads(), list(held_locks_of(client))) == ([], [])
 
 
 @pytest.fixture
@@ -32,6 +57,10 @@ def task():
         yield send
 
 
+def test_the_fixture_is_there_and_unlocks(redislock_unlocked):
+    assert not conf.get().enabled
+
+
 def test_unlocked_grants_everything_without_redis(client, settings, task):
     with Lock(client, "taken"):
         settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0", "EXPIRE": 7}
@@ -41,25 +70,26 @@ def test_unlocked_grants_everything_without_redis(client, settings, task):
                 assert inside.fence > 0
             assert task.delay(1).get() == 1
             assert task.apply((1,)).get() == 1
+            assert caches["default"].get_or_set("key", lambda: 5) == 5
         assert conf.get().enabled
-    assert list(held_locks(client)) == []
+    assert list(held_locks_of(client)) == []
 
 
-def test_unlocked_is_a_decorator_too(client):
-    @unlocked()
-    def sees():
-        return conf.get().enabled
-
-    assert (sees(), sees(), conf.get().enabled) == (False, False, True)
-
-
-def test_unlocked_around_a_coroutine_function_lasts_until_it_has_run(client):
+def test_unlocked_around_a_function_or_a_coroutine_function_lasts_until_it_has_run(client):
     @unlocked()
     async def sees():
         await asyncio.sleep(0)
         return conf.get().enabled
 
     assert (asyncio.run(sees()), conf.get().enabled) == (False, True)
+
+    @unlocked()
+    def count(left):
+        assert not conf.get().enabled
+        return left and count(left - 1) + 1
+
+    assert count(3) == 3
+    assert conf.get().enabled
 
 
 def run_class(case: type[unittest.TestCase]) -> None:
@@ -125,11 +155,6 @@ def test_the_mixin_runs_the_tests_of_a_class_and_of_its_subclasses_unlocked(clie
     run_class(Case)
 
 
-@pytest.mark.usefixtures("redislock_unlocked")
-def test_the_fixture_is_there_and_unlocks():
-    assert not conf.get().enabled
-
-
 def test_the_plugin_of_pytest_loads_nothing_of_django():
     code = (
         "import sys; before = set(sys.modules); import pytest, _pytest.fixtures; "
@@ -137,11 +162,6 @@ def test_the_plugin_of_pytest_loads_nothing_of_django():
     )
     code += "assert not [name for name in sys.modules if name.partition('.')[0] in ('django', 'redis', 'celery')]"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_unlocked_leaves_the_cache_working(redis_url):
-    with unlocked():
-        assert caches["default"].get_or_set("key", lambda: 5) == 5
 
 
 @pytest.mark.parametrize("how", ["locked", "unlocked"])
@@ -158,18 +178,13 @@ def test_assert_locked(client, task, how):
     unlocked()(run)() if how == "unlocked" else run()
 
 
-def test_assert_locked_fails_when_no_such_lock_was_taken(client):
+def test_assert_locked_fails_when_no_such_lock_was_taken_and_keeps_the_error_of_its_block(client):
     with (
         pytest.raises(AssertionError, match=r"No lock 'invoice:42' was acquired\. The acquired locks: 'invoice:4'\."),
         assert_locked("invoice:42"),
         lock("invoice:4"),
     ):
         pass
-    with pytest.raises(AssertionError, match="The acquired locks: none"), assert_locked("*"):
-        pass
-
-
-def test_assert_locked_does_not_count_what_was_refused(client):
     with (
         Lock(client, "name"),
         pytest.raises(AssertionError, match="The acquired locks: none"),
@@ -178,29 +193,146 @@ def test_assert_locked_does_not_count_what_was_refused(client):
         lock("name", timeout=0),
     ):
         pass
-
-
-def test_an_error_in_the_block_is_the_error(client):
     with pytest.raises(ZeroDivisionError), assert_locked("name"):
         raise ZeroDivisionError
     with lock("name"):
         pass
 
 
-@pytest.mark.parametrize(
-    ("asked", "taken", "is_found"),
-    [("a[b]", "a[b]", True), ("a[b]*", "a[b]c", True), ("a[b]", "ab", False), ("a?", "ab", False), ("*?", "a?", True)],
-)
-def test_assert_locked_means_every_character_but_the_star_as_it_is(client, asked, taken, is_found):
-    with nullcontext() if is_found else pytest.raises(AssertionError), assert_locked(asked), lock(taken):
+def test_assert_locked_means_every_character_but_the_star_as_it_is(client):
+    for asked, taken in (("a[b]", "a[b]"), ("a[b]*", "a[b]c"), ("*?", "a?")):
+        with assert_locked(asked), lock(taken):
+            pass
+    for asked, taken in (("a[b]", "ab"), ("a?", "ab")):
+        with pytest.raises(AssertionError), assert_locked(asked), lock(taken):
+            pass
+
+
+# A lock that somebody else holds
+
+
+def test_a_block_or_a_function_meets_the_conflict_and_the_lock_is_free_afterwards(client):
+    @held("a")
+    def tries():
+        return lock("a").acquire(blocking=False)
+
+    with held("a") as theirs:
+        assert [info.id for info in held_locks_of(client)] == [theirs.id]
+        for mine in (lock("a", blocking=False), rlock("a", blocking=False)):
+            with pytest.raises(AcquireTimeout), mine:
+                pass
+        assert not lock("a").owned()
+    assert [tries(), tries()] == [False, False]
+    with lock("a", blocking=False):
         pass
 
 
-def test_a_function_that_calls_itself_is_unlocked_until_it_has_returned(settings):
-    @unlocked()
-    def count(left):
-        assert not conf.get().enabled
-        return left and count(left - 1) + 1
+def test_the_fixture_holds_until_the_end_of_the_test(redislock_held):
+    redislock_held("a")
+    redislock_held("b")
+    assert not lock("a").acquire(blocking=False)
+    assert not lock("b").acquire(blocking=False)
 
-    assert count(3) == 3
-    assert conf.get().enabled
+
+@pytest.mark.parametrize("kind", ["LocMemCache", "RedisCache", "DjangoRedisCache"])
+def test_a_lock_of_a_cache_is_held(settings, redis_url, kind):
+    location = "here" if kind == "LocMemCache" else redis_url
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{kind}", "LOCATION": location}}
+    cache = caches["default"]
+    with held(cache.lock("k")):
+        assert not cache.lock("k").acquire(blocking=False)
+    assert cache.lock("k").acquire(blocking=False)
+    cache.lock("k").reset()
+
+
+def test_a_lock_that_is_not_free_is_named_with_its_holder(client):
+    with (
+        lock("a", label="the import"),
+        pytest.raises(AssertionError, match="'a' is not free: the import on"),
+        held("a"),
+    ):
+        pass
+
+
+def test_a_lock_that_the_block_force_releases_is_no_error(client):
+    with held("a"):
+        assert reset_all() == 1
+        with lock("a", blocking=False):
+            pass
+
+
+def test_errors_of_the_acquisition_are_raised(settings):
+    with pytest.raises(ValueError, match="name"), held(""):
+        pass
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0", "RETRY_FOR": 0}
+    with pytest.raises(LockBackendError), held("a"):
+        pass
+
+
+@pytest.mark.parametrize("theirs", [alock, partial(asemaphore, limit=1)])
+def test_a_lock_for_tasks_is_refused_because_its_coroutine_would_acquire_nothing(theirs):
+    with pytest.raises(TypeError, match="for tasks"), held(theirs("a")):
+        pytest.fail("the block ran, and nobody held the lock")
+
+
+def test_while_all_locks_are_granted_none_can_be_held():
+    with unlocked(), pytest.raises(RuntimeError, match="every lock is granted"), held("a"):
+        pass
+
+
+# fakeredis in place of a server: the cache works as its base class does, and locks say what to do
+
+
+SAID = "fakeredis.* have no socket.*'ENABLED': False"
+
+
+@pytest.fixture(params=["RedisCache", "DjangoRedisCache"])
+def cache(request, settings):
+    """fakeredis as each backend can be given it."""
+    options = {"connection_class": fakeredis.FakeRedisConnection}
+    if request.param == "RedisCache":
+        options = {"CONNECTION_POOL_KWARGS": options}
+    settings.CACHES = {
+        "default": {
+            "BACKEND": f"django_redislock.cache.{request.param}",
+            "LOCATION": "redis://fake.example:6379/0",
+            "OPTIONS": options,
+        }
+    }
+    return caches["default"]
+
+
+def test_the_cache_works_as_its_base_class_does(cache):
+    assert cache.get_or_set("k", lambda: 5, 60) == 5
+    assert cache.get_or_set("k", lambda: 6, 60, stale=60) == 5
+    assert cache.get_or_set_many(["k", "l"], lambda keys: dict.fromkeys(keys, 7), 60) == {"k": 5, "l": 7}
+    assert cache.delete("k")
+    cache.set("k", 1, 0)
+    cache.delete_many(["k", "l"])
+    assert cache.get_or_set("k", lambda: 8, 60) == 8
+    cache.clear()
+    assert cache.get("k") is None
+
+
+def test_locks_say_in_one_sentence_what_to_do(cache):
+    with pytest.raises(TypeError, match=SAID):
+        Lock(fakeredis.FakeRedis(), "a")
+    with pytest.raises(TypeError, match=SAID):
+        cache.lock("a")
+    for ask in (lambda: lock("a"), lambda: list(held_locks())):
+        with pytest.raises(ImproperlyConfigured, match=f"the cache 'default' cannot hold locks: .*{SAID}"):
+            ask()
+
+
+def test_with_the_locks_off_everything_works(cache, settings):
+    settings.DJANGO_REDISLOCK = {"ENABLED": False}
+    with lock("a"), cache.lock("a"):
+        assert cache.get_or_set("k", lambda: 5, 60) == 5
+        cache.clear()
+
+
+def test_the_check_names_it(cache, settings):
+    settings.DJANGO_REDISLOCK = {"CACHE_ALIAS": "default"}
+    (message,) = checks.run_checks(tags=["redislock"])
+    assert message.id == "redislock.E004"
+    assert "have no socket" in message.msg

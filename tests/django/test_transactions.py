@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 from django.db import connection, connections, transaction
@@ -42,23 +43,22 @@ class TestLostBeforeTheCommit:
             deposit()  # without the lock, as the program decided
         assert balance() == 1
 
-    def test_after_the_block(self):
-        with pytest.raises(LockLost), transaction.atomic():
+    @pytest.mark.parametrize("error", [LockLost, Mistake])
+    def test_after_the_block(self, error):
+        """An error of the transaction is not replaced."""
+        with pytest.raises(error), transaction.atomic():
             with lock(NAME, until_commit=True) as mine:
                 deposit()
             self.lose(mine)
+            successor = lock(NAME)
+            assert successor.acquire(blocking=False)
+            if error is Mistake:
+                raise Mistake
+        assert successor.owned(), "the successor keeps its lock"
         assert balance() == 0
         assert connection.get_autocommit()
         deposit()
         assert balance() == 1
-
-    def test_an_error_of_the_transaction_is_not_replaced(self):
-        with pytest.raises(Mistake), transaction.atomic():
-            with lock(NAME, until_commit=True) as mine:
-                deposit()
-            self.lose(mine)
-            raise Mistake
-        assert balance() == 0
 
     def test_by_hand(self):
         transaction.set_autocommit(False)
@@ -72,15 +72,6 @@ class TestLostBeforeTheCommit:
         finally:
             transaction.set_autocommit(True)
         assert balance() == 0
-
-    def test_the_successor_keeps_its_lock(self):
-        with pytest.raises(LockLost), transaction.atomic():
-            with lock(NAME, until_commit=True) as mine:
-                pass
-            self.lose(mine)
-            successor = lock(NAME)
-            assert successor.acquire(blocking=False)
-        assert successor.owned()
 
 
 @pytest.mark.processes
@@ -97,7 +88,7 @@ def test_without_redis_at_the_release_the_commit_stands(database, own_server, wa
 
 @pytest.mark.usefixtures("database")
 class TestLockedAtomic:
-    def test_the_lock_is_around_the_transaction(self):
+    def test_the_lock_is_around_the_transaction(self, warnings):
         seen = []
         with locked_atomic(NAME, timeout=5) as mine:
             deposit()
@@ -107,30 +98,26 @@ class TestLockedAtomic:
         assert seen == [(True, False)]
         assert not held()
         assert balance() == 1
+        assert warnings() == []
 
-    def test_an_error_rolls_back_and_releases(self):
-        with pytest.raises(Mistake), locked_atomic(NAME):
+    @pytest.mark.parametrize("error", [Mistake, LockLost])
+    def test_an_error_or_a_loss_rolls_back_and_releases(self, error):
+        with pytest.raises(error), locked_atomic(NAME) as mine:
             deposit()
-            raise Mistake
-        assert not held()
-        assert balance() == 0
-
-    def test_a_lock_that_was_lost_rolls_back(self):
-        with pytest.raises(LockLost), locked_atomic(NAME) as mine:
-            deposit()
+            if error is Mistake:
+                raise Mistake
             lock(NAME).reset()
             with pytest.raises(LockLost):
                 mine.extend()
+        assert not held()
         assert balance() == 0
 
-    def test_refused_inside_another_atomic_block(self):
+    def test_refused_inside_another_atomic_block_and_with_autocommit_off(self):
+        """Its block commits nothing there, so it released the lock before the commit."""
         with transaction.atomic():
             with pytest.raises(RuntimeError, match="until_commit=True"), locked_atomic(NAME):
                 pytest.fail("the body ran")
             assert not held()
-
-    def test_refused_with_autocommit_off(self):
-        """Its block commits nothing there, so it released the lock before the commit."""
         transaction.set_autocommit(False)
         try:
             with pytest.raises(RuntimeError, match="until_commit=True"), locked_atomic(NAME):
@@ -159,17 +146,12 @@ class TestLockedAtomic:
         with pytest.raises(TypeError, match="expires"), locked_atomic(NAME, expires=3):
             pytest.fail("the body ran")
 
-    def test_says_nothing_of_a_mistake(self, warnings):
-        with locked_atomic(NAME):
-            pass
-        assert warnings() == []
-
 
 @pytest.mark.usefixtures("database")
 class TestWarning:
     """The release of a lock before the commit, which is almost always a mistake."""
 
-    def test_once_for_each_place(self, warnings):
+    def test_once_for_each_place_which_is_the_callers_of_a_decorated_function(self, warnings):
         for number in range(3):
             with transaction.atomic(), lock(f"account:{number}"):
                 pass
@@ -181,15 +163,9 @@ class TestWarning:
         with transaction.atomic():
             mine.release()
         assert len(warnings()) == 2
-
-    def test_the_place_is_the_callers_of_a_decorated_function(self, warnings):
-        @locked(NAME)
-        def work():
-            deposit()
-
         with transaction.atomic():
-            work()
-        assert f"({__file__}, line " in warnings()[0]
+            locked(NAME)(deposit)()
+        assert f"({__file__}, line " in warnings()[2]
 
     def test_not_where_it_is_right(self, warnings):
         with lock(NAME), transaction.atomic():
@@ -211,15 +187,13 @@ class TestAtomicRequests:
         with using_databases(default=database | {"ATOMIC_REQUESTS": True}):
             yield
 
-    def test_held_until_the_response_is_made(self):
+    def test_held_until_the_response_is_made_and_a_failing_view_rolls_back_and_releases(self):
         assert Client().post("/deposit/").content == b"True"
         assert not held()
         assert balance() == 1
-
-    def test_a_failing_view_rolls_back_and_releases(self):
         assert Client(raise_request_exception=False).post("/deposit/?fail").status_code == 500
         assert not held()
-        assert balance() == 0
+        assert balance() == 1
 
 
 @pytest.mark.processes
@@ -279,13 +253,14 @@ class TestInTestCase(TestCase):
     """Nothing is committed here: the lock is released at its block's end, and the next call does not wait for it."""
 
     def test_released_with_its_block(self):
-        with lock(NAME, until_commit=True):
+        for around in (nullcontext(), transaction.atomic()):
+            with around:
+                with lock(NAME, until_commit=True):
+                    assert held()
+                assert not held()
+        with locked_atomic(NAME):
             assert held()
         assert not held()
-        with transaction.atomic():
-            with lock(NAME, until_commit=True):
-                assert held()
-            assert not held()
 
     def test_the_code_under_test_may_run_twice(self):
         work()
@@ -299,16 +274,9 @@ class TestInTestCase(TestCase):
             transaction.on_commit(lambda: taken.append(lock(NAME).acquire(blocking=False)))
         assert taken == [True]
 
-    def test_locked_atomic(self):
-        with locked_atomic(NAME):
-            assert held()
-        assert not held()
-
-    def test_the_atomic_block_of_the_test_itself_is_no_mistake(self):
+    def test_the_atomic_block_of_the_test_itself_is_no_mistake_and_that_of_the_code_is(self):
         with self.assertNoLogs(LOGGER, logging.WARNING), lock(NAME):
             pass
-
-    def test_that_of_the_code_is(self):
         with self.assertLogs(LOGGER, logging.WARNING), transaction.atomic(), lock(NAME):
             pass
 
