@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
 import redis
 from django.test import override_settings
 
+from django_redislock.core.driver.async_server import AsyncServer
+from django_redislock.core.driver.server import Server as Driver
 from tests.support import AllNodes, Cluster, OneNode, RedisServer, Server
 from tests.support.cache_programs import cache_at
 
@@ -103,6 +106,20 @@ def many(request, cache):
     if request.param == "sync":
         return cache.get_or_set_many
     return lambda *args, **kwargs: asyncio.run(cache.aget_or_set_many(*args, **kwargs))
+
+
+@pytest.fixture
+def effects(monkeypatch):
+    """What the operations asked the drivers to do, each with the thread that asked."""
+    asked = []
+    for driver in (Driver, AsyncServer):
+
+        def noting(self, effect, *args, do=driver._do):
+            asked.append((threading.get_ident(), effect))
+            return do(self, effect, *args)
+
+        monkeypatch.setattr(driver, "_do", noting)
+    return asked
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -14,8 +12,7 @@ from django.core.cache import caches
 from django.db import transaction
 
 from django_redislock.cache import cached
-from tests.support import sqlite_file, using_databases, wait_until
-from tests.support.cache_programs import followers
+from tests.support import sqlite_file, using_databases
 
 pytestmark = pytest.mark.usefixtures("caches_in_settings")
 
@@ -222,24 +219,6 @@ def test_without_parameters_the_name_is_the_key():
     assert settings() == 1
     assert settings.key() == f"{__name__}.test_without_parameters_the_name_is_the_key.<locals>.settings"
     assert settings.invalidate()
-
-
-def test_a_crowd_calls_once():
-    running, end, calls = threading.Event(), threading.Event(), []
-
-    @cached(60, key="k")
-    def work():
-        calls.append(1)
-        running.set()
-        assert end.wait(20)
-        return "v"
-
-    with ThreadPoolExecutor(10) as pool:
-        futures = [pool.submit(work) for _ in range(10)]
-        wait_until(lambda: followers() == 9)
-        end.set()
-        assert [future.result(20) for future in futures] == ["v"] * 10
-    assert calls == [1]
 
 
 async def agenerate():

@@ -6,23 +6,30 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
-from django.http import HttpResponse
-from django.test import RequestFactory, override_settings
+import redis
+from django.test import override_settings
 from django_redis.pool import ConnectionFactory
 
-from django_redislock.cache import cache_page
 from django_redislock.core import held_locks
 from tests.support import RedisServer, monitoring, wait_until
-from tests.support.cache_programs import base_at, cache_at, commands, held, lease_elsewhere
+from tests.support.cache_programs import (
+    Work,
+    base_at,
+    cache_at,
+    commands,
+    followers,
+    held,
+    lease_elsewhere,
+    never,
+    upper,
+)
+from tests.support.pages import counted_page, get
 
 HERD = {"CLIENT_CLASS": "django_redis.client.HerdClient"}
 SHARD = {"CLIENT_CLASS": "django_redis.client.ShardClient"}
-
-
-def never():
-    raise AssertionError("computed although nobody should")
 
 
 @pytest.mark.parametrize(
@@ -40,18 +47,18 @@ def never():
     ],
     ids=lambda options: next(iter(options.values())),
 )
-@pytest.mark.parametrize("value", [None, 5, True, "x" * 500, {"a": [1, 2]}], ids=lambda value: repr(value)[:5])
-def test_stored_bytes_and_lives_are_those_of_the_base_class(redis_url, client, options, value):
+def test_stored_bytes_and_lives_are_those_of_the_base_class(redis_url, client, options):
     cache, base = cache_at(redis_url, OPTIONS=options), base_at(redis_url, OPTIONS=options)
-    base.set("base", value, 60)
-    assert cache.get_or_set("k", lambda: value, 60) == value
-    assert cache.get_or_set("k", never, 60) == value
-    assert asyncio.run(cache.aget_or_set("k", never, 60)) == value
-    assert cache.get_or_set_many(["k"], never) == {"k": value}
-    assert base.get("k") == value
-    assert abs(client.pttl(":1:k") - client.pttl(":1:base")) < 10_000
-    if options is not HERD and "Gzip" not in str(options):  # which store the time, too
-        assert client.get(":1:k") == client.get(":1:base")
+    for key, value in {"none": None, "int": 5, "bool": True, "long": "x" * 500, "dict": {"a": [1, 2]}}.items():
+        base.set("base", value, 60)
+        assert cache.get_or_set(key, lambda value=value: value, 60) == value
+        assert cache.get_or_set(key, never, 60) == value
+        assert asyncio.run(cache.aget_or_set(key, never, 60)) == value
+        assert cache.get_or_set_many([key], never) == {key: value}
+        assert base.get(key) == value
+        assert abs(client.pttl(f":1:{key}") - client.pttl(":1:base")) < 10_000
+        if options is not HERD and "Gzip" not in str(options):  # which store the time, too
+            assert client.get(f":1:{key}") == client.get(":1:base")
 
 
 def test_what_is_returned_went_through_the_serializer(redis_url):
@@ -94,46 +101,31 @@ def herd(redis_url):
 def test_a_value_that_is_too_old_is_computed_once_and_replaced(herd, client):
     set_stale(herd, "k", "old")
     assert herd.get("k") is None
-    calls = []
-    for _ in range(5):
-        assert herd.get_or_set("k", lambda: calls.append(1) or "new", 60) == "new"
-    assert calls == [1]
+    work = Work("new")
+    with ThreadPoolExecutor(10) as pool:
+        futures = [pool.submit(herd.get_or_set, "k", work, 60) for _ in range(10)]
+        wait_until(lambda: followers() == 9)
+        work.end.set()
+        assert [future.result(20) for future in futures] == ["new"] * 10
+    assert herd.get_or_set("k", never, 60) == "new"
+    assert work.calls == 1
     assert not held(client)
 
 
-def test_a_crowd_computes_a_value_that_is_too_old_once(herd):
-    set_stale(herd, "k", "old")
-    running, end, calls = threading.Event(), threading.Event(), []
-
-    def compute():
-        calls.append(1)
-        running.set()
-        assert end.wait(20)
-        return "new"
-
-    with ThreadPoolExecutor(10) as pool:
-        futures = [pool.submit(herd.get_or_set, "k", compute, 60) for _ in range(10)]
-        assert running.wait(10)
-        end.set()
-        assert [future.result(20) for future in futures] == ["new"] * 10
-    assert calls == [1]
-
-
-def test_a_value_set_while_one_that_is_too_old_is_replaced_stays(herd):
+@pytest.mark.parametrize(
+    ("happen", "after"),
+    [(lambda cache: cache.set("k", "newer", 60), "newer"), (lambda cache: cache.delete("k"), None)],
+    ids=["set", "delete"],
+)
+def test_what_happens_while_a_value_that_is_too_old_is_replaced_stays(herd, happen, after):
     set_stale(herd, "k", "old")
 
     def compute():
-        herd.set("k", "newer", 60)
+        happen(herd)
         return "computed"
 
     assert herd.get_or_set("k", compute, 60) == "computed"
-    assert herd.get("k") == "newer"
-
-
-def test_a_value_that_is_too_old_and_deleted_while_it_is_replaced_stays_deleted(herd):
-    set_stale(herd, "k", "old")
-    assert herd.get_or_set("k", lambda: herd.delete("k") and "computed", 60) == "computed"
-    assert herd.get("k") is None
+    assert herd.get("k") == after
 
 
 def test_tasks_replace_a_value_that_is_too_old(herd):
@@ -165,6 +157,11 @@ def test_sharded(server):
     assert all(client.dbsize() for client in cache._all_clients()), "both are used"
     assert cache.get_or_set("stale", lambda: [cache.delete("stale"), cache.delete_many(keys)] and "v") == "v"
     assert cache.get("stale") is None
+    many = [f"m{number}" for number in range(20)]
+    for ask in (cache.get_or_set_many, lambda *args: asyncio.run(cache.aget_or_set_many(*args))):
+        assert ask(many, upper) == upper(many)
+        assert ask(many, never) == upper(many)
+        cache.delete_many(many)
     for key in keys[:5]:
         assert asyncio.run(cache.aget_or_set(f"a{key}", lambda key=key: key)) == key
         assert cache.get_or_set(f"p{key}", lambda: cache.delete_pattern("p*") or "v") == "v"
@@ -191,29 +188,26 @@ def test_with_the_herd_client_an_old_value_is_old_at_once_and_returned_until_it_
 # Replicas: values are read there, all else happens on the primary
 
 
-@pytest.fixture
-def replicated():
-    with RedisServer() as primary, RedisServer(replicaof=f"127.0.0.1 {primary.port}") as replica:
-        with replica.client() as client:
-            wait_until(lambda: client.info("replication")["master_link_status"] == "up", timeout=30)
-        yield primary, replica
-
-
 @pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
 @pytest.mark.processes
-def test_tasks_read_from_the_replica_and_compute_on_the_primary(replicated, backend):
-    primary, replica = replicated
-    cache = cache_at([primary.url, replica.url], backend)
+def test_values_are_read_from_the_replica_and_computed_on_the_primary(backend):
+    with RedisServer() as primary, RedisServer(replicaof=f"127.0.0.1 {primary.port}") as replica:
+        cache = cache_at([primary.url, replica.url], backend)
+        with replica.client() as client:
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", timeout=30)
 
-    async def main():
-        assert await cache.aget_or_set("k", lambda: "v", 60) == "v"
-        await asyncio.to_thread(wait_until, lambda: cache.get("k") == "v")
-        with replica.client() as client, monitoring(client) as sent:
-            assert await cache.aget_or_set("k", never, 60) == "v"
-        assert commands(sent) == ["GET"]
-        assert await cache.aget_or_set("k", never, 60, stale=5) == "v"
+            async def find():
+                with monitoring(client) as sent:
+                    assert await cache.aget_or_set("k", never, 60) == "v"
+                assert commands(sent) == ["GET"]
+                assert await cache.aget_or_set("k", never, 60, stale=5) == "v"
 
-    asyncio.run(main())
+            assert asyncio.run(cache.aget_or_set("k", lambda: "v", 60)) == "v"
+            wait_until(lambda: cache.get("k") == "v")
+            with monitoring(client) as sent:
+                assert cache.get_or_set("k", never, 60) == "v"
+            assert commands(sent) == ["GET"]
+            asyncio.run(find())
 
 
 @pytest.mark.one_server("nodes of a Cluster find each other over TCP only")
@@ -226,34 +220,29 @@ def test_through_a_unix_socket(own_server, backend):
     assert cache.get_or_set_many(["k", "m"], lambda keys: dict.fromkeys(keys, 1)) == {"k": "v", "m": 1}
 
 
-@pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
-@pytest.mark.processes
-def test_with_a_replica_that_lags_a_value_is_computed_once(replicated, backend):
-    primary, replica = replicated
-    cache = cache_at([primary.url, replica.url], backend)
-    assert cache.get_or_set("k", lambda: "v", 60) == "v"
-    wait_until(lambda: cache.get("k") == "v")
-    with replica.client() as client, monitoring(client) as sent:
-        assert cache.get_or_set("k", never, 60) == "v"
-    assert commands(sent) == ["GET"]
-    with replica.client() as client:
-        client.replicaof("no", "one")
-        client.flushdb()
-    assert cache.get("k") is None
-    assert cache.get_or_set("k", never, 60) == "v", "as the primary has it"
+@pytest.fixture
+def lagging(server, backend):
+    """The locations of a primary and of a replica that does not follow it: two databases of one server."""
+    return [server.url_of_db(8), server.url_of_db(9)]
 
 
 @pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
-@pytest.mark.processes
+def test_with_a_replica_that_lags_a_value_is_computed_once(lagging, backend):
+    cache = cache_at(lagging, backend)
+    for ask in (cache.get_or_set, partial(cache.locked_get_or_set, lock_key="its lock")):
+        assert ask("k", lambda: "v", timeout=60) == "v"
+        assert cache.get("k") is None
+        assert ask("k", never, timeout=60) == "v", "as the primary has it"
+        cache.delete("k")
+
+
+@pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
 @pytest.mark.parametrize("by_tasks", [False, True], ids=["by threads", "by tasks, then by threads"])
-def test_with_a_replica_that_lags_a_value_whose_bytes_stay_the_same_is_refreshed_once(replicated, backend, by_tasks):
+def test_with_a_replica_that_lags_a_value_whose_bytes_stay_the_same_is_refreshed_once(lagging, backend, by_tasks):
     """The lease was granted by the bytes alone: each of 112 callers computed the value again."""
-    primary, replica = replicated
-    cache = cache_at([primary.url, replica.url], backend)
-    cache.set("k", "the same", 25)
-    wait_until(lambda: cache.get("k") == "the same")
-    with replica.client() as client:
-        client.replicaof("no", "one")
+    cache, primary, replica = (cache_at(location, backend) for location in (lagging, *lagging))
+    for each in (primary, replica):
+        each.set("k", "the same", 25)
     computed = []
 
     def compute():
@@ -269,40 +258,19 @@ def test_with_a_replica_that_lags_a_value_whose_bytes_stay_the_same_is_refreshed
     for _ in range(20):
         assert cache.get_or_set("k", compute, 60, stale=30) == "the same"
     assert len(computed) == 1
-    with primary.client() as client:
+    with redis.Redis.from_url(lagging[0]) as client:
         assert client.ttl(":1:k") > 60
 
 
 @pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
-@pytest.mark.processes
-def test_with_a_replica_that_lags_a_page_is_rendered_once(replicated, backend):
+def test_with_a_replica_that_lags_a_page_is_rendered_once(lagging, backend):
     """The value that the request found on the primary says only that there is a page."""
-    primary, replica = replicated
-    with replica.client() as client:
-        client.replicaof("no", "one")
-    rendered = []
-
-    @cache_page(60)
-    def view(request):
-        rendered.append(1)
-        return HttpResponse("page")
-
-    location = {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": [primary.url, replica.url]}
+    location = {"BACKEND": f"django_redislock.cache.{backend}", "LOCATION": lagging}
+    view, rendered = counted_page()
     with override_settings(CACHES={"default": location}):
         for _ in range(3):
-            assert view(RequestFactory().get("/")).content == b"page"
+            assert view(get()).content == b"page"
     assert len(rendered) == 1
-
-
-@pytest.mark.one_server("replicas of a Cluster are not in its LOCATION")
-@pytest.mark.processes
-def test_with_a_replica_that_lags_locked_get_or_set_creates_a_value_once(replicated, backend):
-    primary, replica = replicated
-    cache = cache_at([primary.url, replica.url], backend)
-    with replica.client() as client:
-        client.replicaof("no", "one")
-    assert cache.locked_get_or_set("k", lambda: "v", lock_key="its lock") == "v"
-    assert cache.locked_get_or_set("k", never, lock_key="its lock") == "v"
 
 
 # Sentinel: who is the primary is asked of it

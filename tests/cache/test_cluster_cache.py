@@ -1,4 +1,4 @@
-"""ClusterCache: its URLs and options, its methods over many slots and nodes, and its errors.
+"""ClusterCache: its URLs and options, its methods over many slots and nodes, its errors and checks.
 
 What it shares with the other backends is tested with them: the fixture `backend` has it, too.
 """
@@ -12,9 +12,12 @@ from contextlib import ExitStack
 
 import pytest
 import redis
+from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError, call_command
 from redis.crc import key_slot
 
+from django_redislock import get_client
 from django_redislock.cache.backends import cluster_backend
 from django_redislock.exceptions import LockBackendError
 from tests.support import Cluster, Proxy, free_port, in_a_fork
@@ -26,6 +29,19 @@ pytestmark = pytest.mark.usefixtures("backend")
 KEYS = [f"k{number}" for number in range(50)]
 
 
+@pytest.fixture
+def check(settings):
+    """Return the messages of the checks of a cache of this kind, as {id: [message, hint]}."""
+
+    def check(backend: str, location: object, deploy: bool = False, **options: object) -> dict[str, list[str]]:
+        path = f"django_redislock.cache.{backend}"
+        settings.CACHES = {"default": {"BACKEND": path, "LOCATION": location, "OPTIONS": options}}
+        messages = checks.run_checks(tags=["redislock"], include_deployment_checks=deploy)
+        return {str(message.id): [message.msg, str(message.hint)] for message in messages}
+
+    return check
+
+
 @pytest.fixture(params=[BACKEND])
 def backend(request):
     return request.param
@@ -35,12 +51,6 @@ def backend(request):
 def nodes(client):
     """A client of each primary alone."""
     return [node.redis_connection for node in client.get_primaries()]
-
-
-def test_its_keys_are_on_all_nodes(cache, nodes):
-    cache.set_many(dict.fromkeys(KEYS, 1))
-    assert all(node.dbsize() > 5 for node in nodes)
-    assert sum(node.dbsize() for node in nodes) == len(KEYS)
 
 
 def test_the_methods_for_many_keys_work_over_all_slots(cache, client):
@@ -94,10 +104,11 @@ def test_the_methods_for_one_key_are_those_of_django_redis(cache, client):
         cache.incr("k")
 
 
-def test_patterns_find_the_keys_of_all_nodes(cache):
+def test_patterns_find_the_keys_of_all_nodes(cache, nodes):
     cache.set_many(dict.fromkeys([*KEYS, "other"], 1), None)
-    assert set(cache.keys("k*")) == set(KEYS)
-    assert set(cache.iter_keys("k*")) == set(KEYS)
+    assert all(node.dbsize() > 5 for node in nodes)
+    assert sum(node.dbsize() for node in nodes) == len(KEYS) + 1
+    assert set(cache.keys("k*")) == set(cache.iter_keys("k*")) == set(KEYS)
     assert set(cache.iter_keys("*", itersize=5)) == {*KEYS, "other"}
     assert cache.delete_pattern("k*") == len(KEYS)
     assert cache.keys("*") == ["other"]
@@ -110,25 +121,6 @@ def test_clear_deletes_the_values_of_all_nodes_and_no_lock(cache, client):
         assert lock.owned()
     assert cache.keys("*") == []
     assert [key for key in client.keys("*", target_nodes="primaries") if key.startswith(b":")] == []
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_many_keys_of_all_slots_are_computed_by_one_call_and_read_by_one_more(cache, asynchronous):
-    calls = []
-
-    def default(missing):
-        calls.append(missing)
-        return {key: f"v of {key}" for key in missing}
-
-    def many(keys):
-        if asynchronous:
-            return asyncio.run(cache.aget_or_set_many(keys, default, 60))
-        return cache.get_or_set_many(keys, default, 60)
-
-    values = {key: f"v of {key}" for key in KEYS}
-    assert many(KEYS) == values
-    assert many([*KEYS, "one more"]) == values | {"one more": "v of one more"}
-    assert calls == [KEYS, ["one more"]]
 
 
 def test_a_value_and_its_lease_are_in_one_slot(cache, client):
@@ -189,9 +181,15 @@ def test_serializers_and_compressors_are_those_of_django_redis(redis_url, client
         ("redis://127.0.0.1", {"SENTINELS": [("127.0.0.1", 26379)]}, "no option 'SENTINELS'"),
     ],
 )
-def test_a_wrong_url_or_option_is_an_error_that_names_it(location, options, message):
+def test_a_wrong_url_or_option_is_an_error_that_names_it_at_the_first_use_and_in_a_check(
+    check, location, options, message
+):
     with pytest.raises(ImproperlyConfigured, match=message):
         cache_at(location, BACKEND, OPTIONS=options).get("k")
+    text, hint = check(BACKEND, location, **options)["redislock.E015"]
+    assert message in text
+    assert "CACHES['default']" in text
+    assert "in lower case" in hint
 
 
 def test_a_server_that_is_no_cluster_is_an_error_that_names_the_other_backend(server):
@@ -315,9 +313,42 @@ def test_connections_are_closed_after_a_request_if_the_settings_say_so(redis_url
     assert cache.get("k0") == 1
 
 
-def test_a_cluster_may_have_one_node():
-    with Cluster(1) as own:
-        cache = cache_at(own.url, BACKEND)
-        cache.set_many(dict.fromkeys(KEYS, 1))
-        assert len(cache.keys("*")) == len(KEYS)
-        assert cache.get_or_set("k", lambda: "v") == "v"
+# The system checks and the doctor
+
+
+def test_a_good_cache_has_no_message_and_no_check_connects(check):
+    assert check("ClusterCache", f"redis://127.0.0.1:{free_port()}") == {}
+    assert get_client().startup_nodes
+
+
+def test_a_cluster_that_answers_is_right(check, cluster):
+    assert not {"redislock.E005", "redislock.E006", "redislock.E009"} & check("ClusterCache", cluster.url, True).keys()
+
+
+def test_a_cluster_cache_on_a_server_that_is_no_cluster_is_an_error(check, server):
+    message, hint = check("ClusterCache", server.url, True)["redislock.E005"]
+    assert "cluster support disabled" in message
+    assert "django_redislock.cache.RedisCache" in hint
+
+
+@pytest.mark.parametrize("kind", ["RedisCache", "DjangoRedisCache"])
+def test_a_cluster_behind_a_backend_for_one_server_is_an_error(check, cluster, kind):
+    message, hint = check(kind, cluster.url, True)["redislock.E009"]
+    assert "one of 3 primaries" in message
+    assert "django_redislock.cache.ClusterCache" in hint
+
+
+def test_the_doctor_tries_locks_and_a_value_on_a_cluster(check, cluster, capsys):
+    check("ClusterCache", cluster.url)
+    call_command("redislock", "doctor")
+    said = capsys.readouterr().out
+    assert "A value was computed, read and deleted." in said
+    assert "Two locks were held at once" in said
+    assert "problem" not in said
+
+
+def test_the_doctor_names_the_right_backend_for_a_cluster(check, cluster, capsys):
+    check("RedisCache", cluster.url)
+    with pytest.raises(CommandError):
+        call_command("redislock", "doctor")
+    assert "django_redislock.cache.ClusterCache" in capsys.readouterr().out

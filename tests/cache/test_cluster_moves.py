@@ -53,38 +53,29 @@ def all_have_the_value_of_the_first(processes):
     assert len(computed) == 1
 
 
-def test_a_slot_that_has_moved_during_the_computation_changes_nothing(cluster, asking):
-    processes = asking(cluster, 3)
-    cluster.move(SLOT, another_node(cluster))
-    processes[0].send()
-    all_have_the_value_of_the_first(processes)
-
-
-def test_a_value_that_is_computed_while_its_slot_moves_is_stored_once_and_sent_to_all(cluster, asking):
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "moving"])
+def test_a_value_that_is_computed_while_its_slot_moves_is_stored_once_and_sent_to_all(cluster, asking, moved):
     processes = asking(cluster, 3)
     to = another_node(cluster)
     owner = cluster.begin_move(SLOT, to)
+    if moved:
+        cluster.end_move(SLOT, owner, to)
     processes[0].send()
-    cluster.end_move(SLOT, owner, to)
+    if not moved:
+        cluster.end_move(SLOT, owner, to)
     all_have_the_value_of_the_first(processes)
     assert cache_at(cluster.url, "ClusterCache").get("k") == "by 0"
 
 
-def test_when_the_primary_of_the_value_dies_the_computation_goes_on_at_its_replica(own_cluster, asking):
+@pytest.mark.parametrize("failed_over", [True, False], ids=["after the failover", "before it"])
+def test_when_the_primary_of_the_value_dies_the_computation_goes_on_at_its_replica(own_cluster, asking, failed_over):
+    """The value may be ready while no primary has its slot."""
     processes = asking(own_cluster, 3)
     owner = own_cluster.owner_of(SLOT)
     assert own_cluster.ask(owner, "WAIT", 1, 5000) == 1
     owner.kill()
-    wait_until(lambda: own_cluster.owner_of(SLOT) is not owner)
-    processes[0].send()
-    all_have_the_value_of_the_first(processes)
-
-
-def test_a_value_that_is_stored_while_no_primary_has_its_slot_is_stored_after_the_failover(own_cluster, asking):
-    processes = asking(own_cluster, 3)
-    owner = own_cluster.owner_of(SLOT)
-    assert own_cluster.ask(owner, "WAIT", 1, 5000) == 1
-    owner.kill()
+    if failed_over:
+        wait_until(lambda: own_cluster.owner_of(SLOT) is not owner)
     processes[0].send()
     all_have_the_value_of_the_first(processes)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 
@@ -17,6 +17,12 @@ LEASE = "cache::1:k"
 @pytest.fixture(params=[False, True], ids=["threads", "tasks"])
 def get(request, cache):
     return getter(cache, request.param)
+
+
+@pytest.fixture
+def other(redis_url, backend):
+    """The cache as another process has it."""
+    return cache_elsewhere(redis_url, backend)
 
 
 def keys(client, what):
@@ -47,8 +53,9 @@ def test_a_large_value_whose_lease_was_evicted_is_stored(get, cache, client):
 
 
 @pytest.mark.parametrize(
-    "event", [event for event in EVENTS if event != "force-release"]
-)  # nobody holds what was evicted
+    "event",
+    ["delete", "clear", "set", "add", "touch that deletes", "incr", "a set that ends", "flush by a plain client"],
+)
 @pytest.mark.parametrize("evicted_first", [True, False])
 def test_nothing_is_stored_over_what_happened_when_the_lease_was_evicted_too(cache, client, event, evicted_first):
     happen, after = EVENTS[event]
@@ -79,13 +86,6 @@ def test_an_old_value_is_replaced_without_a_lease_only_when_nothing_happened_to_
     assert cache.get("k") == after
 
 
-@pytest.mark.parametrize("pattern", ["k*", "*"])
-def test_a_pattern_reaches_a_computation_without_a_lease(redis_url, client, pattern):
-    cache = cache_at(redis_url)
-    assert cache.get_or_set("k", lambda: (evict_lease(client), cache.delete_pattern(pattern)) and "v", 60) == "v"
-    assert cache.get("k") is None
-
-
 @pytest.mark.parametrize("gone", ["witness:", "era"])
 def test_where_nobody_knows_whether_it_was_invalidated_nothing_is_stored(get, cache, client, gone):
     def compute():
@@ -98,14 +98,14 @@ def test_where_nobody_knows_whether_it_was_invalidated_nothing_is_stored(get, ca
 
 
 @pytest.mark.parametrize("gone", ["witness:", "era"])
-def test_a_later_computation_says_nothing_of_an_earlier_one(cache, client, gone):
+def test_a_later_computation_says_nothing_of_an_earlier_one(cache, other, client, gone):
     """Its witness is younger: the earlier value may have been invalidated before."""
     later = Work("later")
 
     def compute():
         evict_lease(client)
         assert client.delete(*keys(client, gone))
-        pool.submit(cache_elsewhere(cache._constructor_args[0], type(cache).__name__).get_or_set, "k", later, 60)
+        pool.submit(other.get_or_set, "k", later, 60)
         assert later.running.wait(10)
         return "earlier"
 
@@ -126,9 +126,8 @@ def test_a_value_that_took_longer_than_max_hold_is_stored(get, cache, client, ca
     assert "took longer than its lease (expire, max_hold)" in caplog.text
 
 
-def test_what_took_too_long_is_stored_while_another_one_computes_and_given_to_those_who_wait(cache, client):
+def test_what_took_too_long_is_stored_while_another_one_computes_and_given_to_those_who_wait(cache, other, client):
     first, second = Work("first"), Work("second")
-    other = cache_elsewhere(cache._constructor_args[0], type(cache).__name__)
     with ThreadPoolExecutor(2) as pool:
         try:
             one = pool.submit(cache.get_or_set, "k", first, 60, expire=0.3, max_hold=0.3)
@@ -146,9 +145,8 @@ def test_what_took_too_long_is_stored_while_another_one_computes_and_given_to_th
     assert not held(client)
 
 
-def test_a_later_computation_whose_lease_was_evicted_is_stored_while_an_earlier_one_goes_on(cache, client):
+def test_a_later_computation_whose_lease_was_evicted_is_stored_while_an_earlier_one_goes_on(cache, other, client):
     first = Work("first")
-    other = cache_elsewhere(cache._constructor_args[0], type(cache).__name__)
     with ThreadPoolExecutor(1) as pool:
         try:
             one = pool.submit(cache.get_or_set, "k", first, 60, expire=0.3, max_hold=0.3)
@@ -162,9 +160,8 @@ def test_a_later_computation_whose_lease_was_evicted_is_stored_while_an_earlier_
 
 
 @pytest.mark.parametrize("how", ["delete", "reset"])
-def test_what_took_too_long_and_was_invalidated_is_not_stored_whoever_computes_then(cache, client, how):
+def test_what_took_too_long_and_was_invalidated_is_not_stored_whoever_computes_then(cache, other, client, how):
     first, second = Work("first"), Work("second")
-    other = cache_elsewhere(cache._constructor_args[0], type(cache).__name__)
     with ThreadPoolExecutor(2) as pool:
         try:
             one = pool.submit(cache.get_or_set, "k", first, 60, expire=0.3, max_hold=0.3)
@@ -185,46 +182,28 @@ def test_what_took_too_long_and_was_invalidated_is_not_stored_whoever_computes_t
                 work.end.set()
 
 
-def test_a_failure_without_a_lease_is_told_to_nobody(cache, client):
-    second = Work("second")
-    other = cache_elsewhere(cache._constructor_args[0], type(cache).__name__)
+@pytest.mark.parametrize("end", ["fails", "is refused"])
+def test_what_ends_without_a_value_and_without_a_lease_ends_no_other_computation_and_is_told_to_nobody(
+    cache, other, client, end
+):
+    second, two = Work("second"), []
 
-    def fail():
+    def compute():
         evict_lease(client)
         two.append(pool.submit(other.get_or_set, "k", second, 60))
         assert second.running.wait(10)
-        raise ZeroDivisionError
+        return 1 / (end == "is refused")
 
-    two: list = []
     with ThreadPoolExecutor(1) as pool:
-        with pytest.raises(ZeroDivisionError):
-            cache.get_or_set("k", fail, 60)
+        with pytest.raises(ZeroDivisionError) if end == "fails" else nullcontext():
+            assert cache.get_or_set("k", compute, 60, should_cache=lambda value: False) == 1
         assert held(client), "the other one goes on"
         second.end.set()
         assert two[0].result(20) == "second"
     assert cache.get("k") == "second"
 
 
-def test_a_refused_value_without_a_lease_ends_no_other_computation(cache, client):
-    second = Work("second")
-    other = cache_elsewhere(cache._constructor_args[0], type(cache).__name__)
-
-    def compute():
-        evict_lease(client)
-        two.append(pool.submit(other.get_or_set, "k", second, 60))
-        assert second.running.wait(10)
-        return "refused"
-
-    two: list = []
-    with ThreadPoolExecutor(1) as pool:
-        assert cache.get_or_set("k", compute, 60, should_cache=lambda value: False) == "refused"
-        second.end.set()
-        assert two[0].result(20) == "second"
-    assert cache.get("k") == "second"
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_server_that_evicts_what_ends_first_stores_what_is_computed(backend, server_kind, asynchronous):
+def test_a_server_that_evicts_what_ends_first_stores_what_is_computed(backend, server_kind):
     with server_kind(maxmemory="6mb", maxmemory_policy="volatile-ttl") as server, server.client() as client:
         cache = cache_at(server.url, backend)
         cache.get_or_set("warm", lambda: 1, 3600)
@@ -240,10 +219,7 @@ def test_a_server_that_evicts_what_ends_first_stores_what_is_computed(backend, s
 
         before = cache.stats()
         for number in range(10):
-            if asynchronous:
-                assert asyncio.run(cache.aget_or_set(f"k{number}", compute, 7200)) == "v"
-            else:
-                assert cache.get_or_set(f"k{number}", compute, 7200) == "v"
+            assert getter(cache, by_task=number % 2 > 0)(f"k{number}", compute, 7200) == "v"
             assert cache.get(f"k{number}") == "v"
         assert client.info("stats")["evicted_keys"] - evicted > 10
         assert cache.stats().lease_evicted > before.lease_evicted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +13,7 @@ from django.core.cache import caches
 from django_redislock import tasks
 from django_redislock.signals import lock_backend_error
 from tests.support import Proxy, RedisServer, cache_programs, wait_until
-from tests.support.cache_programs import Work, base_at, cache_at, followers, held, waiters
+from tests.support.cache_programs import Work, base_at, cache_at, followers, getter, held, waiters
 
 
 def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
@@ -24,6 +23,8 @@ def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
     for key in ("k", "k2"):
         with pytest.raises(redis.ConnectionError):
             cache.get_or_set(key, lambda: 2)
+        with pytest.raises(redis.ConnectionError):
+            asyncio.run(cache.aget_or_set(key, lambda: 2))
 
 
 FORGIVING = {"IGNORE_EXCEPTIONS": True}
@@ -35,16 +36,22 @@ def short_retries(settings):
     settings.DJANGO_REDISLOCK = {"RETRY_FOR": 0.5}
 
 
-def test_without_redis_it_may_compute_once_a_process_at_a_time(own_server):
+def test_without_redis_threads_and_tasks_may_compute_once_a_process_at_a_time(own_server):
     cache = cache_at(own_server.url, OPTIONS=FORGIVING)
     assert cache.get_or_set("warm", lambda: 1) == 1
     own_server.kill()
     work = Work()
-    with ThreadPoolExecutor(10) as pool:
-        futures = [pool.submit(cache.get_or_set, "k", work, 60) for _ in range(10)]
-        wait_until(lambda: followers() == 9, timeout=60)
+
+    async def by_tasks():
+        return await asyncio.gather(*[cache.aget_or_set("k", work.async_, 60) for _ in range(5)])
+
+    with ThreadPoolExecutor(11) as pool:
+        threads = [pool.submit(cache.get_or_set, "k", work, 60) for _ in range(10)]
+        tasks = pool.submit(asyncio.run, by_tasks())
+        wait_until(lambda: followers() == 14, timeout=60)
         work.end.set()
-        assert [future.result(60) for future in futures] == ["v"] * 10
+        assert [future.result(60) for future in threads] == ["v"] * 10
+        assert tasks.result(60) == ["v"] * 5
     assert work.calls == 1
     own_server.start()
     assert cache.get("k") is None
@@ -52,25 +59,19 @@ def test_without_redis_it_may_compute_once_a_process_at_a_time(own_server):
     assert cache.get("k") == "after", "all is well again"
 
 
-def test_redis_dies_before_the_value_is_stored(own_server, backend, short_retries):
-    cache = cache_at(own_server.url, backend)
+@pytest.mark.parametrize("by_task", [False, True], ids=["thread", "task"])
+def test_redis_dies_before_the_value_is_stored(own_server, backend, short_retries, by_task):
+    get = getter(cache_at(own_server.url, backend), by_task)
 
     def compute():
         own_server.kill()
         return "v"
 
     with pytest.raises(redis.ConnectionError):
-        cache.get_or_set("k", compute, 60)
-
-
-def test_redis_dies_before_the_value_is_stored_and_nobody_minds(own_server):
-    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
-
-    def compute():
-        own_server.kill()
-        return "v"
-
-    assert cache.get_or_set("k", compute, 60) == "v"
+        get("k", compute, 60)
+    if backend == "RedisCache":
+        own_server.start()
+        assert getter(cache_at(own_server.url, OPTIONS=FORGIVING), by_task)("k", compute, 60) == "v"
 
 
 def test_redis_restarts_while_the_value_is_computed(own_server, backend):
@@ -152,16 +153,6 @@ def test_what_a_full_redis_does_not_store_goes_to_those_who_wait_where_errors_ar
         assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
 
 
-def test_a_pattern_is_deleted_without_redis_as_fast_as_by_the_base_class(own_server, monkeypatch):
-    cache = cache_at(own_server.url, OPTIONS=FORGIVING)
-    cache.set("k", "v")
-    own_server.kill()
-    pauses = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    cache.delete_pattern("*")
-    assert sum(pauses) < 0.1
-
-
 WITHOUT_REDIS = {
     "delete": lambda cache: cache.delete("k"),
     "delete_many": lambda cache: cache.delete_many(["k", "l"]),
@@ -188,15 +179,12 @@ def test_where_errors_are_ignored_a_silent_redis_is_asked_no_more_often_than_by_
     assert answers[0] is answers[1]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_where_errors_are_ignored_the_log_tells_of_them_once(own_server, caplog, asynchronous):
+def test_where_errors_are_ignored_the_log_tells_of_them_once(own_server, caplog):
     cache = cache_at(own_server.url, OPTIONS=FORGIVING)
     own_server.kill()
     for number in range(5):
-        if asynchronous:
-            assert asyncio.run(cache.aget_or_set(f"k{number}", lambda: 1)) == 1
-        else:
-            assert cache.get_or_set(f"k{number}", lambda: 1) == 1
+        assert cache.get_or_set(f"k{number}", lambda: 1) == 1
+        assert asyncio.run(cache.aget_or_set(f"k{number}", lambda: 1)) == 1
         cache.delete("k")
     told = [record for record in caplog.records if record.name == "django_redislock" and record.levelname != "DEBUG"]
     assert len(told) == 1
@@ -227,47 +215,6 @@ def test_a_value_that_cannot_be_read_is_no_error_of_a_lock(own_server, forgiving
         lock_backend_error.disconnect(note)
 
 
-# Tasks
-
-
-def test_tasks_without_redis_fail_as_the_base_class_does_or_compute(own_server, backend):
-    strict = cache_at(own_server.url, backend)
-    forgiving = cache_at(own_server.url, OPTIONS=FORGIVING)
-    work = Work()
-
-    async def main():
-        for cache in (strict, forgiving):
-            assert await cache.aget_or_set("warm", lambda: 1) == 1
-        own_server.kill()
-        with pytest.raises(redis.ConnectionError):
-            await strict.aget_or_set("k", lambda: 1)
-        tasks = [asyncio.ensure_future(forgiving.aget_or_set("k", work, 60)) for _ in range(5)]
-        await asyncio.to_thread(wait_until, lambda: followers() == 4, 60)
-        work.end.set()
-        assert await asyncio.gather(*tasks) == ["v"] * 5
-        assert work.calls == 1
-        own_server.start()
-        assert await forgiving.aget_or_set("k", lambda: "after", 60) == "after"
-        assert await strict.aget_or_set("k", lambda: "never", 60) == "after"
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-@pytest.mark.parametrize("options", [{}, FORGIVING], ids=["strict", "forgiving"])
-def test_redis_dies_before_a_task_stores_its_value(own_server, options, short_retries):
-    cache = cache_at(own_server.url, OPTIONS=options)
-
-    async def compute():
-        own_server.kill()
-        return "v"
-
-    if options:
-        assert asyncio.run(cache.aget_or_set("k", compute, 60)) == "v"
-    else:
-        with pytest.raises(redis.ConnectionError):
-            asyncio.run(cache.aget_or_set("k", compute, 60))
-
-
 # Users with fewer rights
 
 
@@ -283,19 +230,15 @@ def as_user(own_server):
     return url
 
 
-@pytest.mark.parametrize("tasks", [False, True], ids=["threads", "tasks"])
-def test_who_may_not_subscribe_waits_by_looking(as_user, own_server, backend, tasks):
+@pytest.mark.parametrize("by_task", [False, True], ids=["threads", "tasks"])
+def test_who_may_not_subscribe_waits_by_looking(as_user, own_server, backend, by_task):
     url = as_user("~*", "resetchannels", "+@all")
     here, there = cache_at(url, backend), cache_at(f"{url}?socket_timeout=4.9", backend)  # as if in two processes
     work = Work()
-
-    def get(cache, default):
-        return asyncio.run(cache.aget_or_set("k", default)) if tasks else cache.get_or_set("k", default)
-
     with ThreadPoolExecutor(2) as pool, own_server.client() as client:
-        first = pool.submit(get, here, work)
+        first = pool.submit(getter(here, by_task), "k", work)
         assert work.running.wait(10)
-        second = pool.submit(get, there, lambda: "own")
+        second = pool.submit(getter(there, by_task), "k", lambda: "own")
         wait_until(lambda: there.stats().waited + here.stats().waited)
         work.end.set()
         assert [first.result(20), second.result(20)] == ["v", "v"]

@@ -12,34 +12,21 @@ from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
 from django_redislock.cache import DjangoRedisCache
+from django_redislock.cache.lease import single_flight
 from django_redislock.core import held_locks
-from tests.support import counting, monitoring, wait_until
-from tests.support.cache_programs import base_at, cache_at, commands, held
+from tests.support import counting, monitoring
+from tests.support.cache_programs import base_at, cache_at, commands, held, never
 
 
-def never():
-    raise AssertionError("computed although nobody should")
-
-
-def test_a_missing_value_is_computed_and_stored(cache):
+def test_a_hit_is_one_get_and_nothing_else_and_a_miss_takes_three_round_trips(cache, client):
     assert cache.get_or_set("k", lambda: {"a": 1}, 60) == {"a": 1}
-    assert cache.get("k") == {"a": 1}
-    assert cache.get_or_set("k", never, 60) == {"a": 1}
-
-
-def test_a_hit_is_one_get_and_nothing_else(cache, client):
-    cache.set("k", "v")
     threads = threading.active_count()
     with monitoring(client) as sent:
-        assert cache.get_or_set("k", never) == "v"
+        assert cache.get_or_set("k", never) == {"a": 1}
     assert sent == ["GET :1:k"]
     assert threading.active_count() <= threads  # one of an earlier test may end now
-
-
-def test_a_miss_takes_three_round_trips(cache, client):
-    cache.get_or_set("warm", lambda: 1)
     with monitoring(client) as sent:
-        cache.get_or_set("k", lambda: "v")
+        cache.get_or_set("l", lambda: "v")
     assert commands(sent) == ["GET", "EVALSHA", "EVALSHA"]
 
 
@@ -55,44 +42,31 @@ def test_what_the_server_does_for_a_miss(cache, client):
     assert sum(number for name, number in ran.items() if name not in now_and_then) == 15
 
 
-@pytest.mark.parametrize("value", [None, True, False, 0, 7, -(10**30), 1.5, "", "ü", b"\0\xff", [], {"a": [1, (2,)]}])
-def test_every_value_is_computed_once_and_stored_as_the_base_class_stores_it(cache, backend, redis_url, client, value):
-    calls = []
-
-    def compute():
-        calls.append(1)
-        return value
-
-    for _ in range(2):
-        found = cache.get_or_set("k", compute, 60)
-        assert found == value
-        assert type(found) is type(value)
-    assert len(calls) == 1
-    base_at(redis_url, backend).set("base", value, 60)
-    assert client.get(":1:k") == client.get(":1:base")
-    assert 50_000 < client.pttl(":1:k") <= 60_000
+VALUES = [None, True, False, 0, 7, -(10**30), 1.5, "", "ü", b"\0\xff", [], {"a": [1, (2,)]}]
 
 
-def test_what_is_returned_is_a_copy_as_a_reader_gets_it(cache):
-    value = [[1]]
-    found = cache.get_or_set("k", lambda: value)
-    assert found == value
-    assert found is not value
-    assert found[0] is not value[0]
+def test_every_value_is_computed_once_and_stored_as_the_base_class_stores_it(cache, backend, redis_url, client):
+    for number, value in enumerate(VALUES):
+        key, calls = f"k{number}", []
+        for _ in range(2):
+            found = cache.get_or_set(key, lambda value=value, calls=calls: calls.append(1) or value, 60)
+            assert found == value
+            assert type(found) is type(value)
+            assert found is not value or not isinstance(value, list | dict), "a copy, as a reader gets it"
+        assert len(calls) == 1
+        base_at(redis_url, backend).set("base", value, 60)
+        assert client.get(f":1:{key}") == client.get(":1:base")
+        assert 50_000 < client.pttl(f":1:{key}") <= 60_000
 
 
-def test_timeouts_are_those_of_the_base_class(cache, client):
+def test_timeouts_are_those_of_the_base_class(cache, backend, redis_url, client):
     cache.get_or_set("default", lambda: 1)
     assert 290_000 < client.pttl(":1:default") <= 300_000
     cache.get_or_set("forever", lambda: 1, None)
-    assert client.pttl(":1:forever") == -1
+    cache_at(redis_url, backend, TIMEOUT=None).get_or_set("without", lambda: 1)
+    assert client.pttl(":1:forever") == client.pttl(":1:without") == -1
     cache.get_or_set("minute", lambda: 1, timeout=60, version=3)
     assert 50_000 < client.pttl(":3:minute") <= 60_000
-
-
-def test_without_a_default_timeout_a_value_stays(redis_url, backend, client):
-    cache_at(redis_url, backend, TIMEOUT=None).get_or_set("k", lambda: 1)
-    assert client.pttl(":1:k") == -1
 
 
 @pytest.mark.parametrize(
@@ -164,19 +138,11 @@ def test_while_it_is_computed_the_lease_is_a_lock_like_any_other(redis_url, back
 def test_no_key_is_left_but_the_value_and_what_its_bucket_has_once(cache, client):
     for number in range(20):
         cache.get_or_set(f"k{number}", lambda: 1, 60)
+    cache.get_or_set_many([f"km{number}" for number in range(20)], lambda missing: dict.fromkeys(missing, 1), 60)
     left = {key for key in client.keys("*") if not key.startswith(b":1:k")}
     assert all(key.endswith((b":fence", b":era")) for key in left)
     assert all(client.pttl(key) > 0 for key in left)
-
-
-def test_who_takes_longer_than_its_right_lasts_is_told_how_to_help_it(cache, client, caplog):
-    def compute():
-        wait_until(lambda: not held(client))
-        return "v"
-
-    assert cache.get_or_set("k", compute, 60, expire=0.1, auto_renewal=False) == "v"
-    assert cache.get("k") == "v", "nothing was deleted meanwhile"
-    assert "took longer than its lease" in caplog.text
+    assert not single_flight._flights
 
 
 def test_an_invalidation_is_no_warning(cache, caplog):
@@ -186,10 +152,10 @@ def test_an_invalidation_is_no_warning(cache, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("key", ["k" * 240, "ü", "a{b}c", "with:colons"])
-def test_odd_keys(cache, key):
-    assert cache.get_or_set(key, lambda: "v") == "v"
-    assert cache.get_or_set(key, never) == "v"
+def test_odd_keys(cache):
+    for key in ("k" * 240, "ü", "a{b}c", "with:colons"):
+        assert cache.get_or_set(key, lambda: "v") == "v"
+        assert cache.get_or_set(key, never) == "v"
 
 
 @pytest.mark.filterwarnings("ignore::django.core.cache.CacheKeyWarning")
@@ -205,47 +171,29 @@ def test_keys_longer_than_a_locks_name(cache, client):
     assert cache.get(longer) == "longer"
 
 
-BAD = [
-    ({"wait": -1}, ValueError, "wait"),
-    ({"wait": "5"}, TypeError, "wait"),
-    ({"wait": float("nan")}, ValueError, "wait"),
-    ({"wait": True}, TypeError, "wait"),
-    ({"expire": 0}, ValueError, "expire"),
-    ({"expire": 0.0001}, ValueError, "expire"),
-    ({"expire": "10"}, TypeError, "expire"),
-    ({"max_hold": 0}, ValueError, "max_hold"),
-    ({"max_hold": []}, TypeError, "max_hold"),
-    ({"auto_renewal": 1}, TypeError, "auto_renewal"),
-    ({"on_wait_timeout": "hope"}, ValueError, "on_wait_timeout"),
-    ({"stale": -1}, ValueError, "stale"),
-    ({"refresh_before": "5"}, TypeError, "refresh_before"),
-    ({"refresh": "later"}, ValueError, "refresh"),
-    ({"should_cache": True}, TypeError, "should_cache"),
-    ({"jitter": 1.5}, ValueError, "jitter"),
-    ({"jitter": "1"}, TypeError, "jitter"),
-    ({"lock": "yes"}, TypeError, "lock"),
-    ({"blocking": True}, TypeError, "blocking"),
-]
+BAD_VALUES = [{"wait": -1}, {"wait": float("nan")}, {"expire": 0}, {"expire": 0.0001}, {"max_hold": 0}]
+BAD_VALUES += [{"on_wait_timeout": "hope"}, {"stale": -1}, {"refresh": "later"}, {"jitter": 1.5}]
+BAD_TYPES = [{"wait": "5"}, {"wait": True}, {"expire": "10"}, {"max_hold": []}, {"auto_renewal": 1}]
+BAD_TYPES += [{"refresh_before": "5"}, {"should_cache": True}, {"jitter": "1"}, {"lock": "yes"}, {"blocking": True}]
 
 
-@pytest.mark.parametrize(("options", "error", "named"), BAD)
-@pytest.mark.parametrize("stored", [False, True])
-def test_bad_arguments_are_refused_at_once_hit_or_miss(cache, options, error, named, stored):
-    if stored:
+@pytest.mark.parametrize(("error", "cases"), [(ValueError, BAD_VALUES), (TypeError, BAD_TYPES)])
+def test_bad_arguments_are_refused_at_once_hit_or_miss(redis_url, error, cases):
+    cache = cache_at(redis_url)
+    for _ in range(2):
+        for options in cases:
+            with pytest.raises(error, match=next(iter(options))):
+                cache.get_or_set("k", never, 60, **options)
         cache.set("k", 1)
-    with pytest.raises(error, match=named):
-        cache.get_or_set("k", never, 60, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"EXPIRY": 1}, {"EXPIRE": "10"}, {"EXPIRE": 0}, {"ON_WAIT_TIMEOUT": "hope"}, {"WAIT": -1}, 5, None, {"expire": 1}],
-)
-def test_wrong_options_are_refused_at_the_first_use_of_the_cache(redis_url, backend, options):
+def test_wrong_options_are_refused_at_the_first_use_of_the_cache(redis_url, backend):
     """And not before: Django's checks make every cache, and ours are to report what is wrong, as a message."""
-    cache = cache_at(redis_url, backend, OPTIONS={"LOCK": options})
-    with pytest.raises(ImproperlyConfigured, match=r"\['LOCK'\]"):
-        cache.get_or_set("k", never)
+    bad_values = [{"EXPIRE": "10"}, {"EXPIRE": 0}, {"ON_WAIT_TIMEOUT": "hope"}, {"WAIT": -1}]
+    for options in ({"EXPIRY": 1}, {"expire": 1}, 5, None, *bad_values):
+        cache = cache_at(redis_url, backend, OPTIONS={"LOCK": options})
+        with pytest.raises(ImproperlyConfigured, match=r"\['LOCK'\]"):
+            cache.get_or_set("k", never)
 
 
 def test_options_are_copied_out_and_never_taken_out_of_the_settings(redis_url, backend):

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
-from django.test import override_settings
 
 from django_redislock.cache.lease.store import glob_to_regex
 from django_redislock.core import Lock, held_locks, reset_all
 from tests.support import monitoring, wait_until
-from tests.support.cache_programs import cache_at, commands, held
+from tests.support.cache_programs import Work, cache_at, commands, held
 
 
 def in_a_loop(awaitable):
     """Await it in a loop of a thread's own, as if somewhere else."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, awaitable).result(20)
+
+
+def base_of(cache, method):
+    """Return the class of Django or of django-redis that has the method."""
+    return next(kind for kind in type(cache).__mro__ if method in vars(kind) and "redislock" not in kind.__module__)
 
 
 def ended(client):
@@ -91,7 +94,7 @@ def test_a_value_set_by_a_plain_client_that_looks_the_same_is_kept_with_its_life
     assert client.pttl(":1:k") <= 5000
 
 
-def test_other_keys_are_not_invalidated(cache, client):
+def test_other_keys_and_a_users_own_locks_are_not_touched(cache, client):
     def compute():
         cache.delete("other")
         cache.delete("k", version=2)
@@ -99,31 +102,25 @@ def test_other_keys_are_not_invalidated(cache, client):
 
     assert cache.get_or_set("k", compute, 60) == "v"
     assert cache.get("k") == "v"
-
-
-def test_who_waits_while_the_value_is_deleted_gets_a_fresh_one(cache, client):
-    """It may have come after the delete, and must not get what was computed from before it."""
-    running, end, calls = threading.Event(), threading.Event(), []
-
-    def compute():
-        calls.append(1)
-        if len(calls) == 1:
-            running.set()
-            assert end.wait(20)
-            return "stale"
-        return "fresh"
-
-    with ThreadPoolExecutor(5) as pool:
-        first = pool.submit(cache.get_or_set, "k", compute, 60)
-        assert running.wait(10)
+    with Lock(client, "k"), Lock(client, ":1:k"):
         cache.delete("k")
-        others = [pool.submit(cache.get_or_set, "k", compute, 60) for _ in range(4)]
+        assert {info.name for info in held_locks(client)} == {"k", ":1:k"}
+
+
+def test_who_waits_while_the_value_is_deleted_gets_a_fresh_one(cache):
+    """It may have come after the delete, and must not get what was computed from before it."""
+    stale, fresh = Work("stale"), []
+    with ThreadPoolExecutor(5) as pool:
+        first = pool.submit(cache.get_or_set, "k", stale, 60)
+        assert stale.running.wait(10)
+        cache.delete("k")
+        others = [pool.submit(cache.get_or_set, "k", lambda: fresh.append(1) or "fresh", 60) for _ in range(4)]
         try:
             assert [other.result(20) for other in others] == ["fresh"] * 4, "none waits for the earlier computation"
         finally:
-            end.set()
+            stale.end.set()
         assert first.result(20) == "stale"
-    assert len(calls) == 2
+    assert (stale.calls, len(fresh)) == (1, 1)
     assert cache.get("k") == "fresh"
 
 
@@ -132,33 +129,28 @@ def test_a_computation_is_not_stored_when_a_delete_removes_what_was_set_after_it
     cache, monkeypatch, method, keys
 ):
     """The set comes between the steps of the delete, whose caller knows nothing of it."""
-    running, end, computed = threading.Event(), threading.Event(), []
-    base = next(kind for kind in type(cache).__mro__ if method in vars(kind) and "redislock" not in kind.__module__)
+    older, computed = Work("older"), []
+    base = base_of(cache, method)
     deletes = getattr(base, method)
-
-    def compute():
-        running.set()
-        assert end.wait(20)
-        return "older"
 
     with ThreadPoolExecutor(1) as pool:
 
         def delete(*args, **kwargs):
-            computed.append(pool.submit(cache.get_or_set, "k", compute, 60))
-            assert running.wait(10)
+            computed.append(pool.submit(cache.get_or_set, "k", older, 60))
+            assert older.running.wait(10)
             cache.set("k", "newer", 60)
             return deletes(*args, **kwargs)
 
         monkeypatch.setattr(base, method, delete)
         getattr(cache, method)(keys)
-        end.set()
+        older.end.set()
         assert computed[0].result(20) == "older"
     assert cache.get("k") is None
 
 
 def test_what_was_computed_between_the_steps_of_a_delete_is_deleted_too(cache, monkeypatch):
     """It may have begun before the delete."""
-    base = next(kind for kind in type(cache).__mro__ if "delete" in vars(kind) and "redislock" not in kind.__module__)
+    base = base_of(cache, "delete")
     deletes = base.delete
 
     def delete(*args, **kwargs):
@@ -175,7 +167,7 @@ def test_what_was_computed_between_the_steps_of_a_delete_is_deleted_too(cache, m
 @pytest.mark.parametrize("write", ["set", "add", "set_many"])
 def test_what_was_computed_before_a_brief_value_and_stored_after_it_is_deleted(cache, monkeypatch, write):
     """The process that wrote the value paused before it ended the leases."""
-    base = next(kind for kind in type(cache).__mro__ if write in vars(kind) and "redislock" not in kind.__module__)
+    base = base_of(cache, write)
     writes = getattr(base, write)
 
     def write_and_pause(*args, **kwargs):
@@ -189,19 +181,13 @@ def test_what_was_computed_before_a_brief_value_and_stored_after_it_is_deleted(c
     assert cache.get("k") is None
 
 
-def test_a_delete_costs_one_script_and_returns_what_the_base_class_returns(cache, client):
+def test_a_delete_costs_one_script_and_returns_what_the_base_class_returns_and_a_set_costs_nothing_more(cache, client):
     cache.delete("k")  # the node of the key gets the script
-    cache.set("k", 1)
-    with monitoring(client) as sent:
-        assert cache.delete("k") is True
-    assert commands(sent) == ["DEL", "EVALSHA"]
-    assert cache.delete("k") is False
-
-
-def test_a_set_costs_nothing_more(cache, client):
     with monitoring(client) as sent:
         cache.set("k", 1, 60)
-    assert commands(sent) == ["SET"]
+        assert cache.delete("k") is True
+    assert commands(sent) == ["SET", "DEL", "EVALSHA"]
+    assert cache.delete("k") is False
 
 
 @pytest.mark.one_server("on a Cluster a script is about one slot")
@@ -221,31 +207,14 @@ def test_deleting_nothing(cache):
     cache.set_many({}, 0)
 
 
-def test_a_users_own_lock_is_not_touched_by_a_delete(cache, client):
-    with Lock(client, "k"), Lock(client, ":1:k"):
-        cache.delete("k")
-        assert {info.name for info in held_locks(client)} == {"k", ":1:k"}
-
-
-def test_disabled_a_delete_is_the_base_classs(cache, client):
-    with override_settings(DJANGO_REDISLOCK={"ENABLED": False}), monitoring(client) as sent:
-        cache.delete("k")
-    assert commands(sent) == ["DEL"]
-
-
 @pytest.mark.one_server("tests/cache/test_cluster_cache.py has it for a Cluster")
-def test_a_deletion_when_redis_is_down_fails_as_in_the_base_class(own_server, backend):
-    cache = cache_at(own_server.url, backend)
+def test_a_deletion_when_redis_is_down_fails_as_in_the_base_class_or_is_forgiven(own_server, backend):
+    strict, cache = cache_at(own_server.url, backend), cache_at(own_server.url, OPTIONS={"IGNORE_EXCEPTIONS": True})
     cache.set("k", 1)
+    strict.get("k")
     own_server.kill()
     with pytest.raises(redis.ConnectionError):
-        cache.delete("k")
-
-
-def test_a_deletion_when_redis_is_down_may_be_forgiven(own_server):
-    cache = cache_at(own_server.url, OPTIONS={"IGNORE_EXCEPTIONS": True})
-    cache.set("k", 1)
-    own_server.kill()
+        strict.delete("k")
     assert not cache.delete("k")
     cache.delete_many(["k"])
     cache.set("k", 1, 0)
@@ -290,49 +259,27 @@ def test_what_deletes_tries_a_server_that_is_down_once_when_errors_are_ignored(o
     assert not asked
 
 
-@pytest.mark.parametrize("pattern", ["x*", "k?", "K", r"\*", r"\?", "[a-k]k"])
-def test_a_pattern_that_does_not_match_ends_nothing(redis_url, pattern):
+def test_a_pattern_that_does_not_match_ends_nothing(redis_url):
     cache = cache_at(redis_url)
-    assert cache.get_or_set("k", lambda: cache.delete_pattern(pattern) or "v", 60) == "v"
-    assert cache.get("k") == "v"
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "*",
-        "a?c",
-        "a[b]c",
-        "[ab]*",
-        "[^b]*",
-        "a[a-c]c",
-        r"a\*c",
-        r"\a*",
-        "a.c",
-        "[",
-        "a[",
-        "a[^b]c",
-        "[a",
-        "]",
-        "[]a]",
-        "[c-a]*",
-        r"a[\]]",
-    ],
-)
-def test_patterns_match_as_those_of_redis(client, pattern):
-    names = ["abc", "a*c", "a.c", "bbc", "a", "[", "]", "a[", "a]", "^"]
-    for name in names:
-        client.set(name, 1)
-    found = {name.decode() for name in client.keys(pattern)}
-    matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
-    missed = {name for name in found if not matches(name)}
-    assert not missed, "more may match, but never less"
-
-
-def test_a_pattern_ends_computations_of_its_own_version_only(redis_url):
-    cache = cache_at(redis_url)
+    for pattern in ("x*", "k?", "K", r"\*", r"\?", "[a-k]k"):
+        assert cache.get_or_set("k", lambda pattern=pattern: cache.delete_pattern(pattern) or "v", 60) == "v"
+        assert cache.get("k") == "v"
+        cache.delete("k")
     assert cache.get_or_set("k", lambda: cache.delete_pattern("*", version=2) or "v", 60) == "v"
     assert cache.get("k") == "v"
+
+
+PATTERNS = ["*", "a?c", "a[b]c", "[ab]*", "[^b]*", "a[a-c]c", r"a\*c", r"\a*", "a.c"]
+PATTERNS += ["[", "a[", "a[^b]c", "[a", "]", "[]a]", "[c-a]*", r"a[\]]"]
+
+
+def test_patterns_match_as_those_of_redis(client):
+    names = ["abc", "a*c", "a.c", "bbc", "a", "[", "]", "a[", "a]", "^"]
+    client.mset(dict.fromkeys(names, 1))
+    for pattern in PATTERNS:
+        matches = re.compile(glob_to_regex(pattern), re.DOTALL).fullmatch
+        missed = {name for name in map(bytes.decode, client.keys(pattern)) if not matches(name)}
+        assert not missed, f"{pattern}: more may match, but never less"
 
 
 @pytest.mark.filterwarnings("ignore::django.core.cache.CacheKeyWarning")

@@ -17,6 +17,7 @@ from django_redislock.connections import connection_names
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockLost, NotAcquired
 from django_redislock.testing import assert_locked, unlocked
 from tests.support import in_threads, wait_until
+from tests.support.cache_programs import cache_at
 
 
 @pytest.fixture(params=["LocMemCache", "DummyCache"])
@@ -59,6 +60,10 @@ def test_get_or_set_takes_every_option(cache, keeps):
         cache.get_or_set("k", lambda: 1, 300, tale=60)
     with pytest.raises(ValueError, match="refresh must be"):
         cache.get_or_set("k", lambda: 1, 300, refresh="later")
+    with pytest.raises(ValueError, match="refresh_before must be less than the timeout of 10 s"):
+        cache.get_or_set("k", lambda: 1, 10, refresh_before=20)
+    cache.clear()
+    assert cache.get("k") is None
 
 
 def test_get_or_set_of_many_and_of_tasks(cache, keeps):
@@ -66,49 +71,24 @@ def test_get_or_set_of_many_and_of_tasks(cache, keeps):
         return 7
 
     async def load_many(keys):
-        return {key: key * 2 for key in keys}
+        return {key: key * 2 for key in [*keys, "unasked"]}
 
-    assert cache.get_or_set_many(["a", "b"], lambda keys: dict.fromkeys(keys, 1), 60) == {"a": 1, "b": 1}
+    assert cache.get_or_set_many(["a", "b"], lambda keys: dict.fromkeys([*keys, "more"], 1), 60) == {"a": 1, "b": 1}
     assert asyncio.run(cache.aget_or_set("k", load, 60, stale=60)) == 7
     assert asyncio.run(cache.aget_or_set_many(["a", "c"], load_many, 60)) == {"a": 1 if keeps else "aa", "c": "cc"}
+    assert (cache.get("more"), cache.get("unasked")) == (None, None), "nobody asked for them"
 
 
-@pytest.mark.parametrize("way", ["sync", "async"])
-def test_values_that_nobody_asked_for_are_neither_returned_nor_stored(cache, way):
-    if way == "sync":
-        assert cache.get_or_set_many(["a"], lambda keys: {"a": 1, "b": 2}, 60) == {"a": 1}
-    else:
-        assert asyncio.run(cache.aget_or_set_many(["a"], lambda keys: {"a": 1, "b": 2}, 60)) == {"a": 1}
-    assert cache.get("b") is None
-
-
-def test_a_value_that_would_be_due_at_once_is_refused(cache):
-    with pytest.raises(ValueError, match="refresh_before must be less than the timeout of 10 s"):
-        cache.get_or_set("k", lambda: 1, 10, refresh_before=20)
-
-
-@pytest.mark.parametrize("way", ["get_or_set", "aget_or_set", "get_or_set_many"])
-def test_what_should_not_be_cached_is_not(cache, way):
+def test_what_should_not_be_cached_is_not(cache, redis_url):
     options = {"should_cache": lambda value: value is not None}
-    if way == "get_or_set":
-        assert cache.get_or_set("k", lambda: None, 60, **options) is None
-    elif way == "aget_or_set":
-        assert asyncio.run(cache.aget_or_set("k", lambda: None, 60, **options)) is None
-    else:
-        assert cache.get_or_set_many(["k"], lambda keys: {"k": None}, 60, **options) == {"k": None}
-    assert cache.get("k", "nothing") == "nothing"
-
-
-@pytest.mark.parametrize("off", ["lock=False", "unlocked"])
-def test_what_should_not_be_cached_is_not_without_locks_either(redis_url, off):
-    redis = caches["default"]
-    assert isinstance(redis, ComputeOnceMixin)
-    if off == "unlocked":
-        with unlocked():
-            redis.get_or_set("k", lambda: None, 60, should_cache=bool)
-    else:
-        redis.get_or_set("k", lambda: None, 60, should_cache=bool, lock=False)
-    assert redis.get("k", "nothing") == "nothing"
+    assert cache.get_or_set("k", lambda: None, 60, **options) is None
+    assert asyncio.run(cache.aget_or_set("k", lambda: None, 60, **options)) is None
+    assert cache.get_or_set_many(["k"], lambda keys: {"k": None}, 60, **options) == {"k": None}
+    redis = cache_at(redis_url)
+    with unlocked():
+        redis.get_or_set("k", lambda: None, 60, **options)
+    redis.get_or_set("k", lambda: None, 60, lock=False, **options)
+    assert (cache.get("k", "nothing"), redis.get("k", "nothing")) == ("nothing", "nothing")
 
 
 def test_cached_functions_take_their_options(cache, keeps):
@@ -124,12 +104,6 @@ def test_cached_functions_take_their_options(cache, keeps):
     load.invalidate(1)
     assert load(1) == 1
     assert len(calls) == (4 if keeps else 5)
-
-
-def test_clear_forgets_the_values(cache):
-    cache.set("k", 1)
-    cache.clear()
-    assert cache.get("k") is None
 
 
 # Locks
@@ -164,6 +138,12 @@ def test_who_waits_gets_the_lock_when_it_is_released(cache):
     held.release()
     thread.join(60)
     assert got == [True]
+    shared = cache.lock("c", thread_local=False)
+    assert shared.acquire()
+    thread = threading.Thread(target=shared.release)
+    thread.start()
+    thread.join(60)
+    assert not cache.lock("c").locked(), "any thread may release it"
 
 
 def test_the_former_holder_hears_who_force_released_its_lock(cache):
@@ -224,15 +204,6 @@ def test_reset_all_and_reset_take_the_locks(cache):
         assert cache.lock("a").reset() is False
     with pytest.raises(LockLost), cache.lock("a"):
         assert cache.reset_all() == 1
-
-
-def test_any_thread_may_release_a_lock_by_its_id(cache):
-    lock = cache.lock("a", thread_local=False)
-    assert lock.acquire()
-    thread = threading.Thread(target=lock.release)
-    thread.start()
-    thread.join(60)
-    assert not cache.lock("a").locked()
 
 
 def test_what_testing_offers_works_with_them(cache):

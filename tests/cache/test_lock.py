@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
@@ -11,17 +10,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
 from django_redislock.core import Lock, held_locks
-from django_redislock.exceptions import AcquireTimeout, NotAcquired
 from tests.support import wait_until
 from tests.support.cache_programs import cache_at, cache_is_computing, held
-
-
-def in_thread(function):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join(20)
-    return results[0]
 
 
 def test_it_is_a_lock_of_this_caches_prefix_and_version(redis_url, backend, client):
@@ -32,78 +22,27 @@ def test_it_is_a_lock_of_this_caches_prefix_and_version(redis_url, backend, clie
     assert not held(client)
 
 
-@pytest.mark.parametrize("life", [{"timeout": 5}, {"expire": 5}])
-def test_a_life_given_in_either_word_is_its_life_and_not_renewed(cache, client, life):
-    with cache.lock("a", **life):
-        (info,) = held_locks(client)
-        assert (info.expire, info.auto_renewal) == (5, False)
-    with cache.lock("a", **life, auto_renewal=True):
-        assert [info.auto_renewal for info in held_locks(client)] == [True]
-
-
-def test_without_a_life_it_is_renewed_while_its_holder_lives(cache, client):
+def test_a_life_given_in_either_word_is_its_life_and_not_renewed_and_without_one_the_holder_renews_it(cache, client):
+    for life in ({"timeout": 5}, {"expire": 5}):
+        with cache.lock("a", **life):
+            (info,) = held_locks(client)
+            assert (info.expire, info.auto_renewal) == (5, False)
+        with cache.lock("a", **life, auto_renewal=True):
+            assert [info.auto_renewal for info in held_locks(client)] == [True]
     with override_settings(DJANGO_REDISLOCK={"EXPIRE": 11}), cache.lock("a"):
         (info,) = held_locks(client)
         assert (info.expire, info.auto_renewal) == (11, True)
 
 
-def test_both_names_of_its_life_are_one_too_many(cache):
-    with pytest.raises(TypeError, match="expire or timeout"):
-        cache.lock("a", expire=5, timeout=5)
+BAD_VALUES = [{"expire": 0}, {"timeout": -1}, {"blocking_timeout": -1}, {"id": ""}]
+BAD_TYPES = [{"timeout": "5"}, {"expire": 5, "timeout": 5}, {"id": 5}, {"auto_renewal": "yes"}, {"strict": True}]
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"expire": 0}, ValueError),
-        ({"timeout": -1}, ValueError),
-        ({"timeout": "5"}, TypeError),
-        ({"blocking_timeout": -1}, ValueError),
-        ({"id": ""}, ValueError),
-        ({"id": 5}, TypeError),
-        ({"auto_renewal": "yes"}, TypeError),
-        ({"strict": True}, TypeError),
-    ],
-)
-def test_bad_arguments(cache, options, error):
-    with pytest.raises(error):
-        cache.lock("a", **options)
-
-
-def test_the_words_of_django_redis(cache):
-    with cache.lock("a", timeout=20):
-        started = time.monotonic()
-        lock = cache.lock("a", timeout=20, sleep=0.01, blocking=True, blocking_timeout=0.2, thread_local=True)
-        with pytest.raises(AcquireTimeout), lock:
-            raise AssertionError("two holders")
-        assert time.monotonic() - started >= 0.2
-        with pytest.raises(AcquireTimeout), cache.lock("a", blocking=False):
-            raise AssertionError("two holders")
-
-
-def test_without_thread_local_any_thread_may_release(cache):
-    lock = cache.lock("a", thread_local=False)
-    assert lock.acquire()
-    in_thread(lock.release)
-    assert not lock.locked()
-    lock = cache.lock("a")
-    assert lock.acquire()
-
-    def release():
-        with pytest.raises(NotAcquired):
-            lock.release()
-        return True
-
-    assert in_thread(release)
-    lock.release()
-
-
-def test_the_words_of_python_redis_lock(cache):
-    lock = cache.lock("a", expire=20, id="mine", auto_renewal=False)
-    assert lock.acquire()
-    assert lock.id == "mine"
-    cache.lock("a", id="mine").release()
-    assert not lock.locked()
+@pytest.mark.parametrize(("error", "cases"), [(ValueError, BAD_VALUES), (TypeError, BAD_TYPES)])
+def test_bad_arguments(redis_url, error, cases):
+    for options in cases:
+        with pytest.raises(error):
+            cache_at(redis_url).lock("a", **options)
 
 
 def test_another_client_may_be_given(cache, server):
@@ -122,42 +61,27 @@ def test_locked_get_or_set_creates_once(cache, client):
 
 
 @pytest.mark.parametrize("options", [{}, {"lock_key": "l"}, {"id": "mine"}])
-def test_a_creator_that_returns_none_is_a_value_error_there_only(cache, client, options):
+def test_none_is_no_value_there_only(cache, client, options):
     with pytest.raises(ValueError, match="must return a value"):
         cache.locked_get_or_set("k", lambda: None, **options)
     assert not held(client)
     assert cache.get_or_set("k", lambda: None) is None
-
-
-@pytest.mark.parametrize("options", [{}, {"lock_key": "l"}])
-def test_a_none_that_is_stored_counts_as_missing_there(cache, options):
-    cache.set("k", None)
-    assert cache.locked_get_or_set("k", lambda: 5, **options) == 5
+    assert cache.locked_get_or_set("k", lambda: 5, **options) == 5, "one that is stored counts as missing"
     assert cache.get("k") == 5
 
 
-def test_calls_with_one_lock_key_exclude_each_other(cache, client):
+def test_calls_with_one_lock_key_exclude_each_other_and_who_waits_gets_the_value(cache, client):
     def create():
         (info,) = held_locks(client)
-        assert info.name == ":1:one for both"
-        assert info.id == "mine"
+        assert (info.name, info.id) == (":1:one for both", "mine")
+        waiting.append(pool.submit(cache.locked_get_or_set, "k", lambda: 1 / 0, lock_key="one for both"))
+        wait_until(lambda: [info.waiting for info in held_locks(client)] == [1])
         return 5
 
-    assert cache.locked_get_or_set("k", create, lock_key="one for both", id="mine") == 5
-    assert cache.locked_get_or_set("k", lambda: 1 / 0, lock_key="one for both") == 5
-
-
-def test_who_waits_for_a_lock_key_gets_the_value_that_was_created_meanwhile(cache, client):
-    with cache.lock("l"):
-        results = []
-        thread = threading.Thread(
-            target=lambda: results.append(cache.locked_get_or_set("k", lambda: "second", lock_key="l"))
-        )
-        thread.start()
-        wait_until(lambda: [info.waiting for info in held_locks(client)] == [1])
-        cache.set("k", "first")
-    thread.join(20)
-    assert results == ["first"]
+    waiting: list = []
+    with ThreadPoolExecutor(1) as pool:
+        assert cache.locked_get_or_set("k", create, lock_key="one for both", id="mine") == 5
+        assert waiting[0].result(20) == 5
 
 
 # reset_all

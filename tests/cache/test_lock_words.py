@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,6 +30,9 @@ def ours(request, redis_url):
     return cache_at(redis_url, request.param)
 
 
+BRIEFLY = [{"blocking": False}, {"blocking_timeout": 0.2}, {"blocking": False, "blocking_timeout": 9}]
+
+
 def elsewhere(function):
     """Return what the function returns in another thread."""
     with ThreadPoolExecutor(1) as pool:
@@ -51,48 +55,29 @@ def ttl(client):
     return lambda lock: client.pttl(lock._keys.lock if isinstance(lock, Lock) else lock.name) / 1000
 
 
-def test_a_block_holds_the_lock(cache):
-    with cache.lock("somekey") as lock:
-        assert lock.locked()
-        assert lock.owned()
-        assert not cache.lock("somekey").acquire(blocking=False)
-    assert not cache.lock("somekey").locked()
-
-
 def test_acquire_and_release(cache):
-    lock = cache.lock("somekey", timeout=10)
-    assert token_of(lock) is None
+    lock, other = cache.lock("somekey", timeout=10), cache.lock("somekey", timeout=10)
+    assert (token_of(lock), lock.locked(), lock.owned()) == (None, False, False)
     assert lock.acquire(blocking=True)
     assert isinstance(token_of(lock), bytes)
+    assert (lock.locked(), lock.owned(), other.locked(), other.owned()) == (True, True, True, False)
+    assert not lock.acquire(blocking=False), "not again by a try"
     assert lock.release() is None
-    assert token_of(lock) is None
-    assert not lock.owned()
+    assert (token_of(lock), lock.locked(), lock.owned()) == (None, False, False)
 
 
-@pytest.mark.parametrize(
-    "options", [{"blocking": False}, {"blocking_timeout": 0.2}, {"blocking": False, "blocking_timeout": 9}]
-)
-def test_acquire_without_arguments_uses_what_the_lock_was_made_with(cache, options):
+def test_acquire_uses_what_the_lock_was_made_with_or_what_it_is_given(cache):
     with cache.lock("a"):
-        assert cache.lock("a", **options).acquire() is False
-    assert cache.lock("a", timeout=5, **options).acquire() is True
-
-
-@pytest.mark.parametrize(
-    "options", [{"blocking": False}, {"blocking_timeout": 0.2}, {"blocking": False, "blocking_timeout": 9}]
-)
-def test_acquire_takes_what_the_lock_was_not_made_with(cache, options):
-    with cache.lock("a"):
-        assert cache.lock("a").acquire(**options) is False
-
-
-def test_what_acquire_is_not_given_stays_as_the_lock_was_made(cache):
-    with cache.lock("a"):
+        for options in BRIEFLY:
+            assert cache.lock("a", **options).acquire() is False
+            assert cache.lock("a").acquire(**options) is False
         assert not cache.lock("a", blocking_timeout=0.1).acquire(blocking=True)
         assert not cache.lock("a", blocking=False, blocking_timeout=0.1).acquire(blocking=True)
         assert not cache.lock("a", blocking=False).acquire(blocking_timeout=60)
         assert not cache.lock("a", blocking=False).acquire(blocking=None)
         assert not cache.lock("a", blocking_timeout=0.1).acquire(blocking_timeout=None)
+    for number, options in enumerate(BRIEFLY):
+        assert cache.lock(f"free {number}", timeout=5, **options).acquire() is True
 
 
 def test_arguments_by_position_are_in_redis_pys_order(cache, client):
@@ -122,22 +107,16 @@ def test_the_token_of_an_acquisition_may_be_given(cache):
         assert token_of(lock) is None
 
 
-def test_two_who_acquire_by_one_token_keep_each_other_out(cache):
-    lock, other = cache.lock("a", timeout=20), cache.lock("a", timeout=20)
+def test_two_who_acquire_by_one_token_keep_each_other_out(cache, ttl):
+    lock, other = cache.lock("a", timeout=20), cache.lock("a", timeout=90)
     assert lock.acquire(token="host")
     assert not elsewhere(lambda: other.acquire(blocking=False, token="host"))
+    assert ttl(lock) <= 20, "nor does it live longer"
     assert not elsewhere(lambda: other.acquire(blocking_timeout=0.3, token="host"))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: (other.acquire(token="host"), other.release()))
         lock.release()
         assert waiting.result(20)[0]
-
-
-def test_a_try_by_the_token_of_another_does_not_lengthen_its_life(cache, ttl):
-    lock = cache.lock("a", timeout=20)
-    assert lock.acquire(token="host")
-    assert not elsewhere(lambda: cache.lock("a", timeout=90).acquire(blocking=False, token="host"))
-    assert ttl(lock) <= 20
 
 
 def test_a_lock_is_released_elsewhere_by_its_token(cache):
@@ -156,82 +135,54 @@ def test_a_lock_is_released_elsewhere_by_its_token(cache):
     assert not lock.locked()
 
 
-def test_locked_and_owned(cache):
-    lock, other = cache.lock("a", timeout=10), cache.lock("a", timeout=10)
-    assert (lock.locked(), lock.owned()) == (False, False)
-    assert lock.acquire()
-    assert (lock.locked(), lock.owned(), other.locked(), other.owned()) == (True, True, True, False)
-    lock.release()
-    assert (lock.locked(), lock.owned()) == (False, False)
-
-
-def test_extend_adds_to_what_is_left_and_says_true(cache, ttl):
+def test_extend_adds_to_what_is_left_or_sets_it_and_reacquire_gives_the_lock_its_life_again(cache, ttl):
     with cache.lock("a", timeout=10) as lock:
         assert lock.extend(10) is True
         assert 15 < ttl(lock) <= 20
         assert lock.extend(additional_time=0.5) is True
         assert 15 < ttl(lock) <= 20.5
-
-
-def test_extend_with_replace_ttl_sets_what_is_left(cache, ttl):
-    with cache.lock("a", timeout=10) as lock:
+        assert lock.reacquire() is True
+        assert ttl(lock) <= 10
         assert lock.extend(60, True) is True
         assert 55 < ttl(lock) <= 60
         assert lock.extend(5, replace_ttl=True) is True
         assert ttl(lock) <= 5
-
-
-def test_reacquire_gives_the_lock_its_life_again(cache, ttl):
-    with cache.lock("a", timeout=10) as lock:
-        lock.extend(5, replace_ttl=True)
         assert lock.reacquire() is True
         assert 5 < ttl(lock) <= 10
-        lock.extend(30)
-        assert lock.reacquire() is True
-        assert ttl(lock) <= 10
 
 
-@pytest.mark.parametrize("word", ["release", "reacquire", "extend"])
-def test_what_is_not_held_is_a_lock_error(cache, word):
+WORDS = {"release": lambda lock: lock.release(), "reacquire": lambda lock: lock.reacquire()}
+WORDS |= {"extend": lambda lock: lock.extend(1)}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_what_is_not_held_is_a_lock_error_and_what_was_lost_is_not_owned_any_more(cache, client, word):
     lock = cache.lock("a", timeout=10)
     with pytest.raises(LockError):
-        getattr(lock, word)(*[1] if word == "extend" else [])
+        WORDS[word](lock)
     assert lock.acquire()
     lock.release()
     with pytest.raises(LockError):
-        getattr(lock, word)(*[1] if word == "extend" else [])
-
-
-@pytest.mark.parametrize("word", ["release", "reacquire", "extend"])
-def test_what_was_lost_is_not_owned_any_more(cache, client, word):
-    lock = cache.lock("a", timeout=10)
+        WORDS[word](lock)
     assert lock.acquire()
     client.flushdb()
     with pytest.raises(LockNotOwnedError):
-        getattr(lock, word)(*[1] if word == "extend" else [])
+        WORDS[word](lock)
 
 
 def test_a_lock_that_is_not_free_in_time_is_a_lock_error(cache):
     with cache.lock("a"):
-        for options in ({"blocking_timeout": 0.1}, {"blocking": False}):
-            try:
-                with cache.lock("a", **options):
-                    raise AssertionError
-            except LockError:
-                pass
+        for options in BRIEFLY:
+            started = time.monotonic()
+            with pytest.raises(LockError), cache.lock("a", **options):
+                raise AssertionError("two holders")
+            assert time.monotonic() - started >= (0.2 if options.get("blocking", True) else 0)
 
 
 def test_a_block_that_lost_its_lock_ends_with_an_error_that_redis_py_knows(cache, client):
     for error in (LockNotOwnedError, LockError, redis.RedisError, ValueError):
         with pytest.raises(error), cache.lock("a", timeout=10):
             client.flushdb()
-
-
-def test_a_lock_that_is_held_is_not_acquired_again_by_a_try(cache):
-    lock = cache.lock("a", timeout=10)
-    assert lock.acquire(blocking=False)
-    assert not lock.acquire(blocking=False)
-    lock.release()
 
 
 def test_another_thread_has_a_token_of_its_own(cache):
@@ -257,19 +208,13 @@ def test_without_thread_local_any_thread_may_release_and_the_lock_may_be_acquire
         assert elsewhere(lambda: token_of(lock)) == token
         assert elsewhere(lambda: lock.extend(1)) is True
         assert elsewhere(lock.owned)
+        assert not elsewhere(lambda: lock.acquire(blocking=False)), "threads still exclude each other"
+        assert not elsewhere(lambda: lock.acquire(blocking_timeout=0.2))
         elsewhere(lock.release)
         assert token_of(lock) is None
     assert lock.acquire(token="mine")
     elsewhere(lock.release)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def test_without_thread_local_threads_still_exclude_each_other(cache):
-    lock = cache.lock("a", timeout=10, thread_local=False)
-    assert lock.acquire()
-    assert not elsewhere(lambda: lock.acquire(blocking=False))
-    assert not elsewhere(lambda: lock.acquire(blocking_timeout=0.2))
-    lock.release()
 
 
 def test_a_lock_ends_with_its_timeout(cache):

@@ -10,9 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from django_redislock.cache.lease import single_flight
-from django_redislock.core.driver.async_server import AsyncServer
 from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
-from django_redislock.core.driver.server import Server
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import cache_programs, wait_until
 from tests.support.cache_programs import cache_at, cache_elsewhere, lease_elsewhere, never, upper, waiters
@@ -45,42 +43,30 @@ def test_overlapping_callers_in_opposite_orders_compute_each_key_once(redis_url,
 
 
 def test_a_single_key_shares_with_many(cache):
-    running, end = threading.Event(), threading.Event()
-
-    def compute(keys):
-        running.set()
-        assert end.wait(20)
-        return upper(keys)
-
+    work = Held()
     with ThreadPoolExecutor(2) as pool:
-        several = pool.submit(cache.get_or_set_many, ["a", "b"], compute, 60)
-        assert running.wait(10)
-        one = pool.submit(cache.get_or_set, "b", lambda: 1 / 0, 60)
+        several = pool.submit(cache.get_or_set_many, ["a", "b"], work.then(upper), 60)
+        assert work.running.wait(10)
+        one = pool.submit(cache.get_or_set, "b", never, 60)
         wait_until(lambda: cache_programs.followers() == 1)
-        end.set()
+        work.end.set()
         assert several.result(20) == {"a": "A", "b": "B"}
         assert one.result(20) == "B"
 
 
 def test_who_follows_a_caller_of_many_does_not_wait_while_that_one_computes_other_keys(cache, client):
     """Another process has the lease of "b", and stores "b" while this one computes "a" and "c"."""
-    running, end = threading.Event(), threading.Event()
-
-    def compute(keys):
-        running.set()
-        assert end.wait(20)
-        return upper(keys)
-
+    work = Held()
     with ThreadPoolExecutor(2) as pool, lease_elsewhere(client, "b"):
-        several = pool.submit(cache.get_or_set_many, ["a", "b", "c"], compute, 60)
-        assert running.wait(10)
+        several = pool.submit(cache.get_or_set_many, ["a", "b", "c"], work.then(upper), 60)
+        assert work.running.wait(10)
         one = pool.submit(cache.get_or_set, "b", never, 60)
         wait_until(lambda: waiters(client, "b") or cache_programs.followers())
         cache.set("b", "theirs", 60)
         try:
             assert one.result(10) == "theirs"
         finally:
-            end.set()
+            work.end.set()
         assert several.result(20) == {"a": "A", "b": "theirs", "c": "C"}
 
 
@@ -144,27 +130,14 @@ class Held:
 @pytest.mark.one_server("on a Cluster each node takes round trips of its own")
 @pytest.mark.parametrize("count", [10, 100])
 def test_however_many_another_process_computes_they_are_asked_for_twice_and_waited_for_at_once(
-    cache, elsewhere, many, client, monkeypatch, count
+    elsewhere, many, client, effects, count
 ):
     keys = [f"k{number}" for number in range(count)]
-    work, asked, seen = Held(), [], threading.local()
+    work, waiting = Held(), []
     many(["warm"], upper)
 
-    def note(driver):
-        do = driver._do
-
-        def noting(self, effect, *args):
-            if hasattr(seen, "waits"):
-                asked.append(effect)
-            return do(self, effect, *args)
-
-        monkeypatch.setattr(driver, "_do", noting)
-
-    note(Server)
-    note(AsyncServer)
-
     def wait():
-        seen.waits = True
+        waiting.append(threading.get_ident())
         return many(keys, never)
 
     with ThreadPoolExecutor(2) as pool:
@@ -174,6 +147,7 @@ def test_however_many_another_process_computes_they_are_asked_for_twice_and_wait
         wait_until(lambda: all(waiters(client, key) == 1 for key in keys))
         work.end.set()
         assert waiter.result(20) == leader.result(20) == upper(keys)
+    asked = [effect for thread, effect in effects if thread in waiting]
     asks = [len(effect.calls) for effect in asked if isinstance(effect, ScriptBatch)]
     assert not any(isinstance(effect, ScriptCall) for effect in asked)
     assert len([number for number in asks if number > 1]) == 2, "whether it is to compute, and to be told"

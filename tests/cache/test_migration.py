@@ -13,9 +13,7 @@ from django.template import engines
 from django.test import RequestFactory, override_settings
 from django.views.decorators.cache import cache_page
 
-from django_redislock import LockLost
-from django_redislock.core import Lock
-from tests.support.cache_programs import base_at, cache_at, held
+from tests.support.cache_programs import held
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.rst").read_text()
 SECTIONS = [
@@ -44,20 +42,6 @@ def test_its_settings_and_its_code_run(redis_url, client, title, text):
         for block in code:
             exec(block, {"cache": caches["default"]})
     assert not held(client)
-
-
-def test_old_and_new_processes_serve_from_one_cache(redis_url, backend):
-    old, new = base_at(redis_url, backend), cache_at(redis_url, backend)
-    assert new.get_or_set("k", lambda: {"a": 1}, 60) == {"a": 1}
-    assert old.get("k") == {"a": 1}
-    old.set("l", [1], 60)
-    assert new.get_or_set("l", lambda: 1 / 0) == [1]
-
-
-def test_a_lost_lock_is_lock_lost(redis_url, client):
-    cache = cache_at(redis_url)
-    with pytest.raises(LockLost), cache.lock("k", timeout=60):
-        assert Lock(client, ":1:k").reset()
 
 
 def test_sessions_fragments_and_pages_of_django_work_as_before(redis_url, backend):

@@ -68,6 +68,24 @@ def waiting_for(cache, *keys):
     return number
 
 
+def test_a_key_may_be_wanted_while_it_is_computed(cache):
+    def outer():
+        return ["outer", cache.get_or_set("inner", lambda: ["inner", cache.get_or_set("outer", lambda: "end")])]
+
+    async def aouter():
+        return ["outer", await cache.aget_or_set("ainner", ainner)]
+
+    async def ainner():
+        return ["inner", await cache.aget_or_set("aouter", lambda: "end")]
+
+    started = time.monotonic()
+    assert cache.get_or_set("outer", outer) == ["outer", ["inner", "end"]]
+    assert asyncio.run(cache.aget_or_set("aouter", aouter)) == ["outer", ["inner", "end"]]
+    own = cache.get_or_set("k", lambda: ["k", cache.get_or_set("k", lambda: "inner")])
+    assert own == cache.get("k") == ["k", "inner"]
+    assert time.monotonic() - started < 5 + BUSY, "far below the 30 s that a caller waits at most"
+
+
 @pytest.mark.parametrize("way", ["there", "back"])
 @pytest.mark.parametrize("kind", ["threads", "tasks"])
 def test_pages_that_need_one_menu_compute_it_once(caches, pool, kind, way):

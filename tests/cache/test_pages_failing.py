@@ -7,7 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from django.core.exceptions import PermissionDenied
 from django.http import HttpResponse, StreamingHttpResponse
 from django.views.decorators.vary import vary_on_headers
 
@@ -17,27 +16,6 @@ from tests.support.cache_programs import followers, held
 from tests.support.pages import counted_page, get
 
 pytestmark = pytest.mark.usefixtures("caches_in_settings")
-
-
-def test_what_a_view_raises_is_for_its_own_request_alone():
-    running, end = threading.Event(), threading.Event()
-
-    def guarded(request):
-        if "Allowed" not in request.headers:
-            running.set()
-            assert end.wait(20)
-            raise PermissionDenied
-        return HttpResponse("secret")
-
-    view, _ = counted_page(guarded)
-    with ThreadPoolExecutor(2) as pool:
-        denied = pool.submit(view, get())
-        assert running.wait(10)
-        allowed = pool.submit(view, get(allowed="yes"))
-        wait_until(lambda: followers() == 1)
-        end.set()
-        assert isinstance(denied.exception(20), PermissionDenied)
-        assert allowed.result(20).content == b"secret"
 
 
 class Gate:

@@ -23,28 +23,23 @@ def only(lines, event):
     return [line for line in lines if line["event"] == event]
 
 
-@pytest.fixture
-def asking(client, redis_url, run_python):
-    """``asking(3, …)`` starts processes that ask for "k" when told, and waits until they are ready."""
+def computing_of(processes):
+    """Wait until one of the processes computes, and return it."""
+    (one,) = wait_until(lambda: [process for process in processes if only(process.lines, "computing")])
+    return one
 
-    def start(count, backend="RedisCache", options=None, lock=None, url=redis_url):
-        processes = [
-            run_python(cache_programs.ask, url, backend, "k", f"by {number}", options or {}, lock)
-            for number in range(count)
+
+@pytest.fixture
+def one_computes(client, redis_url, run_python):
+    """``one_computes(3, …)`` returns a process that computes "k", and a list of three others that wait for it."""
+
+    def start(others, backend="RedisCache", lock=None):
+        first, *rest = [
+            run_python(cache_programs.ask, redis_url, backend, "k", f"by {number}", {}, lock)
+            for number in range(1 + others)
         ]
-        for process in processes:
+        for process in (first, *rest):
             process.wait_for(event="ready")
-        return processes
-
-    return start
-
-
-@pytest.fixture
-def one_computes(client, asking):
-    """Return a process that computes, and others that wait for it."""
-
-    def start(others, **options):
-        first, *rest = asking(1 + others, **options)
         first.send("ask")
         first.wait_for(event="computing")
         for process in rest:
@@ -64,7 +59,7 @@ def test_200_clients_in_8_processes_compute_once(client, redis_url, run_python, 
     for crowd in crowds:
         crowd.wait_for(event="asked")
     wait_until(lambda: waiting(client) == 7, timeout=30)
-    (computing,) = wait_until(lambda: [crowd for crowd in crowds if only(crowd.lines, "computing")])
+    computing = computing_of(crowds)
     computing.send()
     for crowd in crowds:
         assert crowd.wait_for(event="done")["outcomes"] == [{"by": "one"}] * 25
@@ -95,18 +90,13 @@ def test_a_waiting_process_takes_four_round_trips_at_first_and_two_later(client,
         assert (counts["evalsha"], counts["subscribe"]) == (sent.count("EVALSHA"), sent.count("SUBSCRIBE"))
 
 
-def test_a_large_value_is_fetched_instead_of_being_sent_to_each(client, redis_url, asking):
+def test_a_large_value_is_fetched_instead_of_being_sent_to_each(client, one_computes):
     value = "x" * 40_000
     with client.pubsub() as pubsub:
         pubsub.psubscribe("redislock:wake:*")
-        first, second, third = asking(3)
-        first.send("ask")
-        first.wait_for(event="computing")
-        second.send("ask")
-        third.send("ask")
-        wait_until(lambda: waiting(client) == 2)
+        first, others = one_computes(2)
         first.send(value)
-        for process in (first, second, third):
+        for process in (first, *others):
             assert process.wait_for(event="got")["value"] == value
         heard = []
         wait_until(lambda: heard.append(pubsub.get_message()) or sum(m is not None for m in heard) >= 3)
@@ -148,7 +138,7 @@ def test_those_who_waited_for_a_failure_get_it(client, redis_url, run_python, ba
     for crowd in crowds:  # a thread that asks after the failure computes anew
         crowd.wait_for(event="asked")
     wait_until(lambda: waiting(client) == 3, timeout=30)
-    (computing,) = wait_until(lambda: [crowd for crowd in crowds if only(crowd.lines, "computing")])
+    computing = computing_of(crowds)
     computing.send("raise")
     for crowd in crowds:
         outcomes = crowd.wait_for(event="done")["outcomes"]
@@ -158,18 +148,12 @@ def test_those_who_waited_for_a_failure_get_it(client, redis_url, run_python, ba
     assert not held(client)
 
 
-def test_a_failure_that_cannot_be_sent_is_told_in_words(client, redis_url, one_computes):
-    first, (second,) = one_computes(1, options={}, lock={}, backend="RedisCache", url=redis_url)
+def test_a_failure_that_cannot_be_sent_is_told_in_words_and_who_comes_later_computes_anew(redis_url, one_computes):
+    first, (second,) = one_computes(1)
     first.send("raise unsendable")
     assert first.wait_for(event="failed")["error"] == "Unsendable: never mind"
     assert "Unsendable: never mind" in second.wait_for(event="failed")["error"]
     assert second.lines[-1]["error"].startswith("ComputationFailed: ")
-
-
-def test_who_comes_after_a_failure_computes_anew(client, redis_url, one_computes):
-    first, (second,) = one_computes(1)
-    first.send("raise")
-    assert second.wait_for(event="failed")["error"] == first.wait_for(event="failed")["error"]
     assert cache_at(redis_url).get_or_set("k", lambda: "v", 60) == "v"
 
 
@@ -183,29 +167,31 @@ def test_a_value_that_is_set_while_a_computation_fails_is_what_those_who_wait_ge
     assert second.wait_for(event="got")["value"] == "set"
 
 
-def test_who_is_interrupted_is_followed_by_one_other(client, redis_url, one_computes):
+def test_who_is_interrupted_is_followed_by_one_other(one_computes):
     """Celery's soft time limit, say, tells nothing of the value."""
     first, others = one_computes(2)
     first.send("be interrupted")
     first.wait_for(event="failed")
-    wait_until(lambda: any(only(process.lines, "computing") for process in others))
-    (next_one,) = [process for process in others if only(process.lines, "computing")]
+    next_one = computing_of(others)
     next_one.send("v")
     for process in others:
         assert process.wait_for(event="got")["value"] == "v"
 
 
-def test_who_waits_for_a_deleted_value_computes_anew(client, redis_url, one_computes):
-    first, (second, third) = one_computes(2)
-    cache_at(redis_url).delete("k")
-    wait_until(lambda: only(second.lines, "computing") or only(third.lines, "computing"))
-    fresh, other = (second, third) if only(second.lines, "computing") else (third, second)
+@pytest.mark.parametrize("event", ["delete", "all data is lost"])
+def test_who_waits_for_a_value_that_is_deleted_computes_anew(client, redis_url, one_computes, event):
+    first, others = one_computes(2)
+    if event == "delete":
+        cache_at(redis_url).delete("k")
+    else:
+        client.flushall()
+    fresh = computing_of(others)
     first.send("stale")
     assert first.wait_for(event="got")["value"] == "stale"
-    assert client.get(":1:k") is None
+    assert client.get(":1:k") is None, "what was computed before is not stored"
     fresh.send("fresh")
-    assert fresh.wait_for(event="got")["value"] == "fresh"
-    assert other.wait_for(event="got")["value"] == "fresh"
+    for process in others:
+        assert process.wait_for(event="got")["value"] == "fresh"
     assert cache_at(redis_url).get("k") == "fresh"
 
 
@@ -243,20 +229,8 @@ def test_a_computer_that_was_paused_past_its_life_overwrites_nothing(client, red
     assert "Traceback" not in first.errors
 
 
-def test_a_computation_that_hangs_past_max_hold_is_taken_over(client, redis_url, one_computes):
-    first, (second,) = one_computes(1, lock={"EXPIRE": 0.5, "MAX_HOLD": 1})
-    second.wait_for(event="computing", timeout=5)
-    second.send("new")
-    assert second.wait_for(event="got")["value"] == "new"
-    assert not only(first.lines, "got")
-
-
-def test_who_has_waited_long_enough_settles_for_a_computer_that_hangs(client, redis_url, asking):
-    first, patient = asking(2)
-    first.send("ask")
-    first.wait_for(event="computing")
-    patient.send("ask")
-    wait_until(lambda: waiting(client) == 1)
+def test_who_has_waited_long_enough_settles_for_a_computer_that_hangs(redis_url, one_computes):
+    first, (patient,) = one_computes(1)
     cache = cache_at(redis_url)
     assert cache.get_or_set("k", lambda: "mine", 60, wait=0.1) == "mine"
     assert patient.wait_for(event="got")["value"] == "mine", "all others are served with it"
@@ -264,19 +238,6 @@ def test_who_has_waited_long_enough_settles_for_a_computer_that_hangs(client, re
     first.send("late")
     assert first.wait_for(event="got")["value"] == "late"
     assert cache.get("k") == "mine"
-
-
-def test_nested_keys_in_opposite_orders_in_two_processes(client, redis_url, run_python):
-    nests = [run_python(cache_programs.nest, redis_url, "RedisCache", *keys) for keys in ("ab", "ba")]
-    for nest in nests:
-        nest.wait_for(event="inside")
-    for nest in nests:
-        nest.send()
-    started = time.monotonic()
-    values = [nest.wait_for(event="got")["value"] for nest in nests]
-    assert time.monotonic() - started < 5, "far below the 30 s that a caller waits at most"
-    assert values in (["a(b)", "b(a(b))"], ["a(b(a))", "b(a)"])
-    assert not held(client)
 
 
 def test_a_child_forked_while_computing_leaves_the_computation_to_its_parent(client, redis_url, run_python):

@@ -9,31 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.core.cache import caches
+from django.db import DatabaseError, IntegrityError, connection, transaction
 from django.urls import clear_script_prefix, reverse, set_script_prefix
 from django.utils import timezone, translation
 
 from django_redislock.cache.lease import request, single_flight
 from tests.support import counting, monitoring, wait_until
+from tests.support.bank.models import Account
 from tests.support.cache_programs import Work, cache_at, commands, held, lease_elsewhere, never, refreshable_never
 
 
-def test_a_value_lives_longer_by_stale(get, client):
+def test_a_value_lives_longer_by_stale_and_a_fresh_one_is_read_in_one_round_trip(get, cache, client):
     assert get("k", lambda: "v", 60, stale=30) == "v"
     assert 80_000 < client.pttl(":1:k") <= 90_000
     assert get("k", never, 60, stale=30) == "v"
-
-
-def test_a_fresh_value_is_read_in_one_round_trip(cache, client):
-    cache.get_or_set("k", lambda: "v", 60, stale=30)
     with monitoring(client) as sent:
         assert cache.get_or_set("k", never, 60, stale=30) == "v"
     assert commands(sent) == ["GET", "PTTL"]
-
-
-def test_a_value_that_stays_for_ever_is_never_due(get, cache):
-    cache.set("k", "v", None)
-    assert get("k", never, None, refresh_before=10) == "v"
 
 
 @pytest.mark.parametrize("stale", [0, 30])
@@ -98,16 +92,6 @@ def test_who_computes_another_value_in_the_loop_of_the_task_that_refreshes_gets_
     asyncio.run(main())
 
 
-def test_what_another_process_refreshes_is_not_waited_for(cache, client, get):
-    """Another process's lease is a lock of that name."""
-    cache.set("k", "old", 25)
-    with lease_elsewhere(client, "k"):
-        assert get("k", never, 60, stale=30) == "old"
-        assert get("k", never, 60, stale=30, refresh="thread") == "old"
-        wait_until(lambda: "redislock-refresh" not in {thread.name for thread in threading.enumerate()})
-    wait_until(lambda: get("k", lambda: "new", 60, stale=30) == "new")
-
-
 REFRESHES = ["inline", "thread", "celery"]
 
 
@@ -160,19 +144,6 @@ def test_in_the_background_everybody_has_the_old_value_at_once(get, cache, clien
     assert get("k", never, 60, **options) == "new"
     assert len(calls) == 1
     wait_until(lambda: not held(client) and not single_flight._flights)
-
-
-def test_a_background_thread_is_one_for_all(cache):
-    cache.set("k", "old", 25)
-    work = Work("new")
-    assert cache.get_or_set("k", work, 60, stale=30, refresh="thread") == "old"
-    assert work.running.wait(10)
-    for _ in range(5):
-        assert cache.get_or_set("k", never, 60, stale=30, refresh="thread") == "old"
-    assert sum(thread.name == "redislock-refresh" for thread in threading.enumerate()) == 1
-    work.end.set()
-    wait_until(lambda: cache.get("k") == "new")
-    wait_until(lambda: not any(thread.name == "redislock-refresh" for thread in threading.enumerate()))
 
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="public")
@@ -244,14 +215,19 @@ def test_no_thread_for_a_refresh_is_no_reason_to_refuse_the_old_value(cache, cli
     assert not held(client)
 
 
-def test_a_background_failure_is_logged_and_the_old_value_stays(get, cache, client, caplog):
+@pytest.mark.parametrize("refresh", ["inline", "thread"])
+def test_a_failure_is_the_callers_own_or_logged_and_the_old_value_stays(get, cache, client, caplog, refresh):
     cache.set("k", "old", 25)
 
     def fail():
         raise ValueError("mine")
 
-    assert get("k", fail, 60, stale=30, refresh="thread") == "old"
-    wait_until(lambda: "The refresh of the value of" in caplog.text)
+    if refresh == "inline":
+        with pytest.raises(ValueError, match="mine"):
+            get("k", fail, 60, stale=30)
+    else:
+        assert get("k", fail, 60, stale=30, refresh="thread") == "old"
+        wait_until(lambda: "The refresh of the value of" in caplog.text)
     wait_until(lambda: not held(client))
     assert cache.get("k") == "old"
 
@@ -353,13 +329,54 @@ def test_on_error_stale_hides_no_interruption(cache, client):
         cache.get_or_set("k", never, on_error="ignore")
 
 
-def test_an_inline_failure_is_the_callers_own(get, cache, client):
+# ``on_error="stale"`` within a transaction
+
+
+OPTIONS = {"stale": 30, "on_error": "stale"}
+
+
+@pytest.fixture
+def banks(redis_url, database):
+    """A cache with an old value, for computations that use the database of the bank."""
+    cache = cache_at(redis_url)
     cache.set("k", "old", 25)
+    return cache
 
-    def fail():
-        raise ValueError("mine")
 
-    with pytest.raises(ValueError, match="mine"):
-        get("k", fail, 60, stale=30)
-    assert cache.get("k") == "old"
-    assert not held(client)
+def fail():
+    Account.objects.create(pk=1)  # there is one
+
+
+def fail_within_a_savepoint():
+    with transaction.atomic():
+        fail()
+
+
+def test_an_error_that_has_broken_the_transaction_is_raised_and_says_why(banks):
+    with pytest.raises(IntegrityError) as raised, transaction.atomic():
+        banks.get_or_set("k", fail, 60, **OPTIONS)
+    assert "has broken the transaction of database 'default'" in raised.value.__notes__[0]
+
+
+def test_the_loop_of_a_synchronous_caller_knows_its_transaction(banks):
+    """The loop runs in another thread, which has no connection."""
+    with pytest.raises(IntegrityError), transaction.atomic():
+        async_to_sync(banks.aget_or_set)("k", fail, 60, **OPTIONS)
+    assert async_to_sync(banks.aget_or_set)("k", never, 60, **OPTIONS) == "old"
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_the_error_of_a_plain_query_breaks_the_transaction_of_postgresql(banks):
+    with pytest.raises(DatabaseError, match="no_such_table"), transaction.atomic():
+        banks.get_or_set("k", lambda: connection.cursor().execute("SELECT * FROM no_such_table"), 60, **OPTIONS)
+
+
+def test_the_stale_value_is_returned_where_the_transaction_stands(banks):
+    with transaction.atomic():
+        assert banks.get_or_set("k", fail_within_a_savepoint, 60, **OPTIONS) == "old"
+        Account.objects.create(pk=2)
+    assert Account.objects.count() == 2
+
+
+def test_the_stale_value_is_returned_outside_of_transactions(banks):
+    assert banks.get_or_set("k", fail, 60, **OPTIONS) == "old"

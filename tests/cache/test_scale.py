@@ -1,50 +1,34 @@
-"""Large values, many keys, many runs, and computers that die at any point of their work."""
+"""Large values, in processes and in tasks, and many keys."""
 
 from __future__ import annotations
 
-import os
+import asyncio
 import re
 import shutil
-import time
+import threading
+from typing import Any
 
 import pytest
 from redis.exceptions import RedisError
 
-from django_redislock.cache.lease import single_flight
 from django_redislock.cache.lease.obtain import PIECE, _fetch_large
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.store import digest
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.keys import BUCKETS
-from tests.support import RedisServer, cache_programs, monitoring, wait_until
-from tests.support.cache_programs import cache_at, commands, held, waiters
+from tests.support import RedisServer, cache_programs, monitoring, until, wait_until
+from tests.support.cache_programs import cache_at, commands, held, lease_elsewhere, waiters
 
 MEGABYTE = 1_000_000
 
 
 @pytest.mark.processes
-@pytest.mark.one_server("its server is not in cluster mode")
-def test_a_value_of_20_megabytes_takes_up_little_more_than_its_size(backend):
-    """Above what the server uses anyway; a plain SET of the base class takes up twice the size."""
-    value = os.urandom(20 * MEGABYTE)
-    with RedisServer() as server, server.client() as client:
-        cache = cache_at(server.url, backend)
-        cache.get_or_set("warm", lambda: 1)
-        before = client.info("memory")["used_memory"]
-        assert cache.get_or_set("k", lambda: value, 60) == value
-        assert client.info("memory")["used_memory_peak"] - before < 1.2 * len(value)
-        assert 50_000 < client.pttl(":1:k") <= 60_000
-        assert cache.get("k") == value
-        assert client.dbsize() == 1 + sum(key.endswith((b":fence", b":era")) for key in client.keys("*")) + 1
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("program", [None, "redis-server"], ids=["valkey", "redis"])
-@pytest.mark.parametrize("tasks", [False, True], ids=["thread", "task"])
+@pytest.mark.parametrize(
+    ("program", "tasks"), [(None, False), (None, True), ("redis-server", False)], ids=["valkey", "tasks", "redis"]
+)
 def test_waiting_processes_get_a_value_of_20_megabytes_and_the_server_needs_no_room_for_copies(
     run_python, program, tasks
 ):
-    """A plain GET by each makes Redis copy it for each."""
+    """A plain GET by each makes Redis copy it for each, and a plain SET takes up twice the size."""
     if program is not None and shutil.which(program) is None:
         pytest.skip("no redis-server here")
     value = "x" * 20 * MEGABYTE
@@ -66,6 +50,7 @@ def test_waiting_processes_get_a_value_of_20_megabytes_and_the_server_needs_no_r
         for process in waiting:
             assert process.wait_for(event="got")["value"] == value
         assert client.info("memory")["used_memory_peak"] - before < 1.2 * len(value)
+        assert 50_000 < client.pttl(":1:k") <= 60_000
         assert cache.get("k") == value
 
 
@@ -148,62 +133,73 @@ def test_a_thousand_cold_keys_in_four_processes_are_computed_once_each(client, r
     )
 
 
-@pytest.mark.slow
-def test_two_thousand_runs_leave_nothing(redis_url, client):
-    cache = cache_at(redis_url)
-    for start in range(0, 2000, 1000):  # so that each bucket has several
-        keys = [f"k{number}" for number in range(start, start + 1000)]
-        for key in keys[:990]:
-            cache.get_or_set(key, lambda: 1, 60)
-        cache.get_or_set_many(keys[990:], lambda missing: dict.fromkeys(missing, 1), 60)
-        client.delete(*[f":1:{key}" for key in keys])
-    assert all(key.endswith((b":fence", b":era")) for key in client.keys("*"))
-    assert client.dbsize() <= 2 * BUCKETS
-    assert not single_flight._flights
+# Large values in tasks: a thread decodes them, and the loop goes on
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("after", [2, 5, 9])
-def test_a_computer_killed_at_any_point_of_its_work_is_followed_by_another(client, redis_url, run_python, after):
-    first, second = (run_python(cache_programs.work_in_steps, redis_url, 10) for _ in range(2))
-    wait_until(lambda: first.lines or second.lines)
-    wait_until(lambda: waiters(client, "k") == 1)
-    computing, waiting = (first, second) if first.lines else (second, first)
-    for step in range(after):
-        computing.wait_for(event="step", step=step)
-        computing.send()
-    computing.wait_for(event="step", step=after)
-    assert not waiting.lines
-    computing.kill()
-    killed = time.monotonic()
-    waiting.wait_for(event="step", step=0)
-    assert time.monotonic() - killed < 1 + 2, "its life, and a moment"
-    for step in range(10):
-        if step:
-            waiting.wait_for(event="step", step=step)
-        waiting.send()
-    assert waiting.wait_for(event="got")["value"] == "v"
-    assert cache_at(redis_url).get("k") == "v"
+decoders: list[bool] = []
 
 
-@pytest.mark.processes
-def test_all_data_is_lost_while_others_wait(own_server, run_python):
-    processes = [run_python(cache_programs.ask, own_server.url, "RedisCache", "k", f"by {n}", {}, {}) for n in range(3)]
-    for process in processes:
-        process.wait_for(event="ready")
-    first, *others = processes
-    first.send("ask")
-    first.wait_for(event="computing")
-    for process in others:
-        process.send("ask")
-    with own_server.client() as client:
-        wait_until(lambda: waiters(client, "k") == 2)
-        client.flushall()
-        wait_until(lambda: any({"event": "computing"}.items() <= line.items() for p in others for line in p.lines))
-        first.send("stale")
-        assert first.wait_for(event="got")["value"] == "stale"
-        assert client.get(":1:k") is None, "what was computed before is not stored"
-        (fresh,) = [p for p in others if any(line["event"] == "computing" for line in p.lines)]
-        fresh.send("fresh")
-        for process in others:
-            assert process.wait_for(event="got")["value"] == "fresh"
+class Noting:
+    """Notes whether the thread of the tests decodes it."""
+
+    def __init__(self, size: int) -> None:
+        self.data = bytes(size)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        decoders.append(threading.current_thread() is threading.main_thread())
+        self.__dict__.update(state)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_noted():
+    decoders.clear()
+
+
+SIZES = pytest.mark.parametrize(("size", "in_the_loop"), [(1000, True), (200_000, False)], ids=["small", "large"])
+
+
+@SIZES
+@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
+def test_a_task_that_computes_or_finds_a_large_value_has_a_thread_decode_it(cache, size, in_the_loop, many):
+    async def get():
+        if many:
+            return (await cache.aget_or_set_many(["k"], lambda keys: {"k": Noting(size)}, 60))["k"]
+        return await cache.aget_or_set("k", lambda: Noting(size), 60)
+
+    async def main():
+        assert len((await get()).data) == len((await get()).data) == size
+
+    asyncio.run(main())
+    assert decoders == [in_the_loop] * 2
+
+
+def set_while_tasks_wait(cache, client, value):
+    """Return what three tasks have that wait for another process, while the value is set in its place."""
+
+    async def main():
+        other = lease_elsewhere(client, "k")
+        other.acquire()
+        tasks = [asyncio.create_task(cache.aget_or_set("k", lambda: 1 / 0, 60)) for _ in range(3)]
+        await until(lambda: waiters(client, "k"))
+        cache.set("k", value, 60)
+        other.release()
+        return await asyncio.gather(*tasks)
+
+    return asyncio.run(main())
+
+
+@SIZES
+def test_tasks_that_waited_for_a_large_value_have_a_thread_decode_their_copies(cache, client, size, in_the_loop):
+    values = set_while_tasks_wait(cache, client, Noting(size))
+    assert len({id(value) for value in values}) == 3
+    assert decoders == [in_the_loop] * len(decoders)
+    assert len(decoders) >= 3
+
+
+LARGER_THAN_A_SCRIPT_COPIES = 600_000
+
+
+def test_a_value_that_was_set_while_others_wait_and_that_no_script_copies_is_fetched_as_a_whole(cache, client):
+    """No message with its length and its digest arrives, because no computation stored it."""
+    values = set_while_tasks_wait(cache, client, Noting(LARGER_THAN_A_SCRIPT_COPIES))
+    assert [value.data for value in values] == [bytes(LARGER_THAN_A_SCRIPT_COPIES)] * 3

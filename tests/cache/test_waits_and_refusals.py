@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
-import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,8 +14,17 @@ from django.core.cache import caches
 from django_redislock.cache import cached
 from django_redislock.cache.compute_once import dump_failure, load_failure
 from django_redislock.exceptions import AcquireTimeout, ComputationFailed
-from tests.support import cache_programs, wait_until
-from tests.support.cache_programs import Work, cache_at, followers, held, lease_elsewhere, never, waiters
+from tests.support import counting, lived, wait_until
+from tests.support.cache_programs import (
+    Work,
+    cache_at,
+    cache_elsewhere,
+    followers,
+    held,
+    lease_elsewhere,
+    never,
+    waiters,
+)
 
 # When the wait is over
 
@@ -42,13 +50,13 @@ def test_without_an_old_value_stale_is_to_compute(cache, client, get):
     assert cache.get("k") == "own"
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [({"a": 1}, {"a": 1}), (0, 0), (False, False), (lambda: "text", "text"), (lambda: None, None)],
-)
-def test_any_value_may_be_the_answer_when_the_wait_is_over(client, get, answer, expected):
+def test_any_value_may_be_the_answer_when_the_wait_is_over(client, get):
+    answers = [({"a": 1}, {"a": 1}), (0, 0), (False, False), (lambda: "text", "text"), (lambda: None, None)]
     with lease_elsewhere(client, "k"):
-        assert get("k", never, 60, wait=0.1, on_wait_timeout=answer) == expected
+        for answer, expected in answers:
+            assert get("k", never, 60, wait=0.1, on_wait_timeout=answer) == expected
+        with pytest.raises(AcquireTimeout):
+            get("k", never, 60, wait=0, on_wait_timeout="raise")
 
 
 class Table:
@@ -72,9 +80,23 @@ def test_the_answer_when_the_wait_is_over_is_never_compared(client, get, cache, 
     assert get("k", lambda: "new", 60, stale=30, on_wait_timeout=table) == "new"
 
 
-def test_raise(client, get):
-    with lease_elsewhere(client, "k"), pytest.raises(AcquireTimeout):
-        get("k", never, 60, wait=0, on_wait_timeout="raise")
+MANY_PROCESSES = 64
+
+
+@pytest.mark.slow
+def test_many_processes_that_wait_for_a_value_share_their_looks(redis_url, client):
+    caches = [
+        cache_at(f"{redis_url}?socket_timeout={5 + number / 100}") for number in range(MANY_PROCESSES)
+    ]  # as if in processes
+    with ThreadPoolExecutor(MANY_PROCESSES) as pool, lease_elsewhere(client, "k"):
+        answers = [pool.submit(cache.get_or_set, "k", never, 60, wait=20, on_wait_timeout=None) for cache in caches]
+        wait_until(lambda: waiters(client) == MANY_PROCESSES, timeout=30)
+        lived(2.5)  # the first looks of those that came early are for a shorter queue
+        with counting(client) as counts:
+            lived(3)
+        assert counts["evalsha"] <= 3 * 32 * 1.5, "and not 128 a second"
+        client.set(":1:k", 7)  # nobody is told of it
+        assert [answer.result(30) for answer in answers] == [7] * MANY_PROCESSES, "each looks every 4 s at least"
 
 
 # Values that are not to be stored
@@ -89,19 +111,16 @@ def test_a_refused_value_is_returned_and_not_stored(get, cache, client, value):
     assert cache.get("k") == "yes"
 
 
-def test_a_refused_value_goes_to_all_who_wait_for_it(redis_url, cache, client, run_python):
+def test_a_refused_value_goes_to_all_who_wait_for_it(redis_url, cache, client, backend):
     """In this process and in others: they do not compute one after another what nobody stores."""
-    other = run_python(cache_programs.ask, redis_url, type(cache).__name__, "k", "own", {}, {})
-    other.wait_for(event="ready")
-    work = Work("refused")
-    with ThreadPoolExecutor(6) as pool:
+    work, other = Work("refused"), cache_elsewhere(redis_url, backend)
+    with ThreadPoolExecutor(7) as pool:
         futures = [pool.submit(cache.get_or_set, "k", work, 60, should_cache=lambda value: False) for _ in range(6)]
         assert work.running.wait(10)
-        other.send("ask")
+        futures.append(pool.submit(other.get_or_set, "k", never, 60))
         wait_until(lambda: followers() == 5 and waiters(client) == 1)
         work.end.set()
-        assert [future.result(20) for future in futures] == ["refused"] * 6
-    assert other.wait_for(event="got")["value"] == "refused"
+        assert [future.result(20) for future in futures] == ["refused"] * 7
     assert work.calls == 1
     assert not cache.has_key("k")
 
@@ -125,9 +144,11 @@ def test_a_large_refused_value_goes_to_all_who_wait_for_it(redis_url, backend, c
     assert not client.keys("*:value"), "nobody waits"
 
 
-def test_a_failing_should_cache_is_the_callers_error(get, client):
+def test_a_failing_should_cache_or_timeout_is_the_callers_error(get, client):
     with pytest.raises(ZeroDivisionError):
         get("k", lambda: "v", 60, should_cache=lambda value: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        get("k", lambda: "v", lambda value: 1 / 0)
     assert not held(client)
 
 
@@ -143,13 +164,7 @@ def test_a_value_that_would_be_due_at_once_is_refused(get, settings, redis_url, 
         cache_at(redis_url, backend, TIMEOUT=20).get_or_set("k", never, refresh_before=20)
     assert get("k", lambda: "v", 21, refresh_before=20) == "v"
     assert get("f", lambda: "v", None, refresh_before=20) == "v"
-
-
-def test_jitter_leaves_the_time_in_which_a_value_is_due_alone(redis_url, backend, client):
-    cache = cache_at(redis_url, backend, OPTIONS={"LOCK": {"JITTER": 1.0}})
-    for number in range(20):
-        cache.get_or_set(f"k{number}", lambda: 1, 100, refresh_before=50)
-        assert 49_000 < client.pttl(f":1:k{number}") <= 100_000
+    assert get("f", never, None, refresh_before=20) == "v", "what stays for ever is never due"
 
 
 def test_jitter_shortens_lives_at_random(redis_url, client):
@@ -163,6 +178,9 @@ def test_jitter_shortens_lives_at_random(redis_url, client):
     assert client.pttl(":1:forever") == -1
     cache.get_or_set("exact", lambda: 1, 100, jitter=0)
     assert client.pttl(":1:exact") > 95_000
+    for number in range(20):
+        cache.get_or_set(f"d{number}", lambda: 1, 100, refresh_before=50, jitter=1.0)
+        assert 49_000 < client.pttl(f":1:d{number}") <= 100_000, "the time in which it is due is left alone"
 
 
 @pytest.mark.parametrize("options", [{}, {"lock": False}, {"stale": 30}], ids=str)
@@ -214,12 +232,6 @@ def test_a_cached_function_may_tell_the_timeout_of_each_value(settings, redis_ur
     assert calls == [1, 0, 0] * 2
 
 
-def test_a_failing_timeout_is_the_callers_error(get, client):
-    with pytest.raises(ZeroDivisionError):
-        get("k", lambda: "v", lambda value: 1 / 0)
-    assert not held(client)
-
-
 def test_load_failure_of_a_class_that_cannot_be_imported_carries_its_text():
     gone = type("Gone", (Exception,), {"__module__": "tests.gone_module"})
     module = sys.modules["tests.gone_module"] = types.ModuleType("tests.gone_module")
@@ -244,18 +256,16 @@ TimeLimit = type("TimeoutError", (AssertionError,), {"__module__": "timeout_deco
 
 @pytest.mark.parametrize("own", [OwnByAttribute, JobTimeoutException, TimeLimit])
 def test_get_or_set_gives_a_callers_own_time_limit_to_no_other_caller(cache, own):
-    running, end = threading.Event(), threading.Event()
+    work = Work("mine")
 
     def limited():
-        running.set()
-        assert end.wait(20)
-        raise own("mine")
+        raise own(work())
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(cache.get_or_set, "k", limited, 60)
-        assert running.wait(10)
+        assert work.running.wait(10)
         other = pool.submit(cache.get_or_set, "k", lambda: "v", 60)
         wait_until(lambda: followers() == 1)
-        end.set()
+        work.end.set()
         assert isinstance(first.exception(20), own)
         assert other.result(20) == "v"

@@ -47,16 +47,14 @@ def cache(redis_url, backend):
     return cache
 
 
-def test_a_miss_runs_through_twenty_two_files_at_most(cache):
-    """Seven of the cache, the settings, four of the lock, and nine of the driver, which runs two scripts."""
+def test_a_miss_runs_through_twenty_two_files_at_most_and_its_algorithm_is_in_one_package(cache):
+    """Seven of the cache, the settings, four of the lock, and nine of the driver, which runs two scripts.
+
+    Once it has begun, only the functions of the backend that serialize values are outside of the package.
+    """
     files = files_of(lambda: cache.get_or_set("k", lambda: 1))
     assert cache.get("k") == 1
     assert len(set(files)) <= 22, sorted(set(files))
-
-
-def test_the_algorithm_of_a_miss_is_in_one_package(cache):
-    """Once it has begun, only the functions of the backend that serialize values are outside of it."""
-    files = files_of(lambda: cache.get_or_set("k", lambda: 1))
     begun = files.index("cache/lease/obtain.py")
     outside = {file for file in files[begun:] if file.startswith("cache/") and not file.startswith("cache/lease/")}
     backends = {"cache/backends/base.py", "cache/backends/django_backend.py", "cache/backends/django_redis_backend.py"}

@@ -221,18 +221,6 @@ def _told(error: Exception) -> Any:
     return [type(error).__name__, str(error), getattr(error, "__notes__", [])]
 
 
-def nest(url: str, backend: str, outer: str, inner: str) -> None:
-    """Compute the outer key, and while it computes, want the inner one."""
-    cache = cache_at(url, backend)
-
-    def compute() -> str:
-        say(event="inside")
-        input()
-        return f"{outer}({cache.get_or_set(inner, lambda: inner, 60)})"
-
-    say(event="got", value=cache.get_or_set(outer, compute, 60))
-
-
 def fork_inside(url: str, backend: str) -> None:
     """Fork while computing; the child comes back first, with a value of its own."""
     cache = cache_at(url, backend)
@@ -321,19 +309,6 @@ def compute_many_keys(url: str, count: int, tasks: bool) -> None:
     assert values == [f"value of {key}" for key in keys]
     assert not single_flight._flights
     say(event="done", computed=len(computed), threads=threading.active_count())
-
-
-def work_in_steps(url: str, steps: int) -> None:
-    """Compute in steps, each begun by a line."""
-    cache = cache_at(url, OPTIONS={"LOCK": {"EXPIRE": 1}})
-
-    def compute() -> str:
-        for step in range(steps):
-            say(event="step", step=step)
-            input()
-        return "v"
-
-    say(event="got", value=cache.get_or_set("k", compute, 60))
 
 
 def wait_for_values(url: str, tasks: bool) -> None:
