@@ -71,18 +71,6 @@ def test_a_sync_call_in_the_loop_does_not_wait_for_a_sync_view_that_needs_the_lo
     assert asyncio.run(main()) == ("own", "view's")
 
 
-def test_an_async_default_runs_in_the_callers_loop(cache):
-    async def main():
-        loop = asyncio.get_running_loop()
-
-        async def compute():
-            return asyncio.get_running_loop() is loop
-
-        return await cache.aget_or_set("k", compute)
-
-    assert asyncio.run(main()) is True
-
-
 def test_who_waits_blocks_no_other_work_and_starts_no_thread(cache):
     """Nor does it take the threads of the loop's own pool, however many wait; a hit takes none either."""
     work = Work(["v"])

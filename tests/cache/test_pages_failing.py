@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from django.core.exceptions import PermissionDenied
 from django.http import HttpResponse, StreamingHttpResponse
 from django.views.decorators.vary import vary_on_headers
 
@@ -148,9 +149,13 @@ def refuse(name):
     raise Refused(name)
 
 
+def deny(name):
+    raise PermissionDenied(name)
+
+
 @pytest.mark.parametrize("names_known", [False, True], ids=["Vary unknown", "Vary known"])
 @pytest.mark.parametrize("stale", [0, 600])
-@pytest.mark.parametrize("failure", [sick_for, refuse], ids=["503", "raises"])
+@pytest.mark.parametrize("failure", [sick_for, refuse, deny], ids=["503", "raises", "is denied"])
 def test_a_failure_for_one_visitor_reaches_no_other_one(failure, stale, names_known, client):
     """Django's own decorator would send nothing of it, neither to those who wait nor to those who come later."""
     gate = Gate()
@@ -165,7 +170,7 @@ def test_a_failure_for_one_visitor_reaches_no_other_one(failure, stale, names_kn
     def ask(name):
         try:
             response = view(get(**{"X-Name": name}))
-        except Refused as error:
+        except (Refused, PermissionDenied) as error:
             return f"refused {error}"
         return response.status_code, response.content, response.get("X-Name"), bool(response.cookies)
 
@@ -184,9 +189,9 @@ def test_a_failure_for_one_visitor_reaches_no_other_one(failure, stale, names_kn
         if not names_known:
             wait_until(lambda: followers() == 2)
         gate.end.set()
-        own = "refused ann" if failure is refuse else (503, b"sorry ann", "ann", True)
+        own = (503, b"sorry ann", "ann", True) if failure is sick_for else "refused ann"
         assert first.result(20) == own
         for name, other in others.items():
             assert other.result(20) == (200, f"page of {name}".encode(), None, False)
     assert ask("dan") == (200, b"page of dan", None, False)
-    assert ask("ann") == ("refused ann" if failure is refuse else (503, b"", None, False))
+    assert ask("ann") == ((503, b"", None, False) if failure is sick_for else "refused ann")

@@ -87,6 +87,7 @@ def test_many_due_values_are_refreshed_by_a_few_threads(cache):
             assert cache.get_or_set(key, work, 60, **OPTIONS) == "old"
     wait_until(lambda: sum(work.running.is_set() for work in works.values()) == refresh.WORKERS)
     assert refreshing() == refresh.WORKERS
+    assert refresh._workers._jobs.qsize() == len(works) - refresh.WORKERS, "each value waits once"
     for work in works.values():
         work.end.set()
     wait_until(lambda: cache.get_many(works) == dict.fromkeys(works, "new"))
