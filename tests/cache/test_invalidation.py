@@ -241,9 +241,16 @@ ONLY_DJANGO_REDIS = {
 
 
 @pytest.mark.parametrize("event", ONLY_DJANGO_REDIS)
-def test_what_django_redis_deletes_by(redis_url, client, event):
+@pytest.mark.parametrize("evicted", [False, True])
+def test_what_django_redis_deletes_by(redis_url, client, event, evicted):
+    def compute():
+        if evicted:
+            assert client.delete(*client.keys("*:lock:cache:*")) == 1
+        ONLY_DJANGO_REDIS[event](cache)
+        return "stale"
+
     cache = cache_at(redis_url)
-    assert cache.get_or_set("k", lambda: (ONLY_DJANGO_REDIS[event](cache) and None) or "stale", 60) == "stale"
+    assert cache.get_or_set("k", compute, 60) == "stale"
     assert cache.get("k") is None
     assert not held(client)
 
