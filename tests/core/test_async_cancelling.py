@@ -160,34 +160,23 @@ def test_a_cancelled_release_has_been_sent(aclient, client, connected, late):
     assert nth > (1 if connected else 2)
 
 
-def test_what_the_server_comes_to_after_the_cancellation_is_undone(redis_url, client, proxy):
-    async def main():
-        behind = async_client_at(proxy.url)
-        async with AsyncLock(behind, "a"):
-            pass
-        evals = client.info("commandstats").get("cmdstat_eval", {}).get("calls", 0)
-        proxy.stall()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await AsyncLock(behind, "a", expire=60).acquire()
-        proxy.heal()
-        await until(lambda: client.info("commandstats").get("cmdstat_eval", {}).get("calls", 0) > evals)
-        assert not client.exists(KEYS.lock)
-        async with AsyncLock(behind, "a"):
-            pass
-
-    asyncio.run(main())
+async def test_what_the_server_comes_to_after_the_cancellation_is_undone(redis_url, client, proxy):
+    behind = async_client_at(proxy.url)
+    async with AsyncLock(behind, "a"):
+        pass
+    evals = client.info("commandstats").get("cmdstat_eval", {}).get("calls", 0)
+    proxy.stall()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await AsyncLock(behind, "a", expire=60).acquire()
+    proxy.heal()
+    await until(lambda: client.info("commandstats").get("cmdstat_eval", {}).get("calls", 0) > evals)
+    assert not client.exists(KEYS.lock)
+    async with AsyncLock(behind, "a"):
+        pass
 
 
-def test_a_timeout_around_acquire_takes_back_the_place_in_the_queue(aclient, client):
-    async def main():
-        lock = AsyncLock(aclient, "a")
-        async with AsyncLock(aclient, "a"):
-            await asyncio.create_task(cancelled_acquire(lock))
-            assert queued(client, "a") == 0
-        async with asyncio.timeout(5), lock:
-            pass
-
+async def test_a_timeout_around_acquire_takes_back_the_place_in_the_queue(aclient, client):
     async def cancelled_acquire(lock):
         started = time.monotonic()
         with pytest.raises(TimeoutError):
@@ -195,38 +184,37 @@ def test_a_timeout_around_acquire_takes_back_the_place_in_the_queue(aclient, cli
                 await lock.acquire()
         assert 0.2 <= time.monotonic() - started < 0.2 + BUSY
 
-    asyncio.run(main())
+    lock = AsyncLock(aclient, "a")
+    async with AsyncLock(aclient, "a"):
+        await asyncio.create_task(cancelled_acquire(lock))
+        assert queued(client, "a") == 0
+    async with asyncio.timeout(5), lock:
+        pass
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("connected", [True, False])
-def test_in_a_black_hole_a_cancelled_task_is_back_within_a_second(client, proxy, connected):
-    async def main():
-        lock = AsyncLock(async_client_at(proxy.url, client_name="any"), "a")  # it has to say its name
-        if connected:
-            async with lock:
-                pass
-        proxy.black_hole()
-        started = time.monotonic()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await lock.acquire()
-        assert time.monotonic() - started < 1 + BUSY
-
-    asyncio.run(main())
+async def test_in_a_black_hole_a_cancelled_task_is_back_within_a_second(client, proxy, connected):
+    lock = AsyncLock(async_client_at(proxy.url, client_name="any"), "a")  # it has to say its name
+    if connected:
+        async with lock:
+            pass
+    proxy.black_hole()
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await lock.acquire()
+    assert time.monotonic() - started < 1 + BUSY
 
 
-def test_who_opens_the_connection_for_all_may_be_cancelled_and_who_waits_for_it_too(aclient):
-    async def main():
-        tasks = [asyncio.create_task(AsyncLock(aclient, f"lock {i}").acquire()) for i in range(20)]
-        await asyncio.sleep(0)
-        tasks[1].cancel()  # who waits for the other one to open it
-        tasks[0].cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert results[2:] == [True] * 18
-        assert {type(result) for result in results[:2]} == {asyncio.CancelledError}
-
-    asyncio.run(main())
+async def test_who_opens_the_connection_for_all_may_be_cancelled_and_who_waits_for_it_too(aclient):
+    tasks = [asyncio.create_task(AsyncLock(aclient, f"lock {i}").acquire()) for i in range(20)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()  # who waits for the other one to open it
+    tasks[0].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert results[2:] == [True] * 18
+    assert {type(result) for result in results[:2]} == {asyncio.CancelledError}
 
 
 @pytest.mark.parametrize("passed", [0, 1], ids=["of the calls", "of the wake-ups"])

@@ -36,14 +36,11 @@ from tests.support import (
     [{"decode_responses": True}, {"protocol": 3}, {"protocol": 2}, {"socket_timeout": None}, {"max_connections": 1}],
     ids=repr,
 )
-def test_every_asyncio_client_will_do(redis_url, options):
-    async def main():
-        client = async_client_at(redis_url, **options)
-        async with AsyncLock(client, "a") as lock:
-            assert (await lock.owner()).id == lock.id
-            assert not await AsyncLock(client, "a").acquire(timeout=0.1)
-
-    asyncio.run(main())
+async def test_every_asyncio_client_will_do(redis_url, options):
+    client = async_client_at(redis_url, **options)
+    async with AsyncLock(client, "a") as lock:
+        assert (await lock.owner()).id == lock.id
+        assert not await AsyncLock(client, "a").acquire(timeout=0.1)
 
 
 def test_unix_sockets_will_do(own_server):
@@ -191,28 +188,25 @@ KEYS = lock_keys("redislock", "a")
 
 
 @pytest.mark.slow
-def test_a_connection_that_fell_silent_is_left_and_what_was_asked_on_it_is_undone(redis_url, client, monkeypatch):
+async def test_a_connection_that_fell_silent_is_left_and_what_was_asked_on_it_is_undone(redis_url, client, monkeypatch):
     """The server does what it is told on that connection, but no answer comes."""
     monkeypatch.setattr(connection, "DRAIN_FOR", 1.0)
     aclient = async_client_at(redis_url, socket_timeout=1.5)
 
-    async def main():
-        async with AsyncLock(aclient, "a"):
-            pass
-        line = async_server_of(server_of(aclient))._commands.connection
-        line.send_and_forget(encode_command(b"CLIENT", b"REPLY", b"OFF"))
-        first = asyncio.create_task(AsyncLock(aclient, "a", expire=60).acquire())
-        await until(lambda: client.exists(KEYS.lock))
-        await asyncio.sleep(1)
-        second = asyncio.create_task(AsyncLock(aclient, "b", expire=60).acquire())
-        with pytest.raises(LockBackendError, match="no reply"):
-            await first
-        assert not second.done()
-        async with asyncio.timeout(BUSY), AsyncLock(aclient, "c"):  # over another one
-            pass
-        with pytest.raises(LockBackendError, match="no reply"):
-            await second
-        await until(lambda: not client.exists(KEYS.lock, lock_keys("redislock", "b").lock), timeout=1 + BUSY)
-        await asyncio.wait_for(asyncio.shield(line.lost), 1.5 + 1 + BUSY)
-
-    asyncio.run(main())
+    async with AsyncLock(aclient, "a"):
+        pass
+    line = async_server_of(server_of(aclient))._commands.connection
+    line.send_and_forget(encode_command(b"CLIENT", b"REPLY", b"OFF"))
+    first = asyncio.create_task(AsyncLock(aclient, "a", expire=60).acquire())
+    await until(lambda: client.exists(KEYS.lock))
+    await asyncio.sleep(1)
+    second = asyncio.create_task(AsyncLock(aclient, "b", expire=60).acquire())
+    with pytest.raises(LockBackendError, match="no reply"):
+        await first
+    assert not second.done()
+    async with asyncio.timeout(BUSY), AsyncLock(aclient, "c"):  # over another one
+        pass
+    with pytest.raises(LockBackendError, match="no reply"):
+        await second
+    await until(lambda: not client.exists(KEYS.lock, lock_keys("redislock", "b").lock), timeout=1 + BUSY)
+    await asyncio.wait_for(asyncio.shield(line.lost), 1.5 + 1 + BUSY)

@@ -13,7 +13,7 @@ from django_redislock.core import AsyncLock, Lock
 from tests.support import BUSY, async_client_at, lock_programs, queued, servers_of, until, wait_until
 
 
-def test_tasks_threads_and_processes_are_served_first_come_first_served(aclient, client, redis_url, run_python):
+async def test_tasks_threads_and_processes_are_served_first_come_first_served(aclient, client, redis_url, run_python):
     order, threads, tasks = [], [], []
 
     def thread(number):
@@ -31,20 +31,17 @@ def test_tasks_threads_and_processes_are_served_first_come_first_served(aclient,
         async with AsyncLock(aclient, "a", timeout=30):
             order.append(number)
 
-    async def main():
-        async with AsyncLock(aclient, "a"):
-            for number in range(9):
-                if number % 3 == 0:
-                    tasks.append(asyncio.create_task(task(number)))
-                else:
-                    threads.append(threading.Thread(target=(thread, process)[number % 3 - 1], args=(number,)))
-                    threads[-1].start()
-                await until(lambda: queued(client, "a") == number + 1, timeout=30)  # noqa: B023
-        await asyncio.gather(*tasks)
-        for other in threads:
-            await asyncio.to_thread(other.join, 30)
-
-    asyncio.run(main())
+    async with AsyncLock(aclient, "a"):
+        for number in range(9):
+            if number % 3 == 0:
+                tasks.append(asyncio.create_task(task(number)))
+            else:
+                threads.append(threading.Thread(target=(thread, process)[number % 3 - 1], args=(number,)))
+                threads[-1].start()
+            await until(lambda: queued(client, "a") == number + 1, timeout=30)  # noqa: B023
+    await asyncio.gather(*tasks)
+    for other in threads:
+        await asyncio.to_thread(other.join, 30)
     assert order == list(range(9))
 
 
@@ -81,17 +78,14 @@ def test_a_thousand_waiting_tasks_use_one_blocked_connection(aclient, client):
     wait_until(lambda: {found["id"] for found in client.client_list()} <= before)
 
 
-def test_a_crowd_that_finds_no_server_is_told_at_once(proxy):
+async def test_a_crowd_that_finds_no_server_is_told_at_once(proxy):
     """All wait for the same attempt to connect, and not each for its own after the other's."""
     proxy.black_hole()
     client = async_client_at(proxy.url, client_name="any", socket_timeout=0.5)  # it has to say its name
 
-    async def main():
-        started = time.monotonic()
-        tasks = [asyncio.create_task(AsyncLock(client, f"lock {i}").acquire()) for i in range(50)]
-        tasks[0].cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - started < 1 + BUSY
-        assert {type(result) for result in results[1:]} == {LockBackendError}
-
-    asyncio.run(main())
+    started = time.monotonic()
+    tasks = [asyncio.create_task(AsyncLock(client, f"lock {i}").acquire()) for i in range(50)]
+    tasks[0].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert time.monotonic() - started < 1 + BUSY
+    assert {type(result) for result in results[1:]} == {LockBackendError}

@@ -34,28 +34,22 @@ from tests.support.locks import AsyncRLock
 
 
 @pytest.mark.slow
-def test_a_blocked_loop_loses_no_lock(aclient, client):
-    async def main():
-        async with AsyncLock(aclient, "a", expire=1.5) as lock:
-            time.sleep(2)  # the fault
-            lock.raise_if_lost()
-            assert await lock.owned()
-
-    asyncio.run(main())
+async def test_a_blocked_loop_loses_no_lock(aclient, client):
+    async with AsyncLock(aclient, "a", expire=1.5) as lock:
+        time.sleep(2)  # the fault
+        lock.raise_if_lost()
+        assert await lock.owned()
 
 
 @pytest.mark.slow
-def test_a_loop_that_was_blocked_does_not_call_the_server_silent(redis_url):
-    async def main():
-        lock = AsyncLock(async_client_at(redis_url, socket_timeout=0.3), "a")
-        async with lock:
-            pass
-        task = asyncio.create_task(acquire_and_release(lock))
-        await asyncio.sleep(0)  # it has sent its command
-        time.sleep(1)  # the fault
-        assert await task
-
-    asyncio.run(main())
+async def test_a_loop_that_was_blocked_does_not_call_the_server_silent(redis_url):
+    lock = AsyncLock(async_client_at(redis_url, socket_timeout=0.3), "a")
+    async with lock:
+        pass
+    task = asyncio.create_task(acquire_and_release(lock))
+    await asyncio.sleep(0)  # it has sent its command
+    time.sleep(1)  # the fault
+    assert await task
 
 
 def test_loops_one_after_the_other_leave_no_connection(aclient, client):
@@ -114,21 +108,8 @@ KEYS = lock_keys("redislock", "a")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a task", "the loop"])
-def test_who_ends_without_releasing_leaves_nothing_renewed(aclient, client, caplog, name):
-    lock = AsyncLock(aclient, "a", expire=1.5)
-
-    async def main():
-        if name == "a task":
-            await asyncio.create_task(acquire())
-            await until(lambda: not client.exists(KEYS.lock))
-        else:
-            await lock.acquire()
-
-    async def acquire():
-        await lock.acquire()
-
-    asyncio.run(main())
+def test_a_loop_that_ends_with_a_lock_leaves_nothing_renewed(aclient, client, caplog):
+    asyncio.run(AsyncLock(aclient, "a", expire=1.5).acquire())
     wait_until(lambda: not client.exists(KEYS.lock))
     wait_until(lambda: "ended without releasing" in caplog.text)
 
@@ -234,19 +215,7 @@ def test_the_end_of_a_loop_is_a_clean_one(client, redis_url, run_python, ending)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize(("kind", "entries"), [(AsyncLock, 1), (AsyncRLock, 2)])
-def test_a_forked_child_owns_nothing_of_its_parents(aclient, client, kind, entries):
-    async def main():
-        lock = kind(aclient, "a", expire=1.5)
-        async with AsyncExitStack() as blocks:
-            for _ in range(entries):
-                await blocks.enter_async_context(lock)
-            waiter = asyncio.create_task(acquire_and_release(kind(aclient, "a")))
-            await until(lambda: queued(client, "a") == 1)
-            in_a_fork(lambda: asyncio.run(child(lock)))
-            await asyncio.sleep(1.8)
-            assert await lock.owned(), "the parent keeps and renews its lock"
-        assert await waiter
-
+async def test_a_forked_child_owns_nothing_of_its_parents(aclient, client, kind, entries):
     async def child(lock):
         with pytest.raises(NotAcquired):
             await lock.release()
@@ -259,7 +228,16 @@ def test_a_forked_child_owns_nothing_of_its_parents(aclient, client, kind, entri
         async with kind(aclient, "b"):
             pass
 
-    asyncio.run(main())
+    lock = kind(aclient, "a", expire=1.5)
+    async with AsyncExitStack() as blocks:
+        for _ in range(entries):
+            await blocks.enter_async_context(lock)
+        waiter = asyncio.create_task(acquire_and_release(kind(aclient, "a")))
+        await until(lambda: queued(client, "a") == 1)
+        in_a_fork(lambda: asyncio.run(child(lock)))
+        await asyncio.sleep(1.8)
+        assert await lock.owned(), "the parent keeps and renews its lock"
+    assert await waiter
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

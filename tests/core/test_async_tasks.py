@@ -13,65 +13,21 @@ from asgiref.sync import sync_to_async
 from django_redislock import AlreadyAcquired, LockLost, NotAcquired
 from django_redislock.core import AsyncLock
 from django_redislock.core.keys import lock_keys
-from tests.support import acquire_and_release, queued, until
-from tests.support.locks import AsyncRLock
+from tests.support import acquire_and_release
 
 
-def test_tasks_that_share_an_object_take_turns_and_cannot_release_for_each_other(aclient, client):
-    lock = AsyncLock(aclient, "a", expire=5)
-    inside, most, order = [], [], []
-
-    async def work(number):
-        async with lock:
-            inside.append(1)
-            most.append(len(inside))
-            order.append(number)
-            fence = lock.fence
-            await asyncio.sleep(0)
-            assert lock.fence == fence
-            inside.pop()
-
-    async def main():
-        async with lock:
-            with pytest.raises(NotAcquired):
-                await asyncio.create_task(release())
-            assert await lock.owned()
-            assert not await asyncio.create_task(owned())
-            tasks = []
-            for number in range(6):
-                tasks.append(asyncio.create_task(work(number)))
-                await until(lambda: queued(client, "a") == len(tasks))
-        await asyncio.gather(*tasks)
-
-    async def release():
-        await lock.release()
-
-    async def owned():
-        return await lock.owned()
-
-    asyncio.run(main())
-    assert most == [1] * 6
-    assert order == list(range(6))
-
-
-def test_one_task_twice_raises_instead_of_hanging(aclient):
-    async def main():
-        lock = AsyncLock(aclient, "a")
-        async with lock:
-            with pytest.raises(AlreadyAcquired):
-                await lock.acquire()
-        results = await asyncio.gather(lock.acquire(), lock.acquire(), return_exceptions=True)
-        assert [type(result) for result in results] == [bool, AlreadyAcquired]
-        await lock.release()
-
-    asyncio.run(main())
+async def test_of_two_calls_of_one_task_at_the_same_time_one_raises_instead_of_hanging(aclient):
+    lock = AsyncLock(aclient, "a")
+    results = await asyncio.gather(lock.acquire(), lock.acquire(), return_exceptions=True)
+    assert [type(result) for result in results] == [bool, AlreadyAcquired]
+    await lock.release()
 
 
 KEYS = lock_keys("redislock", "a")
 
 
 @pytest.mark.slow
-def test_what_is_kept_of_tasks_that_ended_is_little_and_keeps_none_of_them(aclient, client):
+async def test_what_is_kept_of_tasks_that_ended_is_little_and_keeps_none_of_them(aclient, client):
     tasks = weakref.WeakSet()
 
     async def lose(lock, operation):
@@ -80,113 +36,54 @@ def test_what_is_kept_of_tasks_that_ended_is_little_and_keeps_none_of_them(aclie
         with pytest.raises(LockLost):
             await getattr(lock, operation)()
 
-    async def main():
-        lock = AsyncLock(aclient, "a", auto_renewal=False)
-        for number in range(300):
-            task = asyncio.create_task(lose(lock, ("release", "extend")[number % 2]))
-            tasks.add(task)
-            await task
-        del task
-        await lock.acquire()
-        gc.collect()
-        assert len(tasks) <= 1
-        assert len(lock._leases) <= 2
-        assert len(lock._leases._ended) < 100
-        await lock.release()
-
-    asyncio.run(main())
+    lock = AsyncLock(aclient, "a", auto_renewal=False)
+    for number in range(300):
+        task = asyncio.create_task(lose(lock, ("release", "extend")[number % 2]))
+        tasks.add(task)
+        await task
+    del task
+    await lock.acquire()
+    gc.collect()
+    assert len(tasks) <= 1
+    assert len(lock._leases) <= 2
+    assert len(lock._leases._ended) < 100
+    await lock.release()
 
 
 @pytest.mark.slow
-def test_the_task_that_calls_is_the_holder_whichever_task_runs_it(aclient):
-    async def main():
-        one, two = AsyncLock(aclient, "a", expire=2), AsyncLock(aclient, "b")
-        assert await asyncio.wait_for(one.acquire(), 5)
-        assert await asyncio.gather(two.acquire(), asyncio.shield(two.owned())) == [True, False]
-        fence = one.fence
-        await asyncio.sleep(2.5)
-        assert await one.owned(), "renewed, for its task goes on"
-        assert (one.fence, one.lost) == (fence, None)
-        await asyncio.shield(two.release())
-        await asyncio.wait_for(one.extend(5), 5)
-        await asyncio.wait_for(one.release(), 5)
-        assert not await one.locked()
-
-    asyncio.run(main())
+async def test_the_task_that_calls_is_the_holder_whichever_task_runs_it(aclient):
+    one, two = AsyncLock(aclient, "a", expire=2), AsyncLock(aclient, "b")
+    assert await asyncio.wait_for(one.acquire(), 5)
+    assert await asyncio.gather(two.acquire(), asyncio.shield(two.owned())) == [True, False]
+    fence = one.fence
+    await asyncio.sleep(2.5)
+    assert await one.owned(), "renewed, for its task goes on"
+    assert (one.fence, one.lost) == (fence, None)
+    await asyncio.shield(two.release())
+    await asyncio.wait_for(one.extend(5), 5)
+    await asyncio.wait_for(one.release(), 5)
+    assert not await one.locked()
 
 
-def test_a_thread_that_works_for_a_task_may_ask_its_lock(aclient, client):
-    async def main():
-        lock = AsyncLock(aclient, "a", auto_renewal=False)
-        async with AsyncLock(aclient, "b"), lock:
+async def test_a_thread_that_works_for_a_task_may_ask_its_lock(aclient, client):
+    lock = AsyncLock(aclient, "a", auto_renewal=False)
+    async with AsyncLock(aclient, "b"), lock:
+        await sync_to_async(lock.raise_if_lost)()
+        await asyncio.to_thread(lock.raise_if_lost)
+        client.delete(KEYS.lock)
+        with pytest.raises(LockLost):
+            await lock.extend()
+        with pytest.raises(LockLost):
             await sync_to_async(lock.raise_if_lost)()
-            await asyncio.to_thread(lock.raise_if_lost)
-            client.delete(KEYS.lock)
-            with pytest.raises(LockLost):
-                await lock.extend()
-            with pytest.raises(LockLost):
-                await sync_to_async(lock.raise_if_lost)()
-            await lock.acquire()
-
-    asyncio.run(main())
+        await lock.acquire()
 
 
-def test_a_task_may_enter_again_and_others_wait(aclient, client):
-    async def main():
-        one, two = AsyncRLock(aclient, "a"), AsyncRLock(aclient, "a")
-        async with one:
-            async with two, one:
-                assert (one.id, one.fence) == (two.id, two.fence)
-                other = asyncio.create_task(acquire_and_release(AsyncRLock(aclient, "a")))
-                await until(lambda: queued(client, "a") == 1)
-            assert await one.owned()
-            assert not other.done()
-        assert await other
-        async with one:
-            client.delete(KEYS.lock)
-            with pytest.raises(LockLost):
-                await two.acquire()
-            with pytest.raises(LockLost):
-                await one.release()
-            await one.acquire()
-        assert await acquire_and_release(two)
-
-    asyncio.run(main())
-
-
-def test_a_block_of_a_generator_may_be_left_by_another_task(aclient, caplog):
+async def test_a_block_of_a_generator_may_be_left_by_another_task(aclient, caplog):
     lock = AsyncLock(aclient, "a")
 
     async def held():
         async with lock:
             yield
-
-    async def main():
-        await asyncio.create_task(acquire_and_release(lock))  # who has left is no longer asked about
-        generator = held()
-        await anext(generator)
-        await asyncio.create_task(close(generator))
-        assert not await lock.locked()
-        # Among several it is not known which, and nobody's lock is freed; a task that is inside itself leaves its own.
-        async with lock:
-            await lock.release()
-            generator = held()
-            await asyncio.create_task(start(generator))
-            with pytest.raises(NotAcquired):
-                await lock.release()
-            with pytest.raises(NotAcquired):
-                await lock.__aexit__(None, None, None)
-            assert await lock.locked()
-            lock._entrants.append(asyncio.current_task())
-            await asyncio.create_task(close(generator))
-            assert not await lock.locked()
-            await lock.acquire()
-        others = [held(), held()]
-        for other in others:
-            await asyncio.create_task(start(other))
-            await lock.reset()
-        await close(others[0])
-        assert "is not held by this thread or task" in caplog.text
 
     async def start(generator):
         await anext(generator)
@@ -194,7 +91,31 @@ def test_a_block_of_a_generator_may_be_left_by_another_task(aclient, caplog):
     async def close(generator):
         await generator.aclose()
 
-    asyncio.run(main())
+    await asyncio.create_task(acquire_and_release(lock))  # who has left is no longer asked about
+    generator = held()
+    await anext(generator)
+    await asyncio.create_task(close(generator))
+    assert not await lock.locked()
+    # Among several it is not known which, and nobody's lock is freed; a task that is inside itself leaves its own.
+    async with lock:
+        await lock.release()
+        generator = held()
+        await asyncio.create_task(start(generator))
+        with pytest.raises(NotAcquired):
+            await lock.release()
+        with pytest.raises(NotAcquired):
+            await lock.__aexit__(None, None, None)
+        assert await lock.locked()
+        lock._entrants.append(asyncio.current_task())
+        await asyncio.create_task(close(generator))
+        assert not await lock.locked()
+        await lock.acquire()
+    others = [held(), held()]
+    for other in others:
+        await asyncio.create_task(start(other))
+        await lock.reset()
+    await close(others[0])
+    assert "is not held by this thread or task" in caplog.text
 
 
 def test_on_lost_is_called_in_the_loop_of_the_holder(aclient, client):

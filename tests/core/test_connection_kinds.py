@@ -68,19 +68,16 @@ def test_the_settings_of_a_pool_are_those_of_its_client(kind):
     assert (settings["host"], settings["port"], settings["db"]) == ("somewhere", 7, 3)
 
 
-def test_the_transport_of_an_asyncio_connection_is_open_until_the_connection_is_closed(redis_url):
-    async def main():
-        pool = redis.Redis.from_url(redis_url).connection_pool
-        connection = new_async_connection(pool.connection_class, settings_of(pool))
-        close_at_once(connection)  # before it is connected there is nothing to close
-        await connection.connect()
-        transport = transport_of(connection)
-        assert isinstance(transport, asyncio.Transport)
-        assert not transport.is_closing()
-        close_at_once(connection)
-        assert transport.is_closing()
-
-    asyncio.run(main())
+async def test_the_transport_of_an_asyncio_connection_is_open_until_the_connection_is_closed(redis_url):
+    pool = redis.Redis.from_url(redis_url).connection_pool
+    connection = new_async_connection(pool.connection_class, settings_of(pool))
+    close_at_once(connection)  # before it is connected there is nothing to close
+    await connection.connect()
+    transport = transport_of(connection)
+    assert isinstance(transport, asyncio.Transport)
+    assert not transport.is_closing()
+    close_at_once(connection)
+    assert transport.is_closing()
 
 
 @pytest.mark.parametrize("by_task", [False, True])
@@ -99,18 +96,15 @@ def test_a_server_that_does_not_answer_is_connected_to_once_in_an_attempt(proxy,
     assert proxy.unheard == 1
 
 
-def test_a_connection_that_the_server_closed_is_at_its_end(client, redis_url):
-    async def main():
-        pool = redis.Redis.from_url(redis_url, client_name="doomed").connection_pool
-        connection = new_async_connection(pool.connection_class, settings_of(pool))
-        await connection.connect()
-        assert not is_at_end(connection)
-        (own,) = [found for found in client.client_list() if found["name"] == "doomed"]
-        client.client_kill_filter(_id=own["id"])
-        await asyncio.to_thread(wait_until, lambda: is_at_end(connection))
-        close_at_once(connection)
-
-    asyncio.run(main())
+async def test_a_connection_that_the_server_closed_is_at_its_end(client, redis_url):
+    pool = redis.Redis.from_url(redis_url, client_name="doomed").connection_pool
+    connection = new_async_connection(pool.connection_class, settings_of(pool))
+    await connection.connect()
+    assert not is_at_end(connection)
+    (own,) = [found for found in client.client_list() if found["name"] == "doomed"]
+    client.client_kill_filter(_id=own["id"])
+    await asyncio.to_thread(wait_until, lambda: is_at_end(connection))
+    close_at_once(connection)
 
 
 @pytest.mark.parametrize(

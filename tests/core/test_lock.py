@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from concurrent.futures import wait
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -12,8 +12,7 @@ import pytest
 from django_redislock import AcquireTimeout, AlreadyAcquired, LockLost, NotAcquired
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
-from tests.support import in_thread, wait_until
-from tests.support.locks import RLock
+from tests.support import begin, begin_to_wait, enter, in_thread, wait_until
 
 
 def test_a_lock_has_one_holder(make_lock, client):
@@ -72,19 +71,14 @@ def test_acquire_without_arguments_waits_as_the_object_was_made(make_lock, clien
 def test_what_is_given_to_acquire_goes_before_what_the_object_was_made_with(make_lock, client):
     def ends(arguments, **made):
         """Return whether it ends while another one holds the lock."""
-        lock, results = make_lock(client, "a", **made), []
+        lock = make_lock(client, "a", **made)
         with make_lock(client, "a"):
-            thread = threading.Thread(target=lambda: results.append(lock.acquire(**arguments)))
-            thread.start()
-            wait_until(lambda: results or lock.owner().waiting == 1)
-            thread.join(0.5)
-            ended = list(results)
-        thread.join(60)
-        assert ended in ([], [False])
-        if not ended:
-            assert results == [True]
-            lock.reset()
-        return bool(ended)
+            call = begin(lock.acquire, **arguments)
+            wait_until(lambda: call.done() or lock.owner().waiting == 1)
+            ended = bool(wait([call], 0.5).done)
+        assert call.result(60) is not ended
+        lock.reset()
+        return ended
 
     assert not ends({})
     assert not ends({"timeout": 20}, blocking=False)
@@ -105,31 +99,31 @@ def test_the_same_object_twice_in_one_thread_raises_instead_of_hanging(make_lock
 
 def test_threads_that_share_an_object_take_turns_and_cannot_release_for_each_other(make_lock, client):
     lock = make_lock(client, "a", expire=5)
-    inside, most = [], []
+    inside, most, order = [], [], []
 
-    def work():
+    def work(number):
         with lock:
             inside.append(1)
             most.append(len(inside))
+            order.append(number)
             fence = lock.fence
+            time.sleep(0)
+            assert lock.fence == fence
             inside.pop()
-        return fence
 
     def release_refused():
         with pytest.raises(NotAcquired):
             lock.release()
-        return True
+        return not lock.owned()
 
     with lock:
         assert in_thread(release_refused)
         assert lock.owned()
-        threads = [threading.Thread(target=work) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: lock.owner().waiting == 6)
-    for thread in threads:
-        thread.join(timeout=20)
+        turns = [begin_to_wait(client, "a", work, number) for number in range(6)]
+    for turn in turns:
+        turn.result(20)
     assert most == [1] * 6
+    assert order == list(range(6))
 
 
 def test_the_id_lets_another_object_release_and_extend(make_lock, client):
@@ -142,10 +136,6 @@ def test_the_id_lets_another_object_release_and_extend(make_lock, client):
     assert not lock.locked()
     with pytest.raises(LockLost):
         lock.release()
-    with pytest.raises(NotAcquired):
-        make_lock(client, "a", id="nobody").release()
-    with pytest.raises(NotAcquired):
-        make_lock(client, "a", id="nobody").extend()
 
 
 def test_an_object_with_a_given_id_that_acquired_nothing_does_not_say_that_the_lock_is_held(make_lock, client):
@@ -251,19 +241,10 @@ def test_reset_takes_the_lock_from_whoever_holds_it(make_lock, client, caplog):
 
 
 def test_reset_wakes_the_next_waiter(make_lock, client):
-    holder, taken = make_lock(client, "a", expire=60), threading.Event()
-
-    def wait():
-        with make_lock(client, "a", timeout=20):
-            taken.set()
-
-    holder.acquire()
-    thread = threading.Thread(target=wait)
-    thread.start()
-    wait_until(lambda: holder.owner().waiting == 1)
+    make_lock(client, "a", expire=60).acquire()
+    waiter = begin_to_wait(client, "a", enter, make_lock(client, "a", timeout=20))
     make_lock(client, "a").reset()
-    assert taken.wait(20)
-    thread.join()
+    assert waiter.result(20)
 
 
 def test_events_are_logged(make_lock, client, caplog):
@@ -288,29 +269,21 @@ def test_a_body_that_fails_after_several_locks_were_lost_ends(make_lock, client)
         raise ZeroDivisionError
 
 
-def test_an_rlock_left_through_another_object_is_forgotten_by_all(client):
-    first, second = RLock(client, "a"), RLock(client, "a")
-    first.acquire()
-    second.acquire()
-    second.release()
-    first.release()
-    assert second.lost is None
-    with pytest.raises(NotAcquired):
-        second.id  # noqa: B018
-    assert second.acquire(blocking=False)
-    second.release()
-
-
 @pytest.mark.slow
-def test_max_hold_ends_the_renewal(make_lock, client, caplog):
-    lock = make_lock(client, "a", expire=1, max_hold=1.2)
+def test_max_hold_ends_the_renewal_and_the_end_is_told(make_lock, client, caplog):
+    told = []
+    lock = make_lock(client, "a", expire=1, max_hold=1.2, on_lost=told.append)
     lock.acquire()
     acquired = time.monotonic()
-    wait_until(lambda: not lock.locked())
+    wait_until(lambda: told)
     assert time.monotonic() - acquired >= 1.15
-    wait_until(lambda: "max_hold" in caplog.text)
+    assert "max_hold = 1.2 s" in caplog.text
+    assert not lock.locked()
+    with pytest.raises(LockLost):
+        lock.raise_if_lost()
     with pytest.raises(LockLost):
         lock.release()
+    assert len(told) == 1
 
 
 # Fences

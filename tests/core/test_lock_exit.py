@@ -84,9 +84,12 @@ def test_only_at_the_exit_a_lock_does_without_its_thread(own_server, monkeypatch
                 lock.acquire()
             assert not client.exists(lock_keys("redislock", "a").lock)
             return
+        with Lock(client, "b", auto_renewal=False):
+            assert not caplog.records, "it needs no thread"
         assert lock.acquire()
         (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert "It ends by its expiry" in record.getMessage()
+        assert message in record.getMessage()
         lock.release()
         assert not lock.locked()
 

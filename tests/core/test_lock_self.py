@@ -167,39 +167,33 @@ async def take_for_a_task(lock):
         pass
 
 
-def test_tasks_are_told_too_and_other_tasks_of_the_thread_wait(redis_url, client, caplog):
-    async def main():
-        aclient = async_client_at(redis_url)
-        async with AsyncLock(aclient, "a") as held:
-            for kind in (AsyncLock, AsyncRLock):
-                with pytest.raises(AlreadyAcquired, match=HELP):
-                    await kind(aclient, "a").acquire()
-            task = asyncio.create_task(take_for_a_task(AsyncLock(aclient, "a")))
-            while queued(client, "a") < 1:
-                await asyncio.sleep(0.01)
-            assert not warnings(caplog)
-            assert await AsyncLock(aclient, "a").acquire(timeout=0.2) is False
-            assert len(warnings(caplog)) == 1
-            assert await held.owned()
-        await task
-
-    asyncio.run(main())
-
-
-def test_a_task_that_lets_another_one_wait_for_it_may_release_meanwhile(redis_url, client, caplog):
-    async def main():
-        aclient = async_client_at(redis_url)
-        held, next_one = AsyncLock(aclient, "a"), AsyncLock(aclient, "a")
-        await held.acquire()
-        waiting = asyncio.create_task(next_one.acquire())
+async def test_tasks_are_told_too_and_other_tasks_of_the_thread_wait(redis_url, client, caplog):
+    aclient = async_client_at(redis_url)
+    async with AsyncLock(aclient, "a") as held:
+        for kind in (AsyncLock, AsyncRLock):
+            with pytest.raises(AlreadyAcquired, match=HELP):
+                await kind(aclient, "a").acquire()
+        task = asyncio.create_task(take_for_a_task(AsyncLock(aclient, "a")))
         while queued(client, "a") < 1:
-            assert not waiting.done()
             await asyncio.sleep(0.01)
-        await held.release()
-        assert await waiting
-        await next_one.release()
+        assert not warnings(caplog)
+        assert await AsyncLock(aclient, "a").acquire(timeout=0.2) is False
+        assert len(warnings(caplog)) == 1
+        assert await held.owned()
+    await task
 
-    asyncio.run(main())
+
+async def test_a_task_that_lets_another_one_wait_for_it_may_release_meanwhile(redis_url, client, caplog):
+    aclient = async_client_at(redis_url)
+    held, next_one = AsyncLock(aclient, "a"), AsyncLock(aclient, "a")
+    await held.acquire()
+    waiting = asyncio.create_task(next_one.acquire())
+    while queued(client, "a") < 1:
+        assert not waiting.done()
+        await asyncio.sleep(0.01)
+    await held.release()
+    assert await waiting
+    await next_one.release()
     assert not warnings(caplog)
 
 
@@ -258,30 +252,24 @@ def test_a_thread_that_holds_the_lock_and_waits_for_a_task_that_wants_it_is_told
         assert held.owned()
 
 
-def test_a_task_that_holds_the_lock_and_waits_for_a_thread_that_wants_it_is_told(redis_url, client):
-    async def main():
-        async with AsyncLock(async_client_at(redis_url), "a") as held:
-            for sensitive in (True, False):
-                with pytest.raises(AlreadyAcquired, match=HELP):
-                    await sync_to_async(Lock(client, "a").acquire, thread_sensitive=sensitive)()
-            assert await held.owned()
-
-    asyncio.run(main())
+async def test_a_task_that_holds_the_lock_and_waits_for_a_thread_that_wants_it_is_told(redis_url, client):
+    async with AsyncLock(async_client_at(redis_url), "a") as held:
+        for sensitive in (True, False):
+            with pytest.raises(AlreadyAcquired, match=HELP):
+                await sync_to_async(Lock(client, "a").acquire, thread_sensitive=sensitive)()
+        assert await held.owned()
 
 
-def test_a_task_that_waits_for_a_thread_that_waits_for_a_task_that_wants_its_lock_is_told(redis_url):
+async def test_a_task_that_waits_for_a_thread_that_waits_for_a_task_that_wants_its_lock_is_told(redis_url):
     async def take():
         await AsyncLock(async_client_at(redis_url), "a").acquire()
 
-    async def main():
-        async with AsyncLock(async_client_at(redis_url), "a"):
-            with pytest.raises(AlreadyAcquired, match=HELP):
-                await sync_to_async(async_to_sync(take))()
-
-    asyncio.run(main())
+    async with AsyncLock(async_client_at(redis_url), "a"):
+        with pytest.raises(AlreadyAcquired, match=HELP):
+            await sync_to_async(async_to_sync(take))()
 
 
-def test_a_thread_or_task_for_which_the_holder_does_not_wait_gets_the_lock_in_its_turn(redis_url, client):
+async def test_a_thread_or_task_for_which_the_holder_does_not_wait_gets_the_lock_in_its_turn(redis_url, client):
     async def take():
         async with AsyncLock(async_client_at(redis_url), "a"):
             return "task"
@@ -290,15 +278,12 @@ def test_a_thread_or_task_for_which_the_holder_does_not_wait_gets_the_lock_in_it
         with Lock(client, "a"):
             return "thread"
 
-    async def main():
-        async with AsyncLock(async_client_at(redis_url), "a"):
-            begun = [asyncio.create_task(take()), asyncio.create_task(sync_to_async(take_in_a_thread)())]
-            begun.append(asyncio.create_task(asyncio.to_thread(take_in_a_thread)))
-            begun.append(asyncio.create_task(sync_to_async(async_to_sync(take), thread_sensitive=False)()))
-            while queued(client, "a") < 4:
-                assert not any(task.done() for task in begun)
-                await asyncio.sleep(0.01)
-            await sync_to_async(int, thread_sensitive=False)()
-        assert await asyncio.gather(*begun) == ["task", "thread", "thread", "task"]
-
-    asyncio.run(main())
+    async with AsyncLock(async_client_at(redis_url), "a"):
+        begun = [asyncio.create_task(take()), asyncio.create_task(sync_to_async(take_in_a_thread)())]
+        begun.append(asyncio.create_task(asyncio.to_thread(take_in_a_thread)))
+        begun.append(asyncio.create_task(sync_to_async(async_to_sync(take), thread_sensitive=False)()))
+        while queued(client, "a") < 4:
+            assert not any(task.done() for task in begun)
+            await asyncio.sleep(0.01)
+        await sync_to_async(int, thread_sensitive=False)()
+    assert await asyncio.gather(*begun) == ["task", "thread", "thread", "task"]

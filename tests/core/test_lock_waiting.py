@@ -364,20 +364,17 @@ def test_a_subscription_that_cannot_be_renewed_does_not_keep_waiters_from_lookin
 
 
 @pytest.mark.slow
-def test_a_task_waits_no_longer_for_others_that_connect_and_are_cancelled(proxy):
+async def test_a_task_waits_no_longer_for_others_that_connect_and_are_cancelled(proxy):
     proxy.deafen()
     client = async_client_at(proxy.url, client_name="any", socket_timeout=1)  # it has to say its name
 
-    async def main():
-        others = [asyncio.create_task(AsyncLock(client, f"lock {i}").acquire()) for i in range(5)]
-        for number, other in enumerate(others):
-            asyncio.get_running_loop().call_later(0.7 * (number + 1), other.cancel)
-        started = time.monotonic()
-        with pytest.raises(LockBackendError):
-            await AsyncLock(client, "a").acquire(timeout=0.1)
-        assert time.monotonic() - started < 1 + BUSY
-        for other in others:
-            other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    asyncio.run(main())
+    others = [asyncio.create_task(AsyncLock(client, f"lock {i}").acquire()) for i in range(5)]
+    for number, other in enumerate(others):
+        asyncio.get_running_loop().call_later(0.7 * (number + 1), other.cancel)
+    started = time.monotonic()
+    with pytest.raises(LockBackendError):
+        await AsyncLock(client, "a").acquire(timeout=0.1)
+    assert time.monotonic() - started < 1 + BUSY
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -251,53 +251,47 @@ def test_other_errors_are_not_taken_for_that(line):
 # asyncio
 
 
-def test_tasks_acquire_and_release_and_keep_their_locks_when_the_address_has_moved(address, client):
+async def test_tasks_acquire_and_release_and_keep_their_locks_when_the_address_has_moved(address, client):
     lost = []
 
-    async def main():
-        held, other = (AsyncLock(client, name, expire=2, on_lost=lost.append) for name in ("held", "other"))
-        await held.acquire()
-        await other.acquire()
-        await asyncio.to_thread(address.demote)
-        address.move()
-        await other.release()
-        for number in range(5):
-            async with AsyncLock(client, f"a{number}", timeout=2):
-                pass
-        assert await AsyncLock(client, "b").acquire(blocking=False)
-        await asyncio.sleep(2.3)
-        assert await held.owned()
-        await held.release()
-
-    asyncio.run(main())
+    held, other = (AsyncLock(client, name, expire=2, on_lost=lost.append) for name in ("held", "other"))
+    await held.acquire()
+    await other.acquire()
+    await asyncio.to_thread(address.demote)
+    address.move()
+    await other.release()
+    for number in range(5):
+        async with AsyncLock(client, f"a{number}", timeout=2):
+            pass
+    assert await AsyncLock(client, "b").acquire(blocking=False)
+    await asyncio.sleep(2.3)
+    assert await held.owned()
+    await held.release()
     assert not lost
 
 
-def test_of_the_requests_of_a_loop_only_those_that_write_are_refused(address, client):
-    async def main():
-        server = async_server_of(server_of(client))
+async def test_of_the_requests_of_a_loop_only_those_that_write_are_refused(address, client):
+    server = async_server_of(server_of(client))
+    await server.call(WRITE)
+    line = server._commands.connection
+    await asyncio.to_thread(address.demote)
+    address.move()
+    read, refused, also_read = await asyncio.gather(
+        server.call(Pipeline((READ,))), server.call(WRITE), server.call(Pipeline((READ,))), return_exceptions=True
+    )
+    assert (read, also_read) == ([b"1"], [b"1"])
+    assert isinstance(refused, NotPrimary)
+    assert server._commands.connection is None
+    await line.lost
+    with pytest.raises(NotPrimary):  # several commands are one request
         await server.call(WRITE)
-        line = server._commands.connection
         await asyncio.to_thread(address.demote)
         address.move()
-        read, refused, also_read = await asyncio.gather(
-            server.call(Pipeline((READ,))), server.call(WRITE), server.call(Pipeline((READ,))), return_exceptions=True
-        )
-        assert (read, also_read) == ([b"1"], [b"1"])
-        assert isinstance(refused, NotPrimary)
-        assert server._commands.connection is None
-        await line.lost
-        with pytest.raises(NotPrimary):  # several commands are one request
-            await server.call(WRITE)
-            await asyncio.to_thread(address.demote)
-            address.move()
-            await server.call(Pipeline((READ, (b"SET", b"{redislock:0}:x", b"1"))))
-        assert await server.call(WRITE) == b"OK"
-
-    asyncio.run(main())
+        await server.call(Pipeline((READ, (b"SET", b"{redislock:0}:x", b"1"))))
+    assert await server.call(WRITE) == b"OK"
 
 
-def test_waiting_tasks_listen_at_the_new_primary(address, client):
+async def test_waiting_tasks_listen_at_the_new_primary(address, client):
     with address.primary.client() as before:
         for name in "ab":
             Lock(before, name, id=f"holder-{name}", expire=60).acquire()
@@ -306,28 +300,25 @@ def test_waiting_tasks_listen_at_the_new_primary(address, client):
         async with AsyncLock(client, name, timeout=30):
             return True
 
-    async def main():
-        tasks = [asyncio.create_task(wait(name)) for name in "aab"]
+    tasks = [asyncio.create_task(wait(name)) for name in "aab"]
 
-        def all_wait():
-            with address.primary.client() as at_primary:
-                wait_until(lambda: (queued(at_primary, "a"), queued(at_primary, "b")) == (2, 1))
+    def all_wait():
+        with address.primary.client() as at_primary:
+            wait_until(lambda: (queued(at_primary, "a"), queued(at_primary, "b")) == (2, 1))
 
-        await asyncio.to_thread(all_wait)
-        await asyncio.to_thread(address.demote)
-        before = subscriptions(address.replica)
-        await asyncio.sleep(1.2)  # they have seen it, and find no primary
-        address.move()
-        await asyncio.to_thread(wait_until, lambda: subscribers(address.primary) == 1)
-        assert subscribers(address.replica) == 0
-        assert subscriptions(address.replica) == before
-        await asyncio.to_thread(all_wait)
-        with address.primary.client() as after:
-            for name in "ab":
-                Lock(after, name, id=f"holder-{name}").release()
-        assert await asyncio.gather(*tasks) == [True] * 3
-
-    asyncio.run(main())
+    await asyncio.to_thread(all_wait)
+    await asyncio.to_thread(address.demote)
+    before = subscriptions(address.replica)
+    await asyncio.sleep(1.2)  # they have seen it, and find no primary
+    address.move()
+    await asyncio.to_thread(wait_until, lambda: subscribers(address.primary) == 1)
+    assert subscribers(address.replica) == 0
+    assert subscriptions(address.replica) == before
+    await asyncio.to_thread(all_wait)
+    with address.primary.client() as after:
+        for name in "ab":
+            Lock(after, name, id=f"holder-{name}").release()
+    assert await asyncio.gather(*tasks) == [True] * 3
 
 
 def test_a_replica_that_lacks_the_lock_is_not_believed():

@@ -54,18 +54,15 @@ def test_a_lock_that_a_replica_has_is_acquired_by_one_script_and_one_wait(client
     assert ran["wait"] == 0, "without the option it costs nothing"
 
 
-def test_tasks_have_it_confirmed_too(client):
-    async def main():
-        async with AsyncLock(client, "a", min_replicas=1) as held:
-            waiter = asyncio.create_task(acquire_and_release(AsyncLock(client, "a", timeout=20, min_replicas=1)))
-            await asyncio.to_thread(wait_until, lambda: queued(client, "a"))
-            assert await held.extend()
-        assert await waiter
-        locks = [AsyncLock(client, f"n{number}", min_replicas=1) for number in range(40)]
-        assert await asyncio.gather(*[lock.acquire() for lock in locks]) == [True] * 40
-        await asyncio.gather(*[lock.release() for lock in locks])
-
-    asyncio.run(main())
+async def test_tasks_have_it_confirmed_too(client):
+    async with AsyncLock(client, "a", min_replicas=1) as held:
+        waiter = asyncio.create_task(acquire_and_release(AsyncLock(client, "a", timeout=20, min_replicas=1)))
+        await asyncio.to_thread(wait_until, lambda: queued(client, "a"))
+        assert await held.extend()
+    assert await waiter
+    locks = [AsyncLock(client, f"n{number}", min_replicas=1) for number in range(40)]
+    assert await asyncio.gather(*[lock.acquire() for lock in locks]) == [True] * 40
+    await asyncio.gather(*[lock.release() for lock in locks])
     assert not client.exists(key_of("a"))
 
 
@@ -94,18 +91,15 @@ def test_with_too_few_replicas_the_lock_is_given_back_and_the_error_says_how_man
     assert make(client, "a", min_replicas=1).acquire(blocking=False)
 
 
-def test_tasks_give_it_back_too_and_do_not_stand_in_the_way_of_others(client, replica):
-    async def main():
-        replica.pause()
-        acquiring = asyncio.create_task(AsyncLock(client, "a", min_replicas=1).acquire())
-        await asyncio.to_thread(wait_until, lambda: client.exists(key_of("a")))
-        assert (await AsyncLock(client, "a", min_replicas=1).owner()).id
-        assert not acquiring.done()
-        with pytest.raises(LockBackendError, match=TOO_FEW):
-            await acquiring
-        assert not await AsyncLock(client, "a", min_replicas=1).locked()
-
-    asyncio.run(main())
+async def test_tasks_give_it_back_too_and_do_not_stand_in_the_way_of_others(client, replica):
+    replica.pause()
+    acquiring = asyncio.create_task(AsyncLock(client, "a", min_replicas=1).acquire())
+    await asyncio.to_thread(wait_until, lambda: client.exists(key_of("a")))
+    assert (await AsyncLock(client, "a", min_replicas=1).owner()).id
+    assert not acquiring.done()
+    with pytest.raises(LockBackendError, match=TOO_FEW):
+        await acquiring
+    assert not await AsyncLock(client, "a", min_replicas=1).locked()
 
 
 @pytest.mark.parametrize("by_task", [False, True], ids=["thread", "task"])
@@ -208,7 +202,7 @@ def test_an_extension_that_no_replica_confirmed_ends_with_the_release(client, re
     assert not client.exists(key_of("a"))
 
 
-def test_a_script_that_the_server_does_not_know_is_sent_with_its_text(client):
+async def test_a_script_that_the_server_does_not_know_is_sent_with_its_text(client):
     held = RLock(client, "a", expire=1.5, min_replicas=1)
     client.script_flush()
     with held, held:
@@ -217,12 +211,9 @@ def test_a_script_that_the_server_does_not_know_is_sent_with_its_text(client):
         deadline = lease.deadline
         wait_until(lambda: lease.deadline > deadline, message="it was renewed")
 
-    async def main():
-        client.script_flush()
-        async with AsyncLock(client, "a", min_replicas=1):
-            pass
-
-    asyncio.run(main())
+    client.script_flush()
+    async with AsyncLock(client, "a", min_replicas=1):
+        pass
 
 
 def test_locks_of_equal_clients_and_numbers_share_a_server_of_their_own(client, servers):

@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import redis
 import redis.asyncio
 
-from django_redislock.core import Lock
 from django_redislock.core.driver.kinds import place_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockLost, NotAcquired
-from tests.support import async_client_at, client_at, in_a_fork, wait_until
+from tests.support import begin_to_wait, client_at, in_a_fork, in_thread, queued
 from tests.support.locks import AsyncRLock, RLock
 
 KEYS = lock_keys("redislock", "a")
 
 
-def in_thread(function):
-    """Call the function in a thread of its own, and return what it returned."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join(timeout=20)
-    assert results, "the thread did not finish"
-    return results[0]
+@pytest.fixture
+def make_rlock(make_lock):
+    return partial(make_lock, reentrant=True)
 
 
-def waiting(client):
-    return client.zcard(KEYS.queue)
-
-
-# Threads
-
-
-def test_only_the_last_exit_releases_and_all_entries_are_one_acquisition(client):
-    first, second = RLock(client, "a"), RLock(client, "a")
+def test_only_the_last_exit_releases_and_all_entries_are_one_acquisition(make_rlock, client):
+    first, second = make_rlock(client, "a"), make_rlock(client, "a")
     with first:
         held = first.id, first.fence
         with second, first:
@@ -47,74 +34,70 @@ def test_only_the_last_exit_releases_and_all_entries_are_one_acquisition(client)
         assert first.owned()
         assert (first.id, first.fence) == held
     assert not first.locked()
+    assert second.lost is None
     for lock in (first, second):
         with pytest.raises(NotAcquired):
             lock.release()
 
 
-def test_entries_may_be_left_in_any_order_through_any_object(client):
-    first, second = RLock(client, "a"), RLock(client, "a")
+def test_entries_may_be_left_in_any_order_through_any_object_and_are_forgotten_by_all(make_rlock, client):
+    first, second = make_rlock(client, "a"), make_rlock(client, "a")
     first.acquire()
     second.acquire()
-    first.acquire()
-    for lock in (second, second):
+    make_rlock(client, "a").acquire()  # an object that goes while others are inside
+    for lock in (second, first):
         lock.release()
         assert lock.owned()
     second.release()
     assert not first.locked()
+    for lock in (first, second):
+        assert lock.lost is None
+        with pytest.raises(NotAcquired):
+            lock.id  # noqa: B018
     assert first.acquire(blocking=False)
     first.release()
 
 
-def test_another_thread_neither_enters_nor_releases(client):
-    shared = RLock(client, "a")
+def test_another_thread_or_task_neither_enters_nor_releases_and_waits_for_the_last_exit(make_rlock, client):
+    shared = make_rlock(client, "a")
 
     def refused():
         with pytest.raises(NotAcquired):
             shared.release()
-        return [shared.acquire(blocking=False), RLock(client, "a").acquire(blocking=False)]
-
-    with shared, shared:
-        assert in_thread(refused) == [False, False]
-        assert shared.owned()
-
-
-def test_another_thread_waits_for_the_last_exit(client):
-    shared, taken = RLock(client, "a"), threading.Event()
+        return [shared.acquire(blocking=False), make_rlock(client, "a").acquire(blocking=False)]
 
     def wait():
         with shared, shared:
-            taken.set()
+            return shared.fence
 
-    shared.acquire()
-    shared.acquire()
-    thread = threading.Thread(target=wait)
-    thread.start()
-    wait_until(lambda: waiting(client) == 1)
-    shared.release()
-    assert waiting(client) == 1
-    assert not taken.is_set()
-    shared.release()
-    assert taken.wait(5)
-    thread.join(timeout=5)
+    with shared, shared:
+        fence = shared.fence
+        assert in_thread(refused) == [False, False]
+        waiter = begin_to_wait(client, "a", wait)
+        shared.release()
+        assert shared.owned()
+        assert queued(client, "a") == 1
+        assert not waiter.done()
+        shared.acquire()
+    assert waiter.result(5) > fence
     assert not shared.locked()
 
 
-def test_each_entry_refreshes_the_life(client):
-    lock = RLock(client, "a", expire=30, auto_renewal=False)
+def test_each_entry_refreshes_the_life(make_rlock, client):
+    lock = make_rlock(client, "a", expire=30, auto_renewal=False)
     with lock:
         client.pexpire(KEYS.lock, 1000)
-        with RLock(client, "a"):
+        with make_rlock(client, "a"):
             assert lock.ttl() > 20
 
 
 @pytest.mark.parametrize("taken_by_another", [False, True])
-def test_a_lost_lock_is_not_entered_again(client, taken_by_another):
-    first, second = RLock(client, "a", auto_renewal=False), RLock(client, "a")
+def test_a_lost_lock_is_not_entered_again(make_rlock, client, taken_by_another):
+    first, second = make_rlock(client, "a", auto_renewal=False), make_rlock(client, "a")
     with pytest.raises(LockLost), first:
         client.delete(KEYS.lock)
         if taken_by_another:
-            successor = Lock(client, "a")
+            successor = make_rlock(client, "a", reentrant=False)
             successor.acquire()
         for lock in (second, first):
             with pytest.raises(LockLost):
@@ -128,8 +111,8 @@ def test_a_lost_lock_is_not_entered_again(client, taken_by_another):
     first.release()
 
 
-def test_a_lock_that_was_lost_inside_is_told_at_every_exit(client):
-    lock = RLock(client, "a", auto_renewal=False)
+def test_a_lock_that_was_lost_inside_is_told_at_every_exit(make_rlock, client):
+    lock = make_rlock(client, "a", auto_renewal=False)
     lock.acquire()
     lock.acquire()
     client.delete(KEYS.lock)
@@ -153,15 +136,10 @@ def test_other_names_prefixes_and_databases_are_other_locks(client, server):
         assert len({held.id for held in (lock, other_name, other_prefix, other_database)}) == 4
 
 
-def test_clients_of_the_same_settings_are_one_server(client, redis_url):
-    with client_at(redis_url) as one, client_at(redis_url) as two:
-        with RLock(one, "a") as first, RLock(two, "a") as second:
-            assert first.id == second.id
-        assert not first.locked()
-
-
-@pytest.mark.parametrize("options", [{"socket_timeout": 7}, {"max_connections": 3}, {"client_name": "other"}], ids=repr)
-def test_clients_of_other_settings_lead_to_the_same_lock(client, redis_url, options):
+@pytest.mark.parametrize(
+    "options", [{}, {"socket_timeout": 7}, {"max_connections": 3}, {"client_name": "other"}], ids=repr
+)
+def test_clients_of_any_settings_lead_to_the_same_lock(client, redis_url, options):
     with client_at(redis_url, **options) as other:
         with RLock(client, "a") as first, RLock(other, "a", timeout=5) as second:
             assert first.id == second.id
@@ -197,9 +175,9 @@ def test_who_leads_to_the_same_database_is_known_by_where_it_is(redis_url):
     assert place_of(sentinel(of_asyncio, "main").connection_pool) == place(same[5][0])
 
 
-def test_a_lock_that_is_not_reentrant_keeps_out_and_is_kept_out(client):
-    """Lock and RLock of one name exclude each other, also in one thread."""
-    plain, again = Lock(client, "a"), RLock(client, "a")
+def test_a_lock_that_is_not_reentrant_keeps_out_and_is_kept_out(make_lock, make_rlock, client):
+    """Also in one thread."""
+    plain, again = make_lock(client, "a"), make_rlock(client, "a")
     with plain:
         assert not again.acquire(blocking=False)
         assert not again.acquire(timeout=0.05)
@@ -207,16 +185,6 @@ def test_a_lock_that_is_not_reentrant_keeps_out_and_is_kept_out(client):
         assert not plain.acquire(blocking=False)
         with again:
             assert again.owned()
-
-
-def test_the_entered_objects_may_go_while_another_is_inside(client):
-    outer = RLock(client, "a")
-    outer.acquire()
-    RLock(client, "a").acquire()
-    outer.release()
-    assert outer.owned(), "entered twice, left once"
-    outer.release()
-    assert not outer.locked()
 
 
 def test_who_left_never_sees_another_threads_acquisition_through_any_of_its_objects(client):
@@ -285,106 +253,26 @@ def test_a_generator_left_in_another_thread_frees_nothing(client, caplog):
 # Tasks
 
 
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
+async def test_tasks_and_threads_exclude_each_other(aclient, client):
+    async with AsyncRLock(aclient, "a"):
+        assert not RLock(client, "a").acquire(blocking=False)
+    with RLock(client, "a"):
+        assert not await AsyncRLock(aclient, "a").acquire(blocking=False)
 
 
-@pytest.fixture
-def aclient(redis_url):
-    return async_client_at(redis_url)  # the locks connect by themselves, so there is nothing to close
+async def test_a_generator_that_another_task_closes_releases(aclient):
+    lock = AsyncRLock(aclient, "a")
 
-
-def test_a_task_enters_through_any_object_and_the_last_exit_releases(aclient):
-    async def main():
-        first, second = AsyncRLock(aclient, "a"), AsyncRLock(aclient, "a")
-        await first.acquire()
-        await second.acquire()
-        await second.release()
-        assert await first.owned()
-        await second.release()
-        assert not await first.locked()
-        with pytest.raises(NotAcquired):
-            await first.release()
-
-    asyncio.run(main())
-
-
-def test_another_task_of_the_same_thread_waits(aclient, client):
-    async def main():
-        shared = AsyncRLock(aclient, "a")
-
-        async def enter():
-            async with shared, shared:
-                return shared.fence
-
-        async with shared, shared:
-            fence = shared.fence
-            task = asyncio.create_task(enter())
-            await until(lambda: waiting(client) == 1)
-            assert not task.done()
-        assert await task > fence
-        assert not await shared.locked()
-
-    asyncio.run(main())
-
-
-def test_each_entry_of_a_task_refreshes_the_life(aclient, client):
-    async def main():
-        lock = AsyncRLock(aclient, "a", expire=30, auto_renewal=False)
+    async def held():
         async with lock:
-            client.pexpire(KEYS.lock, 1000)
-            async with AsyncRLock(aclient, "a"):
-                assert await lock.ttl() > 20
+            yield
 
-    asyncio.run(main())
+    async def close():
+        await generator.aclose()
 
-
-def test_a_task_does_not_enter_its_lost_lock_again(aclient, client):
-    async def main():
-        lock = AsyncRLock(aclient, "a", auto_renewal=False)
-        await lock.acquire()
-        with Lock(client, "other"):
-            assert Lock(client, "a").reset()
-        with Lock(client, "a") as successor:
-            for again in (lock, AsyncRLock(aclient, "a")):
-                with pytest.raises(LockLost):
-                    await again.acquire(blocking=False)
-            with pytest.raises(LockLost):
-                await lock.release()
-            assert not await lock.acquire(blocking=False)
-            assert successor.owned()
-
-    asyncio.run(main())
-
-
-def test_tasks_and_threads_exclude_each_other(aclient, client):
-    async def main():
-        async with AsyncRLock(aclient, "a"):
-            assert not RLock(client, "a").acquire(blocking=False)
-        with RLock(client, "a"):
-            assert not await AsyncRLock(aclient, "a").acquire(blocking=False)
-
-    asyncio.run(main())
-
-
-def test_a_generator_that_another_task_closes_releases(aclient):
-    async def main():
-        lock = AsyncRLock(aclient, "a")
-
-        async def held():
-            async with lock:
-                yield
-
-        async def close():
-            await generator.aclose()
-
-        generator = held()
-        await anext(generator)
-        await asyncio.create_task(close())
-        assert not await lock.locked()
-        async with lock:
-            pass
-
-    asyncio.run(main())
+    generator = held()
+    await anext(generator)
+    await asyncio.create_task(close())
+    assert not await lock.locked()
+    async with lock:
+        pass

@@ -277,22 +277,19 @@ def test_a_waiter_whose_process_also_waits_with_a_lower_limit_gets_a_slot_that_n
     join(small)
 
 
-def test_a_cancelled_acquire_leaves_neither_a_slot_nor_a_place(client):
-    async def main():
-        holders = [AsyncSemaphore(client, "crm", 2) for _ in range(2)]
-        for holder in holders:
-            assert await holder.acquire()
-        task = asyncio.create_task(AsyncSemaphore(client, "crm", 2).acquire(timeout=60))
-        await until(lambda: queued(client) == 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await until(lambda: queued(client) == 0)
-        for holder in holders:
-            await holder.release()
-        assert client.keys("*:lock:*") == []
-
-    asyncio.run(main())
+async def test_a_cancelled_acquire_leaves_neither_a_slot_nor_a_place(client):
+    holders = [AsyncSemaphore(client, "crm", 2) for _ in range(2)]
+    for holder in holders:
+        assert await holder.acquire()
+    task = asyncio.create_task(AsyncSemaphore(client, "crm", 2).acquire(timeout=60))
+    await until(lambda: queued(client) == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: queued(client) == 0)
+    for holder in holders:
+        await holder.release()
+    assert client.keys("*:lock:*") == []
 
 
 # The caller itself

@@ -135,7 +135,7 @@ def test_a_killed_primary_loses_neither_the_lock_nor_a_waiter(deployment, client
     assert got == [True]
 
 
-def test_tasks_and_a_cache_go_on_after_the_primary_was_killed(deployment, client, monkeypatch):
+async def test_tasks_and_a_cache_go_on_after_the_primary_was_killed(deployment, client, monkeypatch):
     # django-redis keeps its pools by URL, whatever their Sentinels are: another test has the same URL.
     monkeypatch.setattr(ConnectionFactory, "_pools", {})
     options = {
@@ -145,26 +145,23 @@ def test_tasks_and_a_cache_go_on_after_the_primary_was_killed(deployment, client
     }
     cache = cache_at("redis://main/0", OPTIONS=options)
 
-    async def main():
-        assert await cache.aget_or_set("k", lambda: "v", 600) == "v"
-        held = AsyncLock(client, "a", expire=30)
-        await held.acquire()
-        waiter = asyncio.create_task(AsyncLock(client, "a").acquire(timeout=60))
-        await asyncio.to_thread(wait_until, lambda: queued(client, "a"))
-        await asyncio.to_thread(replicated, deployment)
-        former = await asyncio.to_thread(deployment.kill)
-        assert await held.extend(), "it is tried again until a replica is promoted"
-        await asyncio.to_thread(deployment.wait_for_another, former)
-        await asyncio.to_thread(deployment.wait_until_all_agree)  # values are read as django-redis does it
-        computed = []
-        assert await cache.aget_or_set("k2", lambda: computed.append(1) or "v2", 600) == "v2"
-        assert computed == [1]
-        assert await cache.aget_or_set("k", lambda: "w", 600) == "v"
-        await held.release()
-        assert await waiter
-        await asyncio.to_thread(deployment.heal, former)
-
-    asyncio.run(main())
+    assert await cache.aget_or_set("k", lambda: "v", 600) == "v"
+    held = AsyncLock(client, "a", expire=30)
+    await held.acquire()
+    waiter = asyncio.create_task(AsyncLock(client, "a").acquire(timeout=60))
+    await asyncio.to_thread(wait_until, lambda: queued(client, "a"))
+    await asyncio.to_thread(replicated, deployment)
+    former = await asyncio.to_thread(deployment.kill)
+    assert await held.extend(), "it is tried again until a replica is promoted"
+    await asyncio.to_thread(deployment.wait_for_another, former)
+    await asyncio.to_thread(deployment.wait_until_all_agree)  # values are read as django-redis does it
+    computed = []
+    assert await cache.aget_or_set("k2", lambda: computed.append(1) or "v2", 600) == "v2"
+    assert computed == [1]
+    assert await cache.aget_or_set("k", lambda: "w", 600) == "v"
+    await held.release()
+    assert await waiter
+    await asyncio.to_thread(deployment.heal, former)
     calls = []
     assert cache.get_or_set("k3", lambda: calls.append(1) or "v3") == "v3"
     assert cache.get_or_set("k3", lambda: calls.append(2) or "w3") == "v3"

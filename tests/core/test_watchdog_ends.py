@@ -12,14 +12,12 @@ import threading
 
 import pytest
 
-from django_redislock.core import AsyncLock, Lock, QuorumLock
+from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.clock import monotonic
-from django_redislock.core.driver import os_threads
 from django_redislock.core.driver.registry import server_of
 from django_redislock.exceptions import LockLost
 from django_redislock.signals import lock_lost
-from tests.support import RedisServer, async_client_at, lived, wait_until, watchdogs_of
-from tests.support.locks import RLock
+from tests.support import async_client_at, lived, wait_until, watchdogs_of
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ class OwnTask(asyncio.tasks._PyTask):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [asyncio.tasks._PyTask, OwnTask])
-def test_tasks_of_a_foreign_task_factory_keep_their_locks_and_those_of_others(redis_url, client, kind, caplog):
+async def test_tasks_of_a_foreign_task_factory_keep_their_locks_and_those_of_others(redis_url, client, kind, caplog):
     told = []
     other = Lock(client, "other", expire=1.5, on_lost=told.append)
     other.acquire()
@@ -58,11 +56,8 @@ def test_tasks_of_a_foreign_task_factory_keep_their_locks_and_those_of_others(re
             await asyncio.sleep(2)
             assert await lock.owned()
 
-    async def main():
-        asyncio.get_running_loop().set_task_factory(lambda loop, run, **more: kind(run, loop=loop, **more))
-        await asyncio.create_task(hold())
-
-    asyncio.run(main())
+    asyncio.get_running_loop().set_task_factory(lambda loop, run, **more: kind(run, loop=loop, **more))
+    await asyncio.create_task(hold())
     assert other.owned()
     assert not told
     assert "failed" not in caplog.text
@@ -167,33 +162,20 @@ def test_a_raw_thread_that_lives_keeps_its_lock(client, caplog):
     assert "not renewed" not in caplog.text
 
 
-@pytest.mark.parametrize("auto_renewal", [True, False])
-def test_where_no_thread_can_be_started_a_lock_is_held_for_its_life_and_the_log_says_so(
-    own_server, caplog, monkeypatch, auto_renewal
-):
-    """As in functions of `atexit`, from Python 3.12 on."""
-
-    def start(*args):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(os_threads, "start", start)
-    with own_server.client() as client, Lock(client, "a", auto_renewal=auto_renewal) as lock:
-        assert lock.owned()
-    assert ("can't create new thread" in caplog.text) is auto_renewal
-
-
 # Their end is told
 
 
-@pytest.mark.parametrize("kind", [Lock, RLock])
-def test_the_end_of_a_lock_that_is_not_renewed_is_told_without_anybody_asking(client, caplog, told, kind):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_end_of_a_lock_that_is_not_renewed_is_told_without_anybody_asking(
+    make_lock, client, caplog, told, reentrant
+):
     heard = []
-    lock = kind(client, "a", expire=0.5, auto_renewal=False, on_lost=heard.append)
+    lock = make_lock(client, "a", expire=0.5, auto_renewal=False, reentrant=reentrant, on_lost=heard.append)
     lock.acquire()
     fence = lock.fence
     sent = client.info("commandstats")["cmdstat_evalsha"]["calls"]
     wait_until(lambda: heard)
-    assert heard == [lock]
+    assert [lost.name for lost in heard] == ["a"]
     assert [(record.name, record.fence) for record in told] == [("a", fence)]
     assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
         f"Lock 'a' (fence {fence}) was lost: its expiry of 0.5 s ended without a renewal."
@@ -202,47 +184,6 @@ def test_the_end_of_a_lock_that_is_not_renewed_is_told_without_anybody_asking(cl
     with pytest.raises(LockLost):
         lock.release()
     assert len(told) == len(heard) == 1
-
-
-def test_the_end_of_an_asyncio_lock_that_is_not_renewed_is_told_in_its_loop(redis_url, told):
-    heard = []
-
-    async def main():
-        async with async_client_at(redis_url) as aclient:
-            lock = AsyncLock(aclient, "a", expire=0.5, auto_renewal=False, on_lost=heard.append)
-            await lock.acquire()
-            while not heard:
-                await asyncio.sleep(0.01)
-            with pytest.raises(LockLost):
-                await lock.release()
-
-    asyncio.run(asyncio.wait_for(main(), 30))
-    assert [record.name for record in told] == ["a"]
-
-
-@pytest.mark.slow
-def test_after_max_hold_the_end_is_told(client, caplog, told):
-    heard = []
-    lock = Lock(client, "a", expire=1.2, max_hold=0.6, on_lost=heard.append)
-    lock.acquire()
-    wait_until(lambda: heard)
-    assert "max_hold = 0.6 s" in caplog.text
-    assert len(told) == 1
-    with pytest.raises(LockLost):
-        lock.raise_if_lost()
-
-
-@pytest.mark.slow
-def test_the_end_of_what_an_ended_thread_left_is_told_to_those_who_go_on(client, caplog, told):
-    """Its work may have been handed to another thread."""
-    heard = []
-    lock = Lock(client, "a", expire=1.2, on_lost=heard.append)
-    thread = threading.Thread(target=lock.acquire)
-    thread.start()
-    thread.join()
-    wait_until(lambda: heard)
-    assert "ended without releasing" in caplog.text
-    assert len(told) == 1
 
 
 @pytest.mark.slow
@@ -309,18 +250,6 @@ def test_locks_that_are_not_renewed_send_nothing_and_wake_nobody(client):
             pass
     assert not thread.event.clear()
     assert watchdogs_of(client) == 1
-
-
-def test_a_quorum_lock_that_is_not_renewed_is_told_of_its_end_once(client, own_server, told):
-    heard = []
-    with RedisServer() as third, own_server.client() as b, third.client() as c:
-        lock = QuorumLock([client, b, c], "q", expire=0.8, auto_renewal=False, on_lost=heard.append)
-        lock.acquire()
-        wait_until(lambda: heard)
-        assert heard == [lock]
-        assert [record.name for record in told] == ["q"]
-        with pytest.raises(LockLost):
-            lock.release()
 
 
 ASKING = """

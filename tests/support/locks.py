@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice
@@ -77,6 +77,36 @@ def in_thread(function: Callable[..., T], *args: object) -> T:
     thread.join(timeout=20)
     assert results, "the thread did not finish"
     return results[0]
+
+
+def begin(function: Callable[..., T], *args: object, **options: object) -> Future[T]:
+    """Call the function in a thread of its own, and return the future of what it returns or raises."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **options))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def begin_to_wait(
+    client: redis.Redis, name: str, function: Callable[..., T], *args: object, **options: object
+) -> Future[T]:
+    """Begin a call that waits for the lock, and return its future when it has its place in the queue."""
+    before = queued(client, name)
+    call = begin(function, *args, **options)
+    wait_until(lambda: call.done() or queued(client, name) > before)
+    return call
+
+
+def enter(lock: Any) -> int:
+    """Acquire the lock and release it, and return the fence of that acquisition."""
+    with lock:
+        return int(lock.fence)
 
 
 def in_threads(number: int, work: Callable[[int], object]) -> None:

@@ -184,16 +184,13 @@ def test_a_forked_child_opens_its_own_connections(client):
     lock.release()
 
 
-def test_a_cancelled_release_is_sent_also_when_the_slots_are_to_be_read_anew(client):
-    async def main():
-        lock = AsyncLock(client, "a", expire=60)
-        await lock.acquire()
-        release = asyncio.create_task(lock.release())
-        await asyncio.sleep(0)
-        table = server_of(client).table
-        table.outdated, table._next_reading = True, -math.inf
-        release.cancel()
-        await asyncio.wait([release])
-        await until(lambda: not client.exists(lock_keys("redislock", "a").lock), timeout=1 + BUSY)
-
-    asyncio.run(main())
+async def test_a_cancelled_release_is_sent_also_when_the_slots_are_to_be_read_anew(client):
+    lock = AsyncLock(client, "a", expire=60)
+    await lock.acquire()
+    release = asyncio.create_task(lock.release())
+    await asyncio.sleep(0)
+    table = server_of(client).table
+    table.outdated, table._next_reading = True, -math.inf
+    release.cancel()
+    await asyncio.wait([release])
+    await until(lambda: not client.exists(lock_keys("redislock", "a").lock), timeout=1 + BUSY)

@@ -192,10 +192,13 @@ def test_it_is_renewed_while_it_is_held_and_ends_without(clients):
     with QuorumLock(clients, "a", expire=1.2) as lock:
         assert not QuorumLock(clients, "a").acquire(timeout=1.8)
         lock.raise_if_lost()
-    mortal = QuorumLock(clients, "a", expire=0.5, auto_renewal=False)
+    told = []
+    mortal = QuorumLock(clients, "a", expire=0.5, auto_renewal=False, on_lost=told.append)
     mortal.acquire()
+    wait_until(lambda: told)
     with QuorumLock(clients, "a", timeout=20), pytest.raises(LockLost):
         mortal.release()
+    assert told == [mortal]
 
 
 def test_the_error_of_a_block_is_kept(clients):

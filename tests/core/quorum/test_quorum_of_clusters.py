@@ -35,17 +35,14 @@ def test_it_is_held_on_the_node_of_its_slot_and_on_the_servers(nodes, clients):
 
 
 @pytest.mark.parametrize("kind", [redis.RedisCluster, redis.asyncio.RedisCluster])
-def test_tasks_hold_it_and_wait_for_it_too(cluster, nodes, clients, kind):
-    async def main():
-        mixed = [kind.from_url(cluster.url, **OPTIONS), *clients[:2]]
-        async with AsyncQuorumLock(mixed, "a") as held:
-            waiter = asyncio.create_task(AsyncQuorumLock(mixed, "a").acquire(timeout=20))
-            everywhere = [nodes, *clients[:2]]
-            await asyncio.to_thread(wait_until, lambda: waiter.done() or any(queued(each, "a") for each in everywhere))
-            held.raise_if_lost()
-        assert await waiter
-
-    asyncio.run(main())
+async def test_tasks_hold_it_and_wait_for_it_too(cluster, nodes, clients, kind):
+    mixed = [kind.from_url(cluster.url, **OPTIONS), *clients[:2]]
+    async with AsyncQuorumLock(mixed, "a") as held:
+        waiter = asyncio.create_task(AsyncQuorumLock(mixed, "a").acquire(timeout=20))
+        everywhere = [nodes, *clients[:2]]
+        await asyncio.to_thread(wait_until, lambda: waiter.done() or any(queued(each, "a") for each in everywhere))
+        held.raise_if_lost()
+    assert await waiter
 
 
 def test_the_cluster_counts_as_one_server_and_its_lock_is_renewed(nodes, clients):
