@@ -16,7 +16,6 @@ ONE_SERVER = {
         "about clients of one server; test_clients.py and test_secure_clusters.py are about those of a Cluster"
     ),
     "test_connection_kinds.py": "about redis-py's connections, which a Cluster's nodes have, too",
-    "test_failovers.py": "it starts a Sentinel; test_node_faults.py has the failover of a Cluster",
     "test_other_locks.py": "about redis-py's lock on one server",
     "test_greenlets.py": "its programs count the connections to one server",
     "test_lock_clients.py": "about clients of one server, like test_async_clients.py",
@@ -53,11 +52,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function in an event loop of its own, which has ended when the fixtures end."""
+    """Run a test that is a coroutine function in an event loop of its own; close in it the clients for asyncio."""
     if not asyncio.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    asyncio.run(pyfuncitem.obj(**given))
+
+    async def run() -> None:
+        try:
+            await pyfuncitem.obj(**given)
+        finally:
+            for each in given.values():
+                if hasattr(each, "aclose") and not isinstance(each, type):
+                    await each.aclose()
+
+    asyncio.run(run())
     return True
 
 

@@ -45,6 +45,14 @@ def cancelled_at(coroutine, nth, late):
             proceed = lambda result=result: steps.send(result)  # noqa: E731
 
 
+def at_each_suspension(main):
+    """Run ``main(1)``, ``main(2)``, … until one returns that it was not cancelled; return how many there were."""
+    for nth in range(1, 100):
+        if not asyncio.run(main(nth)):
+            return nth
+    raise AssertionError("it does not end")
+
+
 async def take(lock, client):
     await lock.acquire()
     await lock.release()
@@ -91,6 +99,7 @@ async def give_up(lock, client):
 )
 def test_cancelled_anywhere_nothing_is_left(aclient, client, what, least, late):
     async def main(nth):
+        client.flushdb()
         lock = AsyncLock(aclient, "a")
         if what is take_with_warm_connections:
             async with lock:
@@ -109,14 +118,7 @@ def test_cancelled_anywhere_nothing_is_left(aclient, client, what, least, late):
     async def cancelled(lock, nth):
         await cancelled_at(what(lock, client), nth, late)
 
-    nth = 0
-    while True:
-        nth += 1
-        client.flushdb()
-        if not asyncio.run(main(nth)):
-            break
-        assert nth < 100
-    assert nth > least, "it waits more often than that"
+    assert at_each_suspension(main) > least, "it waits more often than that"
 
 
 def connections_of(aclient):
@@ -152,12 +154,7 @@ def test_a_cancelled_release_has_been_sent(aclient, client, connected, late):
             assert lock._leases == {}, "nothing is kept of it"
             raise
 
-    nth = 0
-    while True:
-        nth += 1
-        if not asyncio.run(main(nth)):
-            break
-    assert nth > (1 if connected else 2)
+    assert at_each_suspension(main) > (1 if connected else 2)
 
 
 async def test_what_the_server_comes_to_after_the_cancellation_is_undone(redis_url, client, proxy):

@@ -23,34 +23,11 @@ from tests.support import (
     RedisServer,
     acquire_and_release,
     async_client_at,
-    counting,
     find_program,
     free_port,
     key_of,
     until,
 )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"decode_responses": True}, {"protocol": 3}, {"protocol": 2}, {"socket_timeout": None}, {"max_connections": 1}],
-    ids=repr,
-)
-async def test_every_asyncio_client_will_do(redis_url, options):
-    client = async_client_at(redis_url, **options)
-    async with AsyncLock(client, "a") as lock:
-        assert (await lock.owner()).id == lock.id
-        assert not await AsyncLock(client, "a").acquire(timeout=0.1)
-
-
-def test_unix_sockets_will_do(own_server):
-    async def main(client):
-        async with AsyncLock(client, "a") as lock:
-            assert await lock.owned()
-
-    asyncio.run(main(redis.asyncio.from_url(own_server.unix_url)))
-    with redis.Redis.from_url(own_server.unix_url) as client:
-        asyncio.run(main(client))
 
 
 def certificate_of(directory):
@@ -89,7 +66,8 @@ def test_tls_will_do(tmp_path, kind):
         async def main():
             async with AsyncLock(client, "a") as lock:
                 task = asyncio.create_task(acquire_and_release(AsyncLock(client, "a")))
-                await until_queued(lock)
+                while not (await lock.owner()).waiting:
+                    await asyncio.sleep(0.005)
                 assert await lock.owned()
             assert await task
             server.pause()  # a server that does not take its leave keeps no loop from ending
@@ -102,34 +80,21 @@ def test_tls_will_do(tmp_path, kind):
             client.close()
 
 
-async def until_queued(lock):
-    while not (await lock.owner()).waiting:
-        await asyncio.sleep(0.005)
-
-
-def test_clients_for_threads_and_for_asyncio_share_a_server(redis_url, client):
-    assert server_of(async_client_at(redis_url)) is server_of(client)
-
-
 @pytest.mark.processes
-def test_sentinel_is_asked_for_the_primary(sentinel):
+async def test_sentinel_is_asked_for_the_primary(sentinel):
     """Also when the primary became a replica while connections stay open: the next one goes where Sentinel says."""
     manager = redis.sentinel.Sentinel([("127.0.0.1", sentinel)], socket_timeout=5)
     primary = manager.master_for("main")
     asked = manager.sentinels[0]
 
-    async def main(promoted):
-        async with AsyncLock(primary, "a") as lock:
-            assert await lock.owned()
+    async with AsyncLock(primary, "a") as lock:
+        assert await lock.owned()
+    with RedisServer() as promoted, promoted.client() as client:
         primary.replicaof("127.0.0.1", promoted.port)
         asked.sentinel_remove("main")
         asked.sentinel_monitor("main", "127.0.0.1", promoted.port, 1)
         async with AsyncLock(primary, "a", timeout=4):
-            with promoted.client() as client:
-                assert client.exists(key_of("a"))
-
-    with RedisServer() as promoted:
-        asyncio.run(main(promoted))
+            assert client.exists(key_of("a"))
     primary.close()
     manager.close()
 
@@ -163,25 +128,6 @@ def test_what_a_coroutine_function_is_tells():
         asyncio.iscoroutinefunction(getattr(AsyncLock, name))
         for name in ("acquire", "release", "extend", "owner", "locked", "owned", "ttl", "reset")
     )
-
-
-def test_a_cycle_is_two_commands_and_a_contended_one_at_most_four(aclient, client):
-    async def cycle():
-        for _ in range(10):
-            async with AsyncLock(aclient, "a"):
-                pass
-
-    async def main():
-        await cycle()
-        with counting(client) as alone:
-            await cycle()
-        with counting(client) as together:
-            await asyncio.gather(*[cycle() for _ in range(4)])
-        return alone["evalsha"], together["evalsha"]
-
-    alone, together = asyncio.run(main())
-    assert alone == 20
-    assert together <= 40 * 4
 
 
 KEYS = lock_keys("redislock", "a")

@@ -25,6 +25,7 @@ from tests.support import (
     destroy_generators,
     in_a_fork,
     in_threads,
+    lock_programs,
     queued,
     until,
     wait_until,
@@ -109,7 +110,8 @@ KEYS = lock_keys("redislock", "a")
 
 @pytest.mark.slow
 def test_a_loop_that_ends_with_a_lock_leaves_nothing_renewed(aclient, client, caplog):
-    asyncio.run(AsyncLock(aclient, "a", expire=1.5).acquire())
+    lock = AsyncLock(aclient, "a", expire=1.5)
+    asyncio.run(lock.acquire())
     wait_until(lambda: not client.exists(KEYS.lock))
     wait_until(lambda: "ended without releasing" in caplog.text)
 
@@ -134,73 +136,10 @@ def test_a_loop_that_is_closed_with_its_tasks_pending_leaves_nothing_renewed(acl
         task.get_coro().close()
 
 
-ENDINGS = {
-    "idle": """
-async def main():
-    async with AsyncLock(client, "a"):
-        pass
-    await AsyncLock(client, "a").acquire()
-""",
-    "waiting tasks": """
-async def main():
-    holder = AsyncLock(client, "a")
-    await holder.acquire()
-    tasks.extend(asyncio.create_task(AsyncLock(client, "a").acquire()) for _ in range(5))
-    while (await holder.owner()).waiting < 5:
-        await asyncio.sleep(0.01)
-""",
-    "a task that is connecting": """
-async def main():
-    tasks.append(asyncio.create_task(AsyncLock(client, "a").acquire()))
-    await asyncio.sleep(0)
-""",
-    "a generator that holds": """
-async def held():
-    async with AsyncLock(client, "b"), AsyncLock(client, "c"):
-        yield
-
-async def main():
-    tasks.append(held())
-    await anext(tasks[0])
-    async with AsyncLock(client, "a"):
-        pass
-""",
-    "a failing main": """
-async def main():
-    await AsyncLock(client, "a").acquire()
-    tasks.append(asyncio.create_task(AsyncLock(client, "a").acquire()))
-    await asyncio.sleep(0.05)
-    raise ZeroDivisionError
-""",
-}
-
-
-ENDING = """
-import asyncio, gc, logging
-from django_redislock.core import AsyncLock
-from tests.support import async_client_at
-client = async_client_at(args[0])
-logging.getLogger("django_redislock").setLevel("ERROR")
-for _ in range(3):
-    tasks = []
-    {}
-    try:
-        asyncio.run(main())
-    except ZeroDivisionError:
-        pass
-    tasks = None
-    gc.collect()
-    asyncio.run(AsyncLock(client, "a").reset())
-say(event="done")
-"""
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_the_end_of_a_loop_is_a_clean_one(client, redis_url, run_python, ending):
-    code = ENDING.format(ENDINGS[ending].replace("\n", "\n    "))
+def test_the_end_of_a_loop_is_a_clean_one(client, redis_url, run_python):
     before = len(client.client_list())
-    process = run_python(code, redis_url, env={"PYTHONDEVMODE": "", "PYTHONWARNINGS": "always"})
+    process = run_python(lock_programs.end_loops, redis_url, env={"PYTHONDEVMODE": "", "PYTHONWARNINGS": "always"})
     process.wait_for(event="done")
     process.finish()
     assert process.errors == ""

@@ -1,4 +1,4 @@
-"""A task acquires for itself: which task holds, which may release, and what a task that ends leaves behind."""
+"""A task acquires for itself: which task holds, which may release, what a task that ends leaves behind, and crowds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from asgiref.sync import sync_to_async
 
 from django_redislock import AlreadyAcquired, LockLost, NotAcquired
-from django_redislock.core import AsyncLock
+from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.keys import lock_keys
-from tests.support import acquire_and_release
+from tests.support import acquire_and_release, begin, lock_programs, queued, servers_of, until, wait_until
 
 
 async def test_of_two_calls_of_one_task_at_the_same_time_one_raises_instead_of_hanging(aclient):
@@ -140,9 +140,66 @@ def test_on_lost_is_called_in_the_loop_of_the_holder(aclient, client):
     assert told == [(threading.get_ident(), "a")]
 
 
-def test_on_lost_is_a_plain_function(aclient):
-    async def on_lost(lock):
-        pass
+# Many of them
 
-    with pytest.raises(TypeError, match="on_lost"):
-        AsyncLock(aclient, "a", on_lost=on_lost)
+
+async def test_tasks_threads_and_processes_are_served_first_come_first_served(aclient, client, redis_url, run_python):
+    order, tasks, calls = [], [], []
+
+    def thread(number):
+        with Lock(client, "a", timeout=30):
+            order.append(number)
+
+    def process(number):
+        waiter = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 30, {})
+        waiter.wait_for(event="held")
+        order.append(number)
+        waiter.send()
+        waiter.wait_for(event="released")
+
+    async def task(number):
+        async with AsyncLock(aclient, "a", timeout=30):
+            order.append(number)
+
+    async with AsyncLock(aclient, "a"):
+        for number in range(9):
+            if number % 3 == 0:
+                tasks.append(asyncio.create_task(task(number)))
+            else:
+                calls.append(begin((thread, process)[number % 3 - 1], number))
+            await until(lambda: queued(client, "a") == number + 1, timeout=30)  # noqa: B023
+    await asyncio.gather(*tasks, *map(asyncio.wrap_future, calls))
+    assert order == list(range(9))
+
+
+@pytest.mark.slow
+def test_a_thousand_waiting_tasks_use_one_blocked_connection(aclient, client):
+    names = [f"lock {i}" for i in range(10)]
+    served = []
+    before = {found["id"] for found in client.client_list()}
+
+    async def wait(number):
+        name = names[number % 10]
+        async with AsyncLock(aclient, name, timeout=60):
+            served.append(number)
+
+    async def main():
+        holders = [AsyncLock(aclient, name, expire=120) for name in names]
+        for holder in holders:
+            await holder.acquire()
+        tasks = [asyncio.create_task(wait(number)) for number in range(1000)]
+        await until(lambda: sum(queued(client, name) for name in names) == 1000, timeout=60)
+        found = client.client_list()
+        for holder in holders:
+            await holder.release()
+        await asyncio.gather(*tasks)
+        return found
+
+    # Without asyncio's debug mode, which blocks the loop at each of a thousand tasks.
+    mine = [found for found in asyncio.run(main(), debug=False) if found["id"] not in before]
+    nodes = len(servers_of(client))
+    assert sorted(int(found["sub"]) for found in mine) == [0] * nodes + [1] * nodes, (
+        "one for commands, one that listens"
+    )
+    assert sorted(served) == list(range(1000))
+    wait_until(lambda: {found["id"] for found in client.client_list()} <= before)

@@ -38,24 +38,6 @@ def test_waits_are_counted_by_name_and_minute(client: redis.Redis) -> None:
     assert sum(minute.seconds for minute in found.minutes) >= 0.5
 
 
-def test_what_did_not_wait_leaves_nothing(client: redis.Redis) -> None:
-    with Lock(client, "a"):
-        assert not Lock(client, "a").acquire(blocking=False)
-    assert kept(client) == []
-    assert contention(client).names == {}
-
-
-def test_an_uncontended_lock_pays_nothing(client: redis.Redis) -> None:
-    with Lock(client, "a"):
-        pass
-    with counting(client) as counts:
-        for _ in range(10):
-            with Lock(client, "a"):
-                pass
-    assert counts["evalsha"] == 20
-    assert not {"zincrby", "hincrby", "hdel", "zcard"} & counts.keys()
-
-
 def test_a_wait_is_counted_without_a_command_of_its_own(client: redis.Redis) -> None:
     """At most three calls, as without counts.
 
@@ -84,6 +66,14 @@ def value_waited_for(client: redis.Redis, key: str, waiters: int) -> None:
     assert client.zcard(queue) == 0
 
 
+def test_what_did_not_wait_leaves_nothing(client: redis.Redis) -> None:
+    with Lock(client, "a"):
+        assert not Lock(client, "a").acquire(blocking=False)
+    value_waited_for(client, "a", 0)
+    assert kept(client) == []
+    assert contention(client).names == {}
+
+
 def test_recomputations_avoided(client: redis.Redis) -> None:
     value_waited_for(client, "report", 3)
     value_waited_for(client, "asked for by one", 0)
@@ -91,11 +81,6 @@ def test_recomputations_avoided(client: redis.Redis) -> None:
     assert name.endswith("report")
     assert (found.waits, found.avoided, found.duplicates, found.gave_up) == (3, 3, 0, 0)
     assert found.seconds >= 3  # 2 each
-
-
-def test_a_value_that_nobody_waits_for_leaves_nothing(client: redis.Redis) -> None:
-    value_waited_for(client, "a", 0)
-    assert kept(client) == []
 
 
 def test_what_saves_most_stays_among_many(client: redis.Redis) -> None:

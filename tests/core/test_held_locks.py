@@ -126,9 +126,8 @@ def test_reset_all_frees_its_own_locks_and_touches_nothing_else(make_lock, clien
         make_lock(client, f"lock {i}", auto_renewal=False).acquire()
     with monitoring(client) as sent:
         assert reset_all(client) == 30
-    never = (
-        ("KEYS", "FLUSH") if ON_A_CLUSTER else ("KEYS", "SCAN", "FLUSH")
-    )  # it scans a Cluster for the leases of values
+    # It scans a Cluster for the leases of values.
+    never = ("KEYS", "FLUSH") if ON_A_CLUSTER else ("KEYS", "SCAN", "FLUSH")
     assert not [line for line in sent if line.startswith(never)]
     assert not list(held_locks(client))
     assert elsewhere.owned()

@@ -42,23 +42,11 @@ class HoldingProxy(Proxy):
         super().close()
 
 
-def test_a_handler_that_waits_while_its_thread_subscribes_gets_its_lock(client, redis_url, run_python):
-    main, inside = Lock(client, "main"), Lock(client, "inside")
-    assert main.acquire()
-    assert inside.acquire()
-    with HoldingProxy(redis_url) as proxy:
-        process = run_python(interrupted_programs.acquire_in_a_handler, proxy.url, "main", "inside", {})
-        assert proxy.subscribing.wait(30)
-        os.kill(process.pid, signal.SIGUSR1)
-        process.wait_for(who="handler", got=None)
-        wait_until(lambda: queued(client, "inside") == 1, timeout=SOON)
-        inside.release()
-        process.wait_for(timeout=SOON, who="handler", got=True)
-        proxy.let_go.set()
-        wait_until(lambda: queued(client, "main") == 1)
-        main.release()
-        process.wait_for(timeout=SOON, who="main", got=True)
-        process.finish()
+def held(client, *names):
+    locks = {name: Lock(client, name, expire=120) for name in names}
+    for lock in locks.values():
+        assert lock.acquire()
+    return locks
 
 
 def test_threads_that_wait_for_a_subscription_have_the_one_of_a_handler_that_interrupted_it(
@@ -66,9 +54,7 @@ def test_threads_that_wait_for_a_subscription_have_the_one_of_a_handler_that_int
 ):
     """The handler may wait for what they hold."""
     main, inside, other = names_together(3)
-    locks = {name: Lock(client, name) for name in (main, inside, other)}
-    for lock in locks.values():
-        assert lock.acquire()
+    locks = held(client, main, inside, other)
     with HoldingProxy(redis_url) as proxy:
         process = run_python(interrupted_programs.acquire_in_a_handler, proxy.url, main, inside, {other: "thread"})
         assert proxy.subscribing.wait(30)
@@ -87,9 +73,7 @@ def test_threads_that_wait_for_a_subscription_have_the_one_of_a_handler_that_int
 
 def test_a_handler_that_waits_while_its_thread_reads_wakes_everybody(client, redis_url, run_python):
     main, inside, other = names_together(3)
-    locks = {name: Lock(client, name, expire=120) for name in (main, inside, other)}
-    for lock in locks.values():
-        assert lock.acquire()
+    locks = held(client, main, inside, other)
     process = run_python(interrupted_programs.acquire_in_a_handler, redis_url, main, inside, {other: "thread"})
     wait_until(lambda: queued(client, main) == queued(client, other) == 1)
     os.kill(process.pid, signal.SIGUSR1)
@@ -107,9 +91,7 @@ def test_while_a_long_handler_runs_in_the_thread_that_reads_the_other_threads_ge
     client, redis_url, run_python
 ):
     main, other, third = names_together(3)
-    locks = {name: Lock(client, name, expire=120) for name in (main, other, third)}
-    for lock in locks.values():
-        assert lock.acquire()
+    locks = held(client, main, other, third)
     process = run_python(interrupted_programs.acquire_while_a_handler_runs, redis_url, main, [main, other, third])
     wait_until(lambda: (queued(client, main), queued(client, other), queued(client, third)) == (2, 1, 1))
     os.kill(process.pid, signal.SIGUSR1)

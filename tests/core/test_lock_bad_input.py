@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -16,7 +15,7 @@ from django_redislock.cache.lease.request import lease_name
 from django_redislock.core import AsyncLock, Lock, held_locks
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, NotAcquired
-from tests.support import client_at, monitoring, queued, wait_until
+from tests.support import begin_to_wait, client_at, monitoring
 
 NAN, INF = float("nan"), float("inf")
 
@@ -38,6 +37,7 @@ NAN, INF = float("nan"), float("inf")
         ("reentrant", None, TypeError),
         ("label", 5, TypeError),
         ("on_lost", "not callable", TypeError),
+        ("on_lost", asyncio.sleep, TypeError),
         ("prefix", "a}b", ValueError),
         ("prefix", "", ValueError),
         ("client", None, TypeError),
@@ -63,12 +63,10 @@ def test_acquire_refuses(client, timeout, error):
 
 @pytest.mark.parametrize("timeout", [INF, 1e300, 10**18, 10**400, 1e9, None], ids=repr)
 def test_a_timeout_of_any_size_is_waited_for(client, timeout):
-    with ThreadPoolExecutor(1) as thread:
-        with Lock(client, "a"):
-            waiter = Lock(client, "a", timeout=timeout, auto_renewal=False)
-            got = thread.submit(waiter.acquire, timeout=timeout)
-            wait_until(lambda: got.done() or queued(client, "a") == 1)
-        assert got.result(30) is True
+    with Lock(client, "a"):
+        waiter = Lock(client, "a", timeout=timeout, auto_renewal=False)
+        got = begin_to_wait(client, "a", waiter.acquire, timeout=timeout)
+    assert got.result(30) is True
 
 
 def test_a_timeout_without_blocking_is_refused_as_in_threading(client):
@@ -97,10 +95,13 @@ def test_good_lives_are_taken_as_they_are(client, value):
 
 def test_a_key_of_another_type_is_named(client):
     key = lock_keys("redislock", "a").lock
-    client.lpush(key, "x")
-    with pytest.raises(Exception, match="WRONGTYPE") as caught:
-        Lock(client, "a").acquire(timeout=1)
-    assert "'a'" in str(caught.value)
+    client.lpush(key, "mine")
+    lock = Lock(client, "a")
+    for operation in (lambda: lock.acquire(timeout=1), lambda: lock.acquire(timeout=0), lock.reset):
+        with pytest.raises(LockBackendError, match=r"'a'.*WRONGTYPE") as caught:
+            operation()
+        assert key.decode() in str(caught.value)
+    assert client.lrange(key, 0, -1) == [b"mine"]
 
 
 @pytest.mark.slow

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import pytest
-import redis
-import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from tests.support import client_at, counting, in_thread, monitoring, wait_until
+from django_redislock.core.driver.registry import server_of
+from tests.support import async_client_at, begin_to_wait, client_at, counting, enter, in_thread, monitoring
 
 
+@pytest.mark.parametrize("kind", [client_at, async_client_at])
 @pytest.mark.parametrize(
     "options",
     [{"decode_responses": True}, {"protocol": 3}, {"protocol": 2}, {"socket_timeout": None}, {"max_connections": 1}],
     ids=repr,
 )
-def test_every_client_will_do(make_lock, redis_url, options):
-    with client_at(redis_url, **options) as client, make_lock(client, "a") as lock:
+def test_every_client_will_do(make_lock, redis_url, kind, options):
+    client = kind(redis_url, **options)
+    with make_lock(client, "a") as lock:
         assert lock.owner().id == lock.id
         assert not in_thread(lambda: make_lock(client, "a").acquire(timeout=0.1))
 
 
-def test_unix_sockets_will_do(make_lock, own_server):
-    with redis.Redis.from_url(own_server.unix_url) as client, make_lock(client, "a") as lock:
+@pytest.mark.parametrize("kind", [client_at, async_client_at])
+def test_unix_sockets_will_do(make_lock, own_server, kind):
+    with make_lock(kind(own_server.unix_url), "a") as lock:
         assert lock.owned()
 
 
 def test_clients_of_the_same_server_share_its_connections(make_lock, redis_url, client):
+    assert server_of(async_client_at(redis_url)) is server_of(client)
     with client_at(redis_url) as one, client_at(redis_url) as two:
         with make_lock(one, "a"), make_lock(two, "b"):
             pass
@@ -51,36 +53,34 @@ def test_a_subclass_and_a_second_server_work(make_lock, client, own_server):
 
 
 def test_an_uncontended_cycle_is_two_commands(make_lock, client):
+    """Also with a call that looks for the cause of no loss, with counts of waits, and beside another held lock."""
     lock = make_lock(client, "a")
-    with lock:  # the connection and the scripts are there from now on
-        pass
-    with counting(client) as counts:
-        for _ in range(10):
-            lock.acquire()
-            lock.release()
-    assert counts["evalsha"] == 20
+    with lock, make_lock(client, "b"):  # the connection and the scripts are there from now on
+        lock.extend()
+    with counting(client) as counts, make_lock(client, "b"):
+        for _ in range(160):
+            with lock:
+                pass
+    assert counts["evalsha"] == 2 * 161
+    assert not {"zincrby", "hincrby", "hdel", "zcard"} & counts.keys()
+    assert counts.total() < 161 * 14.5
     with monitoring(client) as sent, lock:
-        pass
-    assert [line.split()[0] for line in sent] == ["EVALSHA", "EVALSHA"]
+        lock.extend()
+    assert [line.split()[0] for line in sent] == ["EVALSHA"] * 3
 
 
 def test_a_contended_cycle_is_at_most_four_commands(make_lock, client):
-    lock = make_lock(client, "a")
     rounds = 25
 
     def cycle():
         for _ in range(rounds):
-            with make_lock(client, "a"):
-                pass
+            enter(make_lock(client, "a"))
 
-    with lock:
-        threads = [threading.Thread(target=cycle) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: lock.owner().waiting == 4)
+    with make_lock(client, "a"):
+        cycles = [begin_to_wait(client, "a", cycle) for _ in range(4)]
         evals = client.info("commandstats")["cmdstat_evalsha"]["calls"]
-    for thread in threads:
-        thread.join(timeout=30)
+    for each in cycles:
+        each.result(30)
     assert client.info("commandstats")["cmdstat_evalsha"]["calls"] - evals <= 4 * rounds * 4
 
 

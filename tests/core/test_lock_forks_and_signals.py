@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import django_redislock
 from django_redislock.core import Lock
+from django_redislock.core.driver import process
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import NotAcquired
-from tests.support import TimeLimit, in_a_fork, interruptions, lived, queued, wait_until
-
-pytestmark = pytest.mark.processes
-
+from tests.support import TimeLimit, begin_to_wait, in_a_fork, interruptions, lived
 
 WATCHDOG = "redislock-watchdog"
 
 
+@pytest.mark.processes
 def test_a_forked_child_owns_nothing_of_its_parents(client):
     lock = Lock(client, "a", expire=1.5)
     lock.acquire()
@@ -36,12 +38,10 @@ def test_a_forked_child_owns_nothing_of_its_parents(client):
     lock.release()
 
 
+@pytest.mark.processes
 def test_a_fork_while_threads_wait_harms_neither_side(client):
-    got = []
     with Lock(client, "a", expire=60):
-        thread = threading.Thread(target=lambda: got.append(Lock(client, "a").acquire(timeout=20)))
-        thread.start()
-        wait_until(lambda: queued(client, "a") == 1)
+        waiter = begin_to_wait(client, "a", Lock(client, "a").acquire, timeout=20)
 
         def child():
             started = time.monotonic()
@@ -49,13 +49,13 @@ def test_a_fork_while_threads_wait_harms_neither_side(client):
             assert time.monotonic() - started < 5
 
         in_a_fork(child)
-    thread.join(timeout=20)
-    assert got == [True]
+    assert waiter.result(20)
 
 
 # The alarm also hits destructors, and sockets that redis-py is about to open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.interrupts
+@pytest.mark.processes
 def test_a_signal_that_raises_anywhere_leaves_no_lock_and_no_broken_connection(client):
     with interruptions(TimeLimit) as interrupted_after:
         interrupted = 0
@@ -77,6 +77,7 @@ def test_a_signal_that_raises_anywhere_leaves_no_lock_and_no_broken_connection(c
         assert interrupted > 50
 
 
+@pytest.mark.processes
 def test_an_interrupted_waiter_leaves_the_queue(client):
     keys = lock_keys("redislock", "a")
     client.set(keys.lock, "x\n1\n1\n{}", px=30000)
@@ -89,3 +90,38 @@ def test_an_interrupted_waiter_leaves_the_queue(client):
     client.delete(keys.lock)
     with Lock(client, "a", timeout=1):
         pass
+
+
+# The resets in a forked child
+
+
+def test_the_resets_run_in_their_order_whatever_the_order_of_the_imports(monkeypatch):
+    ran = []
+    monkeypatch.setattr(process, "_resets", {})
+    for name in sorted(process.ORDER):
+        process.after_in_child(name, lambda name=name: ran.append(name))
+    process._reset_all()
+    assert ran == list(process.ORDER)
+
+
+def test_an_error_in_one_reset_is_raised_after_the_others(monkeypatch):
+    ran = []
+    monkeypatch.setattr(process, "_resets", {name: lambda name=name: ran.append(name) for name in process.ORDER})
+    process.after_in_child(process.ORDER[1], lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        process._reset_all()
+    assert ran == [process.ORDER[0], *process.ORDER[2:]]
+
+
+def test_a_reset_without_a_place_in_the_order_is_refused():
+    with pytest.raises(ValueError, match="'other' is not in the order"):
+        process.after_in_child("other", lambda: None)
+
+
+def test_the_order_names_the_resets_that_there_are():
+    names = []
+    for path in Path(django_redislock.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "after_in_child":
+                names.append(ast.literal_eval(node.args[0]))
+    assert sorted(names) == sorted(process.ORDER)

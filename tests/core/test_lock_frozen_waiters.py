@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -14,34 +11,30 @@ from typing import Any
 import pytest
 import redis
 
-from django_redislock.core import AsyncLock, Lock, held_locks, scripts
+from django_redislock.core import Lock, held_locks, scripts
 from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.listing import read_queue
 from tests.support import (
-    BUSY,
     ON_A_CLUSTER,
     PythonProcess,
+    begin_to_wait,
     client_at,
     counting,
+    enter,
     freeze,
     listening,
     queued,
     servers_of,
     wait_until,
+    within,
 )
 from tests.support.lock_programs import wait_in_forks
 
 KEYS = lock_keys("redislock", "a")
 TOGETHER = 1.0
 """Seconds for which frozen processes may hold up a lock."""
-
-
-def in_a_thread(wait: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
 
 
 def signal_all(pids: list[int], number: signal.Signals) -> None:
@@ -79,30 +72,17 @@ def after_the_roll_call(client: redis.Redis) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("by", ["thread", "task"])
 def test_ten_frozen_processes_ahead_hold_up_a_free_lock_for_no_longer_than_a_second(
-    client: redis.Redis, redis_url: str, run_python: Callable[..., PythonProcess], by: str
+    make_lock: Any, client: redis.Redis, redis_url: str, run_python: Callable[..., PythonProcess]
 ) -> None:
-    taken = []
-
-    def wait() -> None:
-        with Lock(client, "a", timeout=30):
-            taken.append(time.monotonic())
-
-    async def await_it() -> None:
-        async with AsyncLock(client, "a", timeout=30):
-            taken.append(time.monotonic())
-
     with Lock(client, "a", expire=60):
         frozen = run_python(wait_in_forks, redis_url, "a", 10).wait_for()["pids"]
         wait_until(lambda: queued(client, "a") == 10)
         for pid in frozen:
             freeze(pid)
-        thread = in_a_thread(wait if by == "thread" else lambda: asyncio.run(await_it()))
-        wait_until(lambda: queued(client, "a") == 11)
-    freed = time.monotonic()
-    thread.join(30)
-    assert taken[0] - freed < TOGETHER + BUSY, "ten times half a second would be 5"
+        waiter = begin_to_wait(client, "a", enter, make_lock(client, "a", timeout=30))
+    with within(TOGETHER):  # ten times half a second would be 5
+        assert waiter.result(30)
     signal_all(frozen, signal.SIGCONT)  # told of it, they came back, and are served
     wait_until(lambda: queued(client, "a") == 0 and not client.exists(KEYS.lock))
 
@@ -194,12 +174,14 @@ def test_a_roll_call_is_no_holder(client: redis.Redis) -> None:
         assert client.pttl(KEYS.lock) > 0
 
 
-def test_the_dead_of_a_queue_are_passed_over_in_bounded_pieces(client: redis.Redis) -> None:
-    lock = Lock(client, "a")
-    lock.acquire()
-    client.zadd(KEYS.queue, {f"gone {number}\n{number}": number for number in range(2500)})
-    lock.release()
-    assert 0 < client.zcard(KEYS.queue) <= 1500
+def test_the_dead_of_a_queue_are_passed_over_at_once_in_bounded_pieces(make_lock: Any, client: redis.Redis) -> None:
+    lock = make_lock(client, "a")
+    for number, most in ((100, 0), (2500, 1500)):
+        lock.acquire()
+        client.zadd(KEYS.queue, {f"gone {number}\n{number}": number for number in range(number)})
+        lock.release()
+        assert client.zcard(KEYS.queue) <= most
+    assert client.zcard(KEYS.queue)
     assert lock.acquire(timeout=5)
     lock.release()
     assert not client.exists(KEYS.lock, KEYS.queue)

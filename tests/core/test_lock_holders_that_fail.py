@@ -8,14 +8,10 @@ import time
 import pytest
 
 from django_redislock.core import Lock
-from django_redislock.core.keys import BUCKETS
 from django_redislock.exceptions import LockLost, NotAcquired
-from tests.support import BUSY, ON_A_CLUSTER, lived, lock_programs, queued, wait_until, watchdogs_of
+from tests.support import BUSY, lived, lock_programs, queued, wait_until
 
 pytestmark = pytest.mark.processes
-
-SLOTS = BUCKETS if ON_A_CLUSTER else 1
-"""A call that renews many locks is one for each of their slots in a Cluster."""
 
 WAITERS = [
     ({}, 30),
@@ -84,20 +80,6 @@ def test_a_late_release_frees_nothing_of_the_successors(make_lock, client):
         make_lock(client, "a", id="0" * 32).release()
     assert successor.owned()
     successor.release()
-
-
-def test_one_hundred_held_locks_are_kept_by_one_thread(make_lock, client):
-    locks = [make_lock(client, f"lock {i}", expire=3) for i in range(100)]  # longer than a busy machine may stand still
-    for lock in locks:
-        lock.acquire()
-    calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
-    lived(3.25)
-    calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - calls
-    assert watchdogs_of(client) == 1
-    assert all(lock.owned() for lock in locks)
-    assert calls <= 12 * SLOTS, "renewed together: a call every third of the life, and a few to fall into step"
-    for lock in locks:
-        lock.release()
 
 
 def test_fifty_processes_race_for_a_dead_holders_lock_and_one_wins(client, redis_url, run_python):

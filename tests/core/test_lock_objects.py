@@ -53,11 +53,10 @@ def test_a_copy_is_a_new_lock_object_that_has_acquired_nothing(client, copied):
             twin.release()
         assert not twin.acquire(blocking=False)
         assert lock.owned()
-    assert twin.acquire(blocking=False)
-    assert (twin.owner().expire, twin.owner().label) == (12, "mine")
-    with pytest.raises(NotAcquired):
-        lock.release()
-    twin.release()
+    with twin:
+        assert (twin.owner().expire, twin.owner().label) == (12, "mine")
+        with pytest.raises(NotAcquired):
+            lock.release()
 
 
 @pytest.mark.parametrize("kind", [Lock, RLock, AsyncLock, AsyncRLock])

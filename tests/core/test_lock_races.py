@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -17,7 +16,7 @@ from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys, milliseconds
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import Proxy, client_at, in_a_fork, lived, queued, wait_until, within
+from tests.support import Proxy, begin, client_at, in_a_fork, lived, queued, wait_until, within
 from tests.support.locks import RLock
 
 KEYS = lock_keys("redislock", "a")
@@ -25,8 +24,8 @@ KEYS = lock_keys("redislock", "a")
 # Commands that arrive late
 
 
-def test_a_call_that_arrives_after_its_repetition_frees_nothing(client, redis_url):
-    with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
+def test_a_call_that_arrives_after_its_repetition_frees_nothing(proxy):
+    with client_at(proxy.url) as behind:
         lock = Lock(behind, "a")
         with lock:
             pass
@@ -40,9 +39,9 @@ def test_a_call_that_arrives_after_its_repetition_frees_nothing(client, redis_ur
         lock.release()
 
 
-def test_a_release_that_arrives_late_ends_no_acquisition_of_the_same_object(client, redis_url):
+def test_a_release_that_arrives_late_ends_no_acquisition_of_the_same_object(proxy):
     """The thread entered the lock again, which was still held, and worked on beside the next holder."""
-    with Proxy(redis_url) as proxy, client_at(proxy.url, socket_timeout=0.5) as behind:
+    with client_at(proxy.url, socket_timeout=0.5) as behind:
         lock = RLock(behind, "a", auto_renewal=False)
         for _ in range(2):
             lock.acquire()
@@ -63,9 +62,9 @@ def test_a_release_that_arrives_late_ends_no_acquisition_of_the_same_object(clie
 
 
 @pytest.mark.parametrize("again", ["extend", "enter"])
-def test_an_extension_that_arrives_after_a_later_one_does_not_cut_it_short(client, redis_url, again):
+def test_an_extension_that_arrives_after_a_later_one_does_not_cut_it_short(proxy, again):
     """Else the holder would believe in an expiry that Redis does not have, and a second holder would come."""
-    with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
+    with client_at(proxy.url) as behind:
         lock = RLock(behind, "a", expire=5, auto_renewal=False)
         lock.acquire()
         lock.extend()  # now the server knows the script
@@ -116,8 +115,8 @@ def test_a_server_that_goes_away_after_a_late_answer_is_not_waited_for(make_lock
             wait_until(lambda: client.pttl(KEYS.lock) > 30_000)
             own_server.kill()
 
-        with ThreadPoolExecutor(1) as thread, within(2):  # of the five seconds for which it is tried again
-            gone = thread.submit(go_away)
+        with within(2):  # of the five seconds for which it is tried again
+            gone = begin(go_away)
             with pytest.raises(LockLost):
                 lock.extend(60)
             with pytest.raises(LockLost):
@@ -125,39 +124,25 @@ def test_a_server_that_goes_away_after_a_late_answer_is_not_waited_for(make_lock
             gone.result()
 
 
-def lose_by_an_extension_without_an_answer(lock, proxy):
-    proxy.delay_replies(0.8)
-    with pytest.raises(LockBackendError):
-        lock.extend(60)
-    wait_until(lambda: lock.lost)
-    proxy.delay_replies(0)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("auto_renewal", [False, True])
-def test_an_extension_that_is_not_answered_ends_with_the_release(make_lock, client, proxy, auto_renewal):
+@pytest.mark.parametrize(("auto_renewal", "entries"), [(False, 1), (True, 1), (False, 2)])
+def test_an_extension_that_is_not_answered_ends_with_the_last_release(make_lock, client, proxy, auto_renewal, entries):
     """The holder cannot know that it arrived."""
     with client_at(proxy.url, socket_timeout=0.5) as behind:
-        lock = make_lock(behind, "a", expire=1.2, auto_renewal=auto_renewal)
-        lock.acquire()
-        lose_by_an_extension_without_an_answer(lock, proxy)
-        assert make_lock(client, "a").ttl() > 10
-        with pytest.raises(LockLost, match="until its expiry ended" if auto_renewal else "its expiry ended without"):
-            lock.release()
-        assert make_lock(client, "a").acquire(blocking=False)
-
-
-@pytest.mark.slow
-def test_an_extension_of_the_inner_acquisition_that_is_not_answered_ends_with_the_outer_release(client, proxy):
-    with client_at(proxy.url, socket_timeout=0.5) as behind:
-        lock = RLock(behind, "a", expire=1.2, auto_renewal=False)
-        lock.acquire()
-        lock.acquire()
-        lose_by_an_extension_without_an_answer(lock, proxy)
-        for _ in range(2):
-            with pytest.raises(LockLost):
+        lock = make_lock(behind, "a", expire=1.2, auto_renewal=auto_renewal, reentrant=entries > 1)
+        for _ in range(entries):
+            lock.acquire()
+        proxy.delay_replies(0.8)
+        with pytest.raises(LockBackendError):
+            lock.extend(60)
+        wait_until(lambda: lock.lost)
+        proxy.delay_replies(0)
+        for _ in range(entries):
+            assert make_lock(client, "a").ttl() > 10
+            why = "until its expiry ended" if auto_renewal else "its expiry ended without"
+            with pytest.raises(LockLost, match=why):
                 lock.release()
-        assert RLock(client, "a").acquire(blocking=False)
+        assert make_lock(client, "a").acquire(blocking=False)
 
 
 @pytest.mark.slow
@@ -204,7 +189,7 @@ def test_the_release_of_a_lost_lock_that_was_not_extended_asks_nobody(make_lock,
         assert proxy.dropped == 0
 
 
-def test_an_unanswered_acquisition_with_a_given_id_does_not_undo_the_next_one(client, own_server):
+def test_an_unanswered_acquisition_with_a_given_id_does_not_undo_the_next_one(own_server):
     with Proxy(own_server.url) as proxy, client_at(proxy.url, socket_timeout=0.5) as behind:
         with Lock(behind, "b"):
             pass
@@ -248,34 +233,22 @@ def test_a_force_released_holder_does_not_live_on_in_its_successor_of_the_same_i
     successor.release()
 
 
-def start(function, *args):
-    thread = threading.Thread(target=function, args=args, daemon=True)
-    thread.start()
-    return thread
-
-
 def test_threads_that_share_an_object_with_a_given_id_never_hold_it_both(client):
-    shared = Lock(client, "a", id="given")
-    results = []
+    shared, done = Lock(client, "a", id="given"), threading.Event()
 
     def acquire():
         try:
-            results.append(shared.acquire(timeout=10))
+            return shared.acquire(timeout=10) and not done.set()
         except AlreadyAcquired:
-            results.append(False)
-        else:
+            return False
+        finally:
             done.wait(20)
 
-    done = threading.Event()
     with Lock(client, "a", expire=60):
-        threads = [start(acquire) for _ in range(2)]
-        wait_until(lambda: queued(client, "a") or results)
+        calls = [begin(acquire) for _ in range(2)]
+        wait_until(lambda: queued(client, "a"))
         lived(0.2)
-    wait_until(lambda: len(results) == 2)
-    done.set()
-    for thread in threads:
-        thread.join(10)
-    assert sorted(results) == [False, True]
+    assert sorted(call.result(30) for call in calls) == [False, True]
 
 
 # Expiry
@@ -286,31 +259,41 @@ def test_the_life_in_redis_is_never_shorter_than_the_one_believed_in():
         assert int(milliseconds(life)) >= life * 1000
 
 
+@contextmanager
+def renewal_held_up(client, where):
+    """Hold up the next renewal before it is sent or when it is answered; give a function that lets it go on."""
+    server, at_gate, gate, passed = server_of(client), threading.Event(), threading.Event(), threading.Event()
+    renew = server.renew
+
+    def late(*what):
+        reply = renew(*what) if where == "answered" else None
+        at_gate.set()
+        gate.wait(10)
+        reply = renew(*what) if where == "sent" else reply
+        passed.set()
+        return reply
+
+    def go_on():
+        gate.set()
+        assert passed.wait(5)
+
+    server.renew = late
+    try:
+        assert at_gate.wait(5)
+        yield go_on
+    finally:
+        gate.set()
+        del server.renew
+
+
 @pytest.mark.slow
 def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
     """The watchdog's call was made with the old life and arrives after the new one was set."""
-    server = server_of(client)
-    lock = Lock(client, "a", expire=1.5)
-    call, at_gate, gate, arrived = server.renew, threading.Event(), threading.Event(), threading.Event()
-
-    def late(*what):
-        at_gate.set()
-        gate.wait(10)
-        reply = call(*what)
-        arrived.set()
-        return reply
-
-    with lock:
-        server.renew = late
-        try:
-            assert at_gate.wait(5)
+    with Lock(client, "a", expire=1.5) as lock:
+        with renewal_held_up(client, "sent") as go_on:
             lock.extend(60)
-            gate.set()
-            assert arrived.wait(5)
+            go_on()
             assert lock.ttl() > 50
-        finally:
-            gate.set()
-            del server.renew
         lived(1.8)
         assert lock.owned()
         lock.raise_if_lost()
@@ -319,29 +302,12 @@ def test_a_renewal_that_overlaps_an_extension_does_not_cut_it_short(client):
 @pytest.mark.slow
 def test_a_renewal_that_overlaps_a_shortening_does_not_let_the_belief_outlive_the_lock(client):
     """The watchdog's call was made with the old life, and is answered after the new one was set."""
-    server = server_of(client)
-    lock = Lock(client, "a", expire=3)
-    call, at_gate, gate, answered = server.renew, threading.Event(), threading.Event(), threading.Event()
-
-    def late(*what):
-        reply = call(*what)
-        at_gate.set()
-        gate.wait(10)
-        answered.set()
-        return reply
-
-    with lock:
-        server.renew = late
-        try:
-            assert at_gate.wait(5)
+    with Lock(client, "a", expire=3) as lock:
+        with renewal_held_up(client, "answered") as go_on:
             lock.extend(0.5)
-            gate.set()
-            assert answered.wait(5)
+            go_on()
             wait_until(lambda: lock._visible_lease().next_renewal <= monotonic() + 0.2)
             assert lock._visible_lease().deadline <= monotonic() + 0.5
-        finally:
-            gate.set()
-            del server.renew
         lived(1)
         assert lock.owned()
 

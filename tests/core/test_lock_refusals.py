@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import redis
 
@@ -14,7 +12,7 @@ from django_redislock.core.driver.registry import server_of
 from django_redislock.core.driver.retry import with_retries_each
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
-from tests.support import ON_A_CLUSTER, lived, servers_of, wait_until, within
+from tests.support import ON_A_CLUSTER, begin, lived, servers_of, wait_until, within
 
 pytestmark = pytest.mark.processes
 
@@ -76,12 +74,7 @@ def test_a_busy_server_is_a_typed_error(make_lock, own_server):
     with own_server.client(socket_timeout=30) as client, own_server.client() as other:
         servers_of(client)[0].config_set("busy-reply-threshold", "50")
 
-        def block():
-            with pytest.raises(redis.RedisError):
-                client.eval("while true do end", 0)
-
-        blocker = threading.Thread(target=block)
-        blocker.start()
+        blocker = begin(client.eval, "while true do end", 0)
 
         def busy():
             try:
@@ -94,7 +87,8 @@ def test_a_busy_server_is_a_typed_error(make_lock, own_server):
         with pytest.raises(LockBackendError, match="BUSY"):
             make_lock(other, "a").acquire(timeout=0.2)
         servers_of(other)[0].script_kill()
-        blocker.join(timeout=10)
+        with pytest.raises(redis.RedisError):
+            blocker.result(10)
         with make_lock(other, "a", timeout=5):
             pass
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 
 import pytest
 import redis
@@ -13,10 +12,9 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import transaction
 
 from django_redislock import AcquireTimeout, AlreadyAcquired, LockBackendError, lock
-from django_redislock.core import AsyncLock, Lock, QuorumLock
+from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.keys import lock_keys
-from tests.support import RedisServer, async_client_at, client_at, counting, in_a_fork, queued, wait_until
-from tests.support.locks import AsyncRLock, RLock
+from tests.support import async_client_at, begin_to_wait, client_at, counting, enter, in_a_fork, queued
 
 KEYS = lock_keys("redislock", "a")
 HELP = r"lock\(name, reentrant=True\) or rlock\(name\)"
@@ -26,45 +24,38 @@ def warnings(caplog):
     return [record for record in caplog.records if "through another object" in record.message]
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(Lock, Lock), (RLock, Lock), (Lock, RLock)])
+@pytest.mark.parametrize(("outer", "inner"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("others_wait", [False, True])
-def test_without_a_timeout_the_same_thread_is_told_that_it_would_wait_for_itself(client, outer, inner, others_wait):
-    held, again = outer(client, "a"), inner(client, "a")
-    others = [threading.Thread(target=take, args=(Lock(client, "a"),)) for _ in range(3 * others_wait)]
+def test_without_a_timeout_the_same_thread_is_told_that_it_would_wait_for_itself(
+    make_lock, client, outer, inner, others_wait
+):
+    held, again = make_lock(client, "a", reentrant=outer), make_lock(client, "a", reentrant=inner)
     with held:
-        for other in others:  # then this process listens, and a first call would join the queue
-            other.start()
-        wait_until(lambda: queued(client, "a") == len(others))
+        # Then this process listens, and a first call would join the queue.
+        others = [begin_to_wait(client, "a", enter, make_lock(client, "a")) for _ in range(3 * others_wait)]
         with pytest.raises(AlreadyAcquired, match=HELP):
             again.acquire()
         with pytest.raises(AlreadyAcquired, match=HELP), again:
             pytest.fail("the body ran")
         assert held.owned()
         assert queued(client, "a") == len(others), "it has not left a place in the queue"
-    for other in others:
-        other.join(60)
-        assert not other.is_alive()
+    assert all(other.result(60) for other in others)
     assert again.acquire()
     again.release()
 
 
-def take(lock):
-    with lock:
-        pass
-
-
-def test_with_a_timeout_it_waits_and_says_why_once(client, caplog):
-    with Lock(client, "a") as held:
-        assert Lock(client, "a").acquire(timeout=0.3) is False
+def test_with_a_timeout_it_waits_and_says_why_once(make_lock, client, caplog):
+    with make_lock(client, "a") as held:
+        assert make_lock(client, "a").acquire(timeout=0.3) is False
         (record,) = warnings(caplog)
         assert (record.levelno, record.args) == (logging.WARNING, ("a", held.fence))
         assert "reentrant=True" in record.message
-        with pytest.raises(AcquireTimeout), Lock(client, "a", timeout=0.1):
+        with pytest.raises(AcquireTimeout), make_lock(client, "a", timeout=0.1):
             pytest.fail("the body ran")
         assert len(warnings(caplog)) == 2
         caplog.clear()
         for once in ({"blocking": False}, {"timeout": 0}):
-            assert Lock(client, "a").acquire(**once) is False
+            assert make_lock(client, "a").acquire(**once) is False
         assert not warnings(caplog), "who does not wait is not told"
 
 
@@ -115,13 +106,10 @@ def test_a_lock_in_another_database_is_not_waited_for(client, server):
         pass
 
 
-def test_another_thread_waits_for_its_turn(client, caplog):
-    held, other = Lock(client, "a"), threading.Thread(target=take, args=(Lock(client, "a"),))
-    with held:
-        other.start()
-        wait_until(lambda: queued(client, "a") == 1)
-    other.join(60)
-    assert not other.is_alive()
+def test_another_thread_or_task_waits_for_its_turn(make_lock, client, caplog):
+    with make_lock(client, "a"):
+        other = begin_to_wait(client, "a", enter, make_lock(client, "a"))
+    assert other.result(60)
     assert not warnings(caplog)
 
 
@@ -160,54 +148,6 @@ def test_a_trial_costs_one_command_more_where_the_lock_is_held_by_the_same_threa
     with counting(client) as counts, Lock(client, "a"), Lock(client, "b"):
         pass
     assert counts["evalsha"] == 4
-
-
-async def take_for_a_task(lock):
-    async with lock:
-        pass
-
-
-async def test_tasks_are_told_too_and_other_tasks_of_the_thread_wait(redis_url, client, caplog):
-    aclient = async_client_at(redis_url)
-    async with AsyncLock(aclient, "a") as held:
-        for kind in (AsyncLock, AsyncRLock):
-            with pytest.raises(AlreadyAcquired, match=HELP):
-                await kind(aclient, "a").acquire()
-        task = asyncio.create_task(take_for_a_task(AsyncLock(aclient, "a")))
-        while queued(client, "a") < 1:
-            await asyncio.sleep(0.01)
-        assert not warnings(caplog)
-        assert await AsyncLock(aclient, "a").acquire(timeout=0.2) is False
-        assert len(warnings(caplog)) == 1
-        assert await held.owned()
-    await task
-
-
-async def test_a_task_that_lets_another_one_wait_for_it_may_release_meanwhile(redis_url, client, caplog):
-    aclient = async_client_at(redis_url)
-    held, next_one = AsyncLock(aclient, "a"), AsyncLock(aclient, "a")
-    await held.acquire()
-    waiting = asyncio.create_task(next_one.acquire())
-    while queued(client, "a") < 1:
-        assert not waiting.done()
-        await asyncio.sleep(0.01)
-    await held.release()
-    assert await waiting
-    await next_one.release()
-    assert not warnings(caplog)
-
-
-@pytest.mark.processes
-def test_a_quorum_lock_is_told_too():
-    with RedisServer() as one, RedisServer() as two, RedisServer() as three:
-        clients = [server.client() for server in (one, two, three)]
-        with QuorumLock(clients, "a") as held:
-            with pytest.raises(AlreadyAcquired, match=HELP):
-                QuorumLock(clients, "a").acquire()
-            held.raise_if_lost()
-        assert QuorumLock(clients, "a").acquire()
-        for client in clients:
-            client.close()
 
 
 @pytest.mark.usefixtures("locks_by_url")

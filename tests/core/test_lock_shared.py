@@ -15,7 +15,7 @@ from django_redislock.core.clock import monotonic
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import AlreadyAcquired, LockLost, NotAcquired
-from tests.support import in_a_fork, queued, wait_until
+from tests.support import in_a_fork, in_thread, queued, wait_until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -42,13 +42,14 @@ def lose(client, shared, thread):
     return fence, told.value
 
 
-def test_who_was_told_of_its_loss_never_sees_its_successors_acquisition(make_lock, client, one, two):
-    shared = make_lock(client, "a", auto_renewal=False)
+@pytest.mark.parametrize("id", [None, "mine"])
+def test_who_was_told_of_its_loss_never_sees_its_successors_acquisition(make_lock, client, one, two, id):
+    shared = make_lock(client, "a", id=id, auto_renewal=False)
     fence, told = lose(client, shared, one)
     for succeeded in (False, True):
         if succeeded:
             assert two(shared.acquire, False)
-        for look in (lambda: shared.fence, lambda: shared.id, shared.raise_if_lost):
+        for look in (lambda: shared.fence, lambda: shared.id, shared.raise_if_lost)[:: 1 if id is None else 2]:
             with pytest.raises(LockLost) as refused:
                 one(look)
             assert refused.value.record == told.record
@@ -57,6 +58,16 @@ def test_who_was_told_of_its_loss_never_sees_its_successors_acquisition(make_loc
     assert two(lambda: shared.fence) > fence
     assert two(lambda: shared.lost) is None
     two(shared.release)
+    with pytest.raises(NotAcquired):
+        two(shared.raise_if_lost)
+    assert one(shared.acquire, False), "after a loss an acquisition is one's own again"
+    assert one(lambda: shared.fence) > fence
+    assert one(lambda: shared.lost) is None
+    one(shared.raise_if_lost)
+    one(shared.release)
+    with pytest.raises(NotAcquired):
+        one(lambda: shared.fence)
+    assert one(lambda: shared.lost) is None
 
 
 def test_who_has_released_never_sees_the_next_ones_acquisition(make_lock, client, one, two):
@@ -73,31 +84,6 @@ def test_who_has_released_never_sees_the_next_ones_acquisition(make_lock, client
     assert one(lambda: shared.lost) is None
     with pytest.raises(LockLost):
         two(shared.release)
-
-
-def test_an_acquisition_after_a_loss_is_ones_own_again(make_lock, client, one):
-    shared = make_lock(client, "a", auto_renewal=False)
-    fence, _ = lose(client, shared, one)
-    one(shared.acquire, False)
-    assert one(lambda: shared.fence) > fence
-    assert one(lambda: shared.lost) is None
-    one(shared.raise_if_lost)
-    one(shared.release)
-    with pytest.raises(NotAcquired):
-        one(lambda: shared.fence)
-    assert one(lambda: shared.lost) is None
-
-
-def test_with_an_id_given_who_has_ended_is_told_so_too(make_lock, client, one, two):
-    shared = make_lock(client, "a", id="mine", auto_renewal=False)
-    lose(client, shared, one)
-    two(shared.acquire, False)
-    for look in (lambda: shared.fence, shared.raise_if_lost):
-        with pytest.raises(LockLost):
-            one(look)
-    two(shared.release)
-    with pytest.raises(NotAcquired):
-        two(shared.raise_if_lost)
 
 
 def test_who_never_acquired_sees_the_only_acquisition_and_none_of_several(make_lock, client, one, two):
@@ -150,26 +136,15 @@ def test_what_is_kept_of_threads_that_ended_is_little_and_keeps_none_of_them(cli
     shared = Lock(client, "a", auto_renewal=False)
     threads = weakref.WeakSet()
 
-    def lost():
+    def lose(operation):
         threads.add(threading.current_thread())
         shared.acquire()
         client.delete(KEYS.lock)
         with pytest.raises(LockLost):
-            shared.release()
-
-    def forgotten():
-        threads.add(threading.current_thread())
-        shared.acquire()
-        client.delete(KEYS.lock)
-        with pytest.raises(LockLost):
-            shared.extend()
+            getattr(shared, operation)()
 
     for number in range(300):
-        thread = threading.Thread(target=(lost, forgotten)[number % 2])
-        thread.start()
-        thread.join(60)
-        assert not thread.is_alive()
-        del thread
+        in_thread(lose, ("release", "extend")[number % 2])
     shared.acquire()
     gc.collect()
     assert len(threads) <= 1

@@ -14,17 +14,6 @@ from tests.support import BUSY, lived, lock_programs, queued, wait_until
 pytestmark = pytest.mark.processes
 
 
-def test_a_waiter_killed_in_the_queue_is_passed_over(make_lock, client, redis_url, run_python):
-    with make_lock(client, "a", expire=60):
-        doomed = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: queued(client, "a") == 1)
-        heir = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 60, {})
-        wait_until(lambda: queued(client, "a") == 2)
-        doomed.kill()
-    freed = time.time()
-    assert heir.wait_for(event="held")["at"] - freed < 1 + BUSY
-
-
 def frozen_waiter(client, run_python, redis_url, where):
     """Return a process that waits for the lock "a" and is frozen at that place."""
     queue = lock_keys("redislock", "a").queue

@@ -15,7 +15,11 @@ from django_redislock.exceptions import LockBackendError
 from tests.support import (
     BUSY,
     async_client_at,
+    begin,
+    begin_to_wait,
     client_at,
+    enter,
+    in_thread,
     listening,
     lived,
     monitoring,
@@ -24,34 +28,26 @@ from tests.support import (
 )
 
 
-def waiters(make_lock, client, name, count, results, **options):
-    """Start threads that wait for the lock one after another, and return them once all wait."""
-    threads = []
-    for number in range(count):
+def waiters(make_lock, client, name, count, order):
+    """Begin waits for the lock one after another, each of which notes its number when it has the lock."""
 
-        def wait(number=number):
-            lock = make_lock(client, name, **options)
-            if lock.acquire(timeout=30):
-                results.append(number)
-                lock.release()
+    def wait(number):
+        with make_lock(client, name, timeout=30):
+            order.append(number)
 
-        thread = threading.Thread(target=wait)
-        thread.start()
-        threads.append(thread)
-        wait_until(lambda: queued(client, name) == len(threads))
-    return threads
+    return [begin_to_wait(client, name, wait, number) for number in range(count)]
+
+
+def served(calls):
+    for call in calls:
+        call.result(30)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05, 0.2, 0.7])
 def test_a_timeout_is_kept(make_lock, client, timeout):
     with make_lock(client, "a"):
         started = time.monotonic()
-        lock = make_lock(client, "a")
-        result = []
-        thread = threading.Thread(target=lambda: result.append(lock.acquire(timeout=timeout)))
-        thread.start()
-        thread.join()
-        assert result == [False]
+        assert in_thread(lambda: make_lock(client, "a").acquire(timeout=timeout)) is False
         assert time.monotonic() - started >= timeout
     assert not client.exists(lock_keys("redislock", "a").queue), "who gives up leaves the queue"
 
@@ -65,22 +61,20 @@ def test_the_deadline_holds_when_every_race_is_lost(make_lock, client):
         while not stop.wait(0.05):
             client.set(keys.lock, "barger\n1\n1\n{}", px=5000)
 
-    barger = threading.Thread(target=barge)
     client.set(keys.lock, "barger\n1\n1\n{}", px=5000)
-    barger.start()
+    barger = begin(barge)
     started = time.monotonic()
     assert make_lock(client, "a").acquire(timeout=1) is False
     assert 1 <= time.monotonic() - started < 1 + BUSY
     stop.set()
-    barger.join()
+    barger.result()
 
 
 def test_waiters_are_served_first_come_first_served(make_lock, client):
     order: list[int] = []
     with make_lock(client, "a"):
-        threads = waiters(make_lock, client, "a", 12, order)
-    for thread in threads:
-        thread.join(timeout=30)
+        calls = waiters(make_lock, client, "a", 12, order)
+    served(calls)
     assert order == list(range(12))
 
 
@@ -89,7 +83,7 @@ def test_neither_a_newcomer_nor_the_releaser_overtakes_a_waiter(make_lock, clien
     for _ in range(20):
         order: list[object] = []
         lock.acquire()
-        threads = waiters(make_lock, client, "a", 1, order)
+        calls = waiters(make_lock, client, "a", 1, order)
         started = time.monotonic()
         lock.release()
         newcomer = make_lock(client, "a")
@@ -99,7 +93,7 @@ def test_neither_a_newcomer_nor_the_releaser_overtakes_a_waiter(make_lock, clien
         lock.acquire()  # the releaser, coming back
         order.append("releaser")
         lock.release()
-        threads[0].join()
+        served(calls)
         if time.monotonic() - started < 0.5:  # on a machine that stood still, the waiter was given up for frozen
             judged += 1
             assert order in ([0, "releaser"], [0, "newcomer", "releaser"])
@@ -110,7 +104,7 @@ def test_waiters_of_one_given_id_are_told_apart(make_lock, client):
     """One id may wait for several locks at once: who leaves takes nobody along, and whoever stays is still told."""
     held = {name: make_lock(client, name) for name in "abc"}
     got: list[str] = []
-    threads = {}
+    calls = {}
 
     def wait(name, id):
         with make_lock(client, name, id=id):
@@ -118,13 +112,11 @@ def test_waiters_of_one_given_id_are_told_apart(make_lock, client):
 
     for name, id in (("c", None), ("a", "worker"), ("b", "worker")):  # the first of them reads for all
         held[name].acquire()
-        threads[name] = threading.Thread(target=wait, args=(name, id), daemon=True)
-        threads[name].start()
-        wait_until(lambda name=name: queued(client, name) == 1)
+        calls[name] = begin_to_wait(client, name, wait, name, id)
     for name in "bca":
         held[name].release()
         wait_until(lambda name=name: name in got, timeout=1 + BUSY)
-        threads[name].join(timeout=30)
+        calls[name].result(30)
 
 
 def test_a_waiter_wakes_at_the_holders_expiry(make_lock, client):
@@ -143,46 +135,31 @@ def test_waiting_threads_share_one_connection_and_never_starve_the_holder(make_l
         holder = make_lock(client, "a", expire=1.2)
         with holder:
             fence = holder.fence
-            threads = waiters(make_lock, observer, "a", 16, results)
+            calls = waiters(make_lock, observer, "a", 16, results)
             lived(1.5)
             assert holder.owner().fence == fence, "renewed beyond its life"
             connections = len(observer.client_list()) - before
-        for thread in threads:
-            thread.join(timeout=30)
+        served(calls)
     assert results == list(range(16))
     # Commands of the holder and of the observer, one subscription, one watchdog each at most.
     assert connections <= 2 + 16 + 2
 
 
-def test_a_thousand_waiting_threads_block_one_connection(make_lock, own_server):
-    with own_server.client() as client:
-        _a_thousand_wait(make_lock, client)
-
-
-def _a_thousand_wait(make_lock, client):
+def test_a_thousand_waiting_threads_block_one_connection(own_server):
     names = [f"lock {i}" for i in range(10)]
-    before = len(subscribed(client))
-    holders = [make_lock(client, name, expire=120) for name in names]
-    for holder in holders:
-        holder.acquire()
-    done = []
-
-    def wait(name):
-        with make_lock(client, name, timeout=60):
-            done.append(name)
-
-    threads = [threading.Thread(target=wait, args=(names[i % 10],)) for i in range(1000)]
-    for thread in threads:
-        thread.start()
-    entries = lambda: sum(queued(client, name) for name in names)  # noqa: E731
-    wait_until(lambda: entries() == 1000, timeout=20, message=lambda: f"{entries()} entries in the queues")
-    subscriptions = len(subscribed(client)) - before
-    blocked = int(client.info("clients")["blocked_clients"])
-    for holder in holders:
-        holder.release()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert len(done) == 1000
+    with own_server.client() as client:
+        before = len(subscribed(client))
+        holders = [Lock(client, name, expire=120) for name in names]
+        for holder in holders:
+            holder.acquire()
+        calls = [begin(enter, Lock(client, names[i % 10], timeout=60)) for i in range(1000)]
+        entries = lambda: sum(queued(client, name) for name in names)  # noqa: E731
+        wait_until(lambda: entries() == 1000, timeout=20, message=lambda: f"{entries()} entries in the queues")
+        subscriptions = len(subscribed(client)) - before
+        blocked = int(client.info("clients")["blocked_clients"])
+        for holder in holders:
+            holder.release()
+        assert all(call.result(60) for call in calls)
     assert subscriptions <= 1, "none when it was open already"
     assert blocked == 0
 
@@ -192,12 +169,11 @@ def test_a_waiter_does_not_poll(make_lock, client):
     """While the lock is held, the waiters of a process look twice a second, however many they are."""
     results: list[int] = []
     with make_lock(client, "a", expire=60):
-        threads = waiters(make_lock, client, "a", 10, results)
+        calls = waiters(make_lock, client, "a", 10, results)
         with monitoring(client) as sent:
             lived(2)
         assert len([line for line in sent if line.startswith("EVALSHA")]) <= 5
-    for thread in threads:
-        thread.join()
+    served(calls)
 
 
 def subscribed(client):
@@ -212,22 +188,20 @@ def cut_subscriptions(client):
 def test_a_cut_subscription_is_mended_and_nobody_loses_his_place(make_lock, client):
     results: list[int] = []
     with make_lock(client, "a", expire=60):
-        threads = waiters(make_lock, client, "a", 5, results)
+        calls = waiters(make_lock, client, "a", 5, results)
         cut_subscriptions(client)
         wait_until(lambda: subscribed(client))
-    for thread in threads:
-        thread.join(timeout=10)
+    served(calls)
     assert results == list(range(5))
 
 
 def test_a_release_that_nobody_hears_keeps_nobody_waiting(make_lock, client):
     results: list[int] = []
     with make_lock(client, "a", expire=60):
-        threads = waiters(make_lock, client, "a", 5, results)
+        calls = waiters(make_lock, client, "a", 5, results)
         cut_subscriptions(client)
     freed = time.monotonic()
-    for thread in threads:
-        thread.join(timeout=10)
+    served(calls)
     assert sorted(results) == list(range(5))
     assert time.monotonic() - freed < 1 + BUSY
 
@@ -235,15 +209,12 @@ def test_a_release_that_nobody_hears_keeps_nobody_waiting(make_lock, client):
 def test_an_idle_subscription_that_the_server_closed_is_no_error(make_lock, client):
     results: list[int] = []
     with make_lock(client, "a"):
-        threads = waiters(make_lock, client, "a", 1, results)
-    threads[0].join()
+        calls = waiters(make_lock, client, "a", 1, results)
+    served(calls)
     cut_subscriptions(client)
     with make_lock(client, "a"):
-        thread = threading.Thread(target=lambda: make_lock(client, "a").acquire(timeout=10))
-        thread.start()
-        wait_until(lambda: queued(client, "a") == 1)
-    thread.join(timeout=5)
-    assert not thread.is_alive()
+        call = begin_to_wait(client, "a", enter, make_lock(client, "a", timeout=10))
+    assert call.result(5)
 
 
 def test_a_reservation_that_nobody_claims_passes_on(make_lock, client):
@@ -251,27 +222,14 @@ def test_a_reservation_that_nobody_claims_passes_on(make_lock, client):
     keys = lock_keys("redislock", "a")
     lock = make_lock(client, "a", expire=60)
     lock.acquire()
-    results: list[int] = []
     with listening(client, "ghost"):
         client.zadd(keys.queue, {"ghost\nghost-id": 1})
-        thread = threading.Thread(target=lambda: make_lock(client, "a").acquire(timeout=20) and results.append(1))
-        thread.start()
-        wait_until(lambda: client.zcard(keys.queue) == 2)
+        call = begin_to_wait(client, "a", make_lock(client, "a").acquire, timeout=20)
         freed = time.monotonic()
         lock.release()
         assert client.get(keys.lock).startswith(b"ghost-id\n0\n"), "reserved for the first"
-        thread.join(timeout=10)
-        assert results
+        assert call.result(10)
         assert time.monotonic() - freed < 1 + BUSY
-
-
-def test_dead_waiters_are_passed_over_at_once(make_lock, client):
-    keys = lock_keys("redislock", "a")
-    lock = make_lock(client, "a", expire=60)
-    lock.acquire()
-    client.zadd(keys.queue, {f"gone-{i}\nid-{i}": i for i in range(100)})
-    lock.release()
-    assert not client.exists(keys.queue, keys.lock)
 
 
 def test_who_loses_the_subscription_before_it_is_used_subscribes_again(make_lock, proxy, monkeypatch):
@@ -320,9 +278,10 @@ def test_one_thread_subscribes_for_all_and_its_failure_is_the_answer_for_all(mak
 
 
 @pytest.mark.slow
-def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(make_lock, proxy):
+@pytest.mark.parametrize("named", [False, True])  # True: it has to say its name before it is open
+def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(make_lock, proxy, named):
     with (
-        client_at(proxy.url, socket_timeout=1, max_connections=1) as behind,
+        client_at(proxy.url, socket_timeout=1, max_connections=1, client_name="any" if named else None) as behind,
         ThreadPoolExecutor(12) as pool,
     ):
         proxy.deafen()
@@ -345,14 +304,10 @@ def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(m
 def test_a_subscription_that_cannot_be_renewed_does_not_keep_waiters_from_looking(make_lock, client, proxy):
     """Even while one of them tries to connect."""
 
-    def take():
-        with make_lock(behind, "a", timeout=30):
-            pass
-
     with client_at(proxy.url, socket_timeout=3) as behind, ThreadPoolExecutor(4) as pool:
         connect(make_lock, behind, proxy, pool, 4)
         with make_lock(client, "a", expire=60):
-            waiting = [pool.submit(take) for _ in range(3)]
+            waiting = [pool.submit(enter, make_lock(behind, "a", timeout=30)) for _ in range(3)]
             wait_until(lambda: queued(client, "a") == 3)
             proxy.deafen()
             cut_subscriptions(client)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +10,11 @@ import pytest
 import redis
 import redis.asyncio
 
-from django_redislock.core import AsyncLock, Lock, QuorumLock
+from django_redislock.core import Lock, QuorumLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.loss import notes_key
 from django_redislock.exceptions import LockLost, LossRecord
-from tests.support import Proxy, RedisServer, async_client_at, client_at, counting, wait_until
+from tests.support import Proxy, RedisServer, client_at, wait_until
 
 KEYS = lock_keys("redislock", "a")
 NOTES = notes_key(KEYS)
@@ -27,11 +26,16 @@ def loss_of(lock: Lock) -> LossRecord:
     return raised.value.record
 
 
-def test_after_a_forced_release_the_holder_hears_who_did_it_when_and_why(client: redis.Redis) -> None:
-    lock = Lock(client, "a")
+@pytest.mark.parametrize("operation", ["release", "extend"])
+def test_after_a_forced_release_the_holder_hears_who_did_it_when_and_why(
+    make_lock: Any, client: redis.Redis, operation: str
+) -> None:
+    lock = make_lock(client, "a")
     lock.acquire()
-    assert Lock(client, "a").reset(fence=lock.fence, by="olga", reason="It hangs since noon.")
-    record = loss_of(lock)
+    assert make_lock(client, "a").reset(fence=lock.fence, by="olga", reason="It hangs since noon.")
+    with pytest.raises(LockLost) as raised:
+        getattr(lock, operation)()
+    record = raised.value.record
     assert record.code == "force_released"
     assert re.fullmatch(
         r"olga force-released it at 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC: It hangs since noon", record.reason
@@ -51,27 +55,6 @@ def test_the_watchdog_the_log_and_on_lost_hear_it_too(client: redis.Redis, caplo
     other.release()  # whose renewal went along
 
 
-def test_an_extension_and_a_task_of_asyncio_hear_it_too(client: redis.Redis, redis_url: str) -> None:
-    lock = Lock(client, "a")
-    lock.acquire()
-    Lock(client, "a").reset(by="olga")
-    with pytest.raises(LockLost, match="olga force-released it"):
-        lock.extend()
-
-    async def main() -> LossRecord:
-        async with async_client_at(redis_url) as connected:
-            lock = AsyncLock(connected, "a")
-            await lock.acquire()
-            await AsyncLock(connected, "a").reset(by="olga", reason="stuck")
-            with pytest.raises(LockLost) as raised:
-                await lock.release()
-            return raised.value.record
-
-    record = asyncio.run(main())
-    assert record.code == "force_released"
-    assert record.reason.endswith("UTC: stuck")
-
-
 def test_each_of_several_former_holders_hears_its_own_cause(client: redis.Redis) -> None:
     locks = [Lock(client, "a", auto_renewal=False) for _ in range(3)]
     for number, lock in enumerate(locks):
@@ -80,54 +63,30 @@ def test_each_of_several_former_holders_hears_its_own_cause(client: redis.Redis)
     assert [loss_of(lock).reason.rpartition(": ")[2] for lock in locks] == ["reason 0", "reason 1", "reason 2"]
 
 
-def _expired(client: redis.Redis, lock: Lock) -> None:
-    wait_until(lambda: lock.lost)
-
-
-def _deleted(client: redis.Redis, lock: Lock) -> None:
-    client.delete(KEYS.lock)
-
-
-def _emptied(client: redis.Redis, lock: Lock) -> None:
-    client.flushdb()
-
-
-def _taken_by_another(client: redis.Redis, lock: Lock) -> None:
-    client.delete(KEYS.lock)
-    Lock(client, "a", auto_renewal=False).acquire(blocking=False)
-
-
 @pytest.mark.parametrize(
-    ("what", "expire", "code"),
+    ("what", "code"),
     [
-        (_expired, 0.05, "expired"),
-        (_deleted, 30, "server_lost_data"),
-        (_emptied, 30, "server_lost_data"),
-        (_taken_by_another, 30, "server_lost_data"),
+        (lambda lock, client: wait_until(lambda: lock.lost), "expired"),
+        (lambda lock, client: client.delete(KEYS.lock), "server_lost_data"),
+        (lambda lock, client: client.flushdb(), "server_lost_data"),
+        (lambda lock, client: client.set(KEYS.lock, "another\n1\n1\n{}"), "server_lost_data"),
     ],
+    ids=["expired", "deleted", "emptied", "taken by another"],
 )
 def test_other_causes_have_other_codes(
-    client: redis.Redis, what: Callable[[redis.Redis, Lock], None], expire: float, code: str
+    client: redis.Redis, what: Callable[[Lock, redis.Redis], Any], code: str
 ) -> None:
-    lock = Lock(client, "a", expire=expire, auto_renewal=False)
+    lock = Lock(client, "a", expire=0.05 if code == "expired" else 30, auto_renewal=False)
     lock.acquire()
-    what(client, lock)
+    what(lock, client)
     assert loss_of(lock).code == code
 
 
-def test_who_is_released_by_its_id_elsewhere_hears_that(client: redis.Redis) -> None:
-    lock = Lock(client, "a")
-    lock.acquire()
-    Lock(client, "a", id=lock.id).release()
-    with pytest.raises(LockLost) as raised:
-        lock.extend()
-    assert raised.value.record.code == "released"
-
-
+@pytest.mark.parametrize("operation", ["release", "extend"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("taken", [False, True])
-def test_release_after_release_by_id_elsewhere_raises_lock_lost(
-    make_lock: Any, client: redis.Redis, shared: bool, taken: bool
+def test_who_was_released_by_its_id_elsewhere_hears_that(
+    make_lock: Any, client: redis.Redis, shared: bool, taken: bool, operation: str
 ) -> None:
     """It once took the receipt of the other release for its own, and ended without a word while a third one held."""
     lock, third = make_lock(client, "a", id="given" if shared else None), make_lock(client, "a")
@@ -139,7 +98,7 @@ def test_release_after_release_by_id_elsewhere_raises_lock_lost(
     if taken:
         third.acquire(blocking=False)
     with pytest.raises(LockLost) as raised:
-        lock.release()
+        getattr(lock, operation)()
     assert raised.value.record.code == "released"
     assert third.owned() == taken
 
@@ -154,8 +113,8 @@ def test_no_answer_until_the_end_of_its_life_is_no_answer(own_server: RedisServe
         assert lock.lost.code == "no_answer"
 
 
-def test_a_cause_that_cannot_be_asked_for_is_unknown_and_the_loss_stands(redis_url: str, client: redis.Redis) -> None:
-    with Proxy(redis_url) as proxy, client_at(proxy.url) as behind:
+def test_a_cause_that_cannot_be_asked_for_is_unknown_and_the_loss_stands(proxy: Proxy, client: redis.Redis) -> None:
+    with client_at(proxy.url) as behind:
         lock = Lock(behind, "a")
         lock.acquire()
         Lock(client, "a").reset(by="olga")
@@ -195,17 +154,6 @@ def test_the_note_outlives_the_life_that_was_left_and_then_ends(client: redis.Re
         Lock(client, "a").reset(reason="x" * 10_000)
     assert client.zcard(NOTES) == 16
     assert all(len(note) < 600 for note in client.zrange(NOTES, 0, -1))
-
-
-def test_nobody_asks_for_a_cause_unless_a_lock_was_lost(client: redis.Redis) -> None:
-    lock = Lock(client, "a")
-    with lock:
-        lock.extend()
-    with counting(client) as counts:
-        for _ in range(10):
-            with lock:
-                lock.extend()
-    assert counts["evalsha"] == 30
 
 
 def test_a_reason_is_one_line_of_the_log(client: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:

@@ -47,23 +47,25 @@ class Words:
         return isinstance(self._lock, (AsyncLock, redis.asyncio.lock.Lock))
 
 
+class Maker:
+    """``make(…)``: a lock by the method of a client, of redis-py's class or of ours."""
+
+    def __init__(self, kind, url):
+        self._client = (async_client_at if "asyncio" in kind else client_at)(url)
+        self._options = {"lock_class": KINDS[kind]} if KINDS[kind] else {}
+
+    def __call__(self, **options):
+        return Words(self._client.lock("a", **self._options, **options))
+
+    async def aclose(self):
+        closed = getattr(self._client, "aclose", self._client.close)()
+        if inspect.isawaitable(closed):
+            await closed
+
+
 @pytest.fixture(params=KINDS)
-def run(request, redis_url):
-    """`run(main)` runs ``main(run)``; `make(…)` is a lock by the client's method, of redis-py's class or of ours."""
-    at = async_client_at if "asyncio" in request.param else client_at
-    options = {"lock_class": KINDS[request.param]} if KINDS[request.param] else {}
-
-    def run(main):
-        async def with_client():
-            client = at(redis_url)
-            try:
-                await main(lambda **given: Words(client.lock("a", **options, **given)))
-            finally:
-                await (client.aclose() if at is async_client_at else asyncio.to_thread(client.close))
-
-        asyncio.run(with_client())
-
-    return run
+def make(request, redis_url):
+    return Maker(request.param, redis_url)
 
 
 def test_the_lock_is_of_the_class_that_was_given(redis_url):
@@ -72,90 +74,42 @@ def test_the_lock_is_of_the_class_that_was_given(redis_url):
     assert isinstance(lock, AsyncLock)
 
 
-def test_a_lock_is_acquired_and_released(run):
-    async def main(make):
-        lock = make()
-        assert await lock.acquire(blocking=False)
-        assert await lock.locked()
-        assert await lock.owned()
+async def test_a_lock_is_acquired_and_released(make):
+    lock = make()
+    assert await lock.acquire(blocking=False)
+    assert await lock.locked()
+    assert await lock.owned()
+    assert await make().locked()
+    assert not await make().owned()
+    assert not await make().acquire(blocking=False)
+    await lock.release()
+    assert not await lock.locked()
+    assert not await lock.owned()
+
+
+async def test_a_token_of_the_callers_choice_owns_the_lock(make):
+    lock = make()
+    assert await lock.acquire(blocking=False, token="mine")
+    assert await lock.owned()
+    await lock.release()
+
+
+async def test_a_held_lock_is_refused_at_once_or_after_the_blocking_timeout(make):
+    async with make(timeout=600):
+        for how in ({"blocking": False}, {"blocking_timeout": 0.1}):
+            assert not await make(**how).acquire()
+            assert not await make().acquire(**how)
+        # A sleep that is longer than the blocking timeout does not lengthen it.
+        assert not await make(sleep=600, blocking_timeout=0.2).acquire()
+        with pytest.raises(LockError):
+            async with make(blocking_timeout=0.1):
+                raise AssertionError
+
+
+async def test_a_block_holds_the_lock(make):
+    async with make():
         assert await make().locked()
-        assert not await make().owned()
-        assert not await make().acquire(blocking=False)
-        await lock.release()
-        assert not await lock.locked()
-        assert not await lock.owned()
-
-    run(main)
-
-
-def test_a_token_of_the_callers_choice_owns_the_lock(run):
-    async def main(make):
-        lock = make()
-        assert await lock.acquire(blocking=False, token="mine")
-        assert await lock.owned()
-        await lock.release()
-
-    run(main)
-
-
-@pytest.mark.parametrize("how", ["made", "given"])
-def test_without_blocking_a_held_lock_is_refused_at_once(run, how):
-    async def main(make):
-        async with make(timeout=600):
-            if how == "made":
-                assert not await make(blocking=False).acquire()
-            assert not await make().acquire(blocking=False)
-
-    run(main)
-
-
-@pytest.mark.parametrize("how", ["made", "given"])
-def test_after_the_blocking_timeout_a_held_lock_is_refused(run, how):
-    async def main(make):
-        async with make(timeout=600):
-            if how == "made":
-                assert not await make(blocking_timeout=0.1).acquire()
-            assert not await make().acquire(blocking_timeout=0.1)
-
-    run(main)
-
-
-def test_a_sleep_that_is_longer_than_the_blocking_timeout_does_not_lengthen_it(run):
-    async def main(make):
-        async with make(timeout=600):
-            assert not await make(sleep=600, blocking_timeout=0.2).acquire()
-
-    run(main)
-
-
-def test_a_block_holds_the_lock(run):
-    async def main(make):
-        async with make():
-            assert await make().locked()
-        assert not await make().locked()
-
-    run(main)
-
-
-def test_a_block_that_does_not_get_the_lock_in_time_is_a_lock_error(run):
-    async def main(make):
-        async with make(timeout=600):
-            with pytest.raises(LockError):
-                async with make(blocking_timeout=0.1):
-                    raise AssertionError
-
-    run(main)
-
-
-@pytest.mark.parametrize("timeout", [0.2, 1])
-def test_a_lock_with_a_timeout_ends_by_itself(run, timeout):
-    async def main(make):
-        assert await make(timeout=timeout).acquire()
-        other = make(timeout=600, sleep=0.01)
-        assert await other.acquire(blocking_timeout=30)
-        await other.release()
-
-    run(main)
+    assert not await make().locked()
 
 
 async def lose(make):
@@ -165,76 +119,58 @@ async def lose(make):
     return other
 
 
-def test_a_block_that_lost_its_lock_ends_with_lock_not_owned(run):
-    async def main(make):
-        with pytest.raises(LockNotOwnedError):
-            async with make(timeout=0.2):
-                await lose(make)
-
-    run(main)
+async def test_a_block_that_lost_its_lock_ends_with_lock_not_owned(make):
+    with pytest.raises(LockNotOwnedError):
+        async with make(timeout=0.2):
+            await lose(make)
 
 
-def test_with_raise_on_release_error_false_a_block_that_lost_its_lock_warns(run, caplog):
-    async def main(make):
-        with caplog.at_level(logging.WARNING):
-            async with make(timeout=0.2, raise_on_release_error=False):
-                other = await lose(make)
-            assert await other.owned()
-            await other.release()
-
-    run(main)
+async def test_with_raise_on_release_error_false_a_block_that_lost_its_lock_warns(make, caplog):
+    with caplog.at_level(logging.WARNING):
+        async with make(timeout=0.2, raise_on_release_error=False):
+            other = await lose(make)
+        assert await other.owned()
+        await other.release()
     assert [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_with_raise_on_release_error_false_the_error_of_the_body_comes_out(run):
-    async def main(make):
-        with pytest.raises(ZeroDivisionError):
-            async with make(timeout=600, raise_on_release_error=False) as lock:
-                await lock.release()
-                raise ZeroDivisionError
-
-    run(main)
+async def test_with_raise_on_release_error_false_the_error_of_the_body_comes_out(make):
+    with pytest.raises(ZeroDivisionError):
+        async with make(timeout=600, raise_on_release_error=False) as lock:
+            await lock.release()
+            raise ZeroDivisionError
 
 
-def test_what_is_not_held_is_neither_released_nor_extended(run):
-    async def main(make):
-        lock = make(timeout=10)
-        for call in (lock.release, lock.reacquire):
-            with pytest.raises(LockError):
-                await call()
+async def test_what_is_not_held_is_neither_released_nor_extended(make):
+    lock = make(timeout=10)
+    for call in (lock.release, lock.reacquire):
         with pytest.raises(LockError):
-            await lock.extend(10)
-
-    run(main)
+            await call()
+    with pytest.raises(LockError):
+        await lock.extend(10)
 
 
 @pytest.mark.parametrize("word", ["release", "extend", "reacquire"])
-def test_what_was_lost_is_not_owned(run, word):
-    async def main(make):
-        lock = make(timeout=0.2)
-        assert await lock.acquire(blocking=False)
-        other = await lose(make)
-        with pytest.raises(LockNotOwnedError):
-            await getattr(lock, word)(*[10] * (word == "extend"))
-        await other.release()
-
-    run(main)
+async def test_what_was_lost_is_not_owned(make, word):
+    lock = make(timeout=0.2)
+    assert await lock.acquire(blocking=False)
+    other = await lose(make)
+    with pytest.raises(LockNotOwnedError):
+        await getattr(lock, word)(*[10] * (word == "extend"))
+    await other.release()
 
 
 @pytest.mark.parametrize(
     ("seconds", "options", "total"), [(300, {}, 400), (300, {"replace_ttl": True}, 300), (0.5, {}, 100.5)]
 )
-def test_a_held_lock_is_extended(run, redis_url, seconds, options, total):
-    async def main(make):
-        lock = make(timeout=100)
-        assert await lock.acquire(blocking=False)
-        assert await lock.extend(seconds, **options) is True
-        assert total - 30 < remaining(redis_url) <= total
-        assert await lock.reacquire() is True
-        assert 70 < remaining(redis_url) <= 100
-        await lock.release()
-
-    run(main)
+async def test_a_held_lock_is_extended(make, redis_url, seconds, options, total):
+    lock = make(timeout=100)
+    assert await lock.acquire(blocking=False)
+    assert await lock.extend(seconds, **options) is True
+    assert total - 30 < remaining(redis_url) <= total
+    assert await lock.reacquire() is True
+    assert 70 < remaining(redis_url) <= 100
+    await lock.release()
 
 
 def remaining(redis_url):
@@ -244,18 +180,15 @@ def remaining(redis_url):
         return ours[0] if ours else client.pttl("a") / 1000
 
 
-def test_with_thread_local_false_another_thread_or_task_releases_the_lock(run):
-    async def main(make):
-        lock = make(timeout=600, thread_local=False)
-        assert await lock.acquire(blocking=False)
-        if lock.for_asyncio:
-            await asyncio.create_task(lock.release())
-        else:
-            await asyncio.to_thread(asyncio.run, lock.release())
-        assert not await make().locked()
-        assert await make(timeout=600, thread_local=False).acquire(blocking=False)
-
-    run(main)
+async def test_with_thread_local_false_another_thread_or_task_releases_the_lock(make):
+    lock = make(timeout=600, thread_local=False)
+    assert await lock.acquire(blocking=False)
+    if lock.for_asyncio:
+        await asyncio.create_task(lock.release())
+    else:
+        await asyncio.to_thread(asyncio.run, lock.release())
+    assert not await make().locked()
+    assert await make(timeout=600, thread_local=False).acquire(blocking=False)
 
 
 # What is different: a lock without a timeout

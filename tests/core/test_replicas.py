@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -13,7 +11,7 @@ from django_redislock.core import AsyncLock, Lock, Semaphore
 from django_redislock.core.driver.registry import close_unused, replicated, server_of
 from django_redislock.core.driver.server import MAX_CONNECTIONS
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import RedisServer, acquire_and_release, counting, key_of, queued, wait_until
+from tests.support import RedisServer, acquire_and_release, begin, begin_to_wait, counting, enter, key_of, wait_until
 from tests.support.locks import RLock
 
 pytestmark = pytest.mark.processes
@@ -54,26 +52,18 @@ def test_a_lock_that_a_replica_has_is_acquired_by_one_script_and_one_wait(client
     assert ran["wait"] == 0, "without the option it costs nothing"
 
 
-async def test_tasks_have_it_confirmed_too(client):
-    async with AsyncLock(client, "a", min_replicas=1) as held:
-        waiter = asyncio.create_task(acquire_and_release(AsyncLock(client, "a", timeout=20, min_replicas=1)))
-        await asyncio.to_thread(wait_until, lambda: queued(client, "a"))
-        assert await held.extend()
-    assert await waiter
+async def test_many_tasks_have_it_confirmed(client):
     locks = [AsyncLock(client, f"n{number}", min_replicas=1) for number in range(40)]
     assert await asyncio.gather(*[lock.acquire() for lock in locks]) == [True] * 40
     await asyncio.gather(*[lock.release() for lock in locks])
+
+
+def test_a_waiter_gets_a_confirmed_lock(make_lock, client):
+    with make_lock(client, "a", min_replicas=1) as held:
+        waiter = begin_to_wait(client, "a", enter, make_lock(client, "a", timeout=20, min_replicas=1))
+        assert held.extend()
+    assert waiter.result(30)
     assert not client.exists(key_of("a"))
-
-
-def test_a_waiter_gets_a_confirmed_lock(client):
-    got = []
-    thread = threading.Thread(target=lambda: got.append(Lock(client, "a", min_replicas=1).acquire(timeout=20)))
-    with Lock(client, "a", min_replicas=1):
-        thread.start()
-        wait_until(lambda: queued(client, "a"))
-    thread.join(30)
-    assert got == [True]
 
 
 @pytest.mark.parametrize("make", [Lock, partial(Semaphore, limit=2)], ids=["lock", "semaphore"])
@@ -102,25 +92,16 @@ async def test_tasks_give_it_back_too_and_do_not_stand_in_the_way_of_others(clie
     assert not await AsyncLock(client, "a", min_replicas=1).locked()
 
 
-@pytest.mark.parametrize("by_task", [False, True], ids=["thread", "task"])
-def test_a_grant_whose_confirmation_stayed_away_is_given_back(servers, client, replica, by_task):
+def test_a_grant_whose_confirmation_stayed_away_is_given_back(make_lock, servers, client, replica):
     primary = servers[0]
     with primary.client(socket_timeout=1) as hasty:
-
-        def acquire():
-            if by_task:
-                asyncio.run(AsyncLock(hasty, "a", min_replicas=1).acquire())
-            else:
-                Lock(hasty, "a", min_replicas=1).acquire()
-
         replica.pause()
-        with ThreadPoolExecutor() as executor:
-            acquiring = executor.submit(acquire)
-            wait_until(lambda: client.exists(key_of("a")), message="it is granted, and WAIT waits")
-            primary.pause()
-            with pytest.raises(LockBackendError, match="TimeoutError"):
-                acquiring.result(30)
-            primary.resume()
+        acquiring = begin(make_lock(hasty, "a", min_replicas=1).acquire)
+        wait_until(lambda: client.exists(key_of("a")), message="it is granted, and WAIT waits")
+        primary.pause()
+        with pytest.raises(LockBackendError, match="TimeoutError"):
+            acquiring.result(30)
+        primary.resume()
     wait_until(lambda: not client.exists(key_of("a")), timeout=10, message="nobody holds it")
 
 

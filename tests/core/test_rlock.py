@@ -250,16 +250,6 @@ def test_a_generator_left_in_another_thread_frees_nothing(client, caplog):
     assert not lock.locked()
 
 
-# Tasks
-
-
-async def test_tasks_and_threads_exclude_each_other(aclient, client):
-    async with AsyncRLock(aclient, "a"):
-        assert not RLock(client, "a").acquire(blocking=False)
-    with RLock(client, "a"):
-        assert not await AsyncRLock(aclient, "a").acquire(blocking=False)
-
-
 async def test_a_generator_that_another_task_closes_releases(aclient):
     lock = AsyncRLock(aclient, "a")
 

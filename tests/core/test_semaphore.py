@@ -11,7 +11,7 @@ import pytest
 from django_redislock.core import AsyncSemaphore, Lock, Semaphore
 from django_redislock.core.keys import slots_keys
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import BUSY, command_counts, in_thread, in_threads, lived, until, wait_until
+from tests.support import BUSY, begin, counting, in_thread, in_threads, lived, until, wait_until
 from tests.support.semaphores import most_at_once, take_turns
 from tests.support.tasks import lock_for_threads
 
@@ -34,25 +34,23 @@ def make(request):
     return lock_for_threads(request.getfixturevalue("tasks"), AsyncSemaphore)
 
 
-def wait_in_threads(make, client, got, numbers, limit=2, **options):
-    """Start threads that wait for a slot one after another, and return them once all wait."""
-    threads, before = [], queued(client)
+def begin_to_take(make, client, got, numbers, limit=2, **options):
+    """Begin waits for a slot one after another, each of which notes its number and fence when it has one."""
+
+    def take(number):
+        with make(client, "crm", limit, timeout=60, **options) as held:
+            got.append((number, held.fence))
+
+    calls, before = [], queued(client)
     for number in numbers:
-
-        def wait(number=number):
-            with make(client, "crm", limit, timeout=60, **options) as held:
-                got.append((number, held.fence))
-
-        threads.append(threading.Thread(target=wait))
-        threads[-1].start()
-        wait_until(lambda: queued(client) == before + len(threads))
-    return threads
+        calls.append(begin(take, number))
+        wait_until(lambda: queued(client) == before + len(calls))
+    return calls
 
 
-def join(threads):
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+def join(calls):
+    for call in calls:
+        call.result(60)
 
 
 # At most so many
@@ -80,12 +78,9 @@ def test_as_many_callers_as_the_limit_says_get_a_slot_and_no_more(make, client, 
 def test_a_free_slot_costs_two_commands_for_the_whole_cycle(make, client):
     with make(client, "crm", 20):
         pass
-    before = command_counts(client)
-    with make(client, "crm", 20):
+    with counting(client) as counts, make(client, "crm", 20):
         pass
-    after = command_counts(client)
-    calls = {name: number - before.get(name, 0) for name, number in after.items()}
-    assert calls.get("evalsha") == 2
+    assert counts["evalsha"] == 2
 
 
 def test_a_timeout_is_kept_and_leaves_no_place_in_the_queue(make, client):
@@ -123,9 +118,9 @@ def test_slots_go_to_the_waiters_in_the_order_in_which_they_came(make, client):
     got = []
     holders = [Semaphore(client, "crm", 2) for _ in range(2)]
     assert all(holder.acquire() for holder in holders)
-    threads = wait_in_threads(make, client, got, range(6))
+    calls = begin_to_take(make, client, got, range(6))
     holders[1].release()
-    join(threads)
+    join(calls)
     assert [number for number, _ in got] == list(range(6))
     assert sorted(got, key=lambda each: each[1]) == got
     holders[0].release()
@@ -135,11 +130,11 @@ def test_a_newcomer_does_not_overtake_a_waiter_at_a_free_slot(make, client):
     got = []
     holders = [Semaphore(client, "crm", 2) for _ in range(2)]
     assert all(holder.acquire() for holder in holders)
-    threads = wait_in_threads(make, client, got, [0])
+    calls = begin_to_take(make, client, got, [0])
     client.delete(slot_key(1))  # nobody hands it over
     newcomer = Semaphore(client, "crm", 2)
     assert not newcomer.acquire(blocking=False)
-    join(threads)
+    join(calls)
     assert [number for number, _ in got] == [0]
 
 
@@ -148,18 +143,16 @@ def test_each_of_several_free_slots_goes_to_a_waiter_of_its_own(make, client):
     holders = [Semaphore(client, "crm", 3) for _ in range(3)]
     assert all(holder.acquire() for holder in holders)
 
-    def wait(number):
+    def wait():
         with make(client, "crm", 3, timeout=60) as held:
             got.append(held.fence)
             inside.wait(30)  # all three are inside at once
 
-    threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
+    calls = [begin(wait) for _ in range(3)]
     wait_until(lambda: queued(client) == 3)
     for holder in holders:
         holder.release()
-    join(threads)
+    join(calls)
     assert len(set(got)) == 3
 
 
@@ -176,16 +169,6 @@ def test_a_slot_whose_holder_does_not_renew_is_free_after_its_expiry(make, clien
         with pytest.raises(LockLost):
             dead.raise_if_lost()
         keeper.raise_if_lost()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("end", ["kill", "pause"])
-def test_the_slots_of_a_process_that_stops_are_free_after_their_expiry(make, client, redis_url, run_python, end):
-    process = run_python(hold_slots, redis_url, "crm", 3, 2, 0.8)
-    process.wait_for(held=2)
-    getattr(process, end)()
-    with make(client, "crm", 3, timeout=20), make(client, "crm", 3, timeout=20), make(client, "crm", 3, timeout=20):
-        assert len(Semaphore(client, "crm", 3).holders()) == 3
 
 
 def test_a_slot_is_renewed_and_keeps_its_number(make, client):
@@ -249,8 +232,8 @@ def test_a_slot_above_the_limit_of_the_first_waiter_goes_to_the_next_that_may_ha
     got = []
     holders = [Semaphore(client, "crm", 3) for _ in range(3)]
     assert all(holder.acquire() for holder in holders)
-    small = wait_in_threads(make, client, got, [2], limit=2)
-    large = wait_in_threads(make, client, got, [3], limit=3)
+    small = begin_to_take(make, client, got, [2], limit=2)
+    large = begin_to_take(make, client, got, [3], limit=3)
     began = time.monotonic()
     holders[2].release()
     join(large)
@@ -267,10 +250,10 @@ def test_a_waiter_whose_process_also_waits_with_a_lower_limit_gets_a_slot_that_n
     got = []
     keeper, dead = Semaphore(client, "crm", 1), Semaphore(client, "crm", 2, expire=0.5, auto_renewal=False)
     assert keeper.acquire()
-    small = wait_in_threads(make, client, got, [1], limit=1)
+    small = begin_to_take(make, client, got, [1], limit=1)
     assert dead.acquire()
     began = time.monotonic()
-    join(wait_in_threads(make, client, got, [2], limit=2))
+    join(begin_to_take(make, client, got, [2], limit=2))
     assert time.monotonic() - began < 1.5 + BUSY
     assert [number for number, _ in got] == [2]
     keeper.release()
@@ -332,12 +315,10 @@ def test_one_object_is_shared_by_threads(client):
 
 
 def test_who_holds_nothing_can_release_nothing(make, client):
-    with pytest.raises(NotAcquired):
-        make(client, "crm", 2).release()
-    with pytest.raises(NotAcquired):
-        make(client, "crm", 2, id="nobody").release()
-    with pytest.raises(NotAcquired):
-        make(client, "crm", 2, id="nobody").extend()
+    stranger = make(client, "crm", 2, id="nobody")
+    for operation in (make(client, "crm", 2).release, stranger.release, stranger.extend):
+        with pytest.raises(NotAcquired):
+            operation()
 
 
 # Bad input
@@ -362,21 +343,10 @@ def test_a_value_that_no_semaphore_wrote_is_refused_by_its_key(make, client):
     assert client.lrange(slot_key(2), 0, -1)
 
 
-def test_a_token_is_refused(client):
-    with pytest.raises(TypeError, match="token"):
-        Semaphore(client, "crm", 2).acquire(token="mine")
-
-
 @pytest.mark.parametrize("kind", [Semaphore, AsyncSemaphore])
-def test_a_semaphore_is_not_reentrant(client, kind):
+def test_a_semaphore_is_not_reentrant_and_takes_no_token(client, kind):
     with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) got an unexpected keyword argument 'reentrant'$"):
         kind(client, "crm", 2, reentrant=True)
-
-
-def hold_slots(url, name, limit, count, expire):
-    from tests.support import client_at, say
-
-    slots = [Semaphore(client_at(url), name, limit, expire=expire) for _ in range(count)]
-    assert all(slot.acquire() for slot in slots)
-    say(held=count)
-    threading.Event().wait()
+    if kind is Semaphore:
+        with pytest.raises(TypeError, match="token"):
+            kind(client, "crm", 2).acquire(token="mine")

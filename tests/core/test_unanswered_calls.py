@@ -14,7 +14,7 @@ from django_redislock.core.driver import idle
 from django_redislock.core.driver.effects import ScriptBatch
 from django_redislock.core.driver.registry import server_of
 from django_redislock.exceptions import LockBackendError
-from tests.support import BUSY, ClusterOfLocks, Proxy, async_client_at, client_at, lived, queued, wait_until
+from tests.support import BUSY, ClusterOfLocks, async_client_at, client_at, lived, queued, wait_until
 
 pytestmark = pytest.mark.processes
 MANY = 30
@@ -198,26 +198,12 @@ def test_a_batch_that_is_too_large_to_be_sent_to_a_frozen_server_is_given_back(o
         nothing_is_held(client)
 
 
-@pytest.mark.parametrize("by_task", [False, True], ids=["thread", "task"])
-def test_a_connection_that_was_idle_for_long_is_not_used_again(redis_url, monkeypatch, by_task):
-    async def main():
-        async with AsyncLock(client, "a"):
+def test_a_connection_that_was_idle_for_long_is_not_used_again(make_lock, proxy, monkeypatch):
+    with client_at(proxy.url, socket_timeout=2) as client:
+        with make_lock(client, "a"):
             pass
-        idle_for_long()
-        async with AsyncLock(client, "a"):
-            pass
-
-    def idle_for_long():
         proxy.forget_connections()
         monkeypatch.setattr(idle, "IDLE", 0.3)
         lived(0.4)
-
-    with Proxy(redis_url) as proxy, client_at(proxy.url, socket_timeout=2) as client:
-        if by_task:
-            asyncio.run(main())
-            return
-        with Lock(client, "a"):
-            pass
-        idle_for_long()
-        with Lock(client, "a"):
+        with make_lock(client, "a"):
             pass

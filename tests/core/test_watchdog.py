@@ -21,7 +21,16 @@ from django_redislock.core.keys import BUCKETS, lock_keys
 from django_redislock.core.operations import renew_call
 from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import ON_A_CLUSTER, Proxy, RedisServer, client_at, key_of, lived, wait_until, watchdogs_of
+from tests.support import (
+    ON_A_CLUSTER,
+    RedisServer,
+    client_at,
+    in_threads,
+    key_of,
+    lived,
+    wait_until,
+    watchdogs_of,
+)
 
 
 def calls(client):
@@ -97,34 +106,11 @@ def slow_names(monkeypatch):
     resolved.set()
 
 
-def by_name(proxy, **options):
-    return redis.Redis(host="localhost", port=proxy.port, **options)
-
-
-def test_a_lock_that_is_taken_while_another_server_is_frozen_is_renewed(client, own_server):
-    """The frozen one's locks are long, and its client has all the patience of the defaults."""
-    told = []
-    with own_server.client() as frozen:
-        long = Lock(frozen, "long", expire=40)
-        long.acquire()
-        own_server.pause()
-        asked = renew_now(long)
-        wait_until(lambda: asked.renewal_pending)
-        short = Lock(client, "short", expire=1.5, on_lost=told.append)
-        short.acquire()
-        lived(2.2)
-        assert short.owned()
-        assert not told
-        short.release()
-        own_server.resume()
-        long.release()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("nearby", [True, False], ids=["nearby", "on the same server"])
-def test_a_short_life_does_not_cut_the_patience_for_a_long_one_on_a_distant_server(redis_url, client, nearby):
+def test_a_short_life_does_not_cut_the_patience_for_a_long_one_on_a_distant_server(proxy, client, nearby):
     told = []
-    with Proxy(redis_url) as proxy, client_at(proxy.url) as distant:
+    with client_at(proxy.url) as distant:
         long = Lock(distant, "long", expire=2, on_lost=told.append)
         long.acquire()
         proxy.delay_replies(0.1)
@@ -139,12 +125,12 @@ def test_a_short_life_does_not_cut_the_patience_for_a_long_one_on_a_distant_serv
 
 
 @pytest.mark.slow
-def test_a_name_that_is_resolved_slowly_costs_no_lock_of_another_server_its_renewal(client, redis_url, slow_names):
+def test_a_name_that_is_resolved_slowly_costs_no_lock_of_another_server_its_renewal(client, proxy, slow_names):
     """And who holds the lock there is told at its end, although nobody knows yet where the server is."""
     lost, kept = [], []
-    with Proxy(redis_url) as proxy, client_at(proxy.url) as first:
+    with client_at(proxy.url) as first:
         slow_names.set()
-        with by_name(proxy) as named:
+        with redis.Redis(host="localhost", port=proxy.port) as named:
             away = Lock(named, "away", expire=2, on_lost=lost.append)
             away.acquire()
             slow_names.clear()
@@ -182,8 +168,8 @@ def test_a_loss_is_told_while_the_answer_about_a_longer_lock_of_the_same_server_
 
 
 @pytest.mark.slow
-def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(redis_url, client):
-    with Proxy(redis_url) as proxy, client_at(proxy.url) as distant:
+def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(proxy, client):
+    with client_at(proxy.url) as distant:
         long, short = Lock(distant, "long", expire=60), Lock(distant, "short", expire=1.5)
         long.acquire()
         proxy.delay_replies(3.5)
@@ -203,23 +189,28 @@ def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(redis
         wait_until(lambda: watchdogs_of(distant) == 1)
 
 
-def test_each_server_has_one_thread_also_after_it_was_away(client, own_server):
-    """Whoever kept watch meanwhile goes."""
+def test_a_lock_that_is_taken_while_another_server_is_frozen_is_renewed_and_each_server_has_one_thread_after_that(
+    client, own_server
+):
+    """The frozen one's locks are long, and its client has all the patience of the defaults. Whoever kept watch
+    meanwhile goes."""
+    told = []
     with own_server.client() as other:
         locks = [Lock(one, f"lock {i}", expire=40) for i in range(20) for one in (client, other)]
         for lock in locks:
             lock.acquire()
         own_server.pause()
-        short = Lock(client, "short", expire=2.4)
-        short.acquire()
         for lock in locks:
             renew_now(lock)
         wait_until(lambda: any(lock._visible_lease().renewal_pending for lock in locks))
-        lived(1)
+        short = Lock(client, "short", expire=1.5, on_lost=told.append)
+        short.acquire()
+        lived(2.2)
+        assert short.owned()
+        assert not told
         own_server.resume()
         wait_until(lambda: not any(lock._visible_lease().renewal_pending for lock in locks))
         wait_until(lambda: watchdogs_of(client) == watchdogs_of(other) == 1)
-        assert short.owned()
         for lock in [*locks, short]:
             lock.release()
 
@@ -321,10 +312,9 @@ def test_a_life_that_was_shortened_is_renewed_in_time(client):
 
 
 @pytest.mark.slow
-def test_an_extension_that_is_not_answered_does_not_leave_a_belief_that_outlives_the_lock(client, redis_url):
+def test_an_extension_that_is_not_answered_does_not_leave_a_belief_that_outlives_the_lock(client, proxy):
     """The server may have set the shorter life, and it may not."""
-    with Proxy(redis_url) as proxy, ExitStack() as stack:
-        behind = stack.enter_context(client_at(proxy.url, socket_timeout=0.5))
+    with client_at(proxy.url, socket_timeout=0.5) as behind:
         lock = Lock(behind, "a", expire=30, auto_renewal=False)
         lock.acquire()
         lock.extend()  # the server knows the script from now on: what is asked for once arrives at once
@@ -357,11 +347,7 @@ def test_a_renewal_that_races_a_release_reports_nothing_and_revives_nothing(clie
             lived(chance.choice((0, 0, 0.005)))
             lock.release()
 
-    threads = [threading.Thread(target=cycle, args=(f"lock {i}",)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(8, lambda number: cycle(f"lock {number}"))
     assert not told
     assert "was lost" not in caplog.text
     assert not client.exists(*(key_of(f"lock {i}") for i in range(8)))

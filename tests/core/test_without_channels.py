@@ -18,9 +18,22 @@ from django_redislock.celery.options import complete
 from django_redislock.core import AsyncLock, Lock, operations
 from django_redislock.core.driver import wakeups
 from django_redislock.core.driver.registry import server_of
-from tests.support import RedisServer, acquire_and_release, counting, lived, queued, wait_until
+from tests.support import (
+    RedisServer,
+    acquire_and_release,
+    begin,
+    begin_to_wait,
+    counting,
+    enter,
+    in_thread,
+    key_of,
+    lived,
+    queue_of,
+    queued,
+    until,
+    wait_until,
+)
 from tests.support.cache_programs import cache_at
-from tests.support.locks import AsyncRLock, RLock
 
 pytestmark = pytest.mark.processes
 _users = (f"app{number}" for number in count())
@@ -62,37 +75,24 @@ def as_user(guarded: RedisServer, user: str) -> Iterator[Callable[..., redis.Red
         client.close()
 
 
-def starting(work: Callable[..., object], *args: Any, **options: Any) -> threading.Thread:
-    thread = threading.Thread(target=work, args=args, kwargs=options)
-    thread.start()
-    return thread
-
-
 def warnings(caplog: Any) -> list[str]:
     ours = [record for record in caplog.records if record.name == "django_redislock"]  # asyncio reports slow steps
     found = [record for record in ours if record.levelno >= logging.WARNING]
     return [record.getMessage() for record in found]
 
 
-@pytest.mark.parametrize("kind", [Lock, RLock])
-def test_threads_get_their_locks_by_looking_and_one_warning_says_what_to_grant(
-    admin: redis.Redis, as_user: Any, caplog: Any, kind: type[Lock]
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_waiters_get_their_locks_by_looking_and_one_warning_says_what_to_grant(
+    make_lock: Any, admin: redis.Redis, as_user: Any, caplog: Any, reentrant: bool
 ) -> None:
-    held, got = kind(as_user(), "a", expire=30), []
+    held = make_lock(as_user(), "a", expire=30, reentrant=reentrant)
     held.acquire()
-
-    def wait(client: redis.Redis) -> None:
-        with kind(client, "a", timeout=30):
-            got.append(threading.get_ident())
-
     clients = [as_user(), as_user(), as_user(4.9), as_user(4.8)]
-    threads = [starting(wait, client) for client in clients]
-    wait_until(lambda: admin.zcard(held._keys.queue) == 4, message="they wait in the queue")
+    waiters = [begin(enter, make_lock(client, "a", timeout=30, reentrant=reentrant)) for client in clients]
+    wait_until(lambda: queued(admin, "a") == 4, message="they wait in the queue")
     held.release()
-    for thread in threads:
-        thread.join(30)
-    assert len(got) == 4
-    assert not admin.exists(held._keys.queue, held._keys.lock)
+    assert len({waiter.result(30) for waiter in waiters}) == 4
+    assert not admin.exists(queue_of("a"), key_of("a"))
     told = warnings(caplog)
     assert len(told) == 3, "one for each of what would be a process"
     assert "Grant +subscribe and the channels &redislock:wake:*; 'manage.py redislock doctor --acl'" in told[0]
@@ -107,93 +107,65 @@ def without_channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis
         yield server
 
 
-@pytest.mark.parametrize("tasks", [False, True], ids=["threads", "tasks"])
 def test_where_subscribe_is_unknown_the_waiters_get_their_locks_by_looking(
-    without_channels: RedisServer, caplog: Any, tasks: bool
+    make_lock: Any, without_channels: RedisServer, caplog: Any
 ) -> None:
-    got: list[bool] = []
-
-    def wait(client: redis.Redis) -> None:
-        if tasks:
-            got.append(asyncio.run(acquire_and_release(AsyncLock(client, "a", timeout=30))))
-        else:
-            with Lock(client, "a", timeout=30):
-                got.append(True)
-
-    with without_channels.client(socket_timeout=4.6 if tasks else 4.7) as client:
+    # The timeout makes a server of its own of it, which warns, too.
+    with without_channels.client(socket_timeout=4.6 if make_lock is Lock else 4.7) as client:
         held = Lock(client, "a")
         held.acquire()
-        waiting = starting(wait, client)
-        wait_until(lambda: queued(client, "a") == 1)
+        waiter = begin_to_wait(client, "a", enter, make_lock(client, "a", timeout=30))
         held.release()
-        waiting.join(30)
-        assert got == [True]
-    told = warnings(caplog)
-    assert "refuses SUBSCRIBE (unknown command" in told[0]
+        assert waiter.result(30)
+    assert "refuses SUBSCRIBE (unknown command" in warnings(caplog)[0]
 
 
-@pytest.mark.parametrize("kind", [AsyncLock, AsyncRLock])
-def test_tasks_get_their_locks_by_looking(admin: redis.Redis, as_user: Any, caplog: Any, kind: type[AsyncLock]) -> None:
-    client, got = as_user(), []
-
-    async def wait() -> None:
-        async with kind(client, "a", timeout=30):
-            got.append(asyncio.current_task())
+def test_tasks_of_several_loops_get_their_locks_by_looking(admin: redis.Redis, as_user: Any, caplog: Any) -> None:
+    client = as_user()
 
     async def main() -> None:
-        async with kind(client, "a", expire=30) as held:
-            tasks = [asyncio.create_task(wait()) for _ in range(3)]
-            await asyncio.to_thread(wait_until, lambda: admin.zcard(held._keys.queue) == 3)
-        await asyncio.gather(*tasks)
+        async with AsyncLock(client, "a", expire=30):
+            tasks = [asyncio.create_task(acquire_and_release(AsyncLock(client, "a", timeout=30))) for _ in range(3)]
+            await until(lambda: queued(admin, "a") == 3)
+        assert await asyncio.gather(*tasks) == [True] * 3
 
     asyncio.run(main())
     asyncio.run(main())
-    assert len(got) == 6
     assert len(warnings(caplog)) == 1, "also if there is a loop for each task"
 
 
-def test_the_timeout_of_the_caller_holds(admin: redis.Redis, as_user: Any) -> None:
-    got: list[bool] = []
-    with Lock(admin, "a", expire=30) as held:
-        for acquire in (
-            lambda: Lock(as_user(), "a").acquire(timeout=0.3),
-            lambda: asyncio.run(AsyncLock(as_user(), "a").acquire(timeout=0.3)),
-        ):
-            starting(lambda acquire=acquire: got.append(acquire())).join(30)
-        assert got == [False, False]
-        assert not admin.exists(held._keys.queue), "they left the queue"
+def test_the_timeout_of_the_caller_holds(make_lock: Any, admin: redis.Redis, as_user: Any) -> None:
+    with Lock(admin, "a", expire=30):
+        assert in_thread(lambda: make_lock(as_user(), "a").acquire(timeout=0.3)) is False
+        assert not admin.exists(queue_of("a")), "they left the queue"
 
 
 def test_a_lock_whose_holder_died_is_acquired_at_its_expiry(admin: redis.Redis, as_user: Any) -> None:
-    held, got = Lock(admin, "a", expire=0.6, auto_renewal=False), []
-    held.acquire()
-    starting(lambda: got.append(Lock(as_user(), "a", expire=30).acquire(timeout=20))).join(30)
-    assert got == [True]
+    Lock(admin, "a", expire=0.6, auto_renewal=False).acquire()
+    assert in_thread(lambda: Lock(as_user(), "a", expire=30).acquire(timeout=20))
 
 
 def test_the_pauses_between_two_looks_grow(admin: redis.Redis, as_user: Any) -> None:
     client = as_user()
-    with Lock(admin, "a", expire=30) as held:
-        threads = [starting(Lock(client, "a").acquire, timeout=3) for _ in range(2)]
-        wait_until(lambda: admin.zcard(held._keys.queue) == 2)
+    with Lock(admin, "a", expire=30):
+        waiters = [begin(Lock(client, "a").acquire, timeout=3) for _ in range(2)]
+        wait_until(lambda: queued(admin, "a") == 2)
         with counting(admin) as counts:
             lived(2)
         assert counts["evalsha"] <= 2 * 10, "after 20, 40, 80, 160, 320 ms, and then 400 ms each"
-        for thread in threads:
-            thread.join(30)
+        assert not any(waiter.result(30) for waiter in waiters)
 
 
 def test_many_who_wait_share_their_looks(admin: redis.Redis, as_user: Any) -> None:
     client = as_user()
-    with Lock(admin, "a", expire=60) as held:
-        threads = [starting(Lock(client, "a").acquire, timeout=6) for _ in range(100)]
-        wait_until(lambda: admin.zcard(held._keys.queue) == 100)
+    with Lock(admin, "a", expire=60):
+        waiters = [begin(Lock(client, "a").acquire, timeout=6) for _ in range(100)]
+        wait_until(lambda: queued(admin, "a") == 100)
         lived(1)  # the first looks of those that came early are for a shorter queue
         with counting(admin) as counts:
             lived(3)
         assert counts["evalsha"] <= 3 * 32 * 1.5, "and not 250 a second"
-        for thread in threads:
-            thread.join(30)
+        assert not any(waiter.result(30) for waiter in waiters)
 
 
 def test_with_the_right_granted_wake_ups_arrive_again(
@@ -203,26 +175,24 @@ def test_with_the_right_granted_wake_ups_arrive_again(
     client = as_user()
     room = server_of(client).room
     with Lock(admin, "a", expire=30):
-        thread = starting(Lock(client, "a").acquire, timeout=30)
+        waiter = begin(Lock(client, "a").acquire, timeout=30)
         wait_until(lambda: room.deaf)
         admin.execute_command("ACL", "SETUSER", user, "&redislock:wake:*")
         wait_until(lambda: room.open, message="the waiting thread has subscribed")
         assert not room.deaf
-    thread.join(30)
+    assert waiter.result(30)
 
 
 def test_who_loses_the_right_during_a_wait_goes_on_by_looking(admin: redis.Redis, as_user: Any, user: str) -> None:
     admin.execute_command("ACL", "SETUSER", user, "allchannels")
-    client, got = as_user(), []
+    client = as_user()
     held = Lock(admin, "a", expire=30)
     held.acquire()
-    thread = starting(lambda: got.append(Lock(client, "a", expire=30).acquire(timeout=30)))
-    wait_until(lambda: queued(admin, "a") == 1)
+    waiter = begin_to_wait(admin, "a", Lock(client, "a", expire=30).acquire, timeout=30)
     admin.execute_command("ACL", "SETUSER", user, "resetchannels")  # the server closes the subscription
     wait_until(lambda: server_of(client).room.deaf)
     held.release()
-    thread.join(30)
-    assert got == [True]
+    assert waiter.result(30)
 
 
 def test_who_waits_for_many_values_gets_them_by_looking(
@@ -239,25 +209,19 @@ def test_who_waits_for_many_values_gets_them_by_looking(
         assert end.wait(30)
         return dict.fromkeys(keys, 1)
 
-    results: list[dict[str, int]] = []
-    first = starting(lambda: results.append(here.get_or_set_many(["x", "y"], compute, expire=60)))
+    first = begin(here.get_or_set_many, ["x", "y"], compute, expire=60)
     assert started.wait(30)
-    second = starting(lambda: results.append(there.get_or_set_many(["x", "y"], dict.fromkeys, wait=60)))
+    second = begin(there.get_or_set_many, ["x", "y"], dict.fromkeys, wait=60)
     wait_until(lambda: server_of(there.client.get_client()).room.deaf)
     end.set()
-    first.join(30)
-    second.join(30)
-    assert results == [{"x": 1, "y": 1}] * 2
+    assert [first.result(30), second.result(30)] == [{"x": 1, "y": 1}] * 2
 
 
 def test_an_execution_of_a_task_gets_its_lock_by_looking(
     guarded: RedisServer, admin: redis.Redis, user: str, settings: Any
 ) -> None:
     settings.DJANGO_REDISLOCK = {"URL": guarded.url.replace("//", f"//{user}:secret@")}
-    got: list[bool] = []
     execution = complete({}, conf.get()).lock.with_name("t", delivery=Delivery("task", "task:0:one", known=True))
-    with Lock(admin, "t", expire=30) as held:
-        thread = starting(lambda: got.append(execution.acquire(timeout=30)))
-        wait_until(lambda: admin.zcard(held._keys.queue) == 1)
-    thread.join(30)
-    assert got == [True]
+    with Lock(admin, "t", expire=30):
+        waiter = begin_to_wait(admin, "t", execution.acquire, timeout=30)
+    assert waiter.result(30)

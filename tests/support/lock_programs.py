@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import logging
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
 
-from django_redislock.core import Lock, QuorumLock
+from django_redislock.core import AsyncLock, Lock, QuorumLock
 from django_redislock.core.driver.wakeups_threads import WaitingRoom
 from django_redislock.exceptions import LockError, LockLost
-from tests.support import client_at, say
+from tests.support import async_client_at, client_at, say
 
 
 def hold(url: str, name: str, expire: float, auto_renewal: bool = True) -> None:
@@ -110,3 +116,54 @@ def wait_in_forks(url: str, name: str, count: int) -> None:
         pids.append(pid)
     say(pids=pids)
     input()
+
+
+async def _idle(client: Any, left: list[Any]) -> None:
+    async with AsyncLock(client, "a"):
+        pass
+    await AsyncLock(client, "a").acquire()
+
+
+async def _waiting(client: Any, left: list[Any]) -> None:
+    holder = AsyncLock(client, "a")
+    await holder.acquire()
+    left.extend(asyncio.create_task(AsyncLock(client, "a").acquire()) for _ in range(5))
+    while (await holder.owner()).waiting < 5:
+        await asyncio.sleep(0.01)
+
+
+async def _connecting(client: Any, left: list[Any]) -> None:
+    left.append(asyncio.create_task(AsyncLock(client, "a").acquire()))
+    await asyncio.sleep(0)
+
+
+async def _within_a_generator(client: Any, left: list[Any]) -> None:
+    async def held() -> AsyncIterator[None]:
+        async with AsyncLock(client, "b"), AsyncLock(client, "c"):
+            yield
+
+    left.append(held())
+    await anext(left[0])
+    async with AsyncLock(client, "a"):
+        pass
+
+
+async def _failing(client: Any, left: list[Any]) -> None:
+    await AsyncLock(client, "a").acquire()
+    left.append(asyncio.create_task(AsyncLock(client, "a").acquire()))
+    await asyncio.sleep(0.05)
+    raise ZeroDivisionError
+
+
+def end_loops(url: str) -> None:
+    """Run event loops that end while tasks and a generator hold locks, wait for them, and connect."""
+    client = async_client_at(url)
+    logging.getLogger("django_redislock").setLevel("ERROR")
+    for main in [_idle, _waiting, _connecting, _within_a_generator, _failing] * 3:
+        left: list[Any] = []
+        with suppress(ZeroDivisionError):
+            asyncio.run(main(client, left))
+        left.clear()
+        gc.collect()
+        asyncio.run(AsyncLock(client, "a").reset())
+    say(event="done")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from redis.crc import key_slot
 
 from django_redislock.core import Lock
 from django_redislock.core.driver.registry import close_unused, replicated, server_of
 from django_redislock.exceptions import LockBackendError
-from tests.support import Cluster, counting, key_of, lived, queued, servers_of, wait_until
+from tests.support import Cluster, begin_to_wait, counting, key_of, lived, servers_of, wait_until
 
 pytestmark = pytest.mark.processes
 NAMES = [f"lock-{number}" for number in range(12)]
@@ -69,14 +67,9 @@ def test_each_acquisition_is_one_script_and_one_wait_at_the_node_of_the_lock(mak
 
 
 def test_a_waiter_gets_a_confirmed_lock(make_lock, client):
-    got = []
-    waiter = make_lock(client, "a", min_replicas=1)
-    thread = threading.Thread(target=lambda: got.append(waiter.acquire(timeout=20)))
     with make_lock(client, "a", min_replicas=1):
-        thread.start()
-        wait_until(lambda: queued(client, "a"))
-    thread.join(30)
-    assert got == [True]
+        waiter = begin_to_wait(client, "a", make_lock(client, "a", min_replicas=1).acquire, timeout=20)
+    assert waiter.result(30)
 
 
 def test_without_the_replica_of_its_node_a_lock_is_given_back_and_others_are_acquired(make_lock, cluster, client):

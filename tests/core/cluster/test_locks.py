@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import threading
 import weakref
 
 import pytest
@@ -18,10 +17,10 @@ from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.listing import read_queue
-from django_redislock.core.operations import count
-from django_redislock.exceptions import AlreadyAcquired, LockLost
-from tests.support import BUSY, Cluster, lived, until, wait_until
-from tests.support.locks import RLock, wait_in_a_thread
+from django_redislock.core.operations import count, names as names_of
+from django_redislock.exceptions import LockLost
+from tests.support import BUSY, Cluster, begin, begin_to_wait, enter, in_a_fork, lived, queued, until, wait_until
+from tests.support.locks import wait_in_a_thread
 
 NAMES = [f"lock-{number}" for number in range(40)]
 
@@ -45,41 +44,16 @@ def test_locks_of_all_nodes_are_acquired_extended_and_released(make_lock, cluste
     assert len(fences) == len(NAMES)
 
 
-def test_a_lock_may_be_acquired_through_the_client_for_asyncio(cluster, client):
-    nodes = redis.asyncio.RedisCluster.from_url(cluster.url)
-    with Lock(nodes, "a", expire=20):
-        assert Lock(client, "a").locked()
-
-
-def test_a_reentrant_lock_is_entered_twice(client):
-    with RLock(client, "r"), RLock(client, "r"):
-        assert Lock(client, "r").locked()
-    assert not Lock(client, "r").locked()
-
-
-def test_a_thread_that_holds_a_lock_cannot_acquire_it_again(client):
-    lock = Lock(client, "a")
-    with lock, pytest.raises(AlreadyAcquired):
-        lock.acquire()
-
-
 @pytest.mark.parametrize("name", NAMES[:6])
 def test_a_waiter_is_woken_by_the_release(make_lock, client, name, monkeypatch):
     for room in (wakeups_threads, wakeups_tasks):
         monkeypatch.setattr(room, "POLL_INTERVAL", 60)  # so that nothing else wakes it
-    held, waiting, got = make_lock(client, name, expire=120), make_lock(client, name), threading.Event()
+    held = make_lock(client, name, expire=120)
     held.acquire()
-
-    def wait() -> None:
-        with waiting:
-            got.set()
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
+    waiter = begin(enter, make_lock(client, name))
     wait_until(lambda: read_queue(client, name, "redislock"))
     held.release()
-    assert got.wait(20)
-    waiter.join(20)
+    assert waiter.result(20)
 
 
 def test_many_locks_of_all_nodes_are_renewed_by_a_few_writes(make_lock, client):
@@ -119,8 +93,6 @@ def test_more_locks_of_one_bucket_than_one_page_holds_are_listed(client):
     client.zadd(held, names)
     server = server_of(client)
     assert server.run(count(server, "redislock")).locks == 3000
-    from django_redislock.core.operations import names as names_of
-
     assert set(server.run(names_of(server, "redislock"))) == set(names)
 
 
@@ -140,16 +112,11 @@ def test_waiters_whose_process_is_gone_are_skipped(client, run_python, cluster):
         "Lock(redis.RedisCluster.from_url(args[0]), 'a').acquire()",
         cluster.url,
     )
-    queue = lock_keys("redislock", "a").queue
-    wait_until(lambda: client.zcard(queue) == 1)
+    wait_until(lambda: queued(client, "a") == 1)
     process.kill()
-    got = threading.Event()
-    waiter = threading.Thread(target=lambda: Lock(client, "a").acquire(timeout=20) and got.set())
-    waiter.start()
-    wait_until(lambda: client.zcard(queue) == 2)
+    waiter = begin_to_wait(client, "a", enter, Lock(client, "a", timeout=20))
     held.release()
-    assert got.wait(BUSY)
-    waiter.join(20)
+    assert waiter.result(BUSY)
 
 
 def test_clients_of_the_same_nodes_and_settings_share_a_cluster(cluster):
@@ -171,17 +138,12 @@ def test_the_connections_to_all_nodes_are_closed_with_the_last_lock(cluster):
 
 
 def test_a_forked_child_opens_its_own_connections(client):
-    from tests.support import in_a_fork
-
-    lock = Lock(client, "a", expire=20)
-    lock.acquire()
-
     def child() -> None:
         with Lock(client, "b", expire=20):
             assert Lock(client, "a").locked()
 
-    in_a_fork(child)
-    lock.release()
+    with Lock(client, "a", expire=20):
+        in_a_fork(child)
 
 
 async def test_a_cancelled_release_is_sent_also_when_the_slots_are_to_be_read_anew(client):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 
 import pytest
@@ -21,7 +20,7 @@ from django_redislock.core.keys import lock_keys
 from django_redislock.core.listing import list_locks
 from django_redislock.core.operations import count
 from django_redislock.exceptions import LockBackendError
-from tests.support import BUSY, Cluster, RedisServer, free_port, wait_until
+from tests.support import BUSY, Cluster, RedisServer, begin_to_wait, free_port, wait_until
 
 NAMES = [f"lock-{number}" for number in range(40)]
 
@@ -63,18 +62,7 @@ def test_a_killed_primary_delays_its_own_locks_only_and_loses_none_that_were_rep
             lock.acquire()
         replica = own_cluster.nodes[3]
         wait_until(lambda: held_at(replica) == held_at(primary) > 0)
-        waiting = threading.Event()
-        got = threading.Event()
-
-        def wait() -> None:
-            waiting.set()
-            if make_lock(client, its_names[0]).acquire(timeout=60):
-                got.set()
-
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        waiting.wait(20)
-        wait_until(lambda: client.zcard(lock_keys("redislock", its_names[0]).queue) == 1)
+        waiter = begin_to_wait(client, its_names[0], make_lock(client, its_names[0]).acquire, timeout=60)
         primary.kill()
         began = time.monotonic()
         for name, lock in locks.items():
@@ -85,8 +73,7 @@ def test_a_killed_primary_delays_its_own_locks_only_and_loses_none_that_were_rep
             locks[name].extend(40)  # after the failover
         assert all(lock.lost is None for lock in locks.values())
         locks[its_names[0]].release()
-        assert got.wait(1 + BUSY)
-        waiter.join(20)
+        assert waiter.result(1 + BUSY)
         for name in NAMES:
             if name != its_names[0]:
                 locks[name].release()

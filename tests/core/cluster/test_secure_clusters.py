@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 import redis
@@ -16,7 +15,7 @@ from django_redislock.doctor import inspect, least_rights
 from django_redislock.exceptions import LockBackendError
 from django_redislock.server_url import client_from_url
 from tests.core.test_async_clients import certificate_of
-from tests.support import Cluster, find_program, free_port, lived, wait_until
+from tests.support import Cluster, begin, find_program, free_port, lived, wait_until
 
 pytestmark = pytest.mark.processes
 NAMES = [f"lock-{number}" for number in range(12)]
@@ -29,16 +28,13 @@ def use(make_lock, client):
     locks = [make_lock(client, name, expire=3) for name in NAMES]
     for lock in locks:
         assert lock.acquire()
-    got = threading.Event()
-    waiter = threading.Thread(target=lambda: make_lock(client, NAMES[0]).acquire(timeout=20) and got.set())
-    waiter.start()
+    waiter = begin(make_lock(client, NAMES[0]).acquire, timeout=20)
     wait_until(lambda: read_queue(client, NAMES[0], "redislock"))
     lived(3.5)
     assert [lock.lost for lock in locks if lock.lost] == []
     assert [info.name for info in held_locks(client)] == sorted(NAMES)
     locks[0].release()
-    assert got.wait(20)
-    waiter.join(20)
+    assert waiter.result(20)
     for lock in locks[1:]:
         lock.extend(20)
         lock.release()

@@ -6,8 +6,10 @@ from contextlib import ExitStack
 import pytest
 import redis
 
+from django_redislock.core import AsyncQuorumLock, QuorumLock
 from django_redislock.core.driver.side_by_side import left_out
 from tests.support import RedisServer
+from tests.support.tasks import lock_for_threads
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +39,11 @@ def clients(servers: list[RedisServer], request: pytest.FixtureRequest) -> Itera
             client.flushall()
         left_out.clear()
         yield found
+
+
+@pytest.fixture(params=["thread", "task"])
+def make_quorum(request: pytest.FixtureRequest) -> type:
+    """``make_quorum(clients, name, …)``: a QuorumLock, or an AsyncQuorumLock that is used like one."""
+    if request.param == "thread":
+        return QuorumLock
+    return lock_for_threads(request.getfixturevalue("tasks"), AsyncQuorumLock)
