@@ -347,6 +347,5 @@ def test_a_value_that_no_semaphore_wrote_is_refused_by_its_key(make, client):
 def test_a_semaphore_is_not_reentrant_and_takes_no_token(client, kind):
     with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) got an unexpected keyword argument 'reentrant'$"):
         kind(client, "crm", 2, reentrant=True)
-    if kind is Semaphore:
-        with pytest.raises(TypeError, match="token"):
-            kind(client, "crm", 2).acquire(token="mine")
+    with pytest.raises(TypeError, match="token"):
+        Semaphore(client, "crm", 2).acquire(token="mine")
