@@ -13,6 +13,7 @@ from tests.histories.check import histories, judge
 from tests.simulation import __main__ as command
 from tests.simulation.explore import history_of
 from tests.simulation.history import simulated
+from tests.simulation.patches import planted
 from tests.simulation.planted import PLANTED
 
 CHECK = Path(__file__).parent / "check.py"
@@ -147,8 +148,8 @@ def test_the_command_writes_histories_that_the_checker_passes(tmp_path, monkeypa
     ],
 )
 def test_the_checker_finds_a_planted_defect_of_the_package(name, rule):
-    kind, plant = PLANTED[name]
-    with plant(), simulated():
+    kind, defect = PLANTED[name]
+    with planted(defect), simulated():
         broken = set()
         for seed in range(200):
             lines = history_of(seed, kind).record(seed)

@@ -13,6 +13,7 @@ from typing import Any
 from .driver import Violation
 from .explore import KINDS, Found, explore, explore_bounded, history_of, shrink
 from .history import simulated
+from .patches import planted
 from .planted import NOT_FOUND, PLANTED
 
 CHUNK = 500
@@ -89,11 +90,11 @@ def _all(options: Any, began: float) -> int:
 
 def _plant(options: Any) -> None:
     """Print after how many histories, and by which rule, each planted defect is found."""
-    for name, (kind, plant) in {**PLANTED, **NOT_FOUND}.items():
+    for name, (kind, defect) in {**PLANTED, **NOT_FOUND}.items():
         if options.only in (None, kind):
             began = time.monotonic()
             try:
-                with plant():
+                with planted(defect):
                     explore(range(options.first, options.first + options.seeds), kind)
                 seen = "not found"
             except Found as found:

@@ -83,23 +83,37 @@ def explore(seeds: Iterable[int], only: str | None = None, until: float = float(
 
 # Small worlds
 
+ROUND = Round(None, 0.1, None, False, 1, 0.0)
+QUORUM_ROUND = QuorumRound(None, 0.1, None, 0.0)
+GET = Get(("a",), None, 0.1, False, "", False, 0.0)
+TWICE_AND_ONCE: list[list[Any]] = [[ROUND] * 2, [ROUND]]
 SMALL: dict[str, list[list[Any]]] = {
-    "lock": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
-    "rlock": [[Round(None, 0.1, None, False, 2, 0.0)], [Round(None, 0.1, None, False, 2, 0.0)]],
-    "cache": [
-        [Get(("a",), None, 0.1, False, "", False, 0.0), Change("a", "delete", 0.0)],
-        [Get(("a",), None, 0.1, False, "", False, 0.0)] * 2,
-    ],
+    "lock": TWICE_AND_ONCE,
+    "rlock": [[ROUND._replace(depth=2)]] * 2,
+    "cache": [[GET, Change("a", "delete", 0.0)], [GET] * 2],
     "nested": [[GetNested("a", 0.1, 0.0)], [GetNested("b", 0.1, 0.0)]],
-    "quorum": [[QuorumRound(None, 0.1, None, 0.0)] * 2, [QuorumRound(None, 0.1, None, 0.0)]],
-    "replicas": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
-    "asyncio": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
-    "cluster": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, [Round(None, 0.1, None, False, 1, 0.0)]],
+    "quorum": [[QUORUM_ROUND] * 2, [QUORUM_ROUND]],
+    "replicas": TWICE_AND_ONCE,
+    "asyncio": TWICE_AND_ONCE,
+    "cluster": TWICE_AND_ONCE,
     "limits": [[Publish("k", ((0.0, 0), (0.1, 1)), 0.3, 0, None, False, 0.0)] * 3, []],
-    "semaphore": [[Round(None, 0.1, None, False, 1, 0.0)] * 2, *[[Round(None, 0.1, None, False, 1, 0.0)]] * 2],
+    "semaphore": [[ROUND] * 2, [ROUND], [ROUND]],
     "celery": [[Publish("k", ((0.0, 0), (0.1, 1)), 0.1, 0, None, False, 0.0)], []],
 }
 """What each thread does, of two processes in turn."""
+OF_THREADS: dict[str, dict[str, Any]] = {
+    **{kind: {"auto_renewal": False} for kind in ("lock", "quorum", "replicas", "cluster", "asyncio")},
+    "rlock": {"auto_renewal": False, "reentrant": True},
+    "semaphore": {"auto_renewal": False, "limit": 2},  # one of three waits
+    "cache": {"max_hold": None},
+}
+OF_PLANS: dict[str, dict[str, Any]] = {
+    "cache": {"stale": False, "large": False, "unkept": False},
+    "nested": {"rates": [1.0] * 3, "needs": "circle of two", "homes": [0, 1, 0]},
+    "quorum": {"rates": [1.0] * 3},
+    "replicas": {"min_to_write": True},
+}
+SCOPES = {"celery": ("run", "queued", "queued+run", "job"), "limits": ("run", "queued+run")}
 PAUSES = (0.15, 0.9)
 """Seconds: a pause within the expiry, and one beyond it."""
 EXPIRE = 0.4
@@ -107,31 +121,15 @@ EXPIRE = 0.4
 
 def small_plans(kind: str) -> list[Plan]:
     """Return the plans of the smallest worlds in which something can go wrong."""
-    options: dict[str, Any] = {"expire": EXPIRE}
-    if kind in ("lock", "rlock", "quorum", "replicas", "cluster", "asyncio", "semaphore"):
-        options["auto_renewal"] = False
-    if kind == "rlock":
-        options["reentrant"] = True
-    if kind == "semaphore":
-        options["limit"] = 2  # one of three waits
-    if kind == "cache":
-        options["max_hold"] = None
+    options = {"expire": EXPIRE} | OF_THREADS.get(kind, {})
     threads = [ThreadPlan(number % 2, 0.0, options, steps) for number, steps in enumerate(SMALL[kind])]
-    plan = Plan(0, 2, threads, faulty_until=FAULTS_UNTIL, fates={})
-    if kind == "cache":
-        plan.options = {"stale": False, "large": False, "unkept": False}
-    if kind == "nested":
-        plan.options = {"rates": [1.0] * 3, "needs": "circle of two", "homes": [0, 1, 0]}
-    if kind == "quorum":
-        plan.options = {"rates": [1.0] * 3}
-    if kind == "replicas":
-        plan.options = {"min_to_write": True}
-    if kind not in ("celery", "limits"):
+    plan = Plan(0, 2, threads, faulty_until=FAULTS_UNTIL, fates={}, options=OF_PLANS.get(kind, {}))
+    if kind not in SCOPES:
         return [plan]
     of_task: dict[str, Any] = {"policy": "reschedule", "expire": EXPIRE, "limits": [2]}
     return [
         replace(plan, options={"scope": scope, "late": late, **of_task})
-        for scope in (("run", "queued", "queued+run", "job") if kind == "celery" else ("run", "queued+run"))
+        for scope in SCOPES[kind]
         for late in (False, True)
     ]
 
@@ -170,25 +168,27 @@ def explore_bounded(kind: str, disturbances: int, share: int = 0, shares: int = 
 # Shrinking
 
 
-def failure_of(kind: str, plan: Plan) -> Violation | None:
-    """Run the plan, and return what went wrong."""
+def run_plan(kind: str, plan: Plan) -> tuple[History, Violation | None]:
+    """Run the plan, and return its history, and what went wrong."""
+    history = KINDS[kind](plan)
     with simulated():
         try:
-            KINDS[kind](plan).run()
+            history.run()
         except Violation as violation:
-            return violation
-    return None
+            return history, violation
+    return history, None
+
+
+def failure_of(kind: str, plan: Plan) -> Violation | None:
+    """Run the plan, and return what went wrong."""
+    return run_plan(kind, plan)[1]
 
 
 def shrink(kind: str, plan: Plan, tries: int = 3000) -> tuple[Plan, Violation]:
     """Leave out all that the failure does not need: threads, steps, faults, the fates of requests."""
-    with simulated():
-        history = KINDS[kind](plan)
-        try:
-            history.run()
-            raise ValueError("the plan does not fail")
-        except Violation as violation:
-            found = violation
+    history, violation = run_plan(kind, plan)
+    assert violation is not None, "the plan does not fail"
+    found = violation
     explicit = replace(plan, fates=dict(history.world.met), rate=0.0) if plan.fates is None else plan
     again = failure_of(kind, explicit)
     if again is not None:  # else something beside the fates of the requests has changed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from django_redislock.core import scripts
@@ -61,6 +62,9 @@ class Belief:
 class LockRules(History):
     """What is seen of the lock, and judged."""
 
+    keys: Any = KEYS
+    locks = (KEYS.lock,)
+    acquires = scripts.ACQUIRE
     patience = 3 * SOCKET_TIMEOUT
     """Seconds: a socket timeout may pass before the last try is sent, one in it, and one in its repetition."""
 
@@ -224,39 +228,44 @@ class LockRules(History):
         self._see_expiry()
         if not isinstance(what, ScriptCall):
             return
-        queue = self.server.data.get(KEYS.queue) or {}
-        self.joined = {entry: self.joined.get(entry, self.server._us) for entry in queue}
-        self.first = {entry.partition(b"\n")[2]: joined for entry, joined in self.joined.items()} | self.first
-        value = self.server.peek(KEYS.lock) or b""
-        if value.split(b"\n", 2)[1:2] == [b"0"]:
-            self.reserved.setdefault(value, self.server._us)
+        self._note_places(self.server.peek(KEYS.lock) or b"")
         if what.script is scripts.ACQUIRE and isinstance(reply, int) and reply > 0:
             self._see_turn(what, before)
         elif what.script is scripts.RENEW and reply == [1]:
             self._see_end(what, before)
         elif what.script in (scripts.RESET, scripts.RELEASE) and reply == 1 and before is not None:
-            id, fence = before.split(b"\n")[:2]
-            if value.startswith(id + b"\n" + fence):  # an earlier call did it
-                return
-            if what.script is scripts.RESET:
-                if what.args[1] not in (b"", fence):
-                    self.fail(f"a reset of fence {what.args[1].decode()} released fence {fence.decode()}")
-                if (
-                    what.args[2],
-                    self.world.epoch,
-                ) in self.resets:
-                    self.fail(f"a repeated reset released fence {fence.decode()}, too")
-                self.resets.add((what.args[2], self.world.epoch))
-                self.world.tell(process, f"force-released fence {fence.decode()}")
-                self.lost = True
-                self.reset.add(int(fence))
-            elif what.args[0] != id or what.args[3] not in (b"", fence):
-                return
-            self.released.add(int(fence))
-            self.world.note("freed", name=NAME, fence=int(fence), who=str(process))
-            for belief in self.beliefs.values():  # whoever uses the same id may release it, too
-                if belief.lease.fence == int(fence) and belief.forced_at is None:
-                    belief.forced_at = self.world.time
+            self._see_release(process, what, before)
+
+    def _note_places(self, *values: bytes) -> None:
+        """Note who has a place in the queue, and which of the values is a reservation."""
+        queue = self.server.data.get(self.keys.queue) or {}
+        self.joined = {entry: self.joined.get(entry, self.server._us) for entry in queue}
+        self.first = {entry.partition(b"\n")[2]: joined for entry, joined in self.joined.items()} | self.first
+        for value in values:
+            if value.split(b"\n", 2)[1:2] == [b"0"]:
+                self.reserved.setdefault(value, self.server._us)
+
+    def _see_release(self, process: Process, call: ScriptCall, before: bytes) -> None:
+        """Note which acquisition ended by a call that released or reset its lock."""
+        id, fence = before.split(b"\n")[:2]
+        if (self.server.peek(call.keys[0]) or b"").startswith(id + b"\n" + fence):  # an earlier call did it
+            return
+        if call.script is scripts.RESET:
+            if call.args[1] not in (b"", fence):
+                self.fail(f"a reset of fence {call.args[1].decode()} released fence {fence.decode()}")
+            if (call.args[2], self.world.epoch) in self.resets:
+                self.fail(f"a repeated reset released fence {fence.decode()}, too")
+            self.resets.add((call.args[2], self.world.epoch))
+            self.world.tell(process, f"force-released fence {fence.decode()}")
+            self.lost = True
+            self.reset.add(int(fence))
+        elif call.args[0] != id or call.args[3] not in (b"", fence):
+            return
+        self.released.add(int(fence))
+        self.world.note("freed", name=NAME, fence=int(fence), who=str(process))
+        for belief in self.beliefs.values():  # whoever uses the same id may release it, too
+            if belief.lease.fence == int(fence) and belief.forced_at is None:
+                belief.forced_at = self.world.time
 
     def _see_end(self, call: ScriptCall, before: bytes | None) -> None:
         """See that the lock ends no later than after the longest expiry that its holders asked for."""
@@ -268,8 +277,8 @@ class LockRules(History):
         if self.server.ends.get(KEYS.lock, 0) > self.server._ms + asked:
             self.fail(f"a renewal left the lock an end later than {asked} ms, which is the longest that was asked for")
 
-    def _see_turn(self, call: ScriptCall, before: bytes | None) -> None:
-        """See that nobody who is well waited for longer, of those who were in the queue when the lock was reserved."""
+    def _see_turn(self, call: ScriptCall, before: bytes | None, what: str = "the lock") -> None:
+        """See that nobody who is well waited for longer, of those who were in the queue when it was reserved."""
         world, (id, _, _, _, channel, _, ticket) = self.world, call.args[:7]
         queue = self.server.data.get(call.keys[3])
         if not queue or id == b"given" or world.clock_stepped or world.troubled + PROMISED > world.time:
@@ -279,21 +288,26 @@ class LockRules(History):
         asked = float(ticket) if ticket else self.server._us
         mine = min(asked, self.first.get(id, math.inf))
         reserved = self.reserved.get(before, math.inf) if before and before.startswith(id + b"\n") else math.inf
-        for entry, score in queue.items():
+        for entry, score in self._rivals(call, queue):
             if self.joined[entry] > reserved:
                 continue
             process = world.processes[int(entry.split(b"\n")[0].rpartition(b":")[2])]
             well = process.alive and not process.frozen and process.troubled + PROMISED < world.time
             if score < mine and (well or self.plan.calm) and entry != channel + b"\n" + id:
-                self.fail(f"{id!r} got the lock before {entry!r}, who came earlier")
+                self.fail(f"{id!r} got {what} before {entry!r}, who came earlier")
+
+    def _rivals(self, call: ScriptCall, queue: dict[bytes, float]) -> Iterable[tuple[bytes, float]]:
+        """Return those who wait for the same, and since when."""
+        return queue.items()
 
     def _gave_up(self, call: ScriptCall) -> None:
         """See that nothing is left of a call that was given up."""
-        if call.script is not scripts.ACQUIRE or call.args[0] == b"given":
+        if call.script is not self.acquires or call.args[0] == b"given":
             return
-        value, queue = self.server.peek(KEYS.lock), self.server.peek(KEYS.queue)
-        if (value or b"").startswith(call.args[0] + b"\n") or call.args[4] + b"\n" + call.args[0] in (queue or ()):
-            self.fail(f"{call.args[0]!r} gave up, and is still there")
+        id, queue = call.args[0], self.server.peek(self.keys.queue) or ()
+        held = any((self.server.peek(key) or b"").startswith(id + b"\n") for key in self.locks)
+        if held or call.args[4] + b"\n" + id in queue:
+            self.fail(f"{id!r} gave up, and is still there")
 
     def _is_free(self, fence: int) -> None:
         """See that somebody who waits for the lock gets it."""

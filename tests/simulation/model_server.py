@@ -352,17 +352,6 @@ class ModelServer:
 
     # Hashes
 
-    def _do_hset(self, key: bytes, *pairs: bytes) -> int:
-        fields = self._get(key, Hash)
-        if fields is None:
-            fields = self.data[key] = Hash()
-        added = sum(field not in fields for field in pairs[::2])
-        fields.update(zip(pairs[::2], pairs[1::2], strict=True))
-        return added
-
-    def _do_hget(self, key: bytes, field: bytes) -> bytes | None:
-        return (self._get(key, Hash) or Hash()).get(field)
-
     def _do_hmget(self, key: bytes, *fields: bytes) -> list[bytes | None]:
         found = self._get(key, Hash) or Hash()
         return [found.get(field) for field in fields]

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from django_redislock.core.driver.effects import Script
-
-Planted = Callable[[], AbstractContextManager[None]]
-
-
-@contextmanager
-def script(which: Script, old: str, new: str) -> Iterator[None]:
-    """Change the text of a script."""
-    text = which.text
-    assert old.encode() in text, f"{which} does not contain {old!r}"
-    which.text = text.replace(old.encode(), new.encode())
-    try:
-        yield
-    finally:
-        which.text = text
+Defect = tuple[Any, str, Any]
+"""A script, and what of its text is replaced by which text; or an object, and its attribute that has another value."""
 
 
 @contextmanager
-def attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Change a function or a constant."""
+def planted(defect: Defect) -> Iterator[None]:
+    """Change it for a while."""
+    owner, name, value = defect
+    if isinstance(value, str):
+        assert name.encode() in owner.text, f"{owner} does not contain {name!r}"
+        name, value = "text", owner.text.replace(name.encode(), value.encode())
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -8,7 +8,7 @@ from django_redislock.cache.lease import obtain, single_flight, store
 from django_redislock.celery import execution_lock
 from django_redislock.core import base, keys, lease, operations, scripts, semaphore
 
-from .patches import Planted, attribute, script
+from .patches import Defect
 from .planted_aio import ASYNCIO, NOT_FOUND as NOT_FOUND_IN_TASKS
 from .planted_calls import CALLS, CALLS_OF_CACHES, CALLS_OF_RLOCKS, CALLS_OF_TASKS
 from .planted_limits import LIMITS, NOT_FOUND as NOT_FOUND_IN_LIMITS
@@ -58,15 +58,6 @@ def _asks_for_three(self: semaphore.Slots, acquirer: Any, timeout: float | None,
 _new_request = semaphore.Slots._new_request
 
 
-def _everybody_leads(key: Any, until: float, request: Any, caller: Any, last: bool = False, old: Any = None) -> Any:
-    return (yield from single_flight._lead(request, caller, until, last, old))
-
-
-def _no_invalidation(server: Any, prefix: str, keys: list[str], level: int | None = None) -> Any:
-    yield from ()
-    return 0
-
-
 def _never_a_circle(wanted: Any, fence: bytes) -> Any:
     yield from ()
     return False
@@ -93,187 +84,169 @@ def _looks_first(own: Any, wanted: Any, target: Any) -> Any:
     return rank
 
 
-def _no_marker(
-    self: execution_lock.ExecutionLock, expire: float, version: int | None = None, *, alone: bool = True
-) -> None:
-    return None
-
-
-def _all_alike(delivery: execution_lock.Delivery) -> tuple[bytes, bytes]:
-    return delivery.id.encode(), b"0"
-
-
 def _new_ticket(self: operations.AcquireRequest, channel: bytes, join: bool, ticket: bytes) -> Any:
     return _call(self, channel, join, b"")
 
 
-_call = operations.AcquireRequest.call
+Lock, Lease, Request = base.BaseLock, lease.Lease, operations.AcquireRequest
 SLOT = scripts.ACQUIRE_SLOT
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 L, S, INV = obtain.LEASE, store.SETTLE, store.INVALIDATE
 START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
 BEGIN, REPLACE = execution_lock.BEGIN, execution_lock.REPLACE
 
-LOCK: dict[str, Planted] = {
-    "a release does not ask whose lock it is": lambda: script(
-        R, "is_of(value, id .. '\\n' .. fence) and fence)", "fence_of(value))"
+LOCK: dict[str, Defect] = {
+    "a release does not ask whose lock it is": (R, "is_of(value, id .. '\\n' .. fence) and fence)", "fence_of(value))"),
+    "whoever tries takes the lock": (
+        A,
+        "if not (value and is_of(value, id) and",
+        "if value and not value and not (is_of(value, id) and",
     ),
-    "whoever tries takes the lock": lambda: script(
-        A, "if not (value and is_of(value, id) and", "if value and not value and not (is_of(value, id) and"
-    ),
-    "two may take the lock at once": lambda: script(A, "if found > 1 then", "if found > 9 then"),
-    "the lock is taken over a moment before its end": lambda: script(
+    "two may take the lock at once": (A, "if found > 1 then", "if found > 9 then"),
+    "the lock is taken over a moment before its end": (
         A,
         "local value = redis.call('GET', lock)",
         "local value = redis.call('PTTL', lock) > 150 and redis.call('GET', lock)",
     ),
-    "the deadline is counted from the reply": lambda: attribute(lease.Lease, "renewed", _late_deadline),
-    "a released lock is handed to nobody": lambda: script(R, "hand_over(slot, queue, '')", "redis.call('DEL', slot)"),
-    "a release forgets the queue": lambda: script(R, "hand_over(slot, queue, '')", "redis.call('DEL', slot, queue)"),
-    "who comes last is served first": lambda: script(
+    "the deadline is counted from the reply": (Lease, "renewed", _late_deadline),
+    "a released lock is handed to nobody": (R, "hand_over(slot, queue, '')", "redis.call('DEL', slot)"),
+    "a release forgets the queue": (R, "hand_over(slot, queue, '')", "redis.call('DEL', slot, queue)"),
+    "who comes last is served first": (
         R,
         "local first = next_in(queue, lock)",
         "local first = redis.call('ZRANGE', queue, -1, -1)[1]\n    redis.call('ZREM', queue, first or '')",
     ),
-    "a newcomer overtakes those who wait": lambda: script(
-        A, "redis.call('EXISTS', queue) == 1 and hand_over", "false and hand_over"
+    "a newcomer overtakes those who wait": (A, "redis.call('EXISTS', queue) == 1 and hand_over", "false and hand_over"),
+    "each try draws a new ticket": (Request, "call", _new_ticket),
+    "a release keeps no receipt": (R, "keep_receipt(receipts, receipt, held_fence)", ""),
+    "fences do not grow": (A, "local fence = whole(now)", "local fence = whole(1e15 - now % 1000)"),
+    "fences come from the clock alone": (A, "if last and tonumber(last) >= now then", "if false then"),
+    "a lock has no expiry": (A, "value, 'PX', expire_ms)", "value)"),
+    "a queue has no expiry": (A, "redis.call('PEXPIRE', queue, QUEUE_LIFE_MS)", ""),
+    "a waiter that gives up stays in the queue": (
+        A,
+        "redis.call('ZREM', queue, entry)\n    count_waits",
+        "count_waits",
     ),
-    "each try draws a new ticket": lambda: attribute(operations.AcquireRequest, "call", _new_ticket),
-    "a release keeps no receipt": lambda: script(R, "keep_receipt(receipts, receipt, held_fence)", ""),
-    "fences do not grow": lambda: script(A, "local fence = whole(now)", "local fence = whole(1e15 - now % 1000)"),
-    "fences come from the clock alone": lambda: script(A, "if last and tonumber(last) >= now then", "if false then"),
-    "a lock has no expiry": lambda: script(A, "value, 'PX', expire_ms)", "value)"),
-    "a queue has no expiry": lambda: script(A, "redis.call('PEXPIRE', queue, QUEUE_LIFE_MS)", ""),
-    "a waiter that gives up stays in the queue": lambda: script(
-        A, "redis.call('ZREM', queue, entry)\n    count_waits", "count_waits"
+    "a message is sent to nobody": (R, "redis.pcall('PUBLISH', channel, id) ~= 0", "true"),
+    "a reservation has no end": (A, "return left, left <= 0 or", "return left, false and"),
+    "a reservation is forgotten at its end": (A, "ends .. '\\n' .. next_channel", "'0' .. '\\n' .. next_channel"),
+    "the lock's life is cut in half": (A, "value, 'PX', expire_ms)", "value, 'PX', math.floor(expire_ms / 2))"),
+    "a renewal gives no life": (N, "redis.call('PEXPIRE', lock, expire_ms)", ""),
+    "a renewal keeps an end that a step of the clock made late": (
+        N,
+        "redis.call('PTTL', lock)), longest_ms)",
+        "redis.call('PTTL', lock)), math.huge)",
     ),
-    "a message is sent to nobody": lambda: script(R, "redis.pcall('PUBLISH', channel, id) ~= 0", "true"),
-    "a reservation has no end": lambda: script(A, "return left, left <= 0 or", "return left, false and"),
-    "a reservation is forgotten at its end": lambda: script(
-        A, "ends .. '\\n' .. next_channel", "'0' .. '\\n' .. next_channel"
-    ),
-    "the lock's life is cut in half": lambda: script(
-        A, "value, 'PX', expire_ms)", "value, 'PX', math.floor(expire_ms / 2))"
-    ),
-    "a renewal gives no life": lambda: script(N, "redis.call('PEXPIRE', lock, expire_ms)", ""),
-    "a renewal keeps an end that a step of the clock made late": lambda: script(
-        N, "redis.call('PTTL', lock)), longest_ms)", "redis.call('PTTL', lock)), math.huge)"
-    ),
-    "a holder takes the receipt of another release for its own": lambda: script(
+    "a holder takes the receipt of another release for its own": (
         R,
         "redis.call('ZSCORE', receipts, receipt)",
         "(fence ~= '' and redis.call('ZCOUNT', receipts, fence, fence) > 0)",
     ),
-    "a renewal asks for the id only": lambda: attribute(
-        lease.Lease, "value_prefix", property(lambda self: self.id.encode())
-    ),
-    "a renewal does not ask whose lock it is": lambda: script(N, "and is_of(value, value_prefix)", ""),
-    "a try that was not answered is not undone": lambda: attribute(operations.AcquireRequest, "call", _no_undo),
+    "a renewal asks for the id only": (Lease, "value_prefix", property(lambda self: self.id.encode())),
+    "a renewal does not ask whose lock it is": (N, "and is_of(value, value_prefix)", ""),
+    "a try that was not answered is not undone": (Request, "call", _no_undo),
 }
-RLOCK: dict[str, Planted] = {
-    "a re-entrant lock is not re-entrant": lambda: attribute(base.BaseLock, "_enter_again", _enters_anew),
-    "the inner exit releases": lambda: attribute(base.BaseLock, "_leave_inner", _leaves_at_once),
-    "the outer exit does not release": lambda: attribute(base.BaseLock, "_release_last", _never_leaves),
+RLOCK: dict[str, Defect] = {
+    "a re-entrant lock is not re-entrant": (Lock, "_enter_again", _enters_anew),
+    "the inner exit releases": (Lock, "_leave_inner", _leaves_at_once),
+    "the outer exit does not release": (Lock, "_release_last", _never_leaves),
 }
-SEMAPHORE: dict[str, Planted] = {
-    "a slot is handed to two": lambda: script(
-        SLOT, "return false, redis.call('PTTL', lock)", "return redis.call('PTTL', lock) < 150, 0"
+SEMAPHORE: dict[str, Defect] = {
+    "a slot is handed to two": (
+        SLOT,
+        "return false, redis.call('PTTL', lock)",
+        "return redis.call('PTTL', lock) < 150, 0",
     ),
-    "one caller gets two slots": lambda: script(SLOT, "elseif is_of(value, id) and", "elseif false and"),
-    "a free slot is not handed over": lambda: script(R, "hand_over(slot, queue, '')", "redis.call('DEL', slot)"),
-    "a lowered limit is forgotten": lambda: attribute(semaphore.Slots, "_new_request", _asks_for_three),
-    "a slot is handed to a waiter whose limit is lower": lambda: script(R, "if slot <= tonumber(", "if 0 <= tonumber("),
-    "a place in the queue is lost": lambda: script(
-        SLOT, "redis.call('ZADD', queue, 'NX', drawn, entry)", "redis.call('ZADD', queue, whole(now), entry)"
+    "one caller gets two slots": (SLOT, "elseif is_of(value, id) and", "elseif false and"),
+    "a free slot is not handed over": (R, "hand_over(slot, queue, '')", "redis.call('DEL', slot)"),
+    "a lowered limit is forgotten": (semaphore.Slots, "_new_request", _asks_for_three),
+    "a slot is handed to a waiter whose limit is lower": (R, "if slot <= tonumber(", "if 0 <= tonumber("),
+    "a place in the queue is lost": (
+        SLOT,
+        "redis.call('ZADD', queue, 'NX', drawn, entry)",
+        "redis.call('ZADD', queue, whole(now), entry)",
     ),
-    "a fence is given twice": lambda: script(SLOT, "fence = whole(last + 1)", "fence = whole(last)"),
-    "who gives up gives back the first slot only": lambda: script(R, "for i = 4, #KEYS do", "for i = 4, 4 do"),
-    "who has a slot keeps its turn at another one": lambda: script(
-        SLOT, "if i ~= slot and value", "if false and value"
+    "a fence is given twice": (SLOT, "fence = whole(last + 1)", "fence = whole(last)"),
+    "who gives up gives back the first slot only": (R, "for i = 4, #KEYS do", "for i = 4, 4 do"),
+    "who has a slot keeps its turn at another one": (SLOT, "if i ~= slot and value", "if false and value"),
+}
+CACHE: dict[str, Defect] = {
+    "every caller computes": (L, "local held = holder and not mine and not overdue", "local held = false"),
+    "an invalidation ends no lease": (store, "_end_leases", lambda *args: iter(())),
+    "an invalidation keeps the witness": (INV, "redis.call('DEL', witness)", ""),
+    "an invalidation keeps the lease": (INV, "hand_over(lock, queue, '')", ""),
+    "a lease that ended stores all the same": (S, "if not stands then", "if false then"),
+    "a computed value is stored over a newer one": (S, "'NX', unpack(expiry)", "unpack(expiry)"),
+    "a stored value wakes nobody": (S, "redis.pcall('PUBLISH', channel, id .. message)", ""),
+    "the error of a computation wakes nobody": (S, "if #entries > 0 then", "if #entries > 0 and not failed then"),
+    "a settled value leaves its lease": (S, "redis.call('DEL', lock, witness)", ""),
+    "a stored value has no expiry": (S, "expire_ms == '' and {} or {'PX', expire_ms}", "{}"),
+    "circles of computations are not found": (obtain, "closes_circle", _never_a_circle),
+    "a leader wakes no followers": (single_flight, "close", lambda key, flight, wake=True: None),
+    "followers share what was not stored": (
+        S,
+        "return old_digest == '' and not failed and redis.call('EXISTS', value_key) == 1 and 0 or -1",
+        "return 1",
+    ),
+    "several refresh a stale value at once": (
+        L,
+        "if held and has_old == '1' and join",
+        "held = held and has_old ~= '1'\nif held and has_old == '1' and join",
     ),
 }
-CACHE: dict[str, Planted] = {
-    "every caller computes": lambda: script(
-        L, "local held = holder and not mine and not overdue", "local held = false"
-    ),
-    "an invalidation ends no lease": lambda: attribute(store, "_end_leases", lambda *args: iter(())),
-    "an invalidation keeps the witness": lambda: script(INV, "redis.call('DEL', witness)", ""),
-    "an invalidation keeps the lease": lambda: script(INV, "hand_over(lock, queue, '')", ""),
-    "a lease that ended stores all the same": lambda: script(S, "if not stands then", "if false then"),
-    "a computed value is stored over a newer one": lambda: script(S, "'NX', unpack(expiry)", "unpack(expiry)"),
-    "a stored value wakes nobody": lambda: script(S, "redis.pcall('PUBLISH', channel, id .. message)", ""),
-    "the error of a computation wakes nobody": lambda: script(
-        S, "if #entries > 0 then", "if #entries > 0 and not failed then"
-    ),
-    "a settled value leaves its lease": lambda: script(S, "redis.call('DEL', lock, witness)", ""),
-    "a stored value has no expiry": lambda: script(S, "expire_ms == '' and {} or {'PX', expire_ms}", "{}"),
-    "circles of computations are not found": lambda: attribute(obtain, "closes_circle", _never_a_circle),
-    "a leader wakes no followers": lambda: attribute(single_flight, "close", lambda key, flight, wake=True: None),
-    "followers share what was not stored": lambda: script(
-        S, "return old_digest == '' and not failed and redis.call('EXISTS', value_key) == 1 and 0 or -1", "return 1"
-    ),
-    "several refresh a stale value at once": lambda: script(
-        L, "if held and has_old == '1' and join", "held = held and has_old ~= '1'\nif held and has_old == '1' and join"
-    ),
+NESTED: dict[str, Defect] = {
+    "circles over two servers are not found": (obtain, "closes_circle", _never_a_circle),
+    "a computation does not wait for another one": (obtain, "closes_circle", _always_a_circle),
+    "a lease does not name what its computation waits for": (obtain, "_write_needs", _not_written),
+    "only the next lease is read": (obtain, "LONGEST_CHAIN", 1),
+    "a computation names what it waits for after it looked": (obtain, "_look_for_circle", _looks_first),
+    "a lease on another server is not read": (obtain, "_server_at", lambda wanted: None),
 }
-NESTED: dict[str, Planted] = {
-    "circles over two servers are not found": lambda: attribute(obtain, "closes_circle", _never_a_circle),
-    "a computation does not wait for another one": lambda: attribute(obtain, "closes_circle", _always_a_circle),
-    "a lease does not name what its computation waits for": lambda: attribute(obtain, "_write_needs", _not_written),
-    "only the next lease is read": lambda: attribute(obtain, "LONGEST_CHAIN", 1),
-    "a computation names what it waits for after it looked": lambda: attribute(
-        obtain, "_look_for_circle", _looks_first
+CELERY: dict[str, Defect] = {
+    "a copy does not ask for the marker": (START, "local state = redis.call('GET', marker)", "local state = false"),
+    "a quick start does not ask for the marker": (START, "queue, queue, marker, marker, held)", "queue, queue, held)"),
+    "an execution leaves no marker": (LEAVE, "redis.call('SET', marker, state, 'PX', marker_ms)", ""),
+    "a lost execution leaves no marker": (LEAVE, "and not done then", "and not done and redis.call('GET', lock) then"),
+    "the end of a late message is not confirmed": (DONE, "redis.call('SET', marker, state, 'PX', expire_ms)", ""),
+    "an execution does not take over from its message": (
+        START,
+        "if value and is_of(value, waiting_id) and",
+        "if false and",
     ),
-    "a lease on another server is not read": lambda: attribute(obtain, "_server_at", lambda wanted: None),
-}
-CELERY: dict[str, Planted] = {
-    "a copy does not ask for the marker": lambda: script(
-        START, "local state = redis.call('GET', marker)", "local state = false"
+    "anybody takes over from a message": (START, "if value and is_of(value, waiting_id) and", "if value and"),
+    "a retry's lock is released": (
+        LEAVE,
+        "if keep_id ~= '' then\n  redis.call('ZREM'",
+        "if false then\n  redis.call('ZREM'",
     ),
-    "a quick start does not ask for the marker": lambda: script(
-        START, "queue, queue, marker, marker, held)", "queue, queue, held)"
-    ),
-    "an execution leaves no marker": lambda: script(LEAVE, "redis.call('SET', marker, state, 'PX', marker_ms)", ""),
-    "a lost execution leaves no marker": lambda: script(
-        LEAVE, "and not done then", "and not done and redis.call('GET', lock) then"
-    ),
-    "the end of a late message is not confirmed": lambda: script(
-        DONE, "redis.call('SET', marker, state, 'PX', expire_ms)", ""
-    ),
-    "an execution does not take over from its message": lambda: script(
-        START, "if value and is_of(value, waiting_id) and", "if false and"
-    ),
-    "anybody takes over from a message": lambda: script(
-        START, "if value and is_of(value, waiting_id) and", "if value and"
-    ),
-    "a retry's lock is released": lambda: script(
-        LEAVE, "if keep_id ~= '' then\n  redis.call('ZREM'", "if false then\n  redis.call('ZREM'"
-    ),
-    "a refused message may run": lambda: script(
+    "a refused message may run": (
         CLAIM,
         "local reply = reply_for_copy(locks, marker, copies, tonumber(version), claim)",
         "local reply",
     ),
-    "a refused message is not claimed": lambda: script(
-        CLAIM, "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)", ""
+    "a refused message is not claimed": (
+        CLAIM,
+        "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)",
+        "",
     ),
-    "a late call of an execution that has left counts": lambda: script(LEAVE, "and not done then", "then"),
-    "an execution does not release": lambda: script(LEAVE, "hand_over(lock, queue, id)", ""),
-    "a message runs with its own arguments": lambda: script(
-        BEGIN, "redis.call('SET', arguments, newest, 'PX', expire_ms)", ""
+    "a late call of an execution that has left counts": (LEAVE, "and not done then", "then"),
+    "an execution does not release": (LEAVE, "hand_over(lock, queue, id)", ""),
+    "a message runs with its own arguments": (BEGIN, "redis.call('SET', arguments, newest, 'PX', expire_ms)", ""),
+    "a message runs with the arguments of another one": (
+        execution_lock,
+        "arguments_key",
+        lambda keys, delivery: keys.held.removesuffix(b"held") + b"arguments:",
     ),
-    "a message runs with the arguments of another one": lambda: attribute(
-        execution_lock, "arguments_key", lambda keys, delivery: keys.held.removesuffix(b"held") + b"arguments:"
+    "a duplicate is told that a message has its arguments which has begun": (REPLACE, "  return 0\n", "  return 1\n"),
+    "only the first duplicate replaces arguments": (
+        REPLACE,
+        "redis.call('SET', lock",
+        "local _ = string.find(value, 'newest') or redis.call('SET', lock",
     ),
-    "a duplicate is told that a message has its arguments which has begun": lambda: script(
-        REPLACE, "  return 0\n", "  return 1\n"
-    ),
-    "only the first duplicate replaces arguments": lambda: script(
-        REPLACE, "redis.call('SET', lock", "local _ = string.find(value, 'newest') or redis.call('SET', lock"
-    ),
-    "a message that begins stays the one that waits": lambda: script(BEGIN, "hand_over(lock, queue, '')", ""),
+    "a message that begins stays the one that waits": (BEGIN, "hand_over(lock, queue, '')", ""),
 }
-PLANTED: dict[str, tuple[str, Planted]] = {
+PLANTED: dict[str, tuple[str, Defect]] = {
     name: (kind, defect)
     for kind, defects in (
         ("lock", LOCK | CALLS),
@@ -292,62 +265,38 @@ PLANTED: dict[str, tuple[str, Planted]] = {
 }
 """The kind of histories that show each defect."""
 
-NOT_FOUND: dict[str, tuple[str, Planted]] = {
+NOT_FOUND: dict[str, tuple[str, Defect]] = {
     # An answer to a renewal must be overtaken by one to extend() between two checks of the rule.
     # Found by test_an_answer_that_comes_late_does_not_shorten_the_belief in core/test_lock.py.
-    "an answer that comes late shortens the belief": (
-        "lock",
-        lambda: attribute(lease.Lease, "renewed", _earlier_deadline),
-    ),
+    "an answer that comes late shortens the belief": ("lock", (Lease, "renewed", _earlier_deadline)),
     # The lock is half a second late, when the reservation has ended. Rule d allows two seconds after a fault.
     "who is gone is handed the lock": (
         "lock",
-        lambda: script(R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"),
+        (R, "redis.pcall('PUBLISH', channel, id) ~= 0", "redis.pcall('PUBLISH', channel, id) ~= -1"),
     ),
     # The lock of the running copy keeps it out, and later the processed marker does.
-    "a copy that was published again runs, too": (
-        "celery",
-        lambda: script(START, "if later and later > version or", "if"),
-    ),
+    "a copy that was published again runs, too": ("celery", (START, "if later and later > version or", "if")),
     # A computation must end within the millisecond between the steps of the delete: see cache/test_invalidation.py.
-    "a delete does not delete what was stored in between": (
-        "cache",
-        lambda: script(INV, "deletes and #KEYS or 0", "0"),
-    ),
+    "a delete does not delete what was stored in between": ("cache", (INV, "deletes and #KEYS or 0", "0")),
     # A value must be set while another process refreshes the stale one; few histories do both.
-    "a refreshed value is stored over a newer one": ("cache", lambda: script(S, "== old_digest then", "~= '' then")),
+    "a refreshed value is stored over a newer one": ("cache", (S, "== old_digest then", "~= '' then")),
     # A roll call ends a reservation of more than a second, as after a step of the clock.
-    "a reservation lasts for a minute": (
-        "lock",
-        lambda: script(R, "local RESERVED_MS = 500 ", "local RESERVED_MS = 60000 "),
-    ),
+    "a reservation lasts for a minute": ("lock", (R, "local RESERVED_MS = 500 ", "local RESERVED_MS = 60000 ")),
     # It is not stored, but every waiter gets it by a message. Found by cache/test_get_or_set.py.
-    "a value has no witness": (
-        "cache",
-        lambda: script(L, "redis.call('SET', witness, fence, 'NX', 'PX', WITNESS_LIFE_MS)", ""),
-    ),
+    "a value has no witness": ("cache", (L, "redis.call('SET', witness, fence, 'NX', 'PX', WITNESS_LIFE_MS)", "")),
     # It must come within the millisecond between the expiry of the slot and the first waiter's look.
     # Found by test_a_newcomer_does_not_overtake_a_waiter_at_a_free_slot in core/test_semaphore.py.
-    "a newcomer takes a free slot while others wait": (
-        "semaphore",
-        lambda: script(SLOT, "if found > 1 then", "if found > 9 then"),
-    ),
+    "a newcomer takes a free slot while others wait": ("semaphore", (SLOT, "if found > 1 then", "if found > 9 then")),
     # The name of the caller that looks first must be lost. Seed 43001985 shows it, if no caller looks again either.
     # Found by test_a_circle_is_found_though_a_failover_lost_who_waits_for_whom in cache/test_nested.py.
-    "a name that did not arrive is not written again": (
-        "nested",
-        lambda: attribute(obtain, "_write_needs", _written_in_any_case),
-    ),
+    "a name that did not arrive is not written again": ("nested", (obtain, "_write_needs", _written_in_any_case)),
     # Executions wait by publishing their message again, and not in the queue.
-    "an execution that ends wakes nobody": (
-        "celery",
-        lambda: script(LEAVE, "hand_over(lock, queue, id)", "redis.call('DEL', lock)"),
-    ),
+    "an execution that ends wakes nobody": ("celery", (LEAVE, "hand_over(lock, queue, id)", "redis.call('DEL', lock)")),
     # Another duplicate must replace the arguments between a call whose reply is lost and its repetition.
     # Found by test_a_replacement_that_is_repeated_does_not_undo_a_newer_one in celery/test_replace.py.
     "a replacement that is repeated undoes a newer one": (
         "celery",
-        lambda: script(REPLACE, "if redis.call('ZSCORE', receipts, receipt) then", "if false then"),
+        (REPLACE, "if redis.call('ZSCORE', receipts, receipt) then", "if false then"),
     ),
     **NOT_FOUND_IN_TASKS,
     **NOT_FOUND_IN_LIMITS,

@@ -9,7 +9,7 @@ from typing import Any
 
 from django_redislock.core.driver import async_connection, async_server, wakeups, wakeups_tasks
 
-from .patches import Planted, attribute
+from .patches import Defect
 
 Connection, Room = async_connection.AsyncConnection, wakeups_tasks.AsyncWaitingRoom
 _wait, _new_connection = Room.wait, Connection.__init__
@@ -50,34 +50,32 @@ async def _sends_nothing(self: Any, call: Any) -> None:
     return None
 
 
-ASYNCIO: dict[str, Planted] = {
-    "a wake-up before the sleep is lost": lambda: attribute(Room, "wait", _sleeps_anyway),
-    "a task does not look when the lock expires": lambda: attribute(Room, "wait", _polls_only),
-    "a lost subscription wakes nobody": lambda: attribute(wakeups.Waiters, "wake_all", _wakes_the_others),
-    "a message wakes no task": lambda: attribute(wakeups.Waiters, "dispatch", lambda self, reply: None),
-    "a reply goes to the task that asked last": lambda: attribute(Connection, "__init__", _answers_the_last),
-    "a task that is cancelled while it connects keeps the others from it": lambda: attribute(
-        async_connection.SharedConnection, "_open", _opens_for_itself
+ASYNCIO: dict[str, Defect] = {
+    "a wake-up before the sleep is lost": (Room, "wait", _sleeps_anyway),
+    "a task does not look when the lock expires": (Room, "wait", _polls_only),
+    "a lost subscription wakes nobody": (wakeups.Waiters, "wake_all", _wakes_the_others),
+    "a message wakes no task": (wakeups.Waiters, "dispatch", lambda self, reply: None),
+    "a reply goes to the task that asked last": (Connection, "__init__", _answers_the_last),
+    "a task that is cancelled while it connects keeps the others from it": (
+        async_connection.SharedConnection,
+        "_open",
+        _opens_for_itself,
     ),
-    "what a task sends because it is cancelled does not go out": lambda: attribute(
-        Connection, "send_and_forget", lambda self, request: None
+    "what a task sends because it is cancelled does not go out": (
+        Connection,
+        "send_and_forget",
+        lambda self, request: None,
     ),
-    "an operation that is cancelled gives nothing back": lambda: attribute(
-        async_server.AsyncServer, "_send_and_forget", _sends_nothing
-    ),
-    "a call that stays without a reply is not undone": lambda: attribute(
-        async_connection, "undo_after", lambda error, call: []
-    ),
-    "a loop that ends leaves no thread that waits for its replies": lambda: attribute(
-        Connection, "leave", Connection.abort
-    ),
-    "nobody polls": lambda: attribute(Room, "_poll", lambda self: None),
+    "an operation that is cancelled gives nothing back": (async_server.AsyncServer, "_send_and_forget", _sends_nothing),
+    "a call that stays without a reply is not undone": (async_connection, "undo_after", lambda error, call: []),
+    "a loop that ends leaves no thread that waits for its replies": (Connection, "leave", Connection.abort),
+    "nobody polls": (Room, "_poll", lambda self: None),
 }
 
-NOT_FOUND: dict[str, tuple[str, Planted]] = {
+NOT_FOUND: dict[str, tuple[str, Defect]] = {
     # It is closed some seconds later in any case, and a call may take three socket timeouts.
     "a connection without replies is used again": (
         "asyncio",
-        lambda: attribute(Connection, "usable", property(lambda self: not self._transport.is_closing())),
+        (Connection, "usable", property(lambda self: not self._transport.is_closing())),
     )
 }

@@ -11,7 +11,7 @@ from django_redislock.core import base, lease, operations, scripts
 from django_redislock.exceptions import LockBackendError
 
 from .driver import SimulatedWatchdog
-from .patches import Planted, attribute, script
+from .patches import Defect
 
 _acquire, _release = base.BaseLock._acquire, base.BaseLock._release
 _wait_effect = operations.wait_effect
@@ -92,67 +92,72 @@ def _enters_what_is_lost(self: base.BaseLock, acquirer: Any, timeout: float | No
 
 
 _enter = base.BaseLock._acquire
+Lock, Lease = base.BaseLock, lease.Lease
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 L, S = obtain.LEASE, store.SETTLE
 LEAVE = execution_lock.LEAVE
 
-CALLS: dict[str, Planted] = {
-    "acquire raises an error in one of four calls": lambda: attribute(base.BaseLock, "_acquire", _raises_at_times),
-    "a call that does not wait is refused a free lock in one of three": lambda: attribute(
-        base.BaseLock, "_acquire", _refuses_at_times
+CALLS: dict[str, Defect] = {
+    "acquire raises an error in one of four calls": (Lock, "_acquire", _raises_at_times),
+    "a call that does not wait is refused a free lock in one of three": (Lock, "_acquire", _refuses_at_times),
+    "a limit ends at its half": (Lock, "_acquire", _half_the_limit),
+    "a limit does not end the wait": (Lock, "_acquire", _waits_twice),
+    "a release raises an error after it has released": (Lock, "_release", _released_and_raises),
+    "a release sends nothing": (Lock, "_release", _does_not_release),
+    "a repeated reset releases the next holder": (
+        X,
+        "if redis.call('ZSCORE', receipts, receipt) then",
+        "if false then",
     ),
-    "a limit ends at its half": lambda: attribute(base.BaseLock, "_acquire", _half_the_limit),
-    "a limit does not end the wait": lambda: attribute(base.BaseLock, "_acquire", _waits_twice),
-    "a release raises an error after it has released": lambda: attribute(
-        base.BaseLock, "_release", _released_and_raises
+    "a renewal goes on after a release that was not answered": (SimulatedWatchdog, "remove", lambda self, lease: True),
+    "seconds are taken for milliseconds where polling hides it": (operations, "wait_effect", _seconds_for_milliseconds),
+    "an extension is believed before it is confirmed": (Lease, "change", _late_change),
+    "a loss is not noted": (Lease, "lose", _never_lost),
+    "a renewal is believed for longer than its expiry": (Lease, "renewed", _remembers_longer),
+    "a renewal says that each lock is still held": (N, "renewed[i] = 0", "renewed[i] = 1"),
+    "a renewal says that no lock is held": (N, "renewed[i] = 1", "renewed[i] = 0"),
+    "the queue is in the order of the ids": (
+        A,
+        "redis.call('ZADD', queue, 'NX', drawn, entry)",
+        "redis.call('ZADD', queue, 'NX', 1, entry)",
     ),
-    "a release sends nothing": lambda: attribute(base.BaseLock, "_release", _does_not_release),
-    "a repeated reset releases the next holder": lambda: script(
-        X, "if redis.call('ZSCORE', receipts, receipt) then", "if false then"
+    "whoever was woken takes another's reservation": (A, "if next_id == id and (overdue", "if next_id and (overdue"),
+    "a reset ends a lock that somebody else took meanwhile": (
+        X,
+        "if wanted_fence ~= '' and wanted_fence ~= fence then",
+        "if false then",
     ),
-    "a renewal goes on after a release that was not answered": lambda: attribute(
-        SimulatedWatchdog, "remove", lambda self, lease: True
-    ),
-    "seconds are taken for milliseconds where polling hides it": lambda: attribute(
-        operations, "wait_effect", _seconds_for_milliseconds
-    ),
-    "an extension is believed before it is confirmed": lambda: attribute(lease.Lease, "change", _late_change),
-    "a loss is not noted": lambda: attribute(lease.Lease, "lose", _never_lost),
-    "a renewal is believed for longer than its expiry": lambda: attribute(lease.Lease, "renewed", _remembers_longer),
-    "a renewal says that each lock is still held": lambda: script(N, "renewed[i] = 0", "renewed[i] = 1"),
-    "a renewal says that no lock is held": lambda: script(N, "renewed[i] = 1", "renewed[i] = 0"),
-    "the queue is in the order of the ids": lambda: script(
-        A, "redis.call('ZADD', queue, 'NX', drawn, entry)", "redis.call('ZADD', queue, 'NX', 1, entry)"
-    ),
-    "whoever was woken takes another's reservation": lambda: script(
-        A, "if next_id == id and (overdue", "if next_id and (overdue"
-    ),
-    "a reset ends a lock that somebody else took meanwhile": lambda: script(
-        X, "if wanted_fence ~= '' and wanted_fence ~= fence then", "if false then"
-    ),
-    "a reset hands the lock to nobody": lambda: script(X, "hand_over(lock, queue, '')", "redis.call('DEL', lock)"),
-    "receipts are kept for a millisecond": lambda: script(R, "RECEIPT_LIFE_MS)", "1)"),
+    "a reset hands the lock to nobody": (X, "hand_over(lock, queue, '')", "redis.call('DEL', lock)"),
+    "receipts are kept for a millisecond": (R, "RECEIPT_LIFE_MS)", "1)"),
 }
-CALLS_OF_RLOCKS: dict[str, Planted] = {
-    "entering again is not counted": lambda: attribute(base.BaseLock, "_acquire", _counts_no_entry),
-    "a lock that was lost is entered again": lambda: attribute(base.BaseLock, "_acquire", _enters_what_is_lost),
+CALLS_OF_RLOCKS: dict[str, Defect] = {
+    "entering again is not counted": (Lock, "_acquire", _counts_no_entry),
+    "a lock that was lost is entered again": (Lock, "_acquire", _enters_what_is_lost),
 }
-CALLS_OF_CACHES: dict[str, Planted] = {
-    "a waiter for a value does not join the queue": lambda: script(
-        L, "redis.call('ZADD', queue, 'NX', whole(now), channel .. '\\n' .. id)", ""
+CALLS_OF_CACHES: dict[str, Defect] = {
+    "a waiter for a value does not join the queue": (
+        L,
+        "redis.call('ZADD', queue, 'NX', whole(now), channel .. '\\n' .. id)",
+        "",
     ),
-    "a settled value leaves its queue": lambda: script(S, "redis.call('DEL', queue)", ""),
-    "a waiter is sent another value": lambda: script(S, "id .. message)", "id .. '\\n=0')"),
+    "a settled value leaves its queue": (S, "redis.call('DEL', queue)", ""),
+    "a waiter is sent another value": (S, "id .. message)", "id .. '\\n=0')"),
 }
-CALLS_OF_TASKS: dict[str, Planted] = {
-    "a marker lives for a millisecond": lambda: script(
-        LEAVE, "redis.call('SET', marker, state, 'PX', marker_ms)", "redis.call('SET', marker, state, 'PX', 1)"
+CALLS_OF_TASKS: dict[str, Defect] = {
+    "a marker lives for a millisecond": (
+        LEAVE,
+        "redis.call('SET', marker, state, 'PX', marker_ms)",
+        "redis.call('SET', marker, state, 'PX', 1)",
     ),
-    "an execution leaves no receipt": lambda: script(LEAVE, "keep_receipt(receipts, fence, fence)", ""),
-    "a message's lock is left to nobody's id": lambda: script(
-        LEAVE, "redis.call('SET', lock, keep_id ..", "redis.call('SET', lock, 'x' .. keep_id .."
+    "an execution leaves no receipt": (LEAVE, "keep_receipt(receipts, fence, fence)", ""),
+    "a message's lock is left to nobody's id": (
+        LEAVE,
+        "redis.call('SET', lock, keep_id ..",
+        "redis.call('SET', lock, 'x' .. keep_id ..",
     ),
-    "an execution releases whatever holds the lock": lambda: script(
-        LEAVE, "if not (value and is_of(value, id .. '\\n' .. fence)) then", "if not value then"
+    "an execution releases whatever holds the lock": (
+        LEAVE,
+        "if not (value and is_of(value, id .. '\\n' .. fence)) then",
+        "if not value then",
     ),
 }

@@ -13,7 +13,7 @@ from django_redislock.core.driver.cluster import routes, table
 from django_redislock.core.driver.cluster.table import SlotTable
 from django_redislock.core.quorum_lease import QuorumLease
 
-from .patches import Planted, attribute
+from .patches import Defect
 
 
 def _fewer_suffice(self: QuorumLease, servers: list[Any], template: Any, acquirer: Any, lock: Any) -> None:
@@ -40,25 +40,21 @@ def _moved_to_nobody(self: SlotTable, error: Any, asked: Any) -> Any:
     return asked
 
 
-QUORUM: dict[str, Planted] = {
-    "half of the servers suffice": lambda: attribute(QuorumLease, "__init__", _fewer_suffice),
-    "the drift of clocks is not allowed for": lambda: attribute(quorum_lease, "drift_of", lambda expire: 0.0),
-    "a failed attempt gives nothing back": lambda: attribute(QuorumLease, "_give_back", _only_forgets),
-    "the loss of most locks is not noticed": lambda: attribute(QuorumLease, "_lose", lambda self, losses: None),
-    "a silent server is waited for": lambda: attribute(quorum_lease, "GRACE", 60.0),
-    "too few locks are kept": lambda: attribute(quorum_lease, "SPLIT", math.inf),
+QUORUM: dict[str, Defect] = {
+    "half of the servers suffice": (QuorumLease, "__init__", _fewer_suffice),
+    "the drift of clocks is not allowed for": (quorum_lease, "drift_of", lambda expire: 0.0),
+    "a failed attempt gives nothing back": (QuorumLease, "_give_back", _only_forgets),
+    "the loss of most locks is not noticed": (QuorumLease, "_lose", lambda self, losses: None),
+    "a silent server is waited for": (quorum_lease, "GRACE", 60.0),
+    "too few locks are kept": (quorum_lease, "SPLIT", math.inf),
 }
-REPLICAS: dict[str, Planted] = {
-    "an acquisition is not confirmed by the replica": lambda: attribute(
-        scripts.ACQUIRE, "granted", lambda reply: False
-    ),
-    "a renewal is not confirmed by the replica": lambda: attribute(
-        replicated.Confirming, "renew", _unconfirmed_renewals
-    ),
-    "no confirmation is needed": lambda: attribute(replicated, "_judged", _nothing_confirmed),
+REPLICAS: dict[str, Defect] = {
+    "an acquisition is not confirmed by the replica": (scripts.ACQUIRE, "granted", lambda reply: False),
+    "a renewal is not confirmed by the replica": (replicated.Confirming, "renew", _unconfirmed_renewals),
+    "no confirmation is needed": (replicated, "_judged", _nothing_confirmed),
 }
-CLUSTER: dict[str, Planted] = {
-    "a call does not follow its slot": lambda: attribute(SlotTable, "redirect", _moved_to_nobody),
-    "an empty table replaces a better one": lambda: attribute(table, "slots_in", lambda reply: table.SLOTS),
-    "a slot that moves is an error": lambda: attribute(routes, "NotNow", RedisError),
+CLUSTER: dict[str, Defect] = {
+    "a call does not follow its slot": (SlotTable, "redirect", _moved_to_nobody),
+    "an empty table replaces a better one": (table, "slots_in", lambda reply: table.SLOTS),
+    "a slot that moves is an error": (routes, "NotNow", RedisError),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from typing import Any
 
 from django_redislock.core import scripts
@@ -32,9 +33,12 @@ class SemaphoreHistory(LockHistory):
 
     kind = "semaphore"
     lock_kind = SimulatedSemaphore
+    keys = KEYS
+    locks = tuple(SLOTS.values())
+    acquires = scripts.ACQUIRE_SLOT
 
     def __init__(self, plan: Plan) -> None:
-        self.grants = self.last_granted = 0
+        self.grants = self.last_granted = self.granted = 0
         self.taken_at = dict.fromkeys(SLOTS, 0.0)
         """When each slot was last seen held."""
         self.values: dict[int, bytes] = {}
@@ -89,69 +93,30 @@ class SemaphoreHistory(LockHistory):
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         if not isinstance(what, ScriptCall):
             return
-        world, queue = self.world, self.server.data.get(KEYS.queue) or {}
-        self.joined = {entry: self.joined.get(entry, self.server._us) for entry in queue}
-        self.first = {entry.partition(b"\n")[2]: joined for entry, joined in self.joined.items()} | self.first
-        former, self.values = self.values, {}
-        for number, key in SLOTS.items():
-            value = self.values[number] = self.server.peek(key) or b""
-            if value.split(b"\n", 2)[1:2] == [b"0"]:
-                self.reserved.setdefault(value, self.server._us)
+        former, self.values = self.values, {number: self.server.peek(key) or b"" for number, key in SLOTS.items()}
+        self._note_places(*self.values.values())
         if what.script is scripts.ACQUIRE_SLOT and isinstance(reply, bytes) and not reply.startswith(b"-"):
             fence, slot = map(int, reply.split())
             if fence <= self.last_granted:
                 self.fail(f"fence {fence} came after {self.last_granted}")
             self.last_granted = fence
             self.grants += 1
-            self.taken_at[slot] = world.time
-            self._see_turn_at(slot, what, former.get(slot))
+            self.taken_at[slot] = self.world.time
+            self.granted = slot
+            if what.args[4] + b"\n" + what.args[0] in (self.server.data.get(KEYS.queue) or ()):
+                self.fail(f"{what.args[0]!r} got slot {slot} and still waits")
+            self._see_turn(what, former.get(slot), f"slot {slot}")
             if sum(value.startswith(what.args[0] + b"\n") for value in self.values.values()) > 1:
                 self.fail(f"{what.args[0]!r} has two slots: {self.values}")
-        elif what.script in (scripts.RESET, scripts.RELEASE) and reply == 1 and before is not None:
-            id, held_fence = before.split(b"\n")[:2]
-            if len(what.keys) > 4 and what.script is scripts.RELEASE:
-                return  # who does not know its slot has no belief
-            if (self.server.peek(what.keys[0]) or b"").startswith(id + b"\n" + held_fence):
-                return
-            if what.script is scripts.RESET:
-                world.tell(process, f"force-released fence {held_fence.decode()}")
-                self.lost = True
-                self.reset.add(int(held_fence))
-            elif what.args[0] != id or what.args[3] not in (b"", held_fence):
-                return
-            self.released.add(int(held_fence))
-            for belief in self.beliefs.values():
-                if belief.lease.fence == int(held_fence) and belief.forced_at is None:
-                    belief.forced_at = world.time
+        elif reply == 1 and before is not None:
+            knows_its_slot = what.script is scripts.RELEASE and len(what.keys) <= 4  # who does not has no belief
+            if what.script is scripts.RESET or knows_its_slot:
+                self._see_release(process, what, before)
 
-    def _see_turn_at(self, slot: int, call: ScriptCall, before: bytes | None) -> None:
-        """See that nobody who may have this slot, and who is well, waited for longer in the queue."""
-        world, (id, _, _, _, channel, _, ticket) = self.world, call.args[:7]
-        queue = self.server.data.get(KEYS.queue)
-        if channel + b"\n" + id in (queue or ()):
-            self.fail(f"{id!r} got slot {slot} and still waits")
-        if not queue or world.clock_stepped or world.troubled + PROMISED > world.time:
-            return
-        if not channel and id in self.first:  # its first try arrives late, and takes what is reserved for its place
-            return
-        mine = min(float(ticket) if ticket else self.server._us, self.first.get(id, math.inf))
-        reserved = self.reserved.get(before, math.inf) if before and before.startswith(id + b"\n") else math.inf
+    def _rivals(self, call: ScriptCall, queue: dict[bytes, float]) -> Iterable[tuple[bytes, float]]:
         for entry, score in queue.items():
-            came = min(score, self.first[entry.partition(b"\n")[2]])
-            if self.joined[entry] > reserved or int(entry.rpartition(b"/")[2]) < slot:
-                continue
-            process = world.processes[int(entry.split(b"\n")[0].rpartition(b":")[2])]
-            well = process.alive and not process.frozen and process.troubled + PROMISED < world.time
-            if came < mine and (well or self.plan.calm) and entry != channel + b"\n" + id:
-                self.fail(f"{id!r} got slot {slot} before {entry!r}, who came earlier")
-
-    def _gave_up(self, call: ScriptCall) -> None:
-        if call.script is not scripts.ACQUIRE_SLOT:
-            return
-        id, queue = call.args[0], self.server.peek(KEYS.queue) or ()
-        in_a_slot = any((self.server.peek(key) or b"").startswith(id + b"\n") for key in SLOTS.values())
-        if in_a_slot or call.args[4] + b"\n" + id in queue:
-            self.fail(f"{id!r} gave up, and is still there")
+            if int(entry.rpartition(b"/")[2]) >= self.granted:
+                yield entry, min(score, self.first[entry.partition(b"\n")[2]])
 
     def _is_free(self, fence: int) -> None:
         """See that somebody who waits for a slot gets it; its number is that of the slot that was released."""

@@ -232,7 +232,7 @@ def test_the_model_refuses_what_a_server_refuses(client):
     model = ModelServer(lambda: 0)
     client.set("a", "text")
     model.command(b"SET", b"a", b"text")
-    for command in (("ZCARD", "a"), ("HGET", "a", "b"), ("PEXPIRE", "a", "soon"), ("RENAME", "b", "c")):
+    for command in (("ZCARD", "a"), ("HMGET", "a", "b"), ("PEXPIRE", "a", "soon"), ("RENAME", "b", "c")):
         with pytest.raises(redis.ResponseError) as theirs:
             client.execute_command(*command)
         with pytest.raises(redis.ResponseError) as ours:

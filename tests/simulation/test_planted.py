@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 
 from tests.simulation.explore import Found, explore
+from tests.simulation.patches import planted
 from tests.simulation.planted import NOT_FOUND, PLANTED
 
 SEEDS = 2000
@@ -37,14 +38,14 @@ FIRST = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_defect_is_found(name):
-    kind, plant = PLANTED[name]
+    kind, defect = PLANTED[name]
     first = FIRST.get(name, 0)
-    with plant(), pytest.raises(Found):
+    with planted(defect), pytest.raises(Found):
         explore(chain(range(first, SEEDS), range(first)), kind)
 
 
 @pytest.mark.parametrize("name", NOT_FOUND)
 def test_a_defect_that_is_not_found_can_still_be_planted(name):
-    kind, plant = NOT_FOUND[name]
-    with plant():
+    kind, defect = NOT_FOUND[name]
+    with planted(defect):
         explore(range(1), kind)

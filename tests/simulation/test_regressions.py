@@ -119,6 +119,10 @@ def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_
     assert client.exists(KEYS.lock) == 0
 
 
+def renewed(expire: float) -> dict[str, Any]:
+    return {"expire": expire, "auto_renewal": True}
+
+
 def test_an_extension_whose_answer_comes_after_the_deadline_keeps_nobody_out():
     """It arrived in time, so the lock lasted as long as it had asked, though its holder had been told of the loss."""
     own, shorter = {"expire": 1.0, "auto_renewal": False}, {"expire": 0.3, "auto_renewal": False}
@@ -128,10 +132,7 @@ def test_an_extension_whose_answer_comes_after_the_deadline_keeps_nobody_out():
             1,
             0.022534424960324807,
             shorter,
-            [
-                Round(2.0, 0.7739590181592014, None, False, 1, 0.0),
-                Round(None, 0.9104583523121383, None, False, 1, 0.1),
-            ],
+            [Round(2.0, 0.7739590181592014, None, False, 1, 0.0), Round(None, 0.9104583523121383, None, False, 1, 0.1)],
         ),
     ]
     plan = Plan(110056406, 2, threads, fates={}, options={"min_to_write": False})
@@ -141,16 +142,11 @@ def test_an_extension_whose_answer_comes_after_the_deadline_keeps_nobody_out():
 def test_a_subscription_that_fails_just_before_it_is_used_is_tried_again():
     """The slot had moved to a node where the process had none."""
     threads = [
-        ThreadPlan(
-            0,
-            0.29581445638189147,
-            {"expire": 1.0, "auto_renewal": True},
-            [Round(None, 3.8724111300042443, None, False, 1, 0.0)],
-        ),
+        ThreadPlan(0, 0.29581445638189147, renewed(1.0), [Round(None, 3.8724111300042443, None, False, 1, 0.0)]),
         ThreadPlan(
             1,
             0.0011888239690418523,
-            {"expire": 0.3, "auto_renewal": True},
+            renewed(0.3),
             [
                 Round(0.4, 3.4600716867293078, 0.5, False, 1, 0.1),
                 Round(None, 2.3551148607814034, None, False, 1, 0.001),
@@ -159,7 +155,7 @@ def test_a_subscription_that_fails_just_before_it_is_used_is_tried_again():
         ThreadPlan(
             1,
             0.008073130680185803,
-            {"expire": 3.0, "auto_renewal": True},
+            renewed(3.0),
             [
                 Round(0.0, 0.9704623074835022, None, False, 1, 0.001),
                 Round(None, 2.5164974215909086, None, False, 1, 0.0),
@@ -188,24 +184,9 @@ def test_an_entry_that_arrives_after_a_later_extension_does_not_cut_it_short():
     """The inner acquisition was sent twice, and the first try arrived after the lock had been extended to twice its
     expiry. Then Redis had an earlier end than the holder believed."""
     threads = [
-        ThreadPlan(
-            1,
-            0.22948612843905622,
-            {"expire": 1.0, "auto_renewal": True},
-            [Round(None, 0.1020750187543173, 2.0, False, 2, 0.001)],
-        ),
-        ThreadPlan(
-            1,
-            0.18360372235033656,
-            {"expire": 3.0, "auto_renewal": True},
-            [Round(None, 2.9845915421772196, None, True, 1, 0.0)],
-        ),
-        ThreadPlan(
-            2,
-            0.007707633861646168,
-            {"expire": 1.0, "auto_renewal": True},
-            [Round(2.0, 0.8850770694408659, None, False, 1, 0.001)],
-        ),
+        ThreadPlan(1, 0.22948612843905622, renewed(1.0), [Round(None, 0.1020750187543173, 2.0, False, 2, 0.001)]),
+        ThreadPlan(1, 0.18360372235033656, renewed(3.0), [Round(None, 2.9845915421772196, None, True, 1, 0.0)]),
+        ThreadPlan(2, 0.007707633861646168, renewed(1.0), [Round(2.0, 0.8850770694408659, None, False, 1, 0.001)]),
     ]
     fates = {3: "refused", 5: "lost", 7: "refused", 10: "late", 12: "unknown", 13: "slow", 14: "refused", 16: "lost"}
     plan = Plan(220051882, 3, threads, faulty_until=12.0, fates={(1, number): fate for number, fate in fates.items()})

@@ -13,7 +13,7 @@ from django_redislock.core.driver.effects import Sleep
 from tests.simulation import __main__ as command, world
 from tests.simulation.explore import KINDS, Found, explore, explore_bounded, history_of, shrink
 from tests.simulation.history import simulated
-from tests.simulation.patches import attribute
+from tests.simulation.patches import planted
 from tests.simulation.planted import PLANTED
 
 SECONDS = float(os.environ.get("REDISLOCK_SIMULATION_SECONDS", "0"))
@@ -53,8 +53,8 @@ def test_a_history_is_repeated_by_its_seed(kind):
     "name", ["a lock has no expiry", "two may take the lock at once", "an execution leaves no marker"]
 )
 def test_a_failing_history_is_made_small(name):
-    kind, plant = PLANTED[name]
-    with plant():
+    kind, defect = PLANTED[name]
+    with planted(defect):
         with pytest.raises(Found) as found:
             explore(range(1000), kind)
         plan, violation = shrink(kind, found.value.plan)
@@ -68,7 +68,8 @@ def test_a_history_that_makes_no_progress_ends_and_tells_its_seed():
         return Sleep(0)
 
     told = pytest.raises(Found, match=r"a livelock\nRepeat it: .* --seed")
-    with attribute(operations, "wait_effect", tries_at_once), attribute(world, "MOST_EVENTS", 3000), told:
+    livelock, few = (operations, "wait_effect", tries_at_once), (world, "MOST_EVENTS", 3000)
+    with planted(livelock), planted(few), told:
         explore(range(50), "lock")
 
 
