@@ -124,11 +124,6 @@ def upper(keys: Iterable[str]) -> dict[str, str]:
     return {key: key.upper() for key in keys}
 
 
-def make_stale(client: redis.Redis, key: str = ":1:k", left: int = 10) -> None:
-    """Bring the end of a value that lives 60 + 30 seconds near, as if time had passed."""
-    assert client.expire(key, left)
-
-
 def ask(
     url: str,
     backend: str,
