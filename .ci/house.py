@@ -142,7 +142,7 @@ def main() -> None:
     print(f"functions of a complexity over 10: {len(found)}, the largest: {found[:1]}")
     from tests.project.private_names import PRIVATE
 
-    listed = {(file, each.name) for each in PRIVATE for file in each.used_in}
+    listed = {(file, name) for each in PRIVATE for file in each.used_in for name in each.names.split()}
     private = private_attributes(python)
     foreign, own = ([use for use in private if (use in listed) is of_others] for of_others in (True, False))
     for whose, uses in (("another package", foreign), ("another class of the package", own)):

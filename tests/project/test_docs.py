@@ -1,4 +1,4 @@
-"""The code blocks of the pages run: each block alone, as a reader types it, and those of a page one after another."""
+"""The code of the pages and of the README runs: each block alone, as a reader types it, and those of a page at once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 ELSEWHERE = {"celery.rst", "run-once.rst", "start.rst"}
 """Pages of whose code other tests show what it does; that of ``start.rst`` is the README's."""
 AFTER = {
+    "README.rst": """
+assert rebuild(7) == "report of 7"
+assert build_report.apply((3,)).get() == "built 3"
+assert CACHES["default"]["BACKEND"] == "django_redislock.cache.RedisCache"
+""",
     "cache.rst": """
 assert report_of(7) == {"total": 7}
 assert report(7) == {"total": 7}
@@ -70,11 +75,12 @@ def blocks(page: Path) -> list[str]:
     return [dedent(block) for _, block in found]
 
 
-PAGES = [page for page in sorted(DOCS.glob("*.rst")) if blocks(page)]
+PAGES = [page for page in (DOCS.parent / "README.rst", *sorted(DOCS.glob("*.rst"))) if blocks(page)]
 
 
 def test_the_pages_with_code_are_found():
-    assert {"cache.rst", "howto.rst", "lock.rst", "migration.rst", "start.rst"} <= {page.name for page in PAGES}
+    found = {page.name for page in PAGES}
+    assert found >= {"README.rst", "cache.rst", "howto.rst", "lock.rst", "migration.rst", "start.rst"}
 
 
 def run(codes: dict[str, str]) -> None:

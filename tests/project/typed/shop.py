@@ -74,23 +74,11 @@ Lock(redis.Redis(), "a", tiemout=3)  # type: ignore
 lock("a", timeout="3")  # type: ignore
 
 
-@locked
-def bare(number: int) -> str:
-    return str(number)
-
-
-@locked("report:{user_id}")
-def waits(user_id: int) -> str:
+def report(user_id: int) -> str:
     return str(user_id)
 
 
-@locked("report:{user_id}", on_conflict="raise")
-def raises(user_id: int) -> str:
-    return str(user_id)
-
-
-@locked(on_conflict="raise")
-def raises_without_a_name(user_id: int) -> str:
+async def report_soon(user_id: int) -> str:
     return str(user_id)
 
 
@@ -98,46 +86,20 @@ def name_of(user_id: int) -> str:
     return f"report:{user_id}"
 
 
-@locked(name=name_of, timeout=3)
-def by_function(user_id: int) -> str:
-    return str(user_id)
-
-
-@locked("report:{user_id}", on_conflict="skip", expire=5)
-def skips(user_id: int) -> str:
-    return str(user_id)
-
-
-@locked
-async def bare_soon(number: int) -> str:
-    return str(number)
-
-
-@locked("report:{user_id}", expire=3)
-async def waits_soon(user_id: int) -> str:
-    return str(user_id)
-
-
-@locked("report:{user_id}", on_conflict="skip")
-async def skips_soon(user_id: int) -> str:
-    return str(user_id)
-
-
 async def use_locked() -> None:
-    assert_type(bare(1), str)
-    assert_type(waits(1), str)
-    assert_type(raises(1), str)
-    assert_type(raises_without_a_name(1), str)
-    assert_type(by_function(1), str)
-    assert_type(skips(1), str | None)
-    assert_type(await bare_soon(1), str)
-    assert_type(await waits_soon(1), str)
-    assert_type(await skips_soon(1), str | None)
-    bare("1")  # type: ignore
-    waits("1")  # type: ignore
-    skips("1")  # type: ignore
-    await waits_soon("1")  # type: ignore
-    await skips_soon("1")  # type: ignore
+    assert_type(locked(report)(1), str)
+    assert_type(locked("report:{user_id}")(report)(1), str)
+    assert_type(locked(on_conflict="raise")(report)(1), str)
+    assert_type(locked(name=name_of, timeout=3)(report)(1), str)
+    assert_type(locked("report:{user_id}", on_conflict="skip", expire=5)(report)(1), str | None)
+    assert_type(await locked(report_soon)(1), str)
+    assert_type(await locked("report:{user_id}", expire=3)(report_soon)(1), str)
+    assert_type(await locked("report:{user_id}", on_conflict="skip")(report_soon)(1), str | None)
+    locked(report)("1")  # type: ignore
+    locked("report:{user_id}")(report)("1")  # type: ignore
+    locked("report:{user_id}", on_conflict="skip")(report)("1")  # type: ignore
+    await locked("report:{user_id}")(report_soon)("1")  # type: ignore
+    await locked("report:{user_id}", on_conflict="skip")(report_soon)("1")  # type: ignore
 
 
 locked("x", tiemout=3)  # type: ignore
