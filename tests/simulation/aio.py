@@ -18,7 +18,7 @@ from django_redislock.exceptions import LockBackendError
 from .driver import Thread
 from .history import FAULTS_UNTIL
 from .lock_rules import KEYS, NAME, WOKEN
-from .locks import LockHistory, Round
+from .locks import LockHistory
 from .loop import EventLoop, TaskThread
 from .wire import Dialled, Wire
 from .world import SETTLED, SOCKET_TIMEOUT, Fault, Plan, Process, ThreadPlan, World
@@ -74,8 +74,8 @@ class TaskWorld(World):
     def new_process(self, number: int) -> Process:
         return TaskProcess(self, number)
 
-    def _restart(self, seconds: float, state: Callable[[], tuple[Any, Any]] | None) -> None:
-        super()._restart(seconds, state)
+    def _come_back(self, seconds: float, state: tuple[Any, Any] | None) -> None:
+        super()._come_back(seconds, state)
         for process in self.processes:
             for wire in process.wires:  # type: ignore[attr-defined]
                 process.soon(0.01, wire.lose)
@@ -123,6 +123,7 @@ class AsyncHistory(LockHistory):
     """Some tasks of some loops that want one lock. Tasks are cancelled, and loops end."""
 
     kind = "asyncio"
+    may_reset = False
     lock_kind = TaskLock  # type: ignore[assignment]
     world_kind = TaskWorld
     thread_kind = TaskThread
@@ -153,7 +154,6 @@ class AsyncHistory(LockHistory):
     def draw(cls, seed: int) -> Plan:
         plan, chance = super().draw(seed), random.Random(seed + 1)
         for thread in list(plan.threads):
-            thread.options.pop("id", None)
             if chance.random() < 0.5:  # more tasks on one connection
                 rounds = [cls.draw_round(chance, False) for _ in range(chance.randint(1, 2))]
                 plan.threads.append(ThreadPlan(thread.process, chance.uniform(0, 0.3), thread.options, rounds))
@@ -177,10 +177,6 @@ class AsyncHistory(LockHistory):
                 lasts = chance.choice([0.001, 0.3, 1.5])
                 plan.faults.append(Fault(chance.uniform(0, until), "cut", chance.randrange(plan.processes), lasts))
         return plan
-
-    @classmethod
-    def draw_round(cls, chance: random.Random, resets: bool) -> Round:
-        return super().draw_round(chance, False)
 
     def run(self) -> None:
         try:

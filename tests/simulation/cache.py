@@ -145,9 +145,7 @@ class CacheHistory(History):
                         )
                     )
                 plan.threads.append(ThreadPlan(process, chance.choice([0.0, 0.3]) * chance.random(), options, steps))
-        draw_faults(
-            chance, plan, ["freeze", "freeze", "cut", "silence", "kill"], ["step", "restart", "loss", "failover"]
-        )
+        draw_faults(chance, plan)
         return plan
 
     def program(self, thread: Thread, plan: ThreadPlan) -> Generator[Any, Any, Any]:
@@ -391,6 +389,4 @@ class CacheHistory(History):
                 and not any(each.options["max_hold"] for each in plan.threads)
             ):
                 self.fail(f"computed more than once: {often}")
-        for key in self.server.live_keys():
-            if b":lock:" in key or b":queue:" in key:
-                self.fail(f"{key!r} is left")
+        self.see_nothing_left(self.server)

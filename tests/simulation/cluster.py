@@ -19,7 +19,7 @@ from .driver import Room, Thread
 from .history import FAULTS_UNTIL
 from .hosts import Host, Link, Machine, WideWorld
 from .lock_rules import KEYS, Belief
-from .locks import LockHistory, Round
+from .locks import LockHistory
 from .model_server import ModelServer, Status
 from .world import SOCKET_TIMEOUT, Fault, Plan, Process, World
 
@@ -170,12 +170,8 @@ class Member(Machine):
 
     def as_running(self, function: Callable[[], Any]) -> Any:
         """Call a function that reads the clock."""
-        world = self.world
-        before, world.running = world.running, self._driver
-        try:
+        with self.world.run_by(self._driver):
             return function()
-        finally:
-            world.running = before
 
     def request(self, effect: Any, answer: Callable[[Any], None], patience: float | None = None) -> None:
         if patience is None:
@@ -236,38 +232,24 @@ class ClusterWorld(WideWorld):
     def new_process(self, number: int) -> Process:
         return Member(self, number)
 
-    @property
-    def senders(self) -> list[Process]:
-        return [link for host in self.hosts for link in host.links]
+    def _cut(self, fault: Fault) -> None:
+        World._cut(self, fault)
 
-    def _plan_cut(self, fault: Fault) -> None:
-        World._plan_cut(self, fault)
+    def _silence(self, fault: Fault) -> None:
+        super()._silence(fault)
+        self.trouble(self.time + fault.seconds)
 
-    def _plan_silence(self, fault: Fault) -> None:
-        self._plan_host(fault, self.hosts[fault.process].silence)
+    def _restart(self, fault: Fault) -> None:
+        super()._restart(fault)
+        self.trouble(self.time + fault.seconds)
 
-    def _plan_restart(self, fault: Fault) -> None:
-        self._plan_host(fault, self.hosts[fault.process].restart)
+    def _leave(self, fault: Fault) -> None:
+        self.hosts[2].left = True
+        self.tell(self.hosts[2], "leaves the Cluster")
 
-    def _plan_host(self, fault: Fault, happen: Callable[[float], None]) -> None:
-        def begin() -> None:
-            happen(fault.seconds)
-            self.trouble(self.time + fault.seconds)
-
-        self.at(fault.at, begin)
-
-    def _plan_leave(self, fault: Fault) -> None:
-        def leave() -> None:
-            self.hosts[2].left = True
-            self.tell(self.hosts[2], "leaves the Cluster")
-
-        self.at(fault.at, leave)
-
-    def _plan_move(self, fault: Fault) -> None:
-        self.at(fault.at, partial(self._move, fault.seconds))
-
-    def _move(self, seconds: float) -> None:
+    def _move(self, fault: Fault) -> None:
         """Move the slot to the other node, key by key."""
+        seconds = fault.seconds
         source = next(host for host in self.hosts if host.owns)
         target = source.other
         if source.moves:
@@ -300,6 +282,7 @@ class ClusterHistory(LockHistory):
     """Some processes that want one lock, whose slot moves. Nothing is lost, so no move excuses anything but a delay."""
 
     kind = "cluster"
+    may_reset = False
     world_kind = ClusterWorld
     patience = 4 * SOCKET_TIMEOUT
     """Seconds: the table may be read from two nodes that are silent, before the last try."""
@@ -311,8 +294,6 @@ class ClusterHistory(LockHistory):
     @classmethod
     def draw(cls, seed: int) -> Plan:
         plan, chance = super().draw(seed), random.Random(seed + 1)
-        for thread in plan.threads:
-            thread.options.pop("id", None)
         faults = [fault for fault in plan.faults if fault.what in ("freeze", "kill", "cut")]
         if plan.faulty_until:
             for _ in range(chance.choice([1, 1, 2, 3])):
@@ -324,10 +305,6 @@ class ClusterHistory(LockHistory):
                 faults.append(Fault(chance.uniform(0, FAULTS_UNTIL), what, chance.randrange(2), seconds))
         plan.faults[:] = faults
         return plan
-
-    @classmethod
-    def draw_round(cls, chance: random.Random, resets: bool) -> Round:
-        return super().draw_round(chance, False)
 
     def see_error(self, thread: Thread, timeout: float | None, error: LockError) -> None:
         """See that a move alone is no error: the call is tried again until it ends."""

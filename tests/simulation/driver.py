@@ -214,14 +214,11 @@ class SimulatedWatchdog:
         if id(lease) not in self._leases:
             return
         world, now = self._process.world, self._process.clock()
-        before, world.running = world.running, Thread(self._process, "watchdog", None)
-        try:
+        with world.run_by(Thread(self._process, "watchdog", None)):
             if not Renewals._is_due(self, now, lease):  # type: ignore[arg-type]
                 if id(lease) in self._leases and lease.next_check > now:
                     self.reschedule(lease)
                 return
-        finally:
-            world.running = before
         lease.renewal_pending = True
         life = lease.expire
         self.reschedule(lease)  # a substitute sees its deadline
@@ -229,9 +226,7 @@ class SimulatedWatchdog:
 
     def _answered(self, lease: Lease, sent: float, life: float, answer: Any) -> None:
         lease.renewal_pending = False
-        world = self._process.world
-        before, world.running = world.running, Thread(self._process, "watchdog", None)
-        try:
+        with self._process.world.run_by(Thread(self._process, "watchdog", None)):
             if isinstance(answer, RedisError):
                 Renewals._unanswered(self, [lease], answer)  # type: ignore[arg-type]
             elif answer[0]:
@@ -242,8 +237,6 @@ class SimulatedWatchdog:
                 self._lost(lease)
                 return
             self.reschedule(lease)
-        finally:
-            world.running = before
 
     def _lost(self, lease: Lease) -> None:
         lease.lose(UNKNOWN)
@@ -276,8 +269,7 @@ class Thread:
         """Give the program the result of its effect, or the error, and do what it wants next."""
         world, programs, context = self.process.world, self.programs, self.context
         assert context is not None
-        before, world.running = world.running, self
-        try:
+        with world.run_by(self):
             while True:
                 program = programs[-1]
                 try:
@@ -309,22 +301,16 @@ class Thread:
                     result = None
                 else:
                     result = result, None
-        finally:
-            world.running = before
         PERFORM[type(effect)](self, effect)
 
     def close(self) -> None:
         """End what a killed process left, without a word: its generators would complain when they are collected."""
-        world = self.process.world
-        before, world.running = world.running, self
-        try:
+        with self.process.world.run_by(self):
             for program in reversed(self.programs):
                 with suppress(Killed, StopIteration, LockError, AssertionError):
                     while True:  # it may want to leave the room first
                         program.throw(Killed())
-        finally:
-            self.ended = True
-            world.running = before
+        self.ended = True
 
     @property
     def at(self) -> Process:

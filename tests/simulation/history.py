@@ -7,7 +7,7 @@ import logging
 import random
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -24,6 +24,8 @@ from .driver import Thread
 from .model_server import ModelServer
 from .world import Fault, Plan, Process, ThreadPlan, Violation, World
 
+FAULTS = ("freeze", "freeze", "cut", "silence", "kill")
+FAULTS_OF_SERVER = ("step", "restart", "loss", "failover")
 FAULTS_UNTIL = 12.0
 LIMIT = 60.0
 """Seconds after the last fault within which every thread has come to its end."""
@@ -182,6 +184,12 @@ class History:
             single_flight._paused.clear()
             now.world = None
 
+    def see_nothing_left(self, server: ModelServer) -> None:
+        """See that no lock is held on this server, and that nobody waits for one."""
+        for key in server.live_keys():
+            if b":lock:" in key or b":queue:" in key or key.endswith(b"}:waits"):
+                self.fail(f"{key!r} is left")
+
     def _over(self) -> bool:
         return not any(thread.is_alive() for thread in self.threads)
 
@@ -196,7 +204,9 @@ class History:
                     self.fail(f"{key!r} lives for {ends / 1000 - seconds:.0f} s")
 
 
-def draw_faults(chance: random.Random, plan: Plan, kinds: list[str], once: list[str] | None = None) -> None:
+def draw_faults(
+    chance: random.Random, plan: Plan, kinds: Sequence[str] = FAULTS, once: Sequence[str] = FAULTS_OF_SERVER
+) -> None:
     """Draw what goes wrong: in one history of five, nothing. `once`: at most one of these."""
     if chance.random() < 0.2:
         return

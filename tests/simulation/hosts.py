@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -78,13 +77,9 @@ class LinkWatchdog(SimulatedWatchdog):
         in_time = [self._process.clock() < lease.deadline]
 
         def answered(replies: Any) -> None:
-            world = self._process.world
-            before, world.running = world.running, Thread(self._process, "watchdog", None)
-            try:
+            with self._process.world.run_by(Thread(self._process, "watchdog", None)):
                 found = None if isinstance(replies, RedisError) else replies
                 lease.lose(causes_of([lease], in_time, found)[0])
-            finally:
-                world.running = before
 
         self._process.request(cause_call([lease]), answered, patience_of(lease))
 
@@ -155,21 +150,17 @@ class WideWorld(World):
     def senders(self) -> list[Process]:
         return [link for host in self.hosts for link in host.links]
 
-    def _plan_cut(self, fault: Fault) -> None:
+    def _cut(self, fault: Fault) -> None:
         """Break the subscription of one process at one server; its number counts through both."""
+        link = self.senders[fault.process % len(self.senders)]
+        link.room.cut()
+        link.soon(fault.seconds, link.room.broken)
 
-        def cut() -> None:
-            link = self.senders[fault.process % len(self.senders)]
-            link.room.cut()
-            link.soon(fault.seconds, link.room.broken)
+    def _silence(self, fault: Fault) -> None:
+        self.hosts[fault.process].silence(fault.seconds)
 
-        self.at(fault.at, cut)
+    def _restart(self, fault: Fault) -> None:
+        self.hosts[fault.process].restart(fault.seconds)
 
-    def _plan_silence(self, fault: Fault) -> None:
-        self.at(fault.at, partial(self.hosts[fault.process].silence, fault.seconds))
-
-    def _plan_restart(self, fault: Fault) -> None:
-        self.at(fault.at, partial(self.hosts[fault.process].restart, fault.seconds))
-
-    def _plan_loss(self, fault: Fault) -> None:
-        self.at(fault.at, lambda: self.hosts[fault.process].restart(fault.seconds, ({}, {})))
+    def _loss(self, fault: Fault) -> None:
+        self.hosts[fault.process].restart(fault.seconds, ({}, {}))

@@ -373,6 +373,4 @@ class LockRules(History):
         if self.plan.calm and world.time > 45:
             self.fail(f"it took {world.time} s")
         if self.plan.calm and not self.lost:
-            for key in self.server.live_keys():
-                if b":lock:" in key or b":queue:" in key:
-                    self.fail(f"{key!r} is left")
+            self.see_nothing_left(self.server)

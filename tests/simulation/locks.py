@@ -72,13 +72,14 @@ class LockHistory(LockRules):
 
     kind = "lock"
     lock_kind: type[SimulatedLock] = SimulatedLock
+    may_reset = True
 
     @classmethod
     def draw(cls, seed: int) -> Plan:
         chance = random.Random(seed)
         plan = Plan(seed, chance.randint(2, 3), [])
         given = chance.random() < 0.15
-        resets = chance.random() < 0.2
+        resets = chance.random() < 0.2 and cls.may_reset
         for process in range(plan.processes):
             for _ in range(chance.choice([1, 1, 2])):
                 options = {"expire": chance.choice([0.3, 1.0, 3.0]), "auto_renewal": chance.random() < 0.8}
@@ -88,9 +89,7 @@ class LockHistory(LockRules):
                     options["reentrant"] = True
                 rounds = [cls.draw_round(chance, resets) for _ in range(chance.randint(1, 4))]
                 plan.threads.append(ThreadPlan(process, chance.uniform(0, 0.3), options, rounds))
-        draw_faults(
-            chance, plan, ["freeze", "freeze", "cut", "silence", "kill"], ["step", "restart", "loss", "failover"]
-        )
+        draw_faults(chance, plan)
         return plan
 
     @classmethod

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -95,17 +95,11 @@ class EventLoop(asyncio.AbstractEventLoop):
 
     def _run_once(self) -> None:
         self._planned = False
-        world = self._process.world
-        before, world.running = world.running, self._stand_in
-        asyncio._set_running_loop(self)
-        try:
+        with self._as_running():
             for _ in range(len(self._ready)):
                 handle = self._ready.popleft()
                 if not handle.cancelled():
                     handle._run()
-        finally:
-            asyncio._set_running_loop(None)
-            world.running = before
         if self._failure is not None:
             raise self._failure
         if self._ready and not self._planned:
@@ -115,15 +109,18 @@ class EventLoop(asyncio.AbstractEventLoop):
     def close(self) -> None:
         """End what is left, without a word of it: coroutines would complain when they are collected."""
         self._closed = True
-        world = self._process.world
-        before, world.running = world.running, self._stand_in
-        asyncio._set_running_loop(self)
-        try:
+        with self._as_running():
             while self._tasks:
                 _end(self._tasks.pop())
+
+    @contextmanager
+    def _as_running(self) -> Iterator[None]:
+        asyncio._set_running_loop(self)
+        try:
+            with self._process.world.run_by(self._stand_in):
+                yield
         finally:
             asyncio._set_running_loop(None)
-            world.running = before
 
 
 def _end(task: asyncio.Task[Any]) -> None:

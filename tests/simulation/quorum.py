@@ -89,7 +89,7 @@ class QuorumHistory(History):
                     for _ in range(chance.choice([1, 1, 2, 3]))
                 ]
                 plan.threads.append(ThreadPlan(process, chance.uniform(0, 0.3), options, rounds))
-        draw_faults(chance, plan, ["freeze", "cut", "kill"])
+        draw_faults(chance, plan, ["freeze", "cut", "kill"], ())
         if plan.faulty_until:
             cls._draw_faults_of_servers(chance, plan, servers)
         drift = 0.0 if plan.calm else chance.choice([0.0, DRIFT])

@@ -16,7 +16,7 @@ from django_redislock.core.driver.resp import NotPrimary
 
 from .history import FAULTS_UNTIL
 from .hosts import Host
-from .locks import LockHistory, Round, SimulatedLock
+from .locks import LockHistory, SimulatedLock
 from .model_server import ModelServer
 from .world import SOCKET_TIMEOUT, Captured, Fault, Plan, Process, World
 
@@ -253,23 +253,20 @@ class ReplicatedWorld(World):
         """Draw how long the way to the replica takes."""
         return self._chance.choice([0.0002, 0.001] if self.plan.calm else [0.0002, 0.001, 0.02, 0.2])
 
-    def _plan_silence(self, fault: Fault) -> None:
-        def silence() -> None:
-            self.leader.silence(fault.seconds)
-            self.trouble(self.time + fault.seconds)
+    def _silence(self, fault: Fault) -> None:
+        self.leader.silence(fault.seconds)
+        self.trouble(self.time + fault.seconds)
 
-        self.at(fault.at, silence)
+    def _killed(self, fault: Fault) -> None:
+        self._fail_over(lambda former: former.restart(fault.seconds + 1), fault)
 
-    def _plan_killed(self, fault: Fault) -> None:
-        self.at(fault.at, partial(self._fail_over, lambda former: former.restart(fault.seconds + 1), fault))
+    def _hangs(self, fault: Fault) -> None:
+        self._fail_over(lambda former: former.silence(fault.seconds), fault)
 
-    def _plan_hangs(self, fault: Fault) -> None:
-        self.at(fault.at, partial(self._fail_over, lambda former: former.silence(fault.seconds), fault))
+    def _planned(self, fault: Fault) -> None:
+        self._fail_over(lambda former: None, fault)
 
-    def _plan_planned(self, fault: Fault) -> None:
-        self.at(fault.at, partial(self._fail_over, lambda former: None, fault))
-
-    def _plan_parted(self, fault: Fault) -> None:
+    def _parted(self, fault: Fault) -> None:
         def part(former: ReplicatedHost) -> None:
             self.tell(former, "is cut off, with every second process")
             self.parted_until = self.time + 1.0 + fault.seconds
@@ -279,7 +276,7 @@ class ReplicatedWorld(World):
                     client.soon(0.0, client.room.cut)
                     client.host = former.other
 
-        self.at(fault.at, partial(self._fail_over, part, fault))
+        self._fail_over(part, fault)
 
     def _fail_over(self, begin: Callable[[ReplicatedHost], None], fault: Fault) -> None:
         """Let the replica become the primary, and the former primary its replica some seconds later."""
@@ -340,6 +337,7 @@ class ReplicatedHistory(LockHistory):
     """Some processes that want one lock, which a replica must confirm. No failover excuses two holders."""
 
     kind = "replicas"
+    may_reset = False  # on the former primary it would have two meanings
     lock_kind = ReplicatedLock
     written_slack = 1.0
     """The last call begins when the one before is answered: two confirmations, of 0.2 s each way, and two packets of
@@ -351,8 +349,6 @@ class ReplicatedHistory(LockHistory):
     @classmethod
     def draw(cls, seed: int) -> Plan:
         plan, chance = super().draw(seed), random.Random(seed + 1)
-        for thread in plan.threads:
-            thread.options.pop("id", None)
         plan.options["min_to_write"] = chance.random() < 0.5
         faults = [fault for fault in plan.faults if fault.what in ("freeze", "kill", "cut", "silence")]
         if plan.faulty_until:
@@ -361,10 +357,6 @@ class ReplicatedHistory(LockHistory):
                 faults.append(Fault(chance.uniform(0, FAULTS_UNTIL), chance.choice(FAILOVERS), 0, seconds))
         plan.faults[:] = faults
         return plan
-
-    @classmethod
-    def draw_round(cls, chance: random.Random, resets: bool) -> Round:
-        return super().draw_round(chance, False)  # a forced release on the former primary would have two meanings
 
     def _see_turn(self, call: ScriptCall, before: bytes | None) -> None:
         """See nothing: one who came later may be earlier in the queue.

@@ -65,9 +65,7 @@ class CeleryHistory(Worker):
                     )
                 )
             plan.threads.append(ThreadPlan(process, chance.uniform(0, 0.3), {}, steps))
-        draw_faults(
-            chance, plan, ["freeze", "freeze", "cut", "silence", "kill"], ["step", "restart", "loss", "failover"]
-        )
+        draw_faults(chance, plan)
         plan.options["replace"] = plan.options["scope"] in ("queued", "queued+run") and chance.random() < 0.5
         return plan
 
@@ -274,6 +272,4 @@ class CeleryHistory(Worker):
             if self.plan.calm and message.ran > 1:
                 self.fail(f"{message} ran {message.ran} times")
         if self.plan.calm:
-            for key in self.server.live_keys():
-                if b":lock:" in key or b":queue:" in key:
-                    self.fail(f"{key!r} is left")
+            self.see_nothing_left(self.server)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from django_redislock.celery.execution_lock import DONE, LEAVE
+from django_redislock.celery.execution_lock import DONE
 from django_redislock.core import scripts
 from django_redislock.core.driver.effects import Script
 from django_redislock.core.keys import lock_keys
@@ -86,20 +86,6 @@ def test_the_end_of_a_message_counts_more_than_what_was_said_before(client):
     client.set("marker", "7")
     run(client, DONE, (b"marker",), b"done", b"60000", b"")
     assert client.get("marker") == b"done"
-
-
-def test_a_late_call_of_an_execution_that_has_left_does_not_undo_that_its_end_was_confirmed(client):
-    """The connection broke, so the call was sent again; the first one arrives when the result is stored. "ending" ends
-    within the expiry, and then a copy of the message would run."""
-    keys = (KEYS.lock, KEYS.held, KEYS.queue, KEYS.receipts, b"marker")
-    call = (b"message:id", b"a", b"7", b"60000", b"", b"0", b"", b"ending")
-    client.set(KEYS.lock, "message:id\n7\n0\n{}")
-    assert run(client, LEAVE, keys, *call) == 1
-    assert client.get("marker") == b"ending"
-    run(client, DONE, (b"marker",), b"done", b"3600000", b"")
-    assert run(client, LEAVE, keys, *call) == 1
-    assert client.get("marker") == b"done"
-    assert client.pttl("marker") > 60000
 
 
 @pytest.mark.slow

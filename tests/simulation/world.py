@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -114,8 +115,10 @@ class World:
         """Is told of each call that was given up, when the server has executed it and its undo."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
+        self._kept: list[tuple[Any, Any]] = []
+        """The state to which a failover will go back."""
         for fault in plan.faults:
-            getattr(self, f"_plan_{fault.what}")(fault)
+            self._plan_fault(fault)
 
     def new_process(self, number: int) -> Process:
         """Return a process."""
@@ -164,6 +167,15 @@ class World:
                 return True
         return ended()
 
+    @contextmanager
+    def run_by(self, thread: Any) -> Iterator[None]:
+        """Have the block run by this thread: the package reads the clock of its process."""
+        before, self.running = self.running, thread
+        try:
+            yield
+        finally:
+            self.running = before
+
     def clock(self) -> float:
         """Return what the monotonic clock of the running process says."""
         running = self.running
@@ -189,53 +201,53 @@ class World:
 
     # Faults
 
-    def _plan_kill(self, fault: Fault) -> None:
-        self.at(fault.at, self.processes[fault.process].kill)
+    def _plan_fault(self, fault: Fault) -> None:
+        self.at(fault.at, partial(getattr(self, f"_{fault.what}"), fault))
+        if fault.what == "failover":
+            self.at(fault.at - 0.3 * fault.seconds, self._keep)
 
-    def _plan_freeze(self, fault: Fault) -> None:
+    def _kill(self, fault: Fault) -> None:
+        self.processes[fault.process].kill()
+
+    def _freeze(self, fault: Fault) -> None:
         process = self.processes[fault.process]
-        self.at(fault.at, process.freeze)
-        self.at(fault.at + fault.seconds, process.thaw)
+        process.freeze()
+        self.at(self.time + fault.seconds, process.thaw)
 
-    def _plan_cut(self, fault: Fault) -> None:
-        room = self.processes[fault.process].room
-        self.at(fault.at, room.cut)
-        self.processes[fault.process].soon(fault.at + fault.seconds, room.broken)
+    def _cut(self, fault: Fault) -> None:
+        process = self.processes[fault.process]
+        process.room.cut()
+        process.soon(fault.seconds, process.room.broken)
 
-    def _plan_silence(self, fault: Fault) -> None:
-        def silence() -> None:
-            self.tell("server", f"silent for {fault.seconds:.3f} s")
-            self.silent_until = self.time + fault.seconds
-            self.trouble(self.silent_until)
+    def _silence(self, fault: Fault) -> None:
+        self.tell("server", f"silent for {fault.seconds:.3f} s")
+        self.silent_until = self.time + fault.seconds
+        self.trouble(self.silent_until)
 
-        self.at(fault.at, silence)
+    def _step(self, fault: Fault) -> None:
+        self.tell("server", f"its clock steps by {fault.seconds:.3f} s")
+        self.server_clock += fault.seconds
+        self.clock_stepped = True
+        self.epoch += fault.seconds > 0
+        self.trouble(self.time + abs(fault.seconds))
 
-    def _plan_step(self, fault: Fault) -> None:
-        def step() -> None:
-            self.tell("server", f"its clock steps by {fault.seconds:.3f} s")
-            self.server_clock += fault.seconds
-            self.clock_stepped = True
-            self.epoch += fault.seconds > 0
-            self.trouble(self.time + abs(fault.seconds))
+    def _restart(self, fault: Fault) -> None:
+        self._come_back(fault.seconds, None)
 
-        self.at(fault.at, step)
+    def _loss(self, fault: Fault) -> None:
+        self._come_back(fault.seconds, ({}, {}))
 
-    def _plan_restart(self, fault: Fault) -> None:
-        self.at(fault.at, partial(self._restart, fault.seconds, None))
+    def _keep(self) -> None:
+        self._kept.append(deepcopy((self.server.data, self.server.ends)))
 
-    def _plan_loss(self, fault: Fault) -> None:
-        self.at(fault.at, partial(self._restart, fault.seconds, lambda: ({}, {})))
+    def _failover(self, fault: Fault) -> None:
+        self._come_back(fault.seconds, self._kept.pop(0))
 
-    def _plan_failover(self, fault: Fault) -> None:
-        kept: list[Any] = []
-        self.at(fault.at - 0.3 * fault.seconds, lambda: kept.append(deepcopy((self.server.data, self.server.ends))))
-        self.at(fault.at, partial(self._restart, fault.seconds, lambda: kept[0]))
-
-    def _restart(self, seconds: float, state: Callable[[], tuple[Any, Any]] | None) -> None:
+    def _come_back(self, seconds: float, state: tuple[Any, Any] | None) -> None:
         self.tell("server", f"restarts within {seconds:.3f} s{'' if state is None else ', with other data'}")
         self.down_until = self.time + seconds
         if state is not None:
-            self.server.data, self.server.ends = state()
+            self.server.data, self.server.ends = state
             self.epoch += 1
         self.trouble(self.down_until)
         for process in self.processes:
